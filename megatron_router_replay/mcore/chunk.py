@@ -1,0 +1,324 @@
+"""One model chunk under a session: its micro-batches from forward to backward, and its routers' selections.
+
+A micro-batch is known by its number, the count of the chunk's forwards. In the forward each router finds its
+micro-batch by its own count, so that schedules which build a plan first and run it later still match. In a recompute
+the autograd graph itself says which micro-batch it is: the chunk's output carries a hook that fires before anything
+else of that micro-batch's backward. So no order of backwards has to be assumed, several micro-batches may share one
+backward, and what a micro-batch keeps lives exactly as long as its graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.mcore.find import FoundRouter
+from megatron_router_replay.mcore.targets import Targets
+from megatron_router_replay.router_replay import ComputeTopk, check_fits, gather_topk, in_backward
+from megatron_router_replay.trace import index_dtype
+
+
+class Microbatch:
+    """One micro-batch in one chunk: what its routers shall use, what they used, and how far it has come."""
+
+    def __init__(self, number: int, num_routers: int, targets: Targets | None = None, rows: Tensor | None = None):
+        self.number = number
+        self.targets = targets
+        self.rows = rows
+        self.trains: bool | None = None  # None: the chunk's forward has not begun
+        self.used: list[Tensor | None] = [None] * num_routers  # [num_tokens, topk], compact dtype
+        self.checkpointed = [False] * num_routers
+        self.recomputes = [0] * num_routers
+
+
+Choose = Callable[["SessionRouter", Microbatch, Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]], tuple[Tensor, ...]]
+"""(router, microbatch, scores, live top-k) -> (values, indices int64, used in the compact dtype)."""
+
+
+def choose_live(
+    router: SessionRouter, microbatch: Microbatch, scores: Tensor, live_topk: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, ...]:
+    """Select as the router would."""
+    values, indices = live_topk(scores)
+    return values, indices, indices.to(router.dtype)
+
+
+def choose_replayed(
+    router: SessionRouter, microbatch: Microbatch, scores: Tensor, live_topk: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, ...]:
+    """Select what the micro-batch's routes say; live rows as the router would."""
+    targets = microbatch.targets
+    assert targets is not None, "a replayed micro-batch is queued with targets"
+    used = targets.topk_indices[:, router.position]
+    check_fits(used, scores, router.topk)
+    if targets.live is not None:
+        with torch.no_grad():
+            live = live_topk(scores.detach())[1].to(used.dtype)
+        used = torch.where(targets.live, live, used)
+    values, indices = gather_topk(scores, used)
+    return values, indices, used
+
+
+class SessionRouter:
+    """What a session puts in place of `router.router_replay`; Megatron-Core calls `get_replay_topk` for its top-k."""
+
+    def __init__(self, chunk: Chunk, position: int, found: FoundRouter, choose: Choose) -> None:
+        self.chunk = chunk
+        self.position = position
+        self.found = found
+        self.topk = int(found.router.topk)
+        self.num_experts = int(found.router.num_experts)
+        self.dtype = index_dtype(self.num_experts)
+        self.forwards = self.trained = self.recomputed = self.recompute_calls = 0
+        self.last_used: Tensor | None = None
+        self._choose = choose
+        self._replaced: object = None
+
+    def attach(self) -> None:
+        """Take the place of the router's own replay object, which may be None."""
+        self._replaced = self.found.router.router_replay
+        self.found.router.router_replay = self
+
+    def detach(self) -> None:
+        """Put back what was there."""
+        self.found.router.router_replay = self._replaced
+
+    @property
+    def attached(self) -> bool:
+        return self.found.router.router_replay is self
+
+    @property
+    def replay_backward_list(self) -> list[Tensor]:
+        """What recomputes of micro-batches still in flight will use, oldest first, [num_tokens, topk] each."""
+        used = (microbatch.used[self.position] for microbatch in self.chunk.in_flight.values())
+        return [indices for indices in used if indices is not None]
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: ComputeTopk | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `RouterReplay.get_replay_topk`."""
+        if in_backward():
+            return self._recompute(scores)
+        assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
+        microbatch = self.chunk.microbatch_of_forward(self)
+        values, indices, used = self._choose(
+            self,
+            microbatch,
+            scores,
+            lambda live: default_compute_topk(live, topk, num_groups=num_groups, group_topk=group_topk),
+        )
+        self.forwards += 1
+        self.last_used = microbatch.used[self.position] = used
+        microbatch.checkpointed[self.position] = bool(microbatch.trains) and not torch.is_grad_enabled()
+        self.chunk.router_done(microbatch)
+        return values, indices
+
+    def _recompute(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        microbatch = self.chunk.microbatch_of_recompute(self)
+        used = microbatch.used[self.position]
+        if used is None:
+            raise ReplayStateError(
+                f"{self.chunk.where(microbatch, self)}: recomputed, but this session saw no forward of it."
+            )
+        check_fits(used, scores, self.topk)
+        microbatch.recomputes[self.position] += 1
+        self.recompute_calls += 1
+        self.last_used = used
+        return gather_topk(scores, used)
+
+
+class Chunk:
+    """A model chunk's routers and its micro-batches in flight."""
+
+    def __init__(
+        self, index: int, module: nn.Module, routers: list[FoundRouter], choose: Choose, rank: int, queued: bool
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.routers = [SessionRouter(self, position, found, choose) for position, found in enumerate(routers)]
+        self.in_flight: dict[int, Microbatch] = {}
+        self.closed = False
+        self._rank = rank
+        self._queued = 0
+        self._needs_queue = queued
+        self._entered = 0
+        self._in_backward: Microbatch | None = None
+        self._on_done: Callable[[Microbatch], None] = lambda microbatch: None
+        self._handles: list[Any] = []
+
+    def attach(self, on_done: Callable[[Microbatch], None]) -> None:
+        """Put the session's routers in and watch the chunk's forwards; `on_done` gets each forwarded micro-batch."""
+        self._on_done = on_done
+        for router in self.routers:
+            router.attach()
+        if self.routers:
+            self._handles = [
+                self.module.register_forward_pre_hook(self._enter),
+                self.module.register_forward_hook(self._leave),
+            ]
+
+    def detach(self) -> None:
+        """Put back what was there and drop all state."""
+        for handle in self._handles:
+            handle.remove()
+        for router in self.routers:
+            if router.attached:
+                router.detach()
+        self.closed = True
+        self._in_backward = None
+        self.in_flight.clear()
+
+    def queue(self, targets: Targets | None, rows: Tensor) -> None:
+        """Add the micro-batch that the next forward not yet queued will find."""
+        self.in_flight[self._queued] = Microbatch(self._queued, len(self.routers), targets, rows)
+        self._queued += 1
+
+    def microbatch_of_forward(self, router: SessionRouter) -> Microbatch:
+        """Return the micro-batch of this router's next forward.
+
+        Raises:
+            ReplayStateError: none was queued for it.
+        """
+        return self._at(router.forwards, f"layer {router.found.layer_number}")
+
+    def microbatch_of_recompute(self, router: SessionRouter) -> Microbatch:
+        """Return the micro-batch whose backward is running.
+
+        Raises:
+            ReplayStateError: it cannot be told.
+        """
+        if self._in_backward is not None:
+            return self._in_backward
+        if len(self.in_flight) == 1:
+            return next(iter(self.in_flight.values()))
+        raise ReplayStateError(
+            f"rank {self._rank}, chunk {self.index}, layer {router.found.layer_number}: a recompute runs, but none of the "
+            f"{len(self.in_flight)} micro-batches in flight has begun its backward. Was the forward run under this session, "
+            "through the model's own forward, and not inside a checkpoint around the whole model?"
+        )
+
+    def router_done(self, microbatch: Microbatch) -> None:
+        """Hand the micro-batch on once every router has forwarded it; keep it only for its recompute."""
+        if all(used is not None for used in microbatch.used):
+            self._on_done(microbatch)
+            microbatch.targets = None
+            if microbatch.trains is False:
+                del self.in_flight[microbatch.number]
+
+    def where(self, microbatch: Microbatch, router: SessionRouter) -> str:
+        """Return rank, chunk, micro-batch and layer, for messages."""
+        return (
+            f"rank {self._rank}, chunk {self.index}, micro-batch {microbatch.number}, "
+            f"{'MTP ' if router.found.is_mtp else ''}layer {router.found.layer_number}"
+        )
+
+    def problems(self) -> Iterator[str]:
+        """Yield what does not match at the end of a session; nothing if every forward and recompute is accounted for."""
+        for microbatch in self.in_flight.values():
+            missing = [router for router in self.routers if microbatch.used[router.position] is None]
+            waiting = [router for router in self.routers if microbatch.checkpointed[router.position]]
+            if missing:
+                yield f"{self.where(microbatch, missing[0])}: routes were queued, but no forward used them"
+            elif waiting:
+                yield (
+                    f"{self.where(microbatch, waiting[0])}: its backward has not run, and its recompute would route live "
+                    "once the session is left"
+                )
+        for router in self.routers:
+            if router.recomputed not in (0, router.trained):
+                yield (
+                    f"rank {self._rank}, chunk {self.index}, layer {router.found.layer_number}: recomputed in "
+                    f"{router.recomputed} of {router.trained} backwards"
+                )
+
+    def _at(self, number: int, who: str) -> Microbatch:
+        if number not in self.in_flight:
+            if self._needs_queue:
+                raise ReplayStateError(
+                    f"rank {self._rank}, chunk {self.index}, micro-batch {number}, {who}: a forward without routes; "
+                    f"{self._queued} micro-batches were queued. Call session.microbatch(routing_rows, model) before each "
+                    "forward of each chunk."
+                )
+            self.in_flight[number] = Microbatch(number, len(self.routers))
+        return self.in_flight[number]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        # Another session may have taken the routers for a while; a recompute of the whole chunk is not a forward.
+        if self.routers[0].attached and not in_backward():
+            self._at(self._entered, f"layer {self.routers[0].found.layer_number}").trains = torch.is_grad_enabled()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.routers[0].attached or in_backward():
+            return
+        number = self._entered
+        self._entered += 1
+        late = [router for router in self.routers if router.forwards != self._entered]
+        if late:
+            raise ReplayStateError(
+                f"rank {self._rank}, chunk {self.index}, micro-batch {number}, layer {late[0].found.layer_number}: its "
+                f"router selected experts {late[0].forwards} times in {self._entered} forwards of the chunk."
+            )
+        microbatch = self.in_flight.get(number)
+        if microbatch is None:
+            return
+        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        if not tensors:
+            del self.in_flight[number]
+            return
+        hook = _BackwardHook(self, microbatch)
+        for tensor in tensors:
+            tensor.register_hook(hook)
+        # A graph that is dropped without a backward takes its micro-batch along.
+        weakref.finalize(hook, self.in_flight.pop, number, None).atexit = False
+
+    def begin_backward(self, microbatch: Microbatch) -> None:
+        """Note whose recomputes come next; called by autograd before the micro-batch's first gradient."""
+        if self.closed:
+            if any(microbatch.checkpointed):
+                raise ReplayStateError(
+                    f"rank {self._rank}, chunk {self.index}, micro-batch {microbatch.number}: backward after its session "
+                    "was left; its recompute would route live. Run the backward inside the session."
+                )
+            return
+        self._in_backward = microbatch
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(microbatch))
+
+    def _end_backward(self, microbatch: Microbatch) -> None:
+        self._in_backward = None
+        if self.in_flight.pop(microbatch.number, None) is None:
+            return  # counted already: several outputs, or a second backward through a retained graph
+        for router in self.routers:
+            router.trained += 1
+            router.recomputed += microbatch.recomputes[router.position] > 0
+
+
+class _BackwardHook:
+    """A tensor hook that lives as long as the micro-batch's graph, and keeps what its recompute needs."""
+
+    def __init__(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        self._chunk = chunk
+        self._microbatch = microbatch
+
+    def __call__(self, grad: Tensor) -> None:
+        self._chunk.begin_backward(self._microbatch)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _tensors(value)

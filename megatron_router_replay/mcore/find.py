@@ -1,0 +1,107 @@
+"""Which routers a model chunk has, and which layer each belongs to: read from the modules, never counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from torch import nn
+
+from megatron_router_replay.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundRouter:
+    """A router of a model chunk.
+
+    Args:
+        name: its module path in the chunk.
+        router: the module that chooses experts.
+        layer_number: Megatron's global layer_number, from 1; a multi-token-prediction layer counts on behind the
+            decoder's last (num_layers + 1, ...), because its own number restarts at 1 and would alias a decoder layer.
+        is_mtp: it belongs to a multi-token-prediction layer.
+    """
+
+    name: str
+    router: nn.Module
+    layer_number: int
+    is_mtp: bool
+
+    def __str__(self) -> str:
+        return f"{'MTP layer' if self.is_mtp else 'layer'} {self.layer_number} ({self.name})"
+
+
+def as_chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the chunks as a list: one, or one a virtual pipeline stage.
+
+    Raises:
+        LayoutError: none are given, or one twice.
+    """
+    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise LayoutError(
+            "model_chunks must be a model or a list of its chunks on this rank, "
+            f"got {[type(chunk).__name__ for chunk in chunks]}."
+        )
+    inner = [id(unwrap(chunk)) for chunk in chunks]
+    if len(set(inner)) != len(inner):
+        raise LayoutError(f"model_chunks holds {len(inner)} entries, but some of them are the same model.")
+    return chunks
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the innermost model of wrappers such as DistributedDataParallel and Float16Module."""
+    while isinstance(getattr(module, "module", None), nn.Module):
+        module = module.module
+    return module
+
+
+def wrappers(module: nn.Module) -> list[nn.Module]:
+    """Return the module and everything it wraps, outermost first."""
+    chain = [module]
+    while isinstance(getattr(chain[-1], "module", None), nn.Module):
+        chain.append(chain[-1].module)
+    return chain
+
+
+def find_routers(chunk: nn.Module) -> list[FoundRouter]:
+    """Return the chunk's routers, ordered by layer number.
+
+    Raises:
+        LayoutError: two routers have the same layer number, or a router has none.
+    """
+    model = unwrap(chunk)
+    mtp_layer_of = {
+        id(router): layer
+        for layer in model.modules()
+        if isinstance(layer, MultiTokenPredictionLayer)
+        for router in layer.modules()
+    }
+    names = {id(module): name for name, module in model.named_modules()}
+    # A router that an MoE layer uses without being a Router is found too: it must be refused, not overlooked.
+    modules = {
+        id(router): router
+        for module in model.modules()
+        for router in ([module.router] if isinstance(module, BaseMoELayer) else [module])
+        if isinstance(module, BaseMoELayer | Router)
+    }
+    found = []
+    for key, router in modules.items():
+        mtp_layer = mtp_layer_of.get(key)
+        number = getattr(router, "layer_number", None) if mtp_layer is None else mtp_layer.layer_number
+        if number is None:
+            raise LayoutError(f"router {names.get(key)!r} ({type(router).__name__}) has no layer_number.")
+        if mtp_layer is not None:
+            number += mtp_layer.config.num_layers
+        found.append(
+            FoundRouter(name=names.get(key, "?"), router=router, layer_number=number, is_mtp=mtp_layer is not None)
+        )
+    found.sort(key=lambda router: router.layer_number)
+    for one, other in pairwise(found):
+        if one.layer_number == other.layer_number:
+            raise LayoutError(f"{one} and {other} have the same layer_number; a layer has one router.")
+    return found

@@ -1,0 +1,102 @@
+"""The trace rows of one micro-batch -> the routes that this rank's routers replay, in the compact dtype.
+
+One gather of whole rows per micro-batch; each router widens its own layer to int64 when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.trace import RoutingTrace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """What one model chunk replays in one micro-batch.
+
+    Args:
+        topk_indices: [num_tokens, num_layers, topk] uint8 or int16 on the routers' device; live rows hold filler.
+        live: [num_tokens, 1] bool on the same device, True: the live router decides; None: no row is live.
+        counts: [3] int64 on the device where rows and trace met: rows replayed, live, padding.
+    """
+
+    topk_indices: Tensor
+    live: Tensor | None
+    counts: Tensor
+
+
+def build_targets(trace: RoutingTrace, rows: Tensor, padding_rank: Tensor, device: torch.device) -> Targets:
+    """Gather one micro-batch's routes.
+
+    Args:
+        trace: the chunk's layers only.
+        rows: [num_tokens] int64 on the trace's device, rows of the trace, -1 on padding, as the router sees the tokens.
+        padding_rank: [num_tokens] int64, how many paddings of the micro-batch come before each token, over all
+            tensor-parallel ranks: it spreads paddings over all experts evenly.
+        device: where the routers run.
+
+    Source: PITFALLS "Payloads": paddings that all take the same experts overload them.
+    """
+    padding = rows < 0
+    known = rows.clamp(min=0)
+    indices = trace.topk_indices.index_select(0, known)
+    live = ~trace.replay_mask.index_select(0, known) & ~padding
+    num_padding, num_live = padding.sum(), live.sum()
+    counts = torch.stack([rows.numel() - num_padding - num_live, num_live, num_padding])
+    on_host = rows.device.type == "cpu"
+    if not on_host or bool(num_padding):
+        slots = padding_rank.unsqueeze(1) * trace.topk + torch.arange(trace.topk, device=rows.device)
+        filler = (slots % trace.num_experts).to(indices.dtype).unsqueeze(1)
+        indices = torch.where(padding.view(-1, 1, 1), filler, indices)
+    # On a GPU asking for the number of live rows would wait for it; there every micro-batch of such a trace pays a top-k.
+    any_live = bool(num_live) if on_host else True
+    return Targets(
+        topk_indices=indices.to(device, non_blocking=True),
+        live=live.unsqueeze(1).to(device, non_blocking=True) if any_live else None,
+        counts=counts,
+    )
+
+
+def check_rows(rows: Tensor) -> Tensor:
+    """Return the rows as int64 [b, s].
+
+    Raises:
+        LayoutError: not integers, or not one- or two-dimensional.
+    """
+    if rows.is_floating_point() or rows.dtype is torch.bool or rows.dim() not in (1, 2):
+        raise LayoutError(
+            f"routing_rows must be integers of the shape of input_ids, [b, s], got {list(rows.shape)} {rows.dtype}."
+        )
+    return (rows if rows.dim() == 2 else rows.unsqueeze(0)).to(torch.int64)
+
+
+def broadcast_routing_rows(
+    rows: Sequence[Tensor] | None, *, src: int, group: dist.ProcessGroup | None = None
+) -> list[Tensor]:
+    """Give every rank of a group the rows of all micro-batches; for pipeline stages that load no data.
+
+    Call it before the schedule, with all micro-batches of the step at once: a broadcast inside a forward step would
+    wait for stages that wait for this stage's activations.
+
+    Args:
+        rows: on `src`, one int tensor a micro-batch, of any shapes; elsewhere ignored, may be None.
+        src: the sending rank, a global rank of the group (`parallel_state.get_pipeline_model_parallel_first_rank()`).
+        group: the pipeline-parallel group; None: the default group.
+
+    Returns:
+        The tensors on the CPU, int64, on every rank.
+    """
+    payload: list[list[Tensor] | None] = [None]
+    if dist.get_rank() == src:
+        if rows is None:
+            raise LayoutError(f"rank {src} broadcasts routing_rows but was given none.")
+        payload = [[part.detach().to(device="cpu", dtype=torch.int64).clone() for part in rows]]
+    dist.broadcast_object_list(payload, src=src, group=group)
+    assert payload[0] is not None, "the source sent its rows"
+    return payload[0]
