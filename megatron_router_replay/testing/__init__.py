@@ -1,0 +1,70 @@
+"""Megatron-Core on a CPU and tiny models, for our tests, the demo, and users' CI.
+
+Nothing is imported before it is asked for, so importing this package loads neither Megatron-Core nor torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_router_replay.testing.attention import SmallAttention, row_positions
+    from megatron_router_replay.testing.cpu import megatron_on_cpu
+    from megatron_router_replay.testing.global_parameters import merge_by_name, named_global_parameters
+    from megatron_router_replay.testing.layout import ParallelLayout
+    from megatron_router_replay.testing.megatron_state import reset_megatron_state
+    from megatron_router_replay.testing.qwen3_moe import load_qwen3_moe, qwen3_moe_config
+    from megatron_router_replay.testing.schedule import (
+        default_forward_step,
+        gradients,
+        pack_microbatch,
+        random_microbatches,
+        run_schedule,
+        split_context_parallel,
+    )
+    from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
+    from megatron_router_replay.testing.workers import GlooWorkers, WorkersError
+
+__all__ = [
+    "GlooWorkers",
+    "ParallelLayout",
+    "SmallAttention",
+    "WorkersError",
+    "build_tiny_gpt",
+    "default_forward_step",
+    "gradients",
+    "load_qwen3_moe",
+    "megatron_on_cpu",
+    "merge_by_name",
+    "named_global_parameters",
+    "pack_microbatch",
+    "qwen3_moe_config",
+    "random_microbatches",
+    "reset_megatron_state",
+    "row_positions",
+    "run_schedule",
+    "split_context_parallel",
+    "tiny_gpt_config",
+]
+
+_HOME = {
+    "attention": "SmallAttention row_positions",
+    "cpu": "megatron_on_cpu",
+    "global_parameters": "merge_by_name named_global_parameters",
+    "layout": "ParallelLayout",
+    "megatron_state": "reset_megatron_state",
+    "qwen3_moe": "load_qwen3_moe qwen3_moe_config",
+    "schedule": "default_forward_step gradients pack_microbatch random_microbatches run_schedule split_context_parallel",
+    "tiny_gpt": "build_tiny_gpt tiny_gpt_config",
+    "workers": "GlooWorkers WorkersError",
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

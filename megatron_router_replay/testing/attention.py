@@ -1,0 +1,153 @@
+"""A small core attention for GPTModel on a CPU that supports context parallelism and packed sequences.
+
+Megatron-Core's local DotProductAttention refuses both; the classes that support them need Transformer Engine. This
+one is short and exact rather than fast: it gathers all keys and values and masks by true position.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class SmallAttention(torch.nn.Module):
+    """Causal dot-product attention, built and called by Megatron's SelfAttention like any core attention.
+
+    Under context parallelism the sequence is split zigzag, each packed sequence by itself, as Megatron and
+    Transformer Engine do; `row_positions` says it in code. Grouped-query attention is supported; attention masks,
+    biases, dropout and windows are not and raise.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout or config.window_size or config.softmax_type != "vanilla" or unknown:
+            raise ValueError(
+                f"SmallAttention has no dropout (got {dropout}), window (got {config.window_size}), softmax offset "
+                f"(softmax_type={config.softmax_type!r}) and none of {sorted(unknown)}; use core_attention='local'."
+            )
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [s, b, heads, d], or packed [t, heads, d]; this context-parallel rank's rows.
+            key, value: the same with one head per query group.
+            attention_mask: must be None; the attention is causal.
+            packed_seq_params: Megatron's PackedSeqParams with cu_seqlens of the whole row, before the split.
+
+        Returns:
+            [s, b, heads * d], or packed [t, heads * d].
+        """
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError("SmallAttention is causal and takes no attention_mask or attention_bias: pass None.")
+        cu_seqlens = _layout_cu_seqlens(packed_seq_params)
+        if cu_seqlens is not None:
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        cp_rank, cp_size = self.cp_group.rank(), self.cp_group.size()
+        length = query.shape[0] * cp_size
+        query_rows = row_positions(length, cp_rank=cp_rank, cp_size=cp_size, cu_seqlens=cu_seqlens)
+        rows_by_rank = [
+            row_positions(length, cp_rank=rank, cp_size=cp_size, cu_seqlens=cu_seqlens) for rank in range(cp_size)
+        ]
+        key_rows = torch.cat(rows_by_rank, dim=1)
+        if cp_size > 1:
+            key, value = _GatherRows.apply(key, self.cp_group), _GatherRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
+
+        visible = (query_rows[0, :, None] == key_rows[0]) & (query_rows[1, :, None] >= key_rows[1])
+        context = _attend(query, key, value, visible, self.softmax_scale)
+        return context.flatten(1) if cu_seqlens is not None else context
+
+
+def row_positions(length: int, *, cp_rank: int, cp_size: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Return which sequence, and which position in it, each row of a context-parallel rank holds.
+
+    Each sequence is cut into 2 * cp_size equal chunks; rank r holds chunks r and 2 * cp_size - 1 - r.
+
+    Args:
+        length: rows of the whole row of tokens, over all ranks.
+        cp_rank, cp_size: this rank's place in the context-parallel group.
+        cu_seqlens: [num_seqs + 1] starts of packed sequences in the whole row; None: one sequence.
+
+    Returns:
+        [2, length // cp_size] int64: sequence index and position, in this rank's row order.
+
+    Raises:
+        ValueError: a sequence cannot be cut into 2 * cp_size equal chunks.
+
+    Source: Megatron-Core 0.16.1, utils.get_batch_on_this_cp_rank; Transformer Engine's thd_get_partitioned_indices.
+    """
+    starts = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+    if starts[-1] != length:
+        raise ValueError(f"packed rows end at cu_seqlens[-1]={starts[-1]}, but there are {length} rows.")
+    chunks = 2 * cp_size if cp_size > 1 else 1
+    rows = []
+    for index, (start, end) in enumerate(zip(starts[:-1], starts[1:])):
+        if (end - start) % chunks != 0:
+            raise ValueError(
+                f"sequence {index} has {end - start} tokens: not a multiple of 2 * cp_size={chunks}. Pad it first."
+            )
+        pieces = torch.arange(end - start).chunk(chunks) if end > start else [torch.arange(0)] * chunks
+        mine = torch.cat([pieces[cp_rank], pieces[chunks - 1 - cp_rank]]) if cp_size > 1 else pieces[0]
+        rows.append(torch.stack([torch.full_like(mine, index), mine]))
+    return torch.cat(rows, dim=1)
+
+
+def _layout_cu_seqlens(packed_seq_params: Any) -> Tensor | None:
+    """Return the starts of the sequences as they lie in memory, padding included."""
+    if packed_seq_params is None:
+        return None
+    padded: Tensor | None = packed_seq_params.cu_seqlens_q_padded
+    unpadded: Tensor | None = packed_seq_params.cu_seqlens_q
+    return padded if padded is not None else unpadded
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, softmax_scale: float) -> Tensor:
+    """Attend from [sq, b, heads, d] to [sk, b, groups, d] where visible [sq, sk]; return [sq, b, heads * d]."""
+    heads_per_group = query.shape[2] // key.shape[2]
+    key = key.repeat_interleave(heads_per_group, dim=2)
+    value = value.repeat_interleave(heads_per_group, dim=2)
+    scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * softmax_scale
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
+
+
+class _GatherRows(torch.autograd.Function):
+    """Concatenate every rank's rows along axis 0, in rank order; the backward sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None

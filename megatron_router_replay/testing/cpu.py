@@ -1,0 +1,242 @@
+"""megatron_on_cpu(): run the stock GPTModel on a CPU over gloo, with no change to Megatron-Core's files.
+
+Megatron-Core calls torch.cuda and asks for device="cuda" whatever the machine has. While the context manager is
+active those calls land on the CPU; after it, every attribute is what it was. In the order they are made:
+
+1. Megatron is imported *before* anything is patched, so no Megatron module captures a replaced function.
+2. torch.cuda's devices, streams, events, random states and memory statistics become CPU ones (`cuda_stand_ins.py`).
+3. Factory functions, Tensor.to, Tensor.cuda and friends read device="cuda" as "cpu" and drop pin_memory. They are
+   wrapped, because a TorchFunctionMode is off inside torch.autograd.backward, where recomputes run.
+4. Five places in Megatron-Core that assume CUDA or Transformer Engine are mended (`_megatron_patches`).
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_router_replay.testing import cuda_stand_ins
+
+# Functions of `torch` that take device=; the *_like functions and Tensor.new_* as well.
+_FACTORY_FUNCTIONS = (
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
+    "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros "
+    "zeros_like"
+).split()
+_FACTORY_METHODS = "new_empty new_full new_ones new_tensor new_zeros".split()
+
+# What moe_utils imports from Transformer Engine and reads also where that import failed.
+_TRANSFORMER_ENGINE_SYMBOLS = (
+    "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_permute fused_permute_with_probs "
+    "fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs fused_topk_with_score_function fused_unpermute "
+    "te_general_gemm"
+).split()
+
+_MISSING = object()
+
+
+class Patch(NamedTuple):
+    """One attribute that is replaced while Megatron runs on a CPU."""
+
+    owner: Any
+    name: str
+    value: Any
+
+    def current(self) -> Any:
+        """Return what the owner itself holds under the name, not what it inherits; a marker if nothing."""
+        return vars(self.owner).get(self.name, _MISSING)
+
+    def restore(self, before: Any) -> None:
+        """Put back what `current` returned before the patch."""
+        if before is _MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, before)
+
+
+_lock = threading.RLock()
+_depth = 0
+_undo: list[tuple[Patch, Any]] = []
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Let Megatron-Core build, run and train models on the CPU inside the `with` block.
+
+    Re-entrant: only the outermost block patches and restores. The patches are process-wide, so other threads see them.
+    On a machine with CUDA the block forces the CPU all the same (torch.cuda.is_available() is False inside), so
+    use it there in a process that has not put Megatron on the GPU.
+
+    What to know inside:
+
+    - models need deallocate_pipeline_outputs=False, and interleaved schedules overlap_p2p_comm=True with
+      batch_p2p_comm=False (`tiny_gpt_config` sets them): gloo sends later from memory that Megatron frees at once, and
+      batched messages between the same two ranks swap silently;
+    - the CPU generator plays both generators, so a tracker's fork() logs "CPU RNG state changed" on dropout;
+    - `with torch.device("meta")` keeps working, and with it transformers' from_pretrained. Import transformers
+      before the block all the same: a module that copies a torch function at import keeps the copy.
+    """
+    global _depth
+    with _lock:
+        if _depth == 0:
+            _apply(patches())
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                _restore()
+
+
+def is_active() -> bool:
+    """Tell whether this process is inside megatron_on_cpu()."""
+    return _depth > 0
+
+
+def patches() -> list[Patch]:
+    """Return every replacement that megatron_on_cpu() makes, in order; importing Megatron first."""
+    megatron = _megatron_patches()  # imports Megatron: must come before anything is replaced
+    return [*_torch_patches(), *cuda_stand_ins.patches(Patch), *megatron]
+
+
+def _apply(replacements: list[Patch]) -> None:
+    # This cache of torch holds the factory functions that a `with torch.device(...)` recognises. Filled inside the
+    # patches it would hold the wrapped ones, for good: transformers would then leave its meta-device buffers unset.
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()
+    _clear_megatron_caches()
+    try:
+        for patch in replacements:
+            _undo.append((patch, patch.current()))
+            setattr(patch.owner, patch.name, patch.value)
+    except BaseException:
+        _restore()
+        raise
+
+
+def _restore() -> None:
+    while _undo:
+        patch, before = _undo.pop()
+        patch.restore(before)
+    _clear_megatron_caches()
+
+
+def _clear_megatron_caches() -> None:
+    """Forget rotary tables made for another device."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    RotaryEmbedding.forward.cache_clear()
+
+
+def is_cuda_device(device: Any) -> bool:
+    """Tell whether torch would read this device argument as a CUDA device: "cuda", "cuda:1", 1, torch.device("cuda")."""
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _device_kwarg_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if is_cuda_device(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+    return on_cpu
+
+
+def _to_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and is_cuda_device(args[0]):
+            args = ("cpu", *args[1:])
+        if is_cuda_device(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return function(self, *args, **kwargs)
+
+    return to
+
+
+def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+def _torch_patches() -> list[Patch]:
+    tensor = torch.Tensor
+    return [
+        *(Patch(torch, name, _device_kwarg_on_cpu(getattr(torch, name))) for name in _FACTORY_FUNCTIONS),
+        *(Patch(tensor, name, _device_kwarg_on_cpu(getattr(tensor, name))) for name in _FACTORY_METHODS),
+        Patch(tensor, "to", _to_on_cpu(tensor.to)),
+        Patch(tensor, "cuda", _itself),
+        Patch(tensor, "pin_memory", _itself),
+        Patch(tensor, "record_stream", _itself),
+        Patch(torch.nn.Module, "to", _to_on_cpu(torch.nn.Module.to)),
+        Patch(torch.nn.Module, "cuda", _itself),
+    ]
+
+
+def _megatron_patches() -> list[Patch]:
+    """Import the part of Megatron-Core that a GPTModel needs and return what has to change in it."""
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.models.gpt.gpt_model
+    import megatron.core.pipeline_parallel.schedules  # noqa: F401
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    missing = [name for name in _TRANSFORMER_ENGINE_SYMBOLS if not hasattr(moe_utils, name)]
+    return [
+        *(Patch(moe_utils, name, None) for name in missing),
+        Patch(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numpy_on_request),
+        # A class attribute that the first dispatcher fills with a stream: it must not outlive the patches.
+        Patch(dispatcher, "cuda_dtoh_stream", None),
+        Patch(random, "_get_cuda_rng_state", _get_rng_state),
+        Patch(random, "_set_cuda_rng_state", _set_rng_state),
+        Patch(WrappedTorchNorm, "__new__", staticmethod(_new_norm)),
+    ]
+
+
+def _as_numpy_on_request(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return all-to-all splits as numpy, as Megatron's function does for tensors that come from a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _new_norm(
+    cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *unused: Any, **unused_by_keyword: Any
+) -> torch.nn.Module:
+    """Build torch's norm also under sequence parallelism, marked so that its gradient is summed over the TP group."""
+    if config.layernorm_zero_centered_gamma:
+        raise ValueError("layernorm_zero_centered_gamma=True needs Transformer Engine; torch's norms do not have it.")
+    norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+    norm: torch.nn.Module = norms[config.normalization](hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of python, numpy and torch."""
+    import random
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,69 @@
+"""ParallelLayout: the parallel sizes of one test case, and Megatron's parallel state made from them."""
+
+import math
+from dataclasses import dataclass
+
+from megatron_router_replay.errors import RouterReplayError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelLayout:
+    """Parallel sizes in Megatron's words; ranks left over are data parallel.
+
+    `vp_size` is the number of model chunks per pipeline stage, None without interleaving. As in Megatron, expert
+    parallelism spans the tensor- and data-parallel ranks: tp_size=2 and ep_size=2 need two processes.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    vp_size: int | None = None
+    cp_size: int = 1
+    ep_size: int = 1
+    expert_tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = (self.tp_size, self.pp_size, self.cp_size, self.ep_size, self.expert_tp_size)
+        if min(sizes) < 1 or (self.vp_size is not None and (self.vp_size < 2 or self.pp_size < 2)):
+            raise RouterReplayError(
+                f"{self} is no layout: sizes start at 1, and vp_size needs at least 2 chunks and pp_size >= 2."
+            )
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Megatron trains MoE layers under tensor parallelism with sequence parallelism only."""
+        return self.tp_size > 1
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks on each pipeline stage."""
+        return self.vp_size or 1
+
+    @property
+    def world_size(self) -> int:
+        """The smallest number of processes that this layout fits."""
+        return self.pp_size * math.lcm(self.tp_size * self.cp_size, self.expert_tp_size * self.ep_size)
+
+    def initialize(self, *, seed: int = 1234) -> None:
+        """Create Megatron's process groups for this layout and seed its random states; every process calls it.
+
+        Raises:
+            RouterReplayError: the number of processes is not a multiple of `world_size`.
+        """
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        if dist.get_world_size() % self.world_size != 0:
+            raise RouterReplayError(
+                f"cannot lay out {self} on {dist.get_world_size()} processes: not a multiple of {self.world_size}."
+            )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=self.tp_size,
+            pipeline_model_parallel_size=self.pp_size,
+            virtual_pipeline_model_parallel_size=self.vp_size,
+            context_parallel_size=self.cp_size,
+            expert_model_parallel_size=self.ep_size,
+            expert_tensor_parallel_size=self.expert_tp_size,
+            create_gloo_process_groups=False,
+        )
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
