@@ -54,7 +54,9 @@ def merge_router_rows(parts: Sequence[Tensor], *, batch_size: int) -> Tensor:
             raise LayoutError(
                 f"cannot merge {part.shape[0]} rows of a rank: not a multiple of batch_size={batch_size}."
             )
-    return merge_sequence_parallel([part.unflatten(0, (-1, batch_size)) for part in parts]).transpose(0, 1)
+    return merge_sequence_parallel(
+        [part.view(part.shape[0] // batch_size, batch_size, *part.shape[1:]) for part in parts]
+    ).transpose(0, 1)
 
 
 def split_sequence_parallel(values: Tensor, *, tp_rank: int, tp_size: int) -> Tensor:

@@ -1,0 +1,121 @@
+"""An example collator: samples into a batch, where routing rows take the same path as the tokens.
+
+    loader = DataLoader(samples, collate_fn=partial(collate_packed, pad_token_id=0, sequence_multiple=2 * cp_size))
+
+Every per-token field of a sample goes through one call of `pad_sequences` or `pack_sequences` with the same options,
+and through one `split_batch`. There is no second piece of code for rows that could drift from the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.layout.context_parallel import Style, split_context_parallel
+from megatron_router_replay.layout.rows import PADDING_ROW, Side, number_rows, pack_sequences, pad_sequences
+
+Sample = Mapping[str, Tensor]
+"""`input_ids` [length] and any more values of the same length; `routing_rows` if the samples are not in trace order."""
+
+_FILL = {"routing_rows": PADDING_ROW, "labels": -100, "position_ids": 0, "loss_mask": 0}
+
+
+def collate_padded(
+    samples: Sequence[Sample],
+    *,
+    pad_token_id: int,
+    seq_length: int | None = None,
+    side: Side = "right",
+    multiple: int = 1,
+) -> dict[str, Tensor]:
+    """Return a padded batch, [b, s] each: the samples' fields, position_ids and routing_rows.
+
+    Args:
+        samples: without `routing_rows`, sample i's tokens are the trace rows behind those of sample i - 1.
+        pad_token_id: input_ids of padding; labels are padded with -100, routing_rows with -1, all else with 0.
+        seq_length, side, multiple: as for `pad_sequences`.
+
+    Raises:
+        LayoutError: as `pad_sequences`; samples have different fields, or fields of a sample different lengths.
+    """
+    return _lay_out(
+        samples,
+        pad_token_id,
+        lambda sequences, fill: pad_sequences(
+            sequences, fill=fill, seq_length=seq_length, side=side, multiple=multiple
+        ),
+    )
+
+
+def collate_packed(
+    samples: Sequence[Sample],
+    *,
+    pad_token_id: int,
+    sequence_multiple: int = 1,
+    total_multiple: int = 1,
+    total_length: int | None = None,
+) -> dict[str, Tensor]:
+    """Return a packed batch, [1, total] each, with cu_seqlens and cu_seqlens_padded [num_seqs + 1] int32.
+
+    Args:
+        samples, pad_token_id: as for `collate_padded`.
+        sequence_multiple, total_multiple, total_length: as for `pack_sequences`.
+
+    Raises:
+        LayoutError: as `pack_sequences`; samples have different fields, or fields of a sample different lengths.
+    """
+    bounds: dict[str, Tensor] = {}
+
+    def pack(sequences: list[Tensor], fill: int) -> Tensor:
+        packed = pack_sequences(
+            sequences,
+            fill=fill,
+            sequence_multiple=sequence_multiple,
+            total_multiple=total_multiple,
+            total_length=total_length,
+        )
+        bounds.update(cu_seqlens=packed.cu_seqlens, cu_seqlens_padded=packed.cu_seqlens_padded)
+        return packed.values
+
+    return _lay_out(samples, pad_token_id, pack) | bounds
+
+
+def split_batch(
+    batch: Mapping[str, Tensor], *, cp_rank: int, cp_size: int, style: Style = "zigzag"
+) -> dict[str, Tensor]:
+    """Return the part of a collated batch that this context-parallel rank keeps; cu_seqlens stay whole.
+
+    Raises:
+        LayoutError: as `split_context_parallel`.
+    """
+    bounds = batch.get("cu_seqlens_padded")
+    return {
+        name: values
+        if name.startswith("cu_seqlens")
+        else split_context_parallel(values, cp_rank=cp_rank, cp_size=cp_size, cu_seqlens_padded=bounds, style=style)
+        for name, values in batch.items()
+    }
+
+
+def _lay_out(
+    samples: Sequence[Sample], pad_token_id: int, lay_out: Callable[[list[Tensor], int], Tensor]
+) -> dict[str, Tensor]:
+    lengths = [_checked_length(i, sample, samples[0]) for i, sample in enumerate(samples)]
+    fields = {name: [sample[name] for sample in samples] for name in (samples[0] if samples else ())}
+    fields.setdefault("position_ids", [torch.arange(length) for length in lengths])
+    fields.setdefault("routing_rows", number_rows(lengths))
+    fill = _FILL | {"input_ids": pad_token_id}
+    return {name: lay_out(values, fill.get(name, 0)) for name, values in fields.items()}
+
+
+def _checked_length(index: int, sample: Sample, first: Sample) -> int:
+    lengths = {name: values.shape[0] for name, values in sample.items()}
+    if "input_ids" not in lengths or set(lengths) != set(first) or len(set(lengths.values())) != 1:
+        raise LayoutError(
+            f"sample {index} has fields of lengths {lengths}, sample 0 has fields {sorted(first)}: every sample needs "
+            "the same fields, input_ids among them, one value a token."
+        )
+    return lengths["input_ids"]

@@ -1,0 +1,110 @@
+import pytest
+import torch
+
+from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.layout import (
+    check_rows,
+    collate_packed,
+    collate_padded,
+    merge_context_parallel,
+    split_batch,
+)
+
+SAMPLES = [
+    {"input_ids": torch.tensor([11, 12, 13]), "labels": torch.tensor([12, 13, 14])},
+    {"input_ids": torch.tensor([21]), "labels": torch.tensor([22])},
+    {"input_ids": torch.tensor([31, 32]), "labels": torch.tensor([32, 33])},
+]
+TOKEN_IDS = torch.tensor([11, 12, 13, 21, 31, 32], dtype=torch.int32)
+
+
+def test_a_left_padded_batch():
+    batch = collate_padded(SAMPLES, pad_token_id=0, side="left", multiple=4)
+    assert {name: values.tolist() for name, values in batch.items()} == {
+        "input_ids": [[0, 11, 12, 13], [0, 0, 0, 21], [0, 0, 31, 32]],
+        "labels": [[-100, 12, 13, 14], [-100, -100, -100, 22], [-100, -100, 32, 33]],
+        "position_ids": [[0, 0, 1, 2], [0, 0, 0, 0], [0, 0, 0, 1]],
+        "routing_rows": [[-1, 0, 1, 2], [-1, -1, -1, 3], [-1, -1, 4, 5]],
+    }
+
+
+def test_a_packed_batch():
+    batch = collate_packed(SAMPLES, pad_token_id=0, sequence_multiple=2)
+    assert {name: values.tolist() for name, values in batch.items()} == {
+        "input_ids": [[11, 12, 13, 0, 21, 0, 31, 32]],
+        "labels": [[12, 13, 14, -100, 22, -100, 32, 33]],
+        "position_ids": [[0, 1, 2, 0, 0, 0, 0, 1]],
+        "routing_rows": [[0, 1, 2, -1, 3, -1, 4, 5]],
+        "cu_seqlens": [0, 3, 4, 6],
+        "cu_seqlens_padded": [0, 4, 6, 8],
+    }
+
+
+@pytest.mark.parametrize("style", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_tokens_and_rows_still_match_after_every_split(cp_size, style):
+    padded = collate_padded(SAMPLES, pad_token_id=0, multiple=2 * cp_size)
+    packed = collate_packed(SAMPLES, pad_token_id=0, sequence_multiple=2 * cp_size, total_multiple=16)
+    for batch in (padded, packed):
+        parts = [split_batch(batch, cp_rank=r, cp_size=cp_size, style=style) for r in range(cp_size)]
+        for part in parts:
+            check_rows(part["routing_rows"], part["input_ids"], token_ids=TOKEN_IDS)
+        bounds = batch.get("cu_seqlens_padded")
+        rows = [part["routing_rows"] for part in parts]
+        assert torch.equal(merge_context_parallel(rows, cu_seqlens_padded=bounds, style=style), batch["routing_rows"])
+
+
+def test_samples_in_another_order_bring_their_own_rows():
+    samples = [
+        {"input_ids": torch.tensor([31, 32]), "routing_rows": torch.tensor([4, 5])},
+        {"input_ids": torch.tensor([11, 12, 13]), "routing_rows": torch.tensor([0, 1, 2])},
+    ]
+    batch = collate_padded(samples, pad_token_id=0)
+    assert batch["routing_rows"].tolist() == [[4, 5, -1], [0, 1, 2]]
+    check_rows(batch["routing_rows"], batch["input_ids"], token_ids=TOKEN_IDS)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda rows: rows.roll(1, dims=1),
+        lambda rows: rows.flip(0),
+        lambda rows: rows.t().reshape(rows.shape),
+        lambda rows: torch.where(rows >= 0, rows + 1, rows).clamp(max=5),
+    ],
+    ids=["shifted by one", "samples swapped", "b-major read as s-major", "off by one"],
+)
+def test_rows_that_drift_from_their_tokens_are_caught_by_the_token_ids(bug):
+    batch = collate_padded(SAMPLES, pad_token_id=0)
+    with pytest.raises(LayoutError, match="tokens and routing_rows were not moved by the same code"):
+        check_rows(bug(batch["routing_rows"]), batch["input_ids"], token_ids=TOKEN_IDS)
+
+
+def test_zigzag_rows_with_contiguous_tokens_are_caught():
+    batch = collate_packed(SAMPLES, pad_token_id=0, sequence_multiple=4)
+    tokens = split_batch(batch, cp_rank=0, cp_size=2, style="contiguous")["input_ids"]
+    rows = split_batch(batch, cp_rank=0, cp_size=2)["routing_rows"]
+    with pytest.raises(LayoutError, match=r"input_ids\[0, 2\] is 13, but its routing row 3 was recorded for token 21"):
+        check_rows(rows, tokens, token_ids=TOKEN_IDS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [([[0, 6]], "the trace has rows 0..5"), ([[-2, 0]], "padding is -1"), ([[0]], "one row a position")],
+)
+def test_rows_outside_the_trace_or_of_another_shape_are_caught(rows, message):
+    with pytest.raises(LayoutError, match=message):
+        check_rows(torch.tensor(rows), torch.tensor([[11, 12]]), token_ids=TOKEN_IDS)
+
+
+def test_a_batch_of_padding_alone_has_nothing_to_prove():
+    check_rows(torch.tensor([[-1]]), torch.tensor([[0]]), token_ids=torch.empty(0, dtype=torch.int32))
+
+
+def test_samples_that_differ_in_fields_or_lengths_raise():
+    with pytest.raises(LayoutError, match="sample 1"):
+        collate_padded([{"input_ids": torch.ones(2)}, {"tokens": torch.ones(2)}], pad_token_id=0)
+    with pytest.raises(LayoutError, match="sample 0 has fields of lengths"):
+        collate_packed([{"input_ids": torch.ones(2), "labels": torch.ones(3)}], pad_token_id=0)
+    with pytest.raises(LayoutError, match="no sequences"):
+        collate_padded([], pad_token_id=0)

@@ -1,0 +1,114 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.layout import (
+    number_rows,
+    pack_rows,
+    pack_sequences,
+    pad_rows,
+    pad_sequences,
+    pad_to_multiple,
+)
+
+lengths_of_sequences = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+def test_padding_on_the_right_and_on_the_left():
+    assert pad_rows([3, 1]).tolist() == [[0, 1, 2], [3, -1, -1]]
+    assert pad_rows([3, 1], side="left").tolist() == [[0, 1, 2], [-1, -1, 3]]
+    assert pad_rows([3, 1], seq_length=5, side="left").tolist() == [[-1, -1, 0, 1, 2], [-1, -1, -1, -1, 3]]
+
+
+def test_a_padded_batch_is_rounded_up_to_the_multiple():
+    assert pad_rows([3, 1], multiple=4).tolist() == [[0, 1, 2, -1], [3, -1, -1, -1]]
+
+
+def test_a_microbatch_of_some_samples_keeps_their_trace_rows():
+    assert pad_rows([2, 3], row_starts=[7, 0]).tolist() == [[7, 8, -1], [0, 1, 2]]
+
+
+def test_packing_aligns_each_sequence_and_the_last_takes_the_rest():
+    rows, cu_seqlens, cu_seqlens_padded = pack_rows([3, 4, 1], sequence_multiple=4, total_multiple=8)
+    assert rows.tolist() == [[0, 1, 2, -1, 3, 4, 5, 6, 7, -1, -1, -1, -1, -1, -1, -1]]
+    assert cu_seqlens.tolist() == [0, 3, 7, 8]
+    assert cu_seqlens_padded.tolist() == [0, 4, 8, 16]
+    assert cu_seqlens.dtype is cu_seqlens_padded.dtype is torch.int32
+    assert rows.dtype is torch.int64
+
+
+def test_a_total_that_fp8_asks_for_keeps_the_last_sequence_splittable():
+    # 12 positions, rounded up to 16 alone, would leave a last sequence of 10: not a multiple of 6.
+    packed = pack_rows([5, 6], sequence_multiple=6, total_multiple=16)
+    assert packed.cu_seqlens_padded.tolist() == [0, 6, 48]
+
+
+def test_packing_into_a_bucket():
+    packed = pack_rows([2, 1], total_length=6)
+    assert packed.values.tolist() == [[0, 1, 2, -1, -1, -1]]
+    assert packed.cu_seqlens_padded.tolist() == [0, 2, 6]
+
+
+def test_padding_a_batch_that_is_laid_out_already():
+    rows = torch.tensor([[0, 1, 2], [3, 4, -1]])
+    assert pad_to_multiple(rows, multiple=4, fill=-1).tolist() == [[0, 1, 2, -1], [3, 4, -1, -1]]
+    assert pad_to_multiple(rows, multiple=3, fill=-1) is rows
+
+
+def test_values_of_any_shape_and_dtype_take_the_same_path():
+    weights = [torch.tensor([[0.5, 1.0]]), torch.tensor([[2.0, 3.0], [4.0, 5.0]])]
+    assert pad_sequences(weights, fill=0).tolist() == [[[0.5, 1.0], [0, 0]], [[2, 3], [4, 5]]]
+    assert pack_sequences(weights, fill=0).values.shape == (1, 3, 2)
+
+
+@given(lengths_of_sequences, st.sampled_from(["left", "right"]), st.integers(1, 8))
+def test_every_row_appears_once_and_in_order_when_padded(lengths, side, multiple):
+    rows = pad_rows(lengths, side=side, multiple=multiple)
+    assert rows.shape[1] % multiple == 0
+    assert rows.shape[1] < max(lengths) + multiple
+    assert rows[rows >= 0].tolist() == list(range(sum(lengths)))
+    assert (rows >= 0).sum(dim=1).tolist() == lengths
+
+
+@given(lengths_of_sequences, st.integers(1, 8), st.integers(1, 20))
+def test_every_row_appears_once_and_in_order_when_packed(lengths, sequence_multiple, total_multiple):
+    rows, cu_seqlens, padded = pack_rows(lengths, sequence_multiple=sequence_multiple, total_multiple=total_multiple)
+    assert rows[rows >= 0].tolist() == list(range(sum(lengths)))
+    assert cu_seqlens.diff().tolist() == lengths
+    assert bool((padded.diff() % sequence_multiple == 0).all())
+    assert bool((padded.diff() >= cu_seqlens.diff()).all())
+    assert rows.shape == (1, int(padded[-1]))
+    assert rows.shape[1] % total_multiple == 0
+    for i, length in enumerate(lengths):
+        start = int(padded[i])
+        first = int(cu_seqlens[i])
+        assert rows[0, start : start + length].tolist() == list(range(first, first + length))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pad_rows([5], seq_length=4), "use seq_length=5, or truncate tokens and routes together"),
+        (lambda: pad_rows([2], seq_length=6, multiple=4), "use seq_length=8"),
+        (lambda: pad_rows([]), "no sequences"),
+        (lambda: pad_rows([-1]), "none negative"),
+        (lambda: pad_rows([1, 2], row_starts=[0]), "one start a sequence"),
+        (lambda: pad_rows([1], side="middle"), "'left' or 'right'"),
+        (lambda: pad_rows([1], multiple=0), "1 or more"),
+        (lambda: pack_rows([]), "no sequences"),
+        (lambda: pack_rows([5, 5], total_length=8), "at least 10"),
+        (lambda: pack_rows([4], sequence_multiple=4, total_length=6), "a multiple of 4"),
+        (lambda: pack_rows([4], sequence_multiple=0), "1 or more"),
+        (lambda: pad_to_multiple(torch.zeros(3), multiple=2, fill=0), r"must be \[b, s, ...\]"),
+        (lambda: pad_sequences([torch.zeros(1), torch.zeros(1, dtype=torch.int64)], fill=0), "sequence 1"),
+    ],
+)
+def test_what_does_not_fit_says_what_to_do(call, message):
+    with pytest.raises(LayoutError, match=message):
+        call()
+
+
+def test_rows_are_numbered_from_zero_by_default():
+    assert [rows.tolist() for rows in number_rows([2, 0, 1])] == [[0, 1], [], [2]]
