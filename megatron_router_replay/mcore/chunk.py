@@ -111,6 +111,8 @@ class SessionRouter:
             return self._recompute(scores)
         assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
         microbatch = self.chunk.microbatch_of_forward(self)
+        if microbatch.trains is None:  # a schedule that runs layers without the chunk's own forward
+            microbatch.trains = torch.is_grad_enabled()
         values, indices, used = self._choose(
             self,
             microbatch,
@@ -119,7 +121,7 @@ class SessionRouter:
         )
         self.forwards += 1
         self.last_used = microbatch.used[self.position] = used
-        microbatch.checkpointed[self.position] = bool(microbatch.trains) and not torch.is_grad_enabled()
+        microbatch.checkpointed[self.position] = microbatch.trains and not torch.is_grad_enabled()
         self.chunk.router_done(microbatch)
         return values, indices
 
@@ -150,13 +152,13 @@ class Chunk:
         self.closed = False
         self._rank = rank
         self._queued = 0
-        self._needs_queue = queued
+        self.needs_queue = queued
         self._entered = 0
         self._in_backward: Microbatch | None = None
-        self._on_done: Callable[[Microbatch], None] = lambda microbatch: None
+        self._on_done: Callable[[Chunk, Microbatch], None] | None = None
         self._handles: list[Any] = []
 
-    def attach(self, on_done: Callable[[Microbatch], None]) -> None:
+    def attach(self, on_done: Callable[[Chunk, Microbatch], None]) -> None:
         """Put the session's routers in and watch the chunk's forwards; `on_done` gets each forwarded micro-batch."""
         self._on_done = on_done
         for router in self.routers:
@@ -178,7 +180,7 @@ class Chunk:
         self._in_backward = None
         self.in_flight.clear()
 
-    def queue(self, targets: Targets | None, rows: Tensor) -> None:
+    def queue(self, targets: Targets | None = None, *, rows: Tensor | None = None) -> None:
         """Add the micro-batch that the next forward not yet queued will find."""
         self.in_flight[self._queued] = Microbatch(self._queued, len(self.routers), targets, rows)
         self._queued += 1
@@ -210,7 +212,8 @@ class Chunk:
     def router_done(self, microbatch: Microbatch) -> None:
         """Hand the micro-batch on once every router has forwarded it; keep it only for its recompute."""
         if all(used is not None for used in microbatch.used):
-            self._on_done(microbatch)
+            if self._on_done is not None:
+                self._on_done(self, microbatch)
             microbatch.targets = None
             if microbatch.trains is False:
                 del self.in_flight[microbatch.number]
@@ -243,7 +246,7 @@ class Chunk:
 
     def _at(self, number: int, who: str) -> Microbatch:
         if number not in self.in_flight:
-            if self._needs_queue:
+            if self.needs_queue:
                 raise ReplayStateError(
                     f"rank {self._rank}, chunk {self.index}, micro-batch {number}, {who}: a forward without routes; "
                     f"{self._queued} micro-batches were queued. Call session.microbatch(routing_rows, model) before each "
@@ -254,8 +257,14 @@ class Chunk:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         # Another session may have taken the routers for a while; a recompute of the whole chunk is not a forward.
-        if self.routers[0].attached and not in_backward():
-            self._at(self._entered, f"layer {self.routers[0].found.layer_number}").trains = torch.is_grad_enabled()
+        if not self.routers[0].attached or in_backward():
+            return
+        if not self.needs_queue:
+            # A forward that failed half-way and was caught, in a session of a whole run, must not shift the counts.
+            self.in_flight.pop(self._entered, None)
+            for router in self.routers:
+                router.forwards = self._entered
+        self._at(self._entered, f"layer {self.routers[0].found.layer_number}").trains = torch.is_grad_enabled()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.routers[0].attached or in_backward():
@@ -277,7 +286,7 @@ class Chunk:
             return
         hook = _BackwardHook(self, microbatch)
         for tensor in tensors:
-            tensor.register_hook(hook)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         # A graph that is dropped without a backward takes its micro-batch along.
         weakref.finalize(hook, self.in_flight.pop, number, None).atexit = False
 

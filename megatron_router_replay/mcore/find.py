@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import Router
@@ -20,14 +21,14 @@ class FoundRouter:
 
     Args:
         name: its module path in the chunk.
-        router: the module that chooses experts.
+        router: the module that chooses experts; a TopKRouter once `check_supported` has passed.
         layer_number: Megatron's global layer_number, from 1; a multi-token-prediction layer counts on behind the
             decoder's last (num_layers + 1, ...), because its own number restarts at 1 and would alias a decoder layer.
         is_mtp: it belongs to a multi-token-prediction layer.
     """
 
     name: str
-    router: nn.Module
+    router: Any
     layer_number: int
     is_mtp: bool
 
@@ -55,16 +56,14 @@ def as_chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the innermost model of wrappers such as DistributedDataParallel and Float16Module."""
-    while isinstance(getattr(module, "module", None), nn.Module):
-        module = module.module
-    return module
+    return wrappers(module)[-1]
 
 
 def wrappers(module: nn.Module) -> list[nn.Module]:
     """Return the module and everything it wraps, outermost first."""
     chain = [module]
-    while isinstance(getattr(chain[-1], "module", None), nn.Module):
-        chain.append(chain[-1].module)
+    while isinstance(inner := getattr(chain[-1], "module", None), nn.Module):
+        chain.append(inner)
     return chain
 
 

@@ -63,17 +63,10 @@ def build_targets(trace: RoutingTrace, rows: Tensor, padding_rank: Tensor, devic
     )
 
 
-def check_rows(rows: Tensor) -> Tensor:
-    """Return the rows as int64 [b, s].
-
-    Raises:
-        LayoutError: not integers, or not one- or two-dimensional.
-    """
-    if rows.is_floating_point() or rows.dtype is torch.bool or rows.dim() not in (1, 2):
-        raise LayoutError(
-            f"routing_rows must be integers of the shape of input_ids, [b, s], got {list(rows.shape)} {rows.dtype}."
-        )
-    return (rows if rows.dim() == 2 else rows.unsqueeze(0)).to(torch.int64)
+def padding_ranks(rows: Tensor) -> Tensor:
+    """Return how many paddings come before each position in the router's order (s-major), [b, s] int64."""
+    padding = (rows < 0).t()
+    return (padding.reshape(-1).cumsum(0) - padding.reshape(-1).to(torch.int64)).view(padding.shape).t()
 
 
 def broadcast_routing_rows(

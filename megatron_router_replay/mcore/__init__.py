@@ -1,0 +1,29 @@
+"""Routing replay in Megatron-Core models; the only part of the package, with `testing`, that imports megatron.core."""
+
+from megatron_router_replay.mcore.find import FoundRouter, find_routers
+from megatron_router_replay.mcore.install import install, uninstall
+from megatron_router_replay.mcore.record import RecordSession, record
+from megatron_router_replay.mcore.replay import ReplaySession, replay
+from megatron_router_replay.mcore.report import SessionReport
+from megatron_router_replay.mcore.session import FreezeSession, Session, freeze_recompute
+from megatron_router_replay.mcore.support import Explanation, RouterSupport, explain
+from megatron_router_replay.mcore.targets import broadcast_routing_rows
+
+__all__ = [
+    "Explanation",
+    "FoundRouter",
+    "FreezeSession",
+    "RecordSession",
+    "ReplaySession",
+    "RouterSupport",
+    "Session",
+    "SessionReport",
+    "broadcast_routing_rows",
+    "explain",
+    "find_routers",
+    "freeze_recompute",
+    "install",
+    "record",
+    "replay",
+    "uninstall",
+]

@@ -1,0 +1,125 @@
+"""Replay: every forward and recompute uses a trace's experts."""
+
+from __future__ import annotations
+
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_router_replay.errors import LayoutError, TraceError
+from megatron_router_replay.layout import check_rows
+from megatron_router_replay.mcore.chunk import Chunk, choose_replayed
+from megatron_router_replay.mcore.report import SessionReport
+from megatron_router_replay.mcore.session import Models, Session
+from megatron_router_replay.mcore.targets import build_targets, padding_ranks
+from megatron_router_replay.trace import RoutingTrace
+
+
+class ReplaySession(Session):
+    """Forwards and recomputes use the trace's experts; see `replay`."""
+
+    kind = "replay"
+    choose = staticmethod(choose_replayed)
+    needs_queue = True
+
+    def __init__(self, model_chunks: Models, trace: RoutingTrace, *, mtp: bool, verify: bool) -> None:
+        self._trace = trace
+        super().__init__(model_chunks, mtp=mtp, verify=verify)
+
+    def _setup(self) -> None:
+        self._trace_of: dict[int, RoutingTrace] = {}
+        for chunk in self._chunks:
+            _check_model(self._trace, chunk)
+            self._trace_of[chunk.index] = self._trace.select_layers(
+                [router.found.layer_number for router in chunk.routers]
+            )
+
+    def _queue(self, chunk: Chunk, rows: Tensor, token_ids: Tensor | None) -> None:
+        trace = self._trace_of[chunk.index]
+        rows = rows.to(trace.device)
+        outside = (rows < -1) | (rows >= trace.num_tokens)
+        self._check(
+            outside.any(), f"routing_rows reach outside the trace's rows 0..{trace.num_tokens - 1}; padding is -1."
+        )
+        if token_ids is not None:
+            self._check_tokens(rows, token_ids.to(trace.device))
+        targets = build_targets(
+            trace,
+            self._router_view(chunk, rows),
+            self._router_view(chunk, padding_ranks(rows)),
+            chunk.routers[0].found.router.weight.device,
+        )
+        self._count(targets.counts)
+        chunk.queue(targets)
+
+    def _check_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
+        expected = self._trace.token_ids
+        if expected is None:
+            raise LayoutError(
+                "token_ids were given for comparison, but the trace has none: make it with token_ids=..., or leave them out."
+            )
+        if rows.device.type == "cpu":
+            check_rows(rows, token_ids, token_ids=expected)
+        else:
+            differ = (expected[rows.clamp(min=0)] != token_ids) & (rows >= 0)
+            self._check(differ.any(), "token_ids differ from the trace's: tokens and routing_rows moved apart.")
+
+    def _problems(self, report: SessionReport) -> list[str]:
+        problems = super()._problems(report)
+        if report.rows_live and not report.rows_replayed:
+            problems.append(
+                f"rank {self._rank}: none of {report.rows_live} tokens was replayed; the trace has no route for any of "
+                "them. Were the routes lost on the way, or is this another rank's part of a recording (merge_traces)?"
+            )
+        return problems
+
+
+def replay(model_chunks: Models, trace: RoutingTrace, *, mtp: bool = False, verify: bool = False) -> ReplaySession:
+    """Make the model use the experts of a trace, in every forward and recompute.
+
+    Scores and gradients stay those of the live logits; only the selection is replaced. Call `session.microbatch(rows,
+    model)` before each forward of each chunk.
+
+    Args:
+        model_chunks: the model or its chunks on this rank.
+        trace: routes for at least every MoE layer of these chunks. Rows without a route, and nothing else, are decided
+            by the live router. Moved to the GPU (`trace.to("cuda")`) it takes rows that are there without a host sync.
+        mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ...; else they stay live.
+        verify: compare every routing map that leaves a router with the trace; the report counts, a difference raises.
+
+    Raises:
+        UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
+        TraceError: the trace is of another model.
+        ReplayStateError: the model is under another session.
+    """
+    return ReplaySession(model_chunks, trace, mtp=mtp, verify=verify)
+
+
+def _check_model(trace: RoutingTrace, chunk: Chunk) -> None:
+    for router in chunk.routers:
+        for name, of_model, of_trace in (
+            ("num_experts", router.num_experts, trace.num_experts),
+            ("topk", router.topk, trace.topk),
+        ):
+            if of_model != of_trace:
+                raise TraceError(f"{router.found} has {name}={of_model}, the trace {of_trace}: it is of another model.")
+        if router.found.layer_number not in trace.layer_numbers:
+            raise TraceError(
+                f"{router.found} has no routes: the trace has layers {list(trace.layer_numbers)}. Layer numbers are "
+                "Megatron's, from 1, and count dense layers too."
+            )
+    in_mtp = {
+        id(inner)
+        for layer in chunk.module.modules()
+        if isinstance(layer, MultiTokenPredictionLayer)
+        for inner in layer.modules()
+    }
+    with_router = {router.found.layer_number for router in chunk.routers}
+    for layer in chunk.module.modules():
+        if isinstance(layer, TransformerLayer) and id(layer) not in in_mtp:
+            number = layer.layer_number
+            if number in trace.layer_numbers and number not in with_router:
+                raise TraceError(
+                    f"the trace has routes for layer {number}, but that layer of the model is dense: it is of another "
+                    "model, or its layers are shifted."
+                )

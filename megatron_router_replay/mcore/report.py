@@ -1,0 +1,65 @@
+"""What a session did on this rank, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionReport:
+    """Counts of one session on this rank.
+
+    Args:
+        kind: "replay", "record" or "freeze_recompute".
+        routers: routers the session holds.
+        microbatches: forwards of model chunks.
+        tokens: rows these forwards routed, each counted once a chunk; replayed + live + padding.
+        rows_replayed: rows that used the trace's routes.
+        rows_live: rows without a route, decided by the live router (and frozen for their recompute).
+        rows_padding: rows of padding, spread over all experts.
+        forwards, recomputes: forwards and recomputes of single routers.
+        decisions_verified: (row, layer) pairs whose routing map was compared on its way out of the router, forwards and
+            recomputes; 0 unless verify=True.
+        decisions_wrong: those that did not hold exactly the experts this session chose.
+    """
+
+    kind: str
+    routers: int = 0
+    microbatches: int = 0
+    tokens: int = 0
+    rows_replayed: int = 0
+    rows_live: int = 0
+    rows_padding: int = 0
+    forwards: int = 0
+    recomputes: int = 0
+    decisions_verified: int = 0
+    decisions_wrong: int = 0
+
+    @property
+    def replayed_share(self) -> float:
+        """Tokens replayed / tokens trained on, padding left out; 0.0 without tokens."""
+        trained = self.rows_replayed + self.rows_live
+        return self.rows_replayed / trained if trained else 0.0
+
+    def to_dict(self) -> dict[str, str | int | float]:
+        """Return every field, and `replayed_share`."""
+        return {**asdict(self), "replayed_share": self.replayed_share}
+
+    def metrics(self, prefix: str = "router_replay/") -> dict[str, float]:
+        """Return the numbers for a training logger, keys under `prefix`."""
+        return {prefix + name: float(value) for name, value in self.to_dict().items() if not isinstance(value, str)}
+
+    def __str__(self) -> str:
+        lines = [
+            f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches",
+            f"  forwards / recomputes       {self.forwards:>12,} / {self.recomputes:,}",
+        ]
+        if self.kind == "replay":
+            lines += [
+                f"  tokens replayed             {self.rows_replayed:>12,}  ({self.replayed_share:.1%} of those with a token)",
+                f"  tokens routed live          {self.rows_live:>12,}",
+                f"  padding                     {self.rows_padding:>12,}",
+            ]
+        if self.decisions_verified:
+            lines.append(f"  decisions verified / wrong  {self.decisions_verified:>12,} / {self.decisions_wrong:,}")
+        return "\n".join(lines)
