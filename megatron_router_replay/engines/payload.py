@@ -1,0 +1,230 @@
+"""The wire formats of routed experts -> numpy arrays, without trusting a byte of them.
+
+Every reader knows the number of rows that it expects and the columns that a row has, and refuses a payload that is too
+large before it decodes or allocates anything for it. Arrays are returned as sent, in their own narrow dtype and without
+a copy where the format allows; `assemble` checks their content.
+
+- base64 of a `.npy` file, version 1.0, one integer array [rows, layers, topk] (vLLM 0.22 and later);
+- base64 of raw little-endian int32 in C order, without a shape (SGLang, sglang-jax);
+- nested lists [rows][layers][topk] (JSON of vLLM 0.21);
+- numpy arrays, torch tensors, anything with `__array__` (python objects of every engine).
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from array import array as int_array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_router_replay.errors import PayloadError
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where a payload came from; every message starts with it."""
+
+    engine: str
+    field: str
+    sample: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.engine}: {self.field}" + (f" of {self.sample}" if self.sample else "")
+
+    def error(self, text: str) -> PayloadError:
+        """Return the error to raise for this payload."""
+        return PayloadError(f"{self}: {text}")
+
+
+_NPY_MAGIC = b"\x93NUMPY\x01\x00"
+_NPY_HEADER = re.compile(
+    rb"\{'descr': '([<>|=][iu][1248])', 'fortran_order': (True|False), "
+    rb"'shape': \(([0-9]{1,12}), ([0-9]{1,12}), ([0-9]{1,12})\), \} *\n"
+)
+_MAX_NPY_HEADER = 1024
+_SLACK_ROWS = 4096
+"""Rows beyond the expected ones that a reader still accepts, so that the row check can say what is wrong."""
+
+
+def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes:
+    """Return the bytes of a base64 string; its size is checked before anything is allocated.
+
+    Raises:
+        PayloadError: longer than `max_bytes` allows, or not base64.
+    """
+    if len(text) > 4 * (max_bytes // 3 + 1):
+        raise source.error(
+            f"{len(text)} base64 characters, at most {4 * (max_bytes // 3 + 1)} can belong to these tokens. "
+            "Are the token ids those of this sample, and the model's layers and topk right?"
+        )
+    padding = text[-2:].count("=") if isinstance(text, str) else text[-2:].count(b"=")
+    try:
+        raw = binascii.a2b_base64(text)
+    except (binascii.Error, ValueError) as error:
+        raise source.error(f"not base64: {error}. Was the string cut on its way?") from error
+    # a2b_base64 skips foreign characters without a word; each one skipped makes the result shorter than this.
+    if len(text) % 4 or len(raw) != len(text) // 4 * 3 - padding:
+        raise source.error(
+            f"{len(text)} characters of base64 gave {len(raw)} bytes: the string holds foreign characters or was cut."
+        )
+    return raw
+
+
+def parse_npy(raw: bytes, *, source: Source) -> Array:
+    """Return the array of a `.npy` file as a read-only view of its bytes.
+
+    Only what `numpy.save` writes for a three-dimensional integer array is accepted; nothing is evaluated or unpickled.
+
+    Raises:
+        PayloadError: another format, dtype or number of axes, or the data do not fill the shape exactly.
+
+    Source: numpy.lib.format, version 1.0.
+    """
+    if raw[:8] != _NPY_MAGIC or len(raw) < 10:
+        raise source.error(f"starts with {raw[:8]!r}, not with the magic of a version 1.0 .npy file.")
+    header_bytes = int.from_bytes(raw[8:10], "little")
+    header = raw[10 : 10 + header_bytes]
+    match = _NPY_HEADER.fullmatch(header) if header_bytes <= _MAX_NPY_HEADER else None
+    if match is None:
+        raise source.error(f"the .npy header {header[:120]!r} is not that of an integer array [rows, layers, topk].")
+    dtype = np.dtype(match[1].decode())
+    shape = tuple(int(size) for size in match.groups()[2:])
+    data_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
+    if max(shape) > len(raw) and not data_bytes:
+        raise source.error(f"the .npy header promises the impossible shape {list(shape)}.")
+    if len(raw) - 10 - header_bytes != data_bytes:
+        raise source.error(
+            f"the .npy header promises {list(shape)} {dtype} = {data_bytes} bytes, "
+            f"{len(raw) - 10 - header_bytes} follow. Was the payload cut?"
+        )
+    flat = np.frombuffer(raw, dtype, offset=10 + header_bytes)
+    return flat.reshape(shape, order="F" if match[2] == b"True" else "C")
+
+
+def parse_int32(raw: bytes, *, source: Source, num_columns: int, topk: int, hint: str = "") -> Array:
+    """Return raw little-endian int32 as [rows, num_columns, topk], a read-only view.
+
+    Raises:
+        PayloadError: the bytes are not a whole number of rows.
+    """
+    row_bytes = 4 * num_columns * topk
+    if len(raw) % row_bytes:
+        raise source.error(
+            f"{len(raw)} bytes are {len(raw) / row_bytes:.3f} rows of {num_columns} layers x top-{topk} int32. "
+            f"Is the model's config the served one?{hint}"
+        )
+    return np.frombuffer(raw, np.dtype("<i4")).reshape(-1, num_columns, topk)
+
+
+def as_array(value: Any, *, source: Source) -> Array:
+    """Return an array-like of integers as numpy, without a copy where it is one already.
+
+    Args:
+        value: numpy (also read-only), torch (any device), nested lists or tuples, anything with `__array__`.
+
+    Raises:
+        PayloadError: not integers, or ragged.
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool or value.is_quantized:
+            raise source.error(f"must hold integers, got {value.dtype}.")
+        return np.asarray(value.numpy())
+    if isinstance(value, (list, tuple)):
+        return _from_lists(value, source)
+    if isinstance(value, np.ndarray) or hasattr(value, "__array__"):
+        converted: Array = np.asarray(value)
+        if converted.dtype.kind not in "iu":
+            raise source.error(f"must hold integers, got {converted.dtype}.")
+        return converted
+    raise source.error(f"cannot read routes from {type(value).__name__}: expected an array, base64 or nested lists.")
+
+
+def as_rows(
+    value: Any, *, source: Source, num_rows: int, num_columns: int, width: int, surplus_rows: bool = False
+) -> Array:
+    """Return what vLLM sends in any of its forms: base64 `.npy`, the bytes of a `.npy`, an array or nested lists.
+
+    `num_rows`, `num_columns` and `width` (the largest expected) bound the size that a base64 string may have.
+    """
+    if isinstance(value, (bytearray, memoryview)):
+        value = bytes(value)
+    if isinstance(value, bytes) and value[:1] == _NPY_MAGIC[:1]:
+        return parse_npy(value, source=source)
+    if isinstance(value, (str, bytes)):
+        # 8 bytes an id is the widest dtype there is; the header of a .npy file takes 128 bytes.
+        most = (num_rows + _SLACK_ROWS * (1 + 15 * surplus_rows)) * num_columns * width * 8 + _MAX_NPY_HEADER
+        return parse_npy(decode_base64(value, source=source, max_bytes=most), source=source)
+    return as_array(value, source=source)
+
+
+def as_token_ids(value: Any, *, source: Source) -> Array:
+    """Return token ids as [num_tokens] int32.
+
+    Raises:
+        PayloadError: not one-dimensional integers of int32.
+    """
+    if isinstance(value, (str, bytes, Mapping)):
+        raise source.error(f"token ids must be integers, got {type(value).__name__}.")
+    if not isinstance(value, (list, tuple, torch.Tensor, np.ndarray)) and not hasattr(value, "__array__"):
+        try:
+            value = list(value)
+        except TypeError:
+            raise source.error(f"token ids must be integers, got {type(value).__name__}.") from None
+    if isinstance(value, (list, tuple)):
+        if not set(map(type, value)) <= {int}:
+            value = _plain_integers(value, source)
+        try:
+            return np.frombuffer(int_array("i", value), np.int32) if value else np.zeros(0, np.int32)
+        except OverflowError:
+            raise source.error("a token id does not fit int32.") from None
+    ids = as_array(value, source=source)
+    if ids.ndim != 1:
+        raise source.error(f"token ids must be one-dimensional, got shape {list(ids.shape)}.")
+    if ids.size and not (-(2**31) <= int(ids.min()) and int(ids.max()) < 2**31):
+        raise source.error(f"token ids reach {int(ids.max())}, which int32 cannot hold.")
+    return ids.astype(np.int32)
+
+
+def _plain_integers(values: Sequence[Any], source: Source) -> list[int]:
+    if any(isinstance(value, bool) or not isinstance(value, (int, np.integer)) for value in values):
+        odd = next(v for v in values if isinstance(v, bool) or not isinstance(v, (int, np.integer)))
+        raise source.error(f"must hold integers, got {type(odd).__name__}.")
+    return [int(value) for value in values]
+
+
+def _from_lists(value: Sequence[Any], source: Source) -> Array:
+    """Return nested lists as an int32 array; every level is flattened in C, and no text or float slips through."""
+    if not len(value):
+        return np.zeros((0, 0, 0), np.int32)
+    if all(isinstance(item, (np.ndarray, torch.Tensor)) for item in value):
+        arrays = [as_array(item, source=source) for item in value]
+        if len({item.shape for item in arrays}) > 1:
+            raise source.error(f"rows differ in shape: {sorted({item.shape for item in arrays})[:4]}.")
+        return np.stack(arrays)
+    shape = [len(value)]
+    flat: Sequence[Any] = value
+    while flat and set(map(type, flat)) <= {list, tuple}:
+        lengths = set(map(len, flat))
+        if len(lengths) != 1 or len(shape) >= 3:
+            raise source.error(
+                f"nested lists are ragged or deeper than [rows][layers][topk]: lengths {sorted(lengths)[:4]} "
+                f"at level {len(shape)}."
+            )
+        shape += lengths
+        flat = list(chain.from_iterable(flat))
+    if not set(map(type, flat)) <= {int}:
+        flat = _plain_integers(flat, source)
+    try:
+        return np.frombuffer(int_array("i", flat), np.int32).reshape(shape) if flat else np.zeros(shape, np.int32)
+    except OverflowError:
+        raise source.error("an id does not fit int32.") from None
