@@ -114,8 +114,9 @@ def _apply(replacements: list[Patch]) -> None:
     _clear_megatron_caches()
     try:
         for patch in replacements:
-            _undo.append((patch, patch.current()))
+            before = patch.current()
             setattr(patch.owner, patch.name, patch.value)
+            _undo.append((patch, before))
     except BaseException:
         _restore()
         raise

@@ -1,0 +1,32 @@
+"""Fixtures that all tests share: pools of gloo workers, started by the first test that runs something in them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_router_replay.testing import GlooWorkers
+
+
+@pytest.fixture(scope="session")
+def workers_1() -> Iterator[GlooWorkers]:
+    with GlooWorkers(1) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def workers_2() -> Iterator[GlooWorkers]:
+    with GlooWorkers(2) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def workers_4() -> Iterator[GlooWorkers]:
+    with GlooWorkers(4) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def checkpoints_dir() -> Path:
+    """Tiny Hugging Face checkpoints: qwen3moe (layer 1 of 4 is dense) and qwen3moe_sparse."""
+    return Path(__file__).parent / "data" / "checkpoints"
