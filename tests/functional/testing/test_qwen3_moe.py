@@ -1,0 +1,80 @@
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_router_replay.errors import RouterReplayError
+from megatron_router_replay.testing import ParallelLayout, load_qwen3_moe, qwen3_moe_config, run_schedule
+
+
+def tokens():
+    return torch.randint(320, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def keep_output(output):
+    return output.sum(), output
+
+
+def forward_step(data_iterator, model):
+    microbatch = next(data_iterator)
+    logits = model(microbatch["tokens"], microbatch["position_ids"], None, runtime_gather_output=True)
+    return logits, partial(keep_output)
+
+
+def logits_of(checkpoint, layout, core_attention):
+    layout.initialize()
+    chunks = load_qwen3_moe(checkpoint, layout, core_attention=core_attention)
+    microbatch = {"tokens": tokens(), "position_ids": torch.arange(24).expand(2, -1).contiguous()}
+    microbatches = [microbatch] * layout.pp_size
+    return run_schedule(chunks, layout, microbatches, forward_only=True, forward_step=forward_step)
+
+
+@pytest.fixture(scope="module", params=["qwen3moe", "qwen3moe_sparse"])
+def checkpoint_and_logits(request, checkpoints_dir):
+    transformers = pytest.importorskip("transformers")
+    checkpoint = checkpoints_dir / request.param
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        return checkpoint, model(tokens()).logits
+
+
+@pytest.mark.parametrize(
+    ("layout", "core_attention"),
+    [
+        (ParallelLayout(), "local"),
+        (ParallelLayout(), "small"),
+        (ParallelLayout(tp_size=2), None),
+        (ParallelLayout(pp_size=2), None),
+        (ParallelLayout(ep_size=2), None),
+        (ParallelLayout(pp_size=2, vp_size=2), None),
+        (ParallelLayout(tp_size=2, ep_size=2), None),
+        (ParallelLayout(tp_size=2, pp_size=2, ep_size=2, vp_size=2), None),
+    ],
+    ids=str,
+)
+def test_logits_equal_those_of_transformers(request, checkpoint_and_logits, layout, core_attention):
+    checkpoint, expected = checkpoint_and_logits
+    if checkpoint.name == "qwen3moe_sparse" and layout.pp_size > 1:
+        pytest.skip("three layers do not split into equal stages")
+    workers = request.getfixturevalue(f"workers_{layout.world_size}")
+    results = [outputs for outputs in workers.run(logits_of, checkpoint, layout, core_attention) if outputs]
+    assert results
+    for outputs in results:
+        for logits in outputs:
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_the_dense_layer_of_the_checkpoint_is_dense(checkpoints_dir):
+    config = qwen3_moe_config(checkpoints_dir / "qwen3moe", ParallelLayout())
+    assert config.moe_layer_freq == [1, 0, 1, 1]
+
+
+def test_any_field_can_be_overridden(checkpoints_dir):
+    config = qwen3_moe_config(checkpoints_dir / "qwen3moe", ParallelLayout(), recompute_granularity="selective")
+    assert config.recompute_granularity == "selective"
+
+
+def test_another_model_raises(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral", "tie_word_embeddings": true}')
+    with pytest.raises(RouterReplayError, match=r"model_type='mixtral', tie_word_embeddings=True"):
+        qwen3_moe_config(tmp_path, ParallelLayout())
