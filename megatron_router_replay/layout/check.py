@@ -14,7 +14,7 @@ def check_rows(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
     Args:
         rows: [b, s] integer, the trace row of each position, -1 on padding.
         input_ids: [b, s] integer.
-        token_ids: [num_tokens] integer, `trace.token_ids`.
+        token_ids: [num_tokens] integer, `trace.token_ids`; -1 where the token is unknown (see `merge_traces`).
 
     Raises:
         LayoutError: shapes differ, a row lies outside the trace, or a token differs; names the first position.
@@ -33,7 +33,7 @@ def check_rows(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
     if not bool((rows >= 0).any()):
         return
     expected = token_ids.to(rows.device)[rows.clamp(min=0).to(torch.int64)]
-    wrong = (rows >= 0) & (expected != input_ids.to(rows.device))
+    wrong = (rows >= 0) & (expected != -1) & (expected != input_ids.to(rows.device))
     if bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
         raise LayoutError(

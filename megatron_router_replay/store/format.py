@@ -47,6 +47,7 @@ VERSION = "1"
 BLOCK_ROWS = 4096
 MAX_HEADER_BYTES = 100_000_000
 MAX_LAYERS = 1 << 16
+MAX_JSON_VALUES = 1 << 22
 MAX_BLOCK_ROWS = 1 << 20
 
 _NUMPY = {"U8": "|u1", "BOOL": "|b1", "I16": "<i2", "I32": "<i4", "U32": "<u4"}
@@ -166,7 +167,7 @@ def decode_header(encoded: bytes) -> Header:
         StoreError: not JSON, another format or version, values out of range, tensors that do not follow from them.
     """
     try:
-        fields = json.loads(encoded.decode("ascii"))
+        fields = load_json(encoded.decode("ascii"))
         metadata = fields["__metadata__"]
         if metadata["format"] != FORMAT:
             raise StoreError(f"its format is {metadata['format']!r}, not {FORMAT!r}.")
@@ -192,6 +193,19 @@ def decode_header(encoded: bytes) -> Header:
     return header
 
 
+def load_json(text: str | bytes) -> Any:
+    """Return what a JSON text holds, unless it is made of more values than any of ours.
+
+    Raises:
+        StoreError: more than MAX_JSON_VALUES; a text of brackets alone would take thirty times its own size.
+        ValueError, RecursionError: as json.loads.
+    """
+    marks: tuple[Any, ...] = (",", "[", "{", ":") if isinstance(text, str) else (b",", b"[", b"{", b":")
+    if sum(text.count(mark) for mark in marks) > MAX_JSON_VALUES:
+        raise StoreError(f"its JSON holds more than {MAX_JSON_VALUES} values.")
+    return json.loads(text)
+
+
 def _decode_count(text: Any) -> int:
     if not isinstance(text, str) or not text.isdecimal() or len(text) > 15:
         raise ValueError(f"a number is {str(text)[:40]!r}")
@@ -201,7 +215,7 @@ def _decode_count(text: Any) -> int:
 def _decode_list(text: Any, kind: type) -> tuple[Any, ...] | None:
     if text is None:
         return None
-    values = json.loads(text)
+    values = load_json(text)
     if not isinstance(values, list) or any(type(value) is not kind for value in values):
         raise ValueError(f"a list does not hold {kind.__name__} only")
     return tuple(values)
