@@ -36,32 +36,27 @@ class Microbatch:
         self.recomputes = [0] * num_routers
 
 
-Choose = Callable[["SessionRouter", Microbatch, Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]], tuple[Tensor, ...]]
-"""(router, microbatch, scores, live top-k) -> (values, indices int64, used in the compact dtype)."""
+LiveTopk = Callable[[Tensor], Tensor]
+"""scores [num_tokens, num_experts] -> the experts that the live router would choose, [num_tokens, topk] int64."""
+
+Choose = Callable[["SessionRouter", Microbatch, Tensor, LiveTopk], Tensor]
+"""(router, microbatch, scores, live top-k) -> the experts to use, [num_tokens, topk] in the router's compact dtype."""
 
 
-def choose_live(
-    router: SessionRouter, microbatch: Microbatch, scores: Tensor, live_topk: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, ...]:
-    """Select as the router would."""
-    values, indices = live_topk(scores)
-    return values, indices, indices.to(router.dtype)
+def choose_live(router: SessionRouter, microbatch: Microbatch, scores: Tensor, live_topk: LiveTopk) -> Tensor:
+    """Choose as the router would."""
+    return live_topk(scores).to(router.dtype)
 
 
-def choose_replayed(
-    router: SessionRouter, microbatch: Microbatch, scores: Tensor, live_topk: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, ...]:
-    """Select what the micro-batch's routes say; live rows as the router would."""
+def choose_replayed(router: SessionRouter, microbatch: Microbatch, scores: Tensor, live_topk: LiveTopk) -> Tensor:
+    """Choose what the micro-batch's routes say; live rows as the router would."""
     targets = microbatch.targets
     assert targets is not None, "a replayed micro-batch is queued with targets"
     used = targets.topk_indices[:, router.position]
     check_fits(used, scores, router.topk)
-    if targets.live is not None:
-        with torch.no_grad():
-            live = live_topk(scores.detach())[1].to(used.dtype)
-        used = torch.where(targets.live, live, used)
-    values, indices = gather_topk(scores, used)
-    return values, indices, used
+    if targets.live is None:
+        return used
+    return torch.where(targets.live, live_topk(scores).to(used.dtype), used)
 
 
 class SessionRouter:
@@ -113,17 +108,18 @@ class SessionRouter:
         microbatch = self.chunk.microbatch_of_forward(self)
         if microbatch.trains is None:  # a schedule that runs layers without the chunk's own forward
             microbatch.trains = torch.is_grad_enabled()
-        values, indices, used = self._choose(
-            self,
-            microbatch,
-            scores,
-            lambda live: default_compute_topk(live, topk, num_groups=num_groups, group_topk=group_topk),
-        )
+
+        def live_topk(scores: Tensor) -> Tensor:
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+
+        with torch.no_grad():
+            used = self._choose(self, microbatch, scores.detach(), live_topk)
         self.forwards += 1
         self.last_used = microbatch.used[self.position] = used
         microbatch.checkpointed[self.position] = microbatch.trains and not torch.is_grad_enabled()
         self.chunk.router_done(microbatch)
-        return values, indices
+        # The same operation as in the recompute: a non-reentrant checkpoint compares what both save for the backward.
+        return gather_topk(scores, used)
 
     def _recompute(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         microbatch = self.chunk.microbatch_of_recompute(self)

@@ -1,0 +1,235 @@
+"""Recomputes use the experts of their forward, whatever happens to the logits in between."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.testing import ParallelLayout
+from tests.functional.mcore.cases import Case, build, moe_routers, random_routes, run, watched
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL_2 = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+def add_noise_in_recompute(chunks: list[Any], scale: float) -> None:
+    """Let every router see other logits in a recompute than in its forward."""
+    generator = torch.Generator().manual_seed(11)
+    for router in moe_routers(chunks):
+
+        def noisy(hidden: torch.Tensor, gating: Any = router.gating) -> torch.Tensor:
+            logits = gating(hidden)
+            if torch._C._current_graph_task_id() != -1:
+                logits = logits + scale * torch.randn(logits.shape, generator=generator)
+            return logits
+
+        router.gating = noisy
+
+
+def flips_under_noise(case: Case, kind: str) -> dict[str, Any]:
+    """Run one step with noisy recomputes; count recomputed decisions that differ from their forward's."""
+    config, chunks, microbatches = build(case)
+    add_noise_in_recompute(chunks, scale=2.0)
+    session: Any = None
+    if kind == "freeze":
+        session = mrr.freeze_recompute(chunks, verify=True)
+    elif kind == "record":
+        session = mrr.record(chunks, verify=True)
+    elif kind == "replay with live rows":
+        routes = random_routes(case.num_tokens, config.num_layers, config.moe_router_topk, config.num_moe_experts)
+        trace = mrr.RoutingTrace(
+            topk_indices=routes,
+            layer_numbers=range(1, config.num_layers + 1),
+            num_experts=config.num_moe_experts,
+            replay_mask=torch.arange(case.num_tokens) % 2 == 0,
+        )
+        session = mrr.replay(chunks, trace, verify=True)
+    with watched(chunks) as seen:
+        run(chunks, case, microbatches, session if kind not in ("off", "freeze") else None)
+    held = 0
+    if session is not None:
+        held = sum(len(router.replay_backward_list) for router in session._routers())
+        session.close()
+    flips = compared = 0
+    for layer, recomputed in seen["recompute"].items():
+        for forward, recompute in zip(seen["forward"][layer], recomputed, strict=True):
+            compared += len(forward)
+            flips += int((forward != recompute).any(dim=1).sum())
+    report = None if session is None else session.report
+    return {
+        "flips": flips,
+        "compared": compared,
+        "live": 0 if report is None else report.rows_live,
+        "verified_wrong": None if report is None else report.decisions_wrong,
+        "held_after_the_step": held,
+    }
+
+
+CASES = {
+    "single-full": Case(layout=ParallelLayout(), config=FULL),
+    "single-two-layers-a-checkpoint": Case(layout=ParallelLayout(), config=FULL_2),
+    "pp2-full": Case(layout=ParallelLayout(pp_size=2), config=FULL),
+    "pp2-vpp2-moe": Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=MOE),
+    "tp2-full": Case(layout=ParallelLayout(tp_size=2), config=FULL),
+}
+
+
+@pytest.mark.parametrize("kind", ["freeze", "record", "replay with live rows"])
+@pytest.mark.parametrize("name", CASES)
+def test_noise_between_forward_and_recompute_flips_nothing(name, kind, request):
+    case = CASES[name]
+    workers = request.getfixturevalue(f"workers_{case.layout.world_size}")
+    for rank in workers.run(flips_under_noise, case, kind):
+        assert rank["compared"] > 0
+        assert rank["flips"] == 0
+        assert rank["verified_wrong"] == 0
+        assert rank["held_after_the_step"] == 0
+        assert (rank["live"] > 0) == (kind != "freeze")
+
+
+@pytest.mark.parametrize("name", ["single-full", "pp2-full", "pp2-vpp2-moe"])
+def test_without_a_session_the_same_noise_flips_routes(name, request):
+    case = CASES[name]
+    workers = request.getfixturevalue(f"workers_{case.layout.world_size}")
+    assert all(rank["flips"] > 0 for rank in workers.run(flips_under_noise, case, "off"))
+
+
+def backward_orders(order: str) -> dict[str, int]:
+    """Two or three forwards of a checkpointed model, then their backwards in an order no schedule has."""
+    case = Case(layout=ParallelLayout(), config=FULL, num_microbatches=3)
+    config, (model,), microbatches = build(case)
+    add_noise_in_recompute([model], scale=2.0)
+    routes = random_routes(case.num_tokens, config.num_layers, config.moe_router_topk, config.num_moe_experts)
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=range(1, 5), num_experts=config.num_moe_experts)
+    with watched([model]) as seen, mrr.replay(model, trace) as session:
+        losses = []
+        for microbatch in microbatches:
+            session.microbatch(microbatch["routing_rows"])
+            # Without labels: the backward of Megatron's cross entropy works in place and cannot run twice.
+            logits = model(
+                input_ids=microbatch["tokens"], position_ids=microbatch["position_ids"], attention_mask=None
+            )
+            losses.append(logits.square().sum())
+        if order == "one backward for all":
+            torch.stack(losses).sum().backward()
+            expected = [2, 1, 0]  # autograd runs the youngest nodes first
+        elif order == "last first":
+            expected = [2, 0, 1]
+            for i in expected:
+                losses[i].backward()
+        else:
+            assert order == "twice through one graph"
+            expected = [0, 0, 1, 2]
+            losses[0].backward(retain_graph=True)
+            for i in (0, 1, 2):
+                losses[i].backward()
+    wrong = 0
+    for layer, recomputed in seen["recompute"].items():
+        for i, recompute in zip(expected, recomputed, strict=True):
+            wrong += int((recompute != seen["forward"][layer][i]).any(dim=1).sum())
+    return {"wrong": wrong, "layers": len(seen["recompute"])}
+
+
+@pytest.mark.parametrize("order", ["one backward for all", "last first", "twice through one graph"])
+def test_any_order_of_backwards_finds_its_own_micro_batch(order, workers_1):
+    assert workers_1.run(backward_orders, order) == [{"wrong": 0, "layers": 4}]
+
+
+def whole_run_under_freeze() -> dict[str, Any]:
+    """Training steps, evaluations, a dropped graph and a failed forward, under one freeze_recompute."""
+    case = Case(layout=ParallelLayout(), config=FULL)
+    config, (model,), microbatches = build(case)
+    add_noise_in_recompute([model], scale=2.0)
+    freeze = mrr.freeze_recompute(model)
+
+    def held() -> int:
+        return sum(len(router.replay_backward_list) for router in freeze._routers())
+
+    after = {}
+    run([model], case, microbatches)
+    after["a training step"] = held()
+    run([model], case, microbatches, forward_only=True)
+    after["an evaluation"] = held()
+    inputs = {key: microbatches[0][key] for key in ("position_ids", "labels")}
+    output = model(input_ids=microbatches[0]["tokens"], attention_mask=None, **inputs)
+    after["a forward that waits for its backward"] = held()
+    del output
+    after["a graph dropped without a backward"] = held()
+    handle = model.decoder.layers[2].register_forward_pre_hook(_fail)
+    try:
+        model(input_ids=microbatches[0]["tokens"], attention_mask=None, **inputs)
+    except ArithmeticError:
+        pass
+    handle.remove()
+    with watched([model]) as seen:
+        run([model], case, microbatches)
+    flips = sum(
+        int((forward != recompute).sum())
+        for layer in seen["recompute"]
+        for forward, recompute in zip(seen["forward"][layer], seen["recompute"][layer], strict=True)
+    )
+    after["a training step behind a failed forward"] = held()
+    freeze.close()
+    return {"held": after, "flips": flips, "restored": [router.router_replay for router in moe_routers([model])]}
+
+
+def _fail(*_: Any) -> None:
+    raise ArithmeticError("injected")
+
+
+def test_one_freeze_serves_a_whole_run_and_keeps_nothing(workers_1):
+    (result,) = workers_1.run(whole_run_under_freeze)
+    waiting = result["held"].pop("a forward that waits for its backward")
+    assert waiting == 4  # one micro-batch, four layers
+    assert set(result["held"].values()) == {0}, result["held"]
+    assert result["flips"] == 0
+    assert result["restored"] == [None] * 4
+
+
+def backward_after_leaving() -> str:
+    case = Case(layout=ParallelLayout(), config=FULL, num_microbatches=1)
+    config, (model,), (microbatch,) = build(case)
+    messages = []
+    session = mrr.record(model)
+    session.microbatch(microbatch["routing_rows"])
+    inputs = {key: microbatch[key] for key in ("position_ids", "labels")}
+    loss = model(input_ids=microbatch["tokens"], attention_mask=None, **inputs).sum()
+    for step in (session.close, loss.backward):
+        try:
+            step()
+        except mrr.RouterReplayError as error:
+            messages.append(str(error))
+    return "\n".join(messages)
+
+
+def test_leaving_before_the_backward_raises_and_so_does_the_late_backward(workers_1):
+    (messages,) = workers_1.run(backward_after_leaving)
+    assert "its backward has not run" in messages
+    assert "backward after its session" in messages
+
+
+def non_reentrant(microbatches_in_flight: int) -> dict[str, int]:
+    """torch's non-reentrant checkpoint around each layer, as FSDP and others use it."""
+    from torch.utils.checkpoint import checkpoint
+
+    case = Case(layout=ParallelLayout(), num_microbatches=microbatches_in_flight)
+    config, (model,), microbatches = build(case)
+    for layer in model.decoder.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, forward=forward, **kwargs: checkpoint(
+            forward, *args, use_reentrant=False, **kwargs
+        )
+    with watched([model]) as seen, mrr.record(model) as recording:
+        run([model], case, microbatches, recording)
+    differ = sum(
+        int((forward != recompute).sum())
+        for layer in seen["recompute"]
+        for forward, recompute in zip(seen["forward"][layer], seen["recompute"][layer], strict=True)
+    )
+    return {"differ": differ, "recomputes": recording.report.recomputes}
+
+
+def test_a_non_reentrant_checkpoint_is_recognised_too(workers_1):
+    assert workers_1.run(non_reentrant, 2) == [{"differ": 0, "recomputes": 8}]
