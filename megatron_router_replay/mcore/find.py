@@ -23,7 +23,8 @@ class FoundRouter:
         name: its module path in the chunk.
         router: the module that chooses experts; a TopKRouter once `check_supported` has passed.
         layer_number: Megatron's global layer_number, from 1; a multi-token-prediction layer counts on behind the
-            decoder's last (num_layers + 1, ...), because its own number restarts at 1 and would alias a decoder layer.
+            decoder's last (num_layers + 1, ...). Megatron-Core 0.16.1 numbers its router so too; other versions start
+            at 1 again, which would alias a decoder layer, so the number is taken from the MTP layer instead.
         is_mtp: it belongs to a multi-token-prediction layer.
     """
 

@@ -1,0 +1,83 @@
+"""Every router gets its own layer: identity comes from the modules, never from counts."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.testing import ParallelLayout
+from tests.functional.mcore.cases import Case, as_map, build, random_routes, record_and_replay, rows_seen, run
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+PP2 = ParallelLayout(pp_size=2)
+
+CASES = {
+    "dense first": (Case(layout=ParallelLayout(), config={"moe_layer_freq": [0, 1, 1, 1]} | FULL), [[2, 3, 4]]),
+    "every second": (Case(layout=ParallelLayout(), config={"moe_layer_freq": 2}), [[1, 3]]),
+    "list over pp2": (Case(layout=PP2, config={"moe_layer_freq": [1, 0, 1, 1]} | FULL), [[1], [3, 4]]),
+    "uneven split": (Case(layout=PP2, config={"num_layers_in_first_pipeline_stage": 1}), [[1], [2, 3, 4]]),
+    "uneven split, dense first": (
+        Case(layout=PP2, config={"num_layers_in_first_pipeline_stage": 3, "moe_layer_freq": [0, 1, 0, 1]} | FULL),
+        [[2], [4]],
+    ),
+    "a stage without MoE layers": (Case(layout=PP2, config={"moe_layer_freq": [0, 0, 1, 1]} | FULL), [[], [3, 4]]),
+    "interleaved, a chunk without MoE layers": (
+        Case(layout=ParallelLayout(pp_size=2, vp_size=2), config={"moe_layer_freq": [0, 1, 1, 1]} | FULL),
+        [[3], [2, 4]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_router_records_and_replays_its_own_layer(name, request):
+    case, layers_of_rank = CASES[name]
+    workers = request.getfixturevalue(f"workers_{case.layout.world_size}")
+    for result, layers in zip(workers.run(record_and_replay, case), layers_of_rank, strict=True):
+        assert result["layers"] == result["trace_layers"] == layers
+        assert result["record_is_live"]
+        assert result["replay_is_live"]
+        assert result["wrong"] == {"forward": 0, "recompute": 0}
+        assert result["forwards"] == dict.fromkeys(layers, case.num_microbatches)
+
+
+def with_mtp(mtp: bool) -> dict[str, Any]:
+    """Replay random routes of decoder and MTP layers; which routes does the MTP router use?"""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    case = Case(layout=ParallelLayout(), config={"mtp_num_layers": 1, "num_layers": 2} | FULL, num_microbatches=1)
+    config, (model,), microbatches = build(case)
+    (mtp_router,) = [
+        module for name, module in model.named_modules() if isinstance(module, TopKRouter) and name.startswith("mtp")
+    ]
+    maps: list[torch.Tensor] = []
+    mtp_router.register_forward_hook(lambda module, args, output: maps.append(output[1].clone()))
+    run([model], case, microbatches)
+    live = maps[0]
+    maps.clear()
+    routes = random_routes(case.num_tokens, 3, config.moe_router_topk, config.num_moe_experts)
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1, 2, 3], num_experts=config.num_moe_experts)
+    with mrr.replay(model, trace, mtp=mtp, verify=True) as session:
+        run([model], case, microbatches, session)
+    targets = [as_map(routes[rows_seen(case, microbatches[0]), i], config.num_moe_experts) for i in range(3)]
+    with mrr.record(model, mtp=True) as recording:
+        run([model], case, microbatches, recording)
+    return {
+        "explained": [(router.layer_number, router.is_mtp) for router in mrr.explain(model)],
+        "routes used": [[i + 1 for i in range(3) if torch.equal(used, targets[i])] for used in maps[: len(maps) // 2]],
+        "live share": float((maps[0] == live).all(dim=1).float().mean()),
+        "recorded layers": recording.trace().layer_numbers,
+    }
+
+
+def test_an_mtp_router_stays_live_and_takes_no_decoder_routes(workers_1):
+    (result,) = workers_1.run(with_mtp, False)
+    assert result["explained"] == [(1, False), (2, False), (3, True)]
+    assert all(used == [] for used in result["routes used"])
+
+
+def test_an_mtp_router_is_replayed_as_the_layer_behind_the_last_when_asked(workers_1):
+    (result,) = workers_1.run(with_mtp, True)
+    assert result["routes used"]
+    assert all(used == [3] for used in result["routes used"])
+    assert result["recorded layers"] == (1, 2, 3)
