@@ -5,6 +5,7 @@ one is short and exact rather than fast: it gathers all keys and values and mask
 """
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def row_positions(length: int, *, cp_rank: int, cp_size: int, cu_seqlens: Tensor
         raise ValueError(f"packed rows end at cu_seqlens[-1]={starts[-1]}, but there are {length} rows.")
     chunks = 2 * cp_size if cp_size > 1 else 1
     rows = []
-    for index, (start, end) in enumerate(zip(starts[:-1], starts[1:])):
+    for index, (start, end) in enumerate(pairwise(starts)):
         if (end - start) % chunks != 0:
             raise ValueError(
                 f"sequence {index} has {end - start} tokens: not a multiple of 2 * cp_size={chunks}. Pad it first."
@@ -147,7 +148,7 @@ class _GatherRows(torch.autograd.Function):
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.contiguous().clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient.chunk(ctx.group.size())[ctx.group.rank()], None

@@ -22,19 +22,48 @@ import torch
 from megatron_router_replay.testing import cuda_stand_ins
 
 # Functions of `torch` that take device=; the *_like functions and Tensor.new_* as well.
-_FACTORY_FUNCTIONS = (
-    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
-    "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros "
-    "zeros_like"
-).split()
-_FACTORY_METHODS = "new_empty new_full new_ones new_tensor new_zeros".split()
+_FACTORY_FUNCTIONS = [
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+]
+_FACTORY_METHODS = ["new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
 
 # What moe_utils imports from Transformer Engine and reads also where that import failed.
-_TRANSFORMER_ENGINE_SYMBOLS = (
-    "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_permute fused_permute_with_probs "
-    "fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs fused_topk_with_score_function fused_unpermute "
-    "te_general_gemm"
-).split()
+_TRANSFORMER_ENGINE_SYMBOLS = [
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_permute",
+    "fused_permute_with_probs",
+    "fused_sort_chunks_by_index",
+    "fused_sort_chunks_by_index_with_probs",
+    "fused_topk_with_score_function",
+    "fused_unpermute",
+    "te_general_gemm",
+]
 
 _MISSING = object()
 

@@ -4,6 +4,7 @@ A global name is Megatron's own parameter name with the decoder layer and expert
 `decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight`. Shapes are those of an unsplit model.
 """
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -140,8 +141,8 @@ def random_parameter(name: str, shape: torch.Size, *, seed: int, scale: float) -
         return 1.0 + 0.1 * noise
     if len(shape) == 1:
         return 0.02 * noise
-    fan_in = 1 if "word_embeddings" in name else shape[-1]
-    return scale * noise / fan_in**0.5
+    fan_in: int = 1 if "word_embeddings" in name else shape[-1]
+    return noise * (scale / math.sqrt(fan_in))
 
 
 def merge_by_name(results: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -68,8 +68,8 @@ def pack_microbatch(sequences: Sequence[Tensor], *, pad_to_multiple: int = 1) ->
 
     Args:
         sequences: token ids; the last of each is a label only.
-        pad_to_multiple: each sequence is padded to a multiple of this (2 * cp_size, times tp_size under sequence parallelism);
-            padding has loss_mask 0.
+        pad_to_multiple: each sequence is padded to a multiple of this; padding has loss_mask 0. It must be
+            2 * cp_size under context parallelism, times tp_size under sequence parallelism.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 

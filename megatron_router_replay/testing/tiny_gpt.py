@@ -14,8 +14,8 @@ from megatron_router_replay.testing.layout import ParallelLayout
 def tiny_gpt_config(layout: ParallelLayout, **overrides: Any) -> Any:
     """Return a TransformerConfig of a small MoE model for this layout.
 
-    4 layers, hidden 64, 4 heads in 2 query groups, 8 SwiGLU experts, top-2, fp32, RMSNorm, qk-norm, no bias, no dropout, no aux
-    loss, all-to-all dispatcher, deterministic; and what gloo needs (see `megatron_on_cpu`).
+    4 layers, hidden 64, 4 heads in 2 query groups, 8 SwiGLU experts, top-2, fp32, RMSNorm, qk-norm, no bias, no
+    dropout, no aux loss, all-to-all dispatcher, deterministic; and what gloo needs (see `megatron_on_cpu`).
 
     Args:
         layout: parallel sizes; sets the config's parallel fields.

@@ -4,7 +4,6 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
-import logging
 import os
 import pickle
 import signal
@@ -100,21 +99,17 @@ def _end_with_parent() -> None:
 
 
 def _prepare(rank: int, world_size: int) -> None:
-    """Import what every case needs, and nothing inside the CPU patches."""
+    """Set what a worker keeps for all its cases."""
     if "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a test machine's own name may not resolve
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    # Megatron says on import which of Apex, Transformer Engine, ... it does without.
-    warnings.filterwarnings("ignore", module="megatron")
+    importlib.import_module("megatron_router_replay.testing.preload")  # nothing to do after a fork server did it
     import torch
 
-    from megatron_router_replay.testing.cpu import patches
-
     torch.set_num_threads(1)
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    patches()
-    gc.collect()
-    gc.freeze()
+    # What Megatron and torch tell each other about deprecations and speed, once in every worker.
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
 
 
 def _run_case(job: Job, case: int, rank: int, world_size: int, folder: Path, seed: int) -> bytes:
@@ -126,7 +121,9 @@ def _run_case(job: Job, case: int, rank: int, world_size: int, folder: Path, see
 
     try:
         job.load()
-        store = dist.FileStore(str(folder / f"store_{case}"), world_size)
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            str(folder / f"store_{case}"), world_size
+        )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
         with megatron_on_cpu():
             reset_megatron_state()

@@ -1,6 +1,6 @@
 """GlooWorkers: a pool of processes that run one test case after another as ranks of a gloo process group.
 
-A worker pays the import of Megatron once. What can go wrong in a distributed test ends here as a `WorkersError`: a
+The import of Megatron is paid once: by a fork server that all pools of this process share. What can go wrong in a distributed test ends here as a `WorkersError`: a
 rank that raises, dies or waits for ever. A pool that saw one is killed, and the next run starts another.
 """
 
@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_all_start_methods, get_context
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,9 @@ from megatron_router_replay.testing.worker_process import Job, worker_main
 _GRACE_S = 3.0
 
 
+_PRELOAD = "megatron_router_replay.testing.preload"
+
+
 class WorkersError(RouterReplayError):
     """A function failed on one or more ranks of a GlooWorkers pool; the message has every rank's traceback."""
 
@@ -31,7 +34,8 @@ class GlooWorkers:
     """A pool of `world_size` processes, started on first use and kept until `close`.
 
     Every run is a case of its own: a fresh gloo process group, no Megatron parallel state or other leftovers, seeds
-    set, `torch.set_num_threads(1)`, inside `megatron_on_cpu()`.
+    set, `torch.set_num_threads(1)`, inside `megatron_on_cpu()`. Workers have the environment variables of the first
+    pool's start; they end with this process, also if it is killed.
 
     Args:
         world_size: number of processes.
@@ -50,9 +54,9 @@ class GlooWorkers:
         """Run `fn(*args)` on every rank and return the results by rank.
 
         Args:
-            fn: a function defined at the top level of a module. The workers import that module by name or, where the
-                name cannot be imported (pytest's importlib mode), load it from its file. It must not start
-                pools at import.
+            fn: a function defined at the top level of a module. The workers import that module by name with this
+                process's sys.path or, where the name cannot be imported (pytest's importlib mode), load it from its
+                file; so a test module needs no package around it. A script needs `if __name__ == "__main__":`.
             args: picklable; tensors are copied.
             timeout_s: for the slowest rank, the start of the pool not counted.
 
@@ -109,7 +113,7 @@ class GlooWorkers:
     def _start(self) -> None:
         self.close()
         self._folder = Path(tempfile.mkdtemp(prefix="gloo_workers_"))
-        context = get_context("spawn")
+        context = _context()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -153,7 +157,7 @@ class GlooWorkers:
         while (left := waiting - set(replies) - dead) and not (first_only and (replies or dead)):
             # A process that ended closes its end of the pipe, so the pipe is ready either way.
             ranks = {self._pipes[rank]: rank for rank in left}
-            ready = connection.wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = connection.wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
@@ -188,3 +192,12 @@ class GlooWorkers:
         if alive:
             time.sleep(0.3)
         return {rank: (self._folder / f"stack_{rank}").read_text() for rank in alive}
+
+
+def _context() -> Any:
+    """Return how processes start: forked from a server that has imported Megatron, else (Windows) spawned."""
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([_PRELOAD])  # no effect if this process has a fork server already; then slower
+    return context

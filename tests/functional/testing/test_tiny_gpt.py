@@ -74,7 +74,9 @@ def test_two_processes_train_as_one_does(workers_2, one_process, layout):
     assert_same_training(losses_and_gradients(workers_2, layout), one_process)
 
 
-@pytest.mark.parametrize("layout", [_ALL_FOUR, ParallelLayout(pp_size=4), ParallelLayout(tp_size=2, ep_size=4)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [_ALL_FOUR, ParallelLayout(pp_size=4), ParallelLayout(tp_size=2, ep_size=4)], ids=str
+)
 def test_four_processes_train_as_one_does(workers_4, one_process, layout):
     assert_same_training(losses_and_gradients(workers_4, layout), one_process)
 

@@ -1,6 +1,9 @@
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +132,25 @@ def test_every_failure_is_reported_and_followed_by_a_fresh_pool():
         assert workers.process_ids == []
         fourth = workers.run(process_id)
     assert all(is_gone(pid) for pid in fourth)
+
+
+def test_workers_end_with_a_parent_that_was_killed():
+    code = (
+        "import os, signal\n"
+        "from megatron_router_replay.testing import GlooWorkers\n"
+        "workers = GlooWorkers(2)\n"
+        "workers.run(os.getpid)\n"
+        "print(*workers.process_ids, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    worker_ids = [int(word) for word in done.stdout.split()]
+    assert len(worker_ids) == 2
+    deadline = time.monotonic() + 20
+    while not all(is_gone(pid) for pid in worker_ids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert all(is_gone(pid) for pid in worker_ids)
 
 
 def test_a_function_that_another_process_cannot_find_raises_at_once():
