@@ -32,7 +32,7 @@ import torch
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store.codecs import compress, decode_base64, decompress, encode_base64
 from megatron_router_replay.store.file import header_of
-from megatron_router_replay.store.format import Header, TensorEntry, load_json
+from megatron_router_replay.store.format import Header, TensorEntry, check_json_size, load_json
 from megatron_router_replay.store.reader import as_array, checked_trace
 from megatron_router_replay.trace import RoutingTrace
 
@@ -41,10 +41,22 @@ VERSION = 1
 _HEADER_ALLOWANCE = 16 << 20
 """Characters of JSON text beside the data."""
 
-_KEYS = set(
-    "format version dtype shape layer_numbers num_experts sequence_lengths sample_ids "
-    "tensors metadata compression nbytes crc32 data".split()
-)
+_KEYS = {
+    "format",
+    "version",
+    "dtype",
+    "shape",
+    "layer_numbers",
+    "num_experts",
+    "sequence_lengths",
+    "sample_ids",
+    "tensors",
+    "metadata",
+    "compression",
+    "nbytes",
+    "crc32",
+    "data",
+}
 
 
 def encode_envelope(
@@ -84,6 +96,7 @@ def encode_envelope(
         "compression": compression,
         "nbytes": len(raw),
     }
+    check_json_size(_canonical(envelope))
     envelope["crc32"] = zlib.crc32(raw, zlib.crc32(_canonical(envelope)))
     envelope["data"] = encode_base64(compress(raw, compression))
     return envelope

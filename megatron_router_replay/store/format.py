@@ -155,6 +155,7 @@ def encode_header(header: Header) -> bytes:
         fields[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
     encoded = json.dumps(fields, separators=(",", ":")).encode("ascii")
     encoded += b" " * (-len(encoded) % 8)
+    check_json_size(encoded)
     if len(encoded) > MAX_HEADER_BYTES:
         raise StoreError(f"the header takes {len(encoded)} bytes, more than {MAX_HEADER_BYTES}: save fewer samples.")
     return encoded
@@ -200,10 +201,15 @@ def load_json(text: str | bytes) -> Any:
         StoreError: more than MAX_JSON_VALUES; a text of brackets alone would take thirty times its own size.
         ValueError, RecursionError: as json.loads.
     """
+    check_json_size(text)
+    return json.loads(text)
+
+
+def check_json_size(text: str | bytes) -> None:
+    """Raise StoreError if a JSON text may hold more than MAX_JSON_VALUES; what is written passes this too."""
     marks: tuple[Any, ...] = (",", "[", "{", ":") if isinstance(text, str) else (b",", b"[", b"{", b":")
     if sum(text.count(mark) for mark in marks) > MAX_JSON_VALUES:
-        raise StoreError(f"its JSON holds more than {MAX_JSON_VALUES} values.")
-    return json.loads(text)
+        raise StoreError(f"its JSON holds more than {MAX_JSON_VALUES} values: save fewer samples.")
 
 
 def _decode_count(text: Any) -> int:
