@@ -1,0 +1,139 @@
+"""vLLM's forms of which there is no capture, built from what its versions send."""
+
+import numpy as np
+import pytest
+import torch
+from engine_payloads import npy_base64, routes, tokens, vllm_output, with_dense
+
+from megatron_router_replay import engines
+from megatron_router_replay.errors import PayloadError
+
+MOE = [1, 2, 4]
+MODEL = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(2, 3, 5), num_experts=300, topk=4)
+FIRST_DENSE = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(3, 4, 5), num_experts=64, topk=4)
+P, G = 7, 5
+PROMPT, OUTPUT = tokens(P), tokens(G, seed=2)
+IDS = PROMPT + OUTPUT
+
+
+def check(trace, want):
+    assert torch.equal(trace.topk_indices[: len(want)].long(), torch.from_numpy(want))
+    assert trace.replay_mask.tolist() == [True] * len(want) + [False] * (len(trace) - len(want))
+    assert trace.token_ids.tolist() == IDS
+
+
+@pytest.mark.parametrize("version", ["0.14", "0.17", "0.20"])
+def test_0_14_to_0_20_send_int32_python_arrays_over_all_layers(version):
+    want = routes(P + G - 1, 3, num_experts=300, topk=4)
+    array = with_dense(want, 5, MOE).astype(np.int32)
+    check(engines.vllm.decode(vllm_output(array, PROMPT, OUTPUT), model=MODEL, version=version), want)
+
+
+@pytest.mark.parametrize("num_experts", [64, 256, 257, 512])
+def test_0_22_sends_uint8_or_uint16_by_the_number_of_experts(num_experts):
+    model = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(2, 3, 5), num_experts=num_experts, topk=4)
+    want = routes(P + G - 1, 3, num_experts=num_experts, topk=4)
+    array = with_dense(want, 5, MOE).astype(np.uint8 if num_experts <= 256 else np.uint16)
+    choice = {"index": 0, "token_ids": OUTPUT, "prompt_token_ids": PROMPT, "routed_experts": npy_base64(array)}
+    trace = engines.vllm.decode({"choices": [choice]}, model=model)
+    check(trace, want)
+    assert trace.topk_indices.dtype is (torch.uint8 if num_experts <= 256 else torch.int16)
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize("as_lists", [True, False])
+def test_0_21_joins_prompt_and_generation_over_the_moe_layers_only(extra, as_lists):
+    want = routes(P + G, 3, num_experts=300, topk=4)
+    prompt, generation = want[:P].astype(np.int16), want[P : P + G - 1 + extra].astype(np.int16)
+    if as_lists:
+        response = {"prompt_token_ids": PROMPT, "prompt_routed_experts": prompt.tolist()}
+        response["choices"] = [{"index": 0, "token_ids": OUTPUT, "routed_experts": generation.tolist()}]
+    else:
+        response = vllm_output(generation, PROMPT, OUTPUT, prompt_array=prompt)
+    check(engines.vllm.decode(response, model=MODEL), want[: P + G - 1])
+
+
+def padded(compact):
+    """0.21 with first_k_dense_replace: as many columns as layers, the MoE layers first, zeros behind."""
+    return np.concatenate([compact, np.zeros((len(compact), 2, 4), compact.dtype)], axis=1).astype(np.int16)
+
+
+def test_0_21_with_first_dense_layers_has_the_moe_layers_in_the_first_columns():
+    want = routes(P + G - 1, 3, num_experts=64, topk=4)
+    output = vllm_output(padded(want[P:]), PROMPT, OUTPUT, prompt_array=padded(want[:P]))
+    trace = engines.vllm.decode(output, model=FIRST_DENSE)
+    check(trace, want)
+    assert trace.layer_numbers == (3, 4, 5)
+    check(engines.vllm.decode(padded(want), model=FIRST_DENSE, token_ids=IDS, version="0.21.1"), want)
+
+
+def test_0_21_columns_are_never_read_as_those_of_other_versions():
+    want = routes(P + G - 1, 3, num_experts=64, topk=4)
+    with pytest.raises(PayloadError, match="layer_number 1 is dense by the model's config, but row 0"):
+        engines.vllm.decode(padded(want), model=FIRST_DENSE, token_ids=IDS)
+    with pytest.raises(PayloadError, match=r'Pass version="0\.21"'):
+        engines.vllm.decode(want, model=FIRST_DENSE, token_ids=IDS)
+    full = with_dense(want, 5, [2, 3, 4])
+    with pytest.raises(PayloadError, match="not filler"):
+        engines.vllm.decode(full, model=FIRST_DENSE, token_ids=IDS, version="0.21")
+
+
+def test_0_21_prompt_routes_are_shared_by_n_completions():
+    want = routes(P, 3, num_experts=300, topk=4).astype(np.int16)
+    generations = [routes(G - 1, 3, num_experts=300, topk=4, seed=s).astype(np.int16) for s in (5, 6)]
+    choices = [
+        {"index": i, "token_ids": OUTPUT, "prompt_token_ids": PROMPT, "routed_experts": g.tolist()}
+        for i, g in enumerate(generations)
+    ]
+    trace = engines.vllm.decode_batch({"prompt_routed_experts": want.tolist(), "choices": choices}, model=MODEL)
+    for sample, generation in zip(trace.samples(), generations):
+        check(sample, np.concatenate([want, generation]).astype(np.int64))
+
+
+def test_0_21_refuses_prompt_routes_of_another_prompt_of_the_batch():
+    want = routes(P + G - 1, 3, num_experts=300, topk=4).astype(np.int16)
+    choices = [
+        {"index": i, "token_ids": OUTPUT, "prompt_token_ids": prompt, "routed_experts": want[P:].tolist()}
+        for i, prompt in enumerate([PROMPT, tokens(P, seed=9)])
+    ]
+    response = {"prompt_routed_experts": want[:P].tolist(), "choices": choices}
+    check(engines.vllm.decode(response, model=MODEL, choice=0), want.astype(np.int64))
+    with pytest.raises(PayloadError, match=r"choice 1.*first prompt of a request only"):
+        engines.vllm.decode_batch(response, model=MODEL)
+    for choice in choices:
+        del choice["prompt_token_ids"]
+    with pytest.raises(PayloadError, match="not proven"):
+        engines.vllm.decode_batch(response, model=MODEL, token_ids=[IDS, IDS])
+
+
+def test_0_21_prefix_cache_hits_lose_prompt_rows_and_raise():
+    want = routes(P + G - 1, 3, num_experts=300, topk=4).astype(np.int16)
+    prompt = want[:P].copy()
+    prompt[:4] = 0
+    with pytest.raises(PayloadError, match=r"all zero.*rows 0\.\.3 \(prompt\).*prefix-cache hit"):
+        engines.vllm.decode(vllm_output(want[P:], PROMPT, OUTPUT, prompt_array=prompt), model=MODEL)
+
+
+def test_0_21_one_output_token_has_no_generation_rows():
+    want = routes(P, 3, num_experts=300, topk=4)
+    for generation in (None, [], np.zeros((0, 3, 4), np.int16)):
+        output = vllm_output(generation, PROMPT, OUTPUT[:1], prompt_array=want.astype(np.int16))
+        trace = engines.vllm.decode(output, model=MODEL)
+        assert trace.replay_mask.tolist() == [True] * P + [False]
+
+
+def test_several_responses_as_llm_generate_returns_them():
+    want = [routes(P + G - 1, 5, num_experts=8, topk=2, seed=s).astype(np.uint8) for s in (1, 2, 3)]
+    model = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(1, 2, 3, 4, 5), num_experts=8, topk=2)
+    outputs = [vllm_output(array, PROMPT, OUTPUT) for array in want]
+    trace = engines.vllm.decode_batch(outputs, model=model, sample_ids=["a", "b", "c"], weight_version=4)
+    assert trace.sequence_lengths == (12, 12, 12)
+    assert trace.sample_ids == ("a", "b", "c")
+    assert trace.weight_version.unique().tolist() == [4]
+    for sample, array in zip(trace.samples(), want):
+        check(sample, array.astype(np.int64))
+    with pytest.raises(PayloadError, match="holds 3 choices"):
+        engines.vllm.decode(outputs, model=model)
+    with pytest.raises(PayloadError, match="2 token_ids for 3 choices"):
+        engines.vllm.decode_batch(outputs, model=model, token_ids=[IDS, IDS])
+    assert len(engines.vllm.decode(outputs[:1], model=model)) == 12

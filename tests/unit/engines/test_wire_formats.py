@@ -1,0 +1,125 @@
+"""The bytes that engines send, written out by hand."""
+
+import base64
+import struct
+
+import numpy as np
+import pytest
+import torch
+from engine_payloads import npy_base64
+
+from megatron_router_replay import engines
+from megatron_router_replay.engines.payload import Source, as_array, as_token_ids, decode_base64, parse_npy
+from megatron_router_replay.errors import PayloadError
+
+# Three tokens, two layers of which the first is dense, top-2 of 4.
+MODEL = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(2,), num_experts=4, topk=2)
+IDS = [11, 12, 13]
+SOURCE = Source(engine="test", field="routes")
+
+
+def test_vllm_sends_base64_of_an_npy_file():
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2, 2, 2), }"
+    header += b" " * (128 - 10 - len(header) - 1) + b"\n"
+    raw = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes([0, 0, 3, 1, 0, 0, 2, 0])
+    assert base64.b64encode(raw).decode() == npy_base64(np.array([[[0, 0], [3, 1]], [[0, 0], [2, 0]]], np.uint8))
+    trace = engines.vllm.decode(base64.b64encode(raw).decode(), model=MODEL, token_ids=IDS)
+    assert trace.topk_indices[:2].tolist() == [[[3, 1]], [[2, 0]]]
+    assert trace.replay_mask.tolist() == [True, True, False]
+    assert trace.layer_numbers == (2,)
+
+
+def test_sglang_sends_base64_of_raw_int32():
+    text = "AAAAAAAAAAADAAAAAQAAAAAAAAAAAAAAAgAAAAAAAAA="
+    assert base64.b64decode(text) == struct.pack("<8i", 0, 0, 3, 1, 0, 0, 2, 0)
+    trace = engines.sglang.decode(text, model=MODEL, token_ids=IDS)
+    assert trace.topk_indices[:2].tolist() == [[[3, 1]], [[2, 0]]]
+    assert trace.replay_mask.tolist() == [True, True, False]
+
+
+def test_sglang_jax_marks_dense_layers_with_minus_one():
+    raw = struct.pack("<8i", -1, -1, 3, 1, -1, -1, 2, 0)
+    trace = engines.sglang_jax.decode(base64.b64encode(raw).decode(), model=MODEL, token_ids=IDS)
+    assert trace.topk_indices[:2].tolist() == [[[3, 1]], [[2, 0]]]
+
+
+def npy_file(header, data=b""):
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (b"", "magic"),
+        (b"\x93NUMPY\x02\x00\x76\x00", "magic"),
+        (npy_file(b"{'a'}\n"), "header"),
+        (npy_file(b"{'descr': '|O', 'fortran_order': False, 'shape': (1, 1, 1), }\n", bytes(8)), "header"),
+        (npy_file(b"{'descr': '<f4', 'fortran_order': False, 'shape': (1, 1, 1), }\n", bytes(4)), "header"),
+        (npy_file(b"{'descr': '<i4', 'fortran_order': False, 'shape': (1, 1), }\n", bytes(4)), "header"),
+        (npy_file(b"{'descr': '<i4', 'fortran_order': False, 'shape': (9, 9, 9), }\n"), "2916 bytes, 0 follow"),
+        (npy_file(b"{'descr': '<i4', 'fortran_order': False, 'shape': (0, 9, 999999999999), }\n"), "impossible"),
+        (npy_file(b" " * 65535), "header"),
+    ],
+)
+def test_other_npy_files_are_refused(raw, named):
+    with pytest.raises(PayloadError, match=named):
+        parse_npy(raw, source=SOURCE)
+
+
+def test_fortran_order_and_big_endian_npy_are_read_as_what_they_say():
+    import io
+
+    array = np.arange(12, dtype=">i2").reshape(2, 3, 2)
+    buffer = io.BytesIO()
+    np.save(buffer, np.asfortranarray(array))
+    assert np.array_equal(parse_npy(buffer.getvalue(), source=SOURCE), array)
+
+
+def test_a_payload_too_large_is_refused_before_it_is_decoded():
+    with pytest.raises(PayloadError, match="4000000 base64 characters, at most"):
+        engines.vllm.decode("A" * 4_000_000, model=MODEL, token_ids=IDS)
+    with pytest.raises(PayloadError, match="400 base64 characters, at most 136"):
+        decode_base64("A" * 400, source=SOURCE, max_bytes=100)
+
+
+@pytest.mark.parametrize("text", ["AAA", "AA=A", "AAA\u00e9", "AA A", "AAAA=AAA", "A===", "====", "AA\nA", "AAAAAAA\n"])
+def test_base64_with_foreign_characters_is_refused(text):
+    with pytest.raises(PayloadError, match="base64"):
+        decode_base64(text, source=SOURCE, max_bytes=100)
+
+
+def test_every_kind_of_array_is_accepted_and_nothing_else():
+    want = [[[3, 1]], [[2, 0]]]
+    frozen = np.array(want, np.uint16)
+    frozen.flags.writeable = False
+    for value in (frozen, torch.tensor(want), torch.tensor(want, dtype=torch.int16), want, (((3, 1),), ((2, 0),))):
+        assert as_array(value, source=SOURCE).tolist() == want
+    assert as_array([np.array([[3, 1]]), np.array([[2, 0]])], source=SOURCE).tolist() == want
+    for value in (
+        [[[1.5, 0]]],
+        [[[True, 0]]],
+        [[["3", 0]]],
+        [[[3], [1, 2]]],
+        [[3], 4],
+        [[[[1]]]],
+        [[[2**40, 0]]],
+        7,
+        "x",
+        None,
+        np.zeros((1, 1, 1)),
+        torch.zeros(1, 1, 1),
+        np.array([["a"]]),
+        {"a": 1},
+        torch.zeros(1, dtype=torch.bool),
+    ):
+        with pytest.raises(PayloadError):
+            as_array(value, source=SOURCE)
+
+
+def test_token_ids_of_every_kind():
+    for value in ([1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2]), range(1, 3), [np.int64(1), 2]):
+        assert as_token_ids(value, source=SOURCE).tolist() == [1, 2]
+    assert as_token_ids([], source=SOURCE).tolist() == []
+    for value in ("12", b"12", [1.0], [True], [None], [2**31], {"a": 1}, 5, [[1]], np.array([2**31])):
+        with pytest.raises(PayloadError):
+            as_token_ids(value, source=SOURCE)
