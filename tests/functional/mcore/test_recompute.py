@@ -108,9 +108,7 @@ def backward_orders(order: str) -> dict[str, int]:
         for microbatch in microbatches:
             session.microbatch(microbatch["routing_rows"])
             # Without labels: the backward of Megatron's cross entropy works in place and cannot run twice.
-            logits = model(
-                input_ids=microbatch["tokens"], position_ids=microbatch["position_ids"], attention_mask=None
-            )
+            logits = model(input_ids=microbatch["tokens"], position_ids=microbatch["position_ids"], attention_mask=None)
             losses.append(logits.square().sum())
         if order == "one backward for all":
             torch.stack(losses).sum().backward()

@@ -115,7 +115,8 @@ def native_routes_are_no_change(mode: dict, dtype: torch.dtype) -> dict[str, boo
         (probs * weights).sum().backward()
         results.append((probs.detach(), routing_map, leaf.grad))
     return {
-        name: all(torch.equal(a, b) for a, b in zip(results[0], results[i])) for i, name in ((1, "record"), (2, "replay"))
+        name: all(torch.equal(a, b) for a, b in zip(results[0], results[i]))
+        for i, name in ((1, "record"), (2, "replay"))
     }
 
 

@@ -1,0 +1,181 @@
+"""RouterReplay: Megatron-Core's interface, without what goes wrong in silence."""
+
+import pytest
+import torch
+
+from megatron_router_replay import RouterReplay, RouterReplayAction, RouterReplayError
+from megatron_router_replay.errors import ReplayStateError, TraceError
+
+TARGET = torch.tensor([[3, 1], [0, 2]])
+SCORES = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
+
+
+@pytest.fixture(autouse=True)
+def no_instances():
+    RouterReplay.clear_global_router_replay_instances()
+    yield
+    RouterReplay.clear_global_router_replay_instances()
+
+
+def live_topk(scores, topk, num_groups=None, group_topk=None):
+    return torch.topk(scores, k=topk, dim=1)
+
+
+def route(replay, scores=SCORES, topk=2):
+    return replay.get_replay_topk(scores, topk, None, None, live_topk)
+
+
+def test_without_an_action_it_routes_live():
+    values, indices = route(RouterReplay())
+    assert indices.tolist() == [[1, 2], [0, 3]]
+    assert torch.equal(values, torch.tensor([[0.4, 0.3], [0.4, 0.3]]))
+
+
+def test_record_keeps_a_copy_not_a_reference():
+    replay = RouterReplay()
+    replay.set_router_replay_action(RouterReplayAction.RECORD)
+    _, indices = route(replay)
+    indices.zero_()  # Megatron-Core 0.16.1 keeps this very tensor
+    assert replay.get_recorded_indices().tolist() == [[1, 2], [0, 3]]
+
+
+def test_forward_replay_uses_the_target_in_its_column_order_with_the_live_scores():
+    replay = RouterReplay()
+    replay.set_target_indices(TARGET)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    values, indices = route(replay)
+    assert indices.tolist() == TARGET.tolist()
+    assert torch.equal(values, torch.tensor([[0.2, 0.4], [0.4, 0.2]]))
+
+
+def test_compact_targets_are_widened_where_they_are_used():
+    replay = RouterReplay()
+    replay.set_target_indices(TARGET.to(torch.uint8))
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    _, indices = route(replay)
+    assert (indices.dtype, indices.tolist()) == (torch.int64, TARGET.tolist())
+    assert replay.replay_backward_list[0].dtype is torch.uint8
+
+
+def test_backward_replay_takes_the_micro_batches_first_in_first_out():
+    replay = RouterReplay()
+    for target in (TARGET, TARGET.flip(1), TARGET.flip(0)):
+        replay.set_target_indices(target)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+    used = [route(replay)[1].tolist() for _ in range(3)]
+    assert used == [TARGET.tolist(), TARGET.flip(1).tolist(), TARGET.flip(0).tolist()]
+    assert replay.replay_backward_list == []
+    with pytest.raises(ReplayStateError, match="empty replay_backward_list"):
+        route(replay)
+
+
+def test_a_recompute_is_recognised_without_setting_replay_backward():
+    replay = RouterReplay()
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    used = []
+
+    class Checkpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, leaf):
+            used.append(route(replay)[1].tolist())
+            return leaf.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            used.append(route(replay)[1].tolist())
+            return grad
+
+    leaf = torch.zeros(1, requires_grad=True)
+    replay.set_target_indices(TARGET)
+    first = Checkpoint.apply(leaf)
+    replay.set_target_indices(TARGET.flip(1))
+    second = Checkpoint.apply(leaf)
+    first.backward()  # 1F1B: the oldest first, when the target is the youngest's already
+    second.backward()
+    assert used == [TARGET.tolist(), TARGET.flip(1).tolist(), TARGET.tolist(), TARGET.flip(1).tolist()]
+
+
+def test_a_replay_without_a_target_raises():
+    replay = RouterReplay()
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with pytest.raises(ReplayStateError, match="without a target"):
+        route(replay)
+
+
+@pytest.mark.parametrize(
+    "target", [TARGET[:1], torch.cat([TARGET, TARGET]), torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.tensor([[0], [1]])]
+)
+def test_a_target_of_another_shape_raises(target):
+    # Too few rows would leave tokens without experts, one row would be broadcast, another topk is accepted elsewhere.
+    replay = RouterReplay()
+    replay.set_target_indices(target)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with pytest.raises(ReplayStateError, match="routes 2 tokens to 2 experts"):
+        route(replay)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ([[0, 1], [2, 2]], r"row 1 .* is \[2, 2\]"),
+        ([[0, 0], [0, 0]], r"row 0 .* is \[0, 0\]"),
+        ([[0, 1], [-1, 2]], r"row 1 .* is \[-1, 2\]"),
+        ([0, 1], r"got \[2\]"),
+        ([[0.0, 1.0]], "float32"),
+    ],
+)
+def test_a_target_that_no_router_could_choose_raises_when_it_is_set(target, said):
+    replay = RouterReplay()
+    with pytest.raises(TraceError, match=said):
+        replay.set_target_indices(torch.tensor(target))
+    assert replay.target_topk_idx is None
+    assert replay.replay_backward_list == []
+
+
+def test_an_expert_that_does_not_exist_raises_when_it_is_used():
+    replay = RouterReplay()
+    replay.set_target_indices(torch.tensor([[0, 4], [1, 2]]))
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with pytest.raises(TraceError, match="names expert 4 of 4 experts"):
+        route(replay)
+
+
+def test_the_static_helpers_reach_every_instance_in_order():
+    replays = [RouterReplay(), RouterReplay()]
+    RouterReplay.set_replay_data([TARGET, TARGET.flip(1)])
+    assert [replay.target_topk_idx.tolist() for replay in replays] == [TARGET.tolist(), TARGET.flip(1).tolist()]
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    for replay in replays:
+        route(replay)
+    assert [recorded.tolist() for recorded in RouterReplay.get_recorded_data()] == [[[1, 2], [0, 3]]] * 2
+    RouterReplay.clear_global_router_replay_action()
+    RouterReplay.clear_global_indices()
+    for replay in replays:
+        assert (replay.router_replay_action, replay.target_topk_idx, replay.recorded_topk_idx) == (None, None, None)
+        assert replay.replay_backward_list == []
+    RouterReplay.clear_global_router_replay_instances()
+    assert RouterReplay.global_router_replay_instances == []
+
+
+def test_set_replay_data_sets_all_or_nothing():
+    replays = [RouterReplay(), RouterReplay()]
+    with pytest.raises(ReplayStateError, match="1 replay tensors over 2 routers"):
+        RouterReplay.set_replay_data([TARGET])
+    with pytest.raises(TraceError):
+        RouterReplay.set_replay_data([TARGET, torch.zeros(2, 2, dtype=torch.int64)])
+    assert [replay.target_topk_idx for replay in replays] == [None, None]
+
+
+def test_gradients_reach_the_scores_of_the_replayed_experts_only():
+    scores = SCORES.clone().requires_grad_()
+    replay = RouterReplay()
+    replay.set_target_indices(TARGET)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    values, _ = route(replay, scores)
+    (values * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
+    assert scores.grad.tolist() == [[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 4.0, 0.0]]
+
+
+def test_every_error_is_of_the_package():
+    assert issubclass(ReplayStateError, RouterReplayError)
+    assert issubclass(TraceError, RouterReplayError)

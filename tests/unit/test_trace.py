@@ -1,0 +1,229 @@
+"""RoutingTrace: what it accepts, stores and refuses."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_router_replay import RouterReplayError, RoutingTrace, concat_traces
+from megatron_router_replay.errors import TraceError
+from megatron_router_replay.trace import index_dtype, spread_experts
+
+# Three tokens, two MoE layers (2 and 4), top-2 of 4 experts.
+ROUTES = [[[0, 1], [2, 3]], [[3, 0], [1, 2]], [[2, 1], [0, 3]]]
+
+
+def make(routes=ROUTES, **options):
+    return RoutingTrace(topk_indices=routes, **{"layer_numbers": (2, 4), "num_experts": 4} | options)
+
+
+def test_it_stores_the_routes_in_one_byte_each_and_knows_its_sizes():
+    trace = make()
+    assert trace.topk_indices.dtype is torch.uint8
+    assert trace.topk_indices.tolist() == ROUTES
+    assert (trace.num_tokens, trace.num_layers, trace.topk, trace.num_experts) == (3, 2, 2, 4)
+    assert trace.layer_numbers == (2, 4)
+    assert trace.replay_mask.tolist() == [True, True, True]
+    assert len(trace) == 3
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.uint8), (257, torch.int16), (512, torch.int16)])
+def test_the_dtype_follows_from_num_experts_alone(num_experts, dtype):
+    # 300 in uint8 would be 44: the id must survive.
+    top = num_experts - 1
+    trace = make([[[0, top]]], layer_numbers=[1], num_experts=num_experts)
+    assert trace.topk_indices.dtype is dtype is index_dtype(num_experts)
+    assert trace.topk_indices.tolist() == [[[0, top]]]
+    small = make([[[0, 1]]], layer_numbers=[1], num_experts=num_experts)
+    assert small.topk_indices.dtype is dtype
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i4"]
+)
+def test_every_integer_dtype_of_numpy_is_accepted_read_only_too(dtype):
+    array = np.array(ROUTES, dtype=dtype)
+    array.setflags(write=False)
+    assert make(array).topk_indices.tolist() == ROUTES
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64])
+def test_every_integer_dtype_of_torch_is_accepted(dtype):
+    assert make(torch.tensor(ROUTES).to(dtype)).topk_indices.tolist() == ROUTES
+
+
+def test_the_input_is_neither_changed_nor_shared():
+    routes = torch.tensor(ROUTES, dtype=torch.uint8)
+    mask = torch.tensor([True, False, True])
+    kept, kept_mask = routes.clone(), mask.clone()
+    trace = make(routes, replay_mask=mask)
+    assert torch.equal(routes, kept)
+    assert torch.equal(mask, kept_mask)
+    routes.zero_()
+    mask.zero_()
+    assert trace.topk_indices[0].tolist() == ROUTES[0]
+    assert trace.replay_mask.tolist() == [True, False, True]
+
+
+def test_rows_of_minus_one_have_no_route_and_hold_distinct_experts():
+    trace = make([ROUTES[0], [[-1, -1], [-1, -1]], ROUTES[2]])
+    assert trace.replay_mask.tolist() == [True, False, True]
+    assert trace.topk_indices.tolist() == [ROUTES[0], [[2, 3], [2, 3]], ROUTES[2]]
+
+
+def test_rows_without_a_route_by_mask_may_hold_anything():
+    trace = make([ROUTES[0], [[0, 0], [9, 9]], ROUTES[2]], replay_mask=[True, False, True])
+    assert trace.replay_mask.tolist() == [True, False, True]
+    assert trace.topk_indices.tolist() == [ROUTES[0], [[2, 3], [2, 3]], ROUTES[2]]
+
+
+def test_uint8_rows_without_a_route_are_replaced_too():
+    routes = torch.tensor([ROUTES[0], [[0, 0], [200, 200]], ROUTES[2]], dtype=torch.uint8)
+    assert make(routes, replay_mask=[True, False, True]).topk_indices[1].tolist() == [[2, 3], [2, 3]]
+
+
+@given(st.integers(0, 40), st.integers(1, 8), st.integers(8, 20), st.integers(0, 50))
+def test_spread_experts_are_distinct_in_a_row_and_even_over_all(num_rows, topk, num_experts, start):
+    rows = spread_experts(start, num_rows, topk=topk, num_experts=num_experts)
+    assert all(len(set(row)) == topk for row in rows.tolist())
+    load = torch.bincount(rows.reshape(-1).long(), minlength=num_experts)
+    assert int(load.max()) <= -(-num_rows * topk // num_experts)
+
+
+REFUSED = {
+    "a repeated expert": (dict(topk_indices=[[[0, 1], [2, 2]]]), "row 0, layer 4 of topk_indices is [2, 2]"),
+    "all zeros": (dict(topk_indices=np.zeros((5, 2, 2), np.uint8)), "lost data, sent as zeros"),
+    "an id too large": (dict(topk_indices=[[[0, 1], [2, 4]]]), "outside 0..3"),
+    "an id too large in uint8": (
+        dict(topk_indices=torch.tensor([[[0, 1], [2, 4]]], dtype=torch.uint8)),
+        "outside 0..3",
+    ),
+    "300 of 8": (dict(topk_indices=[[[0, 300], [2, 1]]], num_experts=8), "outside 0..7"),
+    "a row of -1 in one layer only": (dict(topk_indices=[[[0, 1], [-1, -1]]]), "outside 0..3"),
+    "-1 in one place": (dict(topk_indices=[[[0, -1], [1, 2]]]), "outside 0..3"),
+    "floats": (dict(topk_indices=np.zeros((1, 2, 2))), "float64"),
+    "bools": (dict(topk_indices=torch.zeros(1, 2, 2, dtype=torch.bool)), "bool"),
+    "strings": (dict(topk_indices=[[["a", "b"], ["c", "d"]]]), "must hold integers"),
+    "two axes": (dict(topk_indices=[[0, 1], [2, 3]]), "shape [2, 2]"),
+    "another number of layers": (dict(layer_numbers=(1, 2, 3)), "names 3 layers, topk_indices has 2"),
+    "layers out of order": (dict(layer_numbers=(4, 2)), "increase"),
+    "a layer twice": (dict(layer_numbers=(2, 2)), "increase"),
+    "layer 0": (dict(layer_numbers=(0, 1)), "increase"),
+    "topk above num_experts": (dict(topk_indices=[[[0, 1, 2], [0, 1, 2]]], num_experts=2), "topk=3"),
+    "no experts": (dict(num_experts=0), "topk=2"),
+    "too many experts": (dict(num_experts=40000), "num_experts=40000"),
+    "experts as float": (dict(num_experts=4.0), "num_experts must be an integer"),
+    "a mask of integers": (dict(replay_mask=[1, 0, 1]), "[3] bool"),
+    "a mask too short": (dict(replay_mask=[True]), "[3] bool"),
+    "token ids too short": (dict(token_ids=[1, 2]), "token_ids must be [3]"),
+    "token ids too large": (dict(token_ids=[1, 2, 2**40]), "int32"),
+    "lengths that do not add up": (dict(sequence_lengths=(1, 1)), "add up to 2, the trace has 3"),
+    "ids without lengths": (dict(sample_ids=("a",)), "names 1 samples"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_trace_cannot_be_raises_and_says_what_was_seen(name):
+    options, said = REFUSED[name]
+    with pytest.raises(TraceError) as caught:
+        make(**{"routes": options.pop("topk_indices"), **options} if "topk_indices" in options else options)
+    assert said in str(caught.value)
+    assert isinstance(caught.value, RouterReplayError)
+
+
+def test_a_fault_far_behind_is_named_by_its_row():
+    routes = torch.tensor(ROUTES * 1000)
+    routes[2345, 1] = 0
+    with pytest.raises(TraceError, match=r"row 2345, layer 4"):
+        make(routes)
+
+
+def test_layers_are_taken_by_their_number():
+    trace = make()
+    assert trace.layer(4).tolist() == [[2, 3], [1, 2], [0, 3]]
+    chosen = trace.select_layers([4])
+    assert (chosen.layer_numbers, chosen.topk_indices.tolist()) == ((4,), [[[2, 3]], [[1, 2]], [[0, 3]]])
+    assert chosen.topk_indices.data_ptr() == trace.topk_indices[:, 1:].data_ptr()  # a view
+    assert trace.select_layers([]).num_layers == 0
+    with pytest.raises(TraceError, match=r"no layer_number 3; it has \[2, 4\]"):
+        trace.layer(3)
+
+
+def test_rows_are_sliced_as_views_and_gathered_as_copies():
+    trace = make(token_ids=[7, 8, 9])
+    part = trace.slice_rows(1, 3)
+    assert (part.topk_indices.tolist(), part.token_ids.tolist()) == (ROUTES[1:], [8, 9])
+    assert part.topk_indices.data_ptr() == trace.topk_indices[1:].data_ptr()
+    picked = trace.gather_rows([2, 0, 2])
+    assert picked.topk_indices.tolist() == [ROUTES[2], ROUTES[0], ROUTES[2]]
+    assert picked.token_ids.tolist() == [9, 7, 9]
+    for rows in ([3], [-1]):
+        with pytest.raises(TraceError, match=r"of a trace of 3 tokens"):
+            trace.gather_rows(rows)
+    with pytest.raises(TraceError, match=r"rows 1\.\.4"):
+        trace.slice_rows(1, 4)
+
+
+def test_samples_are_filtered_permuted_repeated_and_truncated_with_their_tokens():
+    trace = make(ROUTES * 2, token_ids=range(6), sequence_lengths=(1, 3, 2), sample_ids=("a", "b", "c"))
+    chosen = trace.select_samples([2, 0, 2])
+    assert chosen.token_ids.tolist() == [4, 5, 0, 4, 5]
+    assert (chosen.sequence_lengths, chosen.sample_ids) == ((2, 1, 2), ("c", "a", "c"))
+    assert chosen.topk_indices.tolist() == [ROUTES[1], ROUTES[2], ROUTES[0], ROUTES[1], ROUTES[2]]
+    cut = trace.truncate_samples([5, 1, 0])
+    assert (cut.token_ids.tolist(), cut.sequence_lengths) == ([0, 1], (1, 1, 0))
+    assert [sample.token_ids.tolist() for sample in trace.samples()] == [[0], [1, 2, 3], [4, 5]]
+    with pytest.raises(TraceError, match="sample 3 of 3"):
+        trace.select_samples([3])
+    with pytest.raises(TraceError, match="does not know its samples"):
+        make().select_samples([0])
+
+
+def test_traces_concatenate_with_their_metadata():
+    one = make(token_ids=[1, 2, 3], sequence_lengths=(3,), sample_ids=("x",), weight_version=4)
+    other = make(
+        ROUTES[:1], token_ids=[4], sequence_lengths=(1,), sample_ids=("y",), weight_version=5, replay_mask=[False]
+    )
+    both = concat_traces([one, other])
+    assert both.topk_indices.tolist()[:3] == ROUTES
+    assert both.replay_mask.tolist() == [True, True, True, False]
+    assert both.token_ids.tolist() == [1, 2, 3, 4]
+    assert (both.sequence_lengths, both.sample_ids) == ((3, 1), ("x", "y"))
+    assert both.weight_version.tolist() == [4, 4, 4, 5]
+
+
+def test_traces_of_different_models_or_metadata_do_not_concatenate():
+    with pytest.raises(TraceError, match="layer_numbers"):
+        concat_traces([make(), make(layer_numbers=(1, 2))])
+    with pytest.raises(TraceError, match="num_experts"):
+        concat_traces([make(), make(num_experts=8)])
+    with pytest.raises(TraceError, match="trace 0 has token_ids, trace 1 has none"):
+        concat_traces([make(token_ids=[1, 2, 3]), make()])
+    with pytest.raises(TraceError, match="at least one"):
+        concat_traces([])
+
+
+def test_an_empty_span_is_a_valid_trace():
+    trace = make(np.zeros((0, 2, 2), np.int32), token_ids=[])
+    assert trace.num_tokens == 0
+    assert concat_traces([trace, make(token_ids=[1, 2, 3])]).num_tokens == 3
+
+
+def test_a_trace_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        make().num_experts = 5
+
+
+@given(st.data())
+def test_valid_routes_come_out_as_they_went_in(data):
+    num_experts = data.draw(st.integers(1, 300))
+    topk = data.draw(st.integers(1, min(num_experts, 8)))
+    shape = data.draw(st.tuples(st.integers(0, 6), st.integers(0, 3)))
+    row = st.lists(st.integers(0, num_experts - 1), min_size=topk, max_size=topk, unique=True)
+    routes = np.array([[data.draw(row) for _ in range(shape[1])] for _ in range(shape[0])], dtype=np.int64).reshape(
+        *shape, topk
+    )
+    trace = RoutingTrace(topk_indices=routes, layer_numbers=range(1, shape[1] + 1), num_experts=num_experts)
+    assert trace.topk_indices.tolist() == routes.tolist()
+    assert bool(trace.replay_mask.all())
