@@ -44,6 +44,7 @@ def install_and_uninstall() -> dict[str, Any]:
     finally:
         mrr.uninstall()
         mrr.uninstall()
+        mrr.RouterReplay.clear_global_router_replay_instances()
     after = [module.RouterReplay for module in places] + [router_replay.RouterReplayAction]
     _, routers, _ = build_with_flag()
     return {

@@ -15,7 +15,7 @@ from tests.functional.mcore.cases import random_routes
 NUM_TOKENS, NUM_EXPERTS, TOPK = 6, 8, 3
 
 MODES = {
-    f"{score}{'-pre' if pre else ''}{'-bias' if bias else ''}{'-groups' if groups else ''}{'-scaled' if scaled else ''}": dict(
+    "-".join([score, *(["pre"] * pre), *(["bias"] * bias), *(["groups"] * groups), *(["scaled"] * scaled)]): dict(
         moe_router_score_function=score,
         moe_router_pre_softmax=pre,
         moe_router_enable_expert_bias=bias,
@@ -78,7 +78,8 @@ def compare_with_reference(mode: dict, dtype: torch.dtype) -> dict[str, float]:
     expected_logits = logits.detach().double().view(NUM_TOKENS, NUM_EXPERTS).requires_grad_()
     expected = reference_probs(expected_logits, routes[:, 0].tolist(), mode)
     (expected * weights).sum().backward()
-    assert expected_logits.grad is not None and logits.grad is not None
+    assert expected_logits.grad is not None
+    assert logits.grad is not None
     map_expected = torch.zeros(NUM_TOKENS, NUM_EXPERTS, dtype=torch.bool).scatter(1, routes[:, 0], True)
     return {
         "map_wrong": int((routing_map != map_expected).sum()),
