@@ -78,6 +78,10 @@ def decode_batch(
         PayloadError: as for `decode`; a list has another length than `results`.
     """
     info = as_model_info(model)
+    if not isinstance(results, (list, tuple)) or not results:
+        raise PayloadError(
+            f"Megatron: decode_batch takes a list of requests, got {type(results).__name__} without any."
+        )
     for name, values in (("token_ids", token_ids), ("sample_ids", sample_ids)):
         if values is not None and len(values) != len(results):
             raise PayloadError(f"Megatron: {len(values)} {name} for {len(results)} requests: give one a request.")

