@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace import RoutingTrace, check_topk_indices
 
 FIELDS = (
     "topk_indices",
@@ -49,5 +49,11 @@ def assert_same(one: RoutingTrace, other: RoutingTrace) -> None:
 
 
 def assert_valid(trace: RoutingTrace) -> None:
-    """Raise unless the public constructor accepts every value of a trace as it is."""
-    assert_same(trace, RoutingTrace(**{name: getattr(trace, name) for name in FIELDS}))
+    """Raise unless the public constructor accepts every value of a trace, and stores its routes as they are."""
+    again = RoutingTrace(**{name: getattr(trace, name) for name in FIELDS})
+    # A row without a route may hold any distinct ids; the constructor chooses its own.
+    check_topk_indices(trace.topk_indices, num_experts=trace.num_experts, layer_numbers=trace.layer_numbers)
+    trace_as_made = {name: getattr(trace, name) for name in FIELDS} | {
+        "topk_indices": torch.where(trace.replay_mask[:, None, None], trace.topk_indices, again.topk_indices)
+    }
+    assert_same(RoutingTrace.from_checked(**trace_as_made), again)

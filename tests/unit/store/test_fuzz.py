@@ -30,7 +30,11 @@ TRACES = [
     make_trace(0),
     make_trace(2, layer_numbers=()),
 ]
-TOKENS = ["0", "-1", "1", "2", "3", "255", "256", "257", "32768", "32769", "65536", "4294967295", "4294967296", "9223372036854775807", "1e400", "1.0", "-0", "null", "true", "NaN", "[]", "{}", '""', '"x"', "[[]]", "[0]", '"[1,1]"', '"U8"', '"I16"', '"BOOL"', '"F64"', "99999999999999999999999999", '"\\ud800"', '"9"', '"-1"', '"1_0"', '"٣"']
+TOKENS = [
+    *("0", "-1", "1", "2", "3", "255", "256", "257", "32768", "32769", "65536", "4294967295", "4294967296"),
+    *("9223372036854775807", "99999999999999999999999999", "1e400", "1.0", "-0", "null", "true", "NaN", "[]", "{}"),
+    *('""', '"x"', "[[]]", "[0]", '"[1,1]"', '"U8"', '"I16"', '"BOOL"', '"F64"', '"9"', '"-1"', '"1_0"', '"\\ud800"'),
+]
 """What a number or a string of a header is replaced by."""
 
 
@@ -75,6 +79,11 @@ def edit_header(rng: random.Random, data: bytes) -> bytes:
     header = edit_json(rng, data[8 : 8 + length].decode()).rstrip().encode()
     header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header)) + header + data[8 + length :]
+
+
+def flip_tensor(rng: random.Random, data: bytes) -> bytes:
+    at = 8 + int.from_bytes(data[:8], "little")
+    return data[:at] + flip(rng, data[at:])
 
 
 def edit_length(rng: random.Random, data: bytes) -> bytes:
@@ -129,7 +138,9 @@ def test_damaged_files(tmp_path):
             rng = random.Random(seed)
             trace, written = rng.choice(TRACES), io.BytesIO()
             write_trace(trace, written)
-            mutated = rng.choice([*BYTES, edit_header, edit_header, edit_header, edit_length])(rng, written.getvalue())
+            mutated = rng.choice([*BYTES, edit_header, edit_header, flip_tensor, flip_tensor, edit_length])(
+                rng, written.getvalue()
+            )
             if rng.random() < 0.6:
                 yield sign(mutated), None
             else:
