@@ -1,0 +1,103 @@
+"""The command line, `router-replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"router-replay needs {error.name}: pip install 'megatron-router-replay[demo]' brings it."
+    ) from None
+
+import megatron_router_replay
+from megatron_router_replay.demo import DemoResult, run_demo
+from megatron_router_replay.demo.run import STAGES, write_json
+from megatron_router_replay.errors import RouterReplayError
+
+app = typer.Typer(
+    help="Record and replay which experts a Mixture-of-Experts model uses.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(megatron_router_replay.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Record and replay which experts a Mixture-of-Experts model uses."""
+
+
+@app.command()
+def demo(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.")] = None,
+) -> None:
+    """Replay a real vLLM response in Megatron-Core: 2 processes, pipeline parallel, full recompute, on this CPU."""
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        typer.echo(f"cannot write {json_file}: its folder does not exist.", err=True)
+        raise typer.Exit(2)
+    progress = Progress(
+        TextColumn("{task.description:<42}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)
+    )
+    with progress:
+        task = progress.add_task("", total=len(STAGES))
+
+        def on_stage(stage: str) -> None:
+            progress.update(task, description=stage, completed=STAGES.index(stage))
+
+        try:
+            result = run_demo(on_stage)
+        except RouterReplayError as error:
+            typer.echo(f"the demo failed: {error}", err=True)
+            raise typer.Exit(2) from error
+        progress.update(task, description="done", completed=len(STAGES))
+    Console().print(_table(result))
+    if json_file is not None:
+        write_json(result, json_file)
+    exact = result.differ_with_replay == 0 and result.recomputes_identical == result.recomputes_checked > 0
+    raise typer.Exit(0 if exact else 1)
+
+
+def _table(result: DemoResult) -> Table:
+    table = Table(
+        title="vLLM 0.30.0 (bf16) routes, replayed in Megatron-Core (fp32, PP2, full recompute)", title_justify="left"
+    )
+    table.add_column("")
+    table.add_column("without replay", justify="right")
+    table.add_column("with replay", justify="right")
+    table.add_row("router decisions compared with the engine's", *[f"{result.decisions:,}"] * 2)
+    table.add_row(
+        "  of which differ", f"{result.differ_without_replay:,}", f"[bold]{result.differ_with_replay:,}[/bold]"
+    )
+    table.add_row(
+        "router recomputes identical to their forward",
+        "",
+        f"{result.recomputes_identical} of {result.recomputes_checked}",
+    )
+    table.add_row(
+        "mean log-prob gap to the engine (nats)", f"{result.logprob_gap_without:.4f}", f"{result.logprob_gap_with:.4f}"
+    )
+    table.add_row("token positions replayed", "", f"{result.rows_replayed:,}")
+    table.add_row("  routed live (last token of each sample)", "", f"{result.rows_live:,}")
+    table.add_row("  padding", "", f"{result.rows_padding:,}")
+    table.add_row("seconds per step (median)", f"{result.step_seconds_without:.3f}", f"{result.step_seconds_with:.3f}")
+    return table
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,140 @@
+"""What each of the demo's processes does: one training step in Megatron-Core, watched from outside the package's own code."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron_router_replay as mrr
+from megatron_router_replay.testing import ParallelLayout, load_qwen3_moe, run_schedule
+
+Microbatch = dict[str, Tensor]
+
+
+@dataclass(kw_only=True)
+class StepResult:
+    """What one rank saw in one training step.
+
+    Args:
+        used: layer_number -> [num_rows, num_experts] bool, the routing map of each trace row in the forward.
+        recomputes, recomputes_identical: router recomputes, and those whose routing map was the forward's.
+        logprobs: [num_rows] of the token behind each row, last stage only; NaN elsewhere.
+        report: the session's report, empty without replay.
+    """
+
+    used: dict[int, Tensor] = field(default_factory=dict)
+    recomputes: int = 0
+    recomputes_identical: int = 0
+    logprobs: Tensor | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def build(checkpoint: str, layout: ParallelLayout) -> list[Any]:
+    """Return this rank's chunks of the checkpoint, with full activation recompute."""
+    layout.initialize()
+    return load_qwen3_moe(
+        checkpoint,
+        layout,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    )
+
+
+def watched_step(
+    checkpoint: str,
+    layout: ParallelLayout,
+    microbatches: list[Microbatch],
+    trace: mrr.RoutingTrace | None,
+    num_rows: int,
+) -> StepResult:
+    """Run one step, with the routes replayed or (trace None) live, and return what left the routers."""
+    chunks = build(checkpoint, layout)
+    maps: dict[tuple[int, bool], list[Tensor]] = defaultdict(list)
+
+    def watch(router: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        is_recompute = torch._C._current_graph_task_id() != -1
+        maps[router.layer_number, is_recompute].append(output[1].clone())
+
+    with ExitStack() as stack:
+        for router in _routers(chunks):
+            stack.callback(router.register_forward_hook(watch).remove)
+        losses, report = step(chunks, layout, microbatches, trace)
+    result = StepResult(report=report)
+    for (layer, is_recompute), of_layer in maps.items():
+        if is_recompute:
+            result.recomputes += len(of_layer)
+            forward = maps[layer, False]
+            result.recomputes_identical += sum(torch.equal(one, other) for one, other in zip(forward, of_layer))
+            continue
+        used = torch.zeros(num_rows, of_layer[0].shape[1], dtype=torch.bool)
+        for microbatch, routing_map in zip(microbatches, of_layer):
+            rows = microbatch["routing_rows"].t().reshape(-1)  # routers see tokens s-major
+            used[rows[rows >= 0]] = routing_map[rows >= 0]
+        result.used[layer] = used
+    if losses:
+        result.logprobs = torch.full((num_rows,), float("nan"))
+        for microbatch, loss in zip(microbatches, losses):
+            rows = microbatch["routing_rows"]
+            result.logprobs[rows[rows >= 0]] = -loss[rows >= 0]
+    return result
+
+
+def timed_steps(
+    checkpoint: str, layout: ParallelLayout, microbatches: list[Microbatch], trace: mrr.RoutingTrace, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Return seconds of `repeats` steps without and with replay, taken in turns in one process."""
+    chunks = build(checkpoint, layout)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for repeat in range(-1, repeats):  # the first round warms up
+        for its_seconds, its_trace in zip(seconds, (None, trace)):
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            step(chunks, layout, microbatches, its_trace)
+            if repeat >= 0:
+                its_seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def step(
+    chunks: list[Any], layout: ParallelLayout, microbatches: list[Microbatch], trace: mrr.RoutingTrace | None
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Forward and backward of all micro-batches; (per-token losses [b, s] a micro-batch on the last stage, report)."""
+    if trace is None:
+        return run_schedule(chunks, layout, microbatches, forward_step=partial(forward_step, session=None)), {}
+    with mrr.replay(chunks, trace) as session:
+        losses = run_schedule(chunks, layout, microbatches, forward_step=partial(forward_step, session=session))
+    return losses, session.report.to_dict()
+
+
+def forward_step(data_iterator: Iterator[Microbatch], model: Any, *, session: Any) -> tuple[Tensor, Any]:
+    """Megatron's forward step; the line with the session is all that replay adds to a trainer."""
+    batch = next(data_iterator)
+    if session is not None:
+        session.microbatch(batch["routing_rows"], model, token_ids=batch["tokens"])
+    output = model(
+        input_ids=batch["tokens"],
+        position_ids=batch["position_ids"],
+        attention_mask=None,
+        labels=batch["labels"],
+    )
+
+    def mean_loss(token_losses: Tensor) -> tuple[Tensor, Tensor]:
+        mask = batch["loss_mask"]
+        return (token_losses * mask).sum() / mask.sum(), token_losses.detach()
+
+    return output, mean_loss
+
+
+def _routers(chunks: list[Any]) -> list[Any]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]

@@ -1,0 +1,161 @@
+"""The demo from the engine's response to the table."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay import engines
+from megatron_router_replay.demo.ranks import timed_steps, watched_step
+from megatron_router_replay.layout import collate_padded
+from megatron_router_replay.testing import GlooWorkers, ParallelLayout
+from megatron_router_replay.trace import RoutingTrace
+
+LAYOUT = ParallelLayout(pp_size=2)
+SAMPLES_PER_MICROBATCH = 2
+TIMED_STEPS = 5
+STAGES = (
+    "reading what vLLM returned",
+    "starting 2 processes, pipeline parallel",
+    "training step without replay",
+    "training step with replay",
+    "timing both in turns",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoResult:
+    """What the demo measured; `--json` writes these fields.
+
+    Args:
+        decisions: (token, layer) pairs with a route of the engine's.
+        differ_without_replay, differ_with_replay: those for which the trainer used another set of experts.
+        recomputes_checked, recomputes_identical: router recomputes, and those that used their forward's experts.
+        logprob_gap_without, logprob_gap_with: mean |difference| of the generated tokens' log-probs to the engine's, nats.
+        rows_replayed, rows_live, rows_padding: token positions of the step, as its first stage saw them.
+        step_seconds_without, step_seconds_with: median seconds of a step.
+    """
+
+    decisions: int
+    differ_without_replay: int
+    differ_with_replay: int
+    recomputes_checked: int
+    recomputes_identical: int
+    rows_replayed: int
+    rows_live: int
+    rows_padding: int
+    logprob_gap_without: float
+    logprob_gap_with: float
+    step_seconds_without: float
+    step_seconds_with: float
+
+
+def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult:
+    """Replay the shipped response of a real vLLM in Megatron-Core on 2 processes.
+
+    Args:
+        on_stage: called with each of STAGES when it begins.
+    """
+    on_stage(STAGES[0])
+    with as_file(files("megatron_router_replay.demo") / "data") as data:
+        checkpoint = str(data / "qwen3moe")
+        response = json.loads((data / "vllm_0.30.0_bf16_response.json").read_text())["response"]
+        trace = engines.vllm.decode_batch(response, model=checkpoint)
+        microbatches = make_microbatches(trace, prompt_lengths(response))
+        with GlooWorkers(LAYOUT.world_size) as workers:
+            on_stage(STAGES[1])
+            workers.run(_nothing)
+            on_stage(STAGES[2])
+            live = workers.run(watched_step, checkpoint, LAYOUT, microbatches, None, len(trace))
+            on_stage(STAGES[3])
+            replayed = workers.run(watched_step, checkpoint, LAYOUT, microbatches, trace, len(trace))
+            on_stage(STAGES[4])
+            seconds = workers.run(timed_steps, checkpoint, LAYOUT, microbatches, trace, TIMED_STEPS)
+    engine_logprobs = logprobs_by_row(response)
+    without, with_replay = seconds[-1]
+    return DemoResult(
+        decisions=int(trace.replay_mask.sum()) * trace.num_layers,
+        differ_without_replay=count_different(live, trace),
+        differ_with_replay=count_different(replayed, trace),
+        recomputes_checked=sum(rank.recomputes for rank in replayed),
+        recomputes_identical=sum(rank.recomputes_identical for rank in replayed),
+        rows_replayed=replayed[0].report["rows_replayed"],
+        rows_live=replayed[0].report["rows_live"],
+        rows_padding=replayed[0].report["rows_padding"],
+        logprob_gap_without=logprob_gap(live, engine_logprobs),
+        logprob_gap_with=logprob_gap(replayed, engine_logprobs),
+        step_seconds_without=statistics.median(without),
+        step_seconds_with=statistics.median(with_replay),
+    )
+
+
+def prompt_lengths(response: dict[str, Any]) -> list[int]:
+    """Prompt tokens of each choice."""
+    return [len(choice["prompt_token_ids"]) for choice in response["choices"]]
+
+
+def make_microbatches(trace: RoutingTrace, prompt_lengths: list[int]) -> list[dict[str, Tensor]]:
+    """Lay the samples out as padded micro-batches; the routing rows take the same way as the tokens."""
+    samples = []
+    start = 0
+    for sample, prompt_length in zip(trace.samples(), prompt_lengths):
+        assert sample.token_ids is not None, "the engine's response has token ids"
+        tokens = sample.token_ids.to(torch.int64)
+        loss_mask = torch.zeros(len(tokens))
+        loss_mask[prompt_length - 1 : -1] = 1.0  # position i predicts token i + 1
+        samples.append(
+            {
+                "input_ids": tokens,
+                "labels": torch.cat([tokens[1:], tokens[:1]]),
+                "loss_mask": loss_mask,
+                "routing_rows": torch.arange(start, start + len(tokens)),
+            }
+        )
+        start += len(tokens)
+    batch = collate_padded(samples, pad_token_id=0)
+    batch["labels"] = batch["labels"].clamp(min=0)
+    batch["tokens"] = batch.pop("input_ids")
+    parts = {name: torch.split(values, SAMPLES_PER_MICROBATCH) for name, values in batch.items()}
+    return [dict(zip(parts, values)) for values in zip(*parts.values())]
+
+
+def logprobs_by_row(response: dict[str, Any]) -> Tensor:
+    """The engine's log-prob of the token behind each trace row, [num_rows]; NaN where it is a prompt's or the last."""
+    rows = []
+    for choice in response["choices"]:
+        generated = choice["logprobs"]["token_logprobs"]
+        before = [float("nan")] * (len(choice["prompt_token_ids"]) - 1)
+        rows += [*before, *generated, float("nan")]
+    return torch.tensor(rows)
+
+
+def count_different(ranks: list[Any], trace: RoutingTrace) -> int:
+    """How many decisions used another set of experts than the trace says, over all stages."""
+    different = 0
+    for rank in ranks:
+        for layer, used in rank.used.items():
+            expected = torch.zeros_like(used).scatter(1, trace.layer(layer).to(torch.int64), True)
+            different += int((used != expected)[trace.replay_mask].any(dim=1).sum())
+    return different
+
+
+def logprob_gap(ranks: list[Any], engine_logprobs: Tensor) -> float:
+    """Mean |difference| in nats over the generated tokens."""
+    return float((ranks[-1].logprobs - engine_logprobs).abs().nanmean())
+
+
+def _nothing() -> None:
+    """What a pool runs to be started."""
+
+
+def write_json(result: DemoResult, path: Path) -> None:
+    """Write the result, flat."""
+    path.write_text(json.dumps(asdict(result), indent=2) + "\n")
