@@ -13,11 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_router_replay.engines.checks import check_constant_layers, check_lost_rows, check_range, explain_repeats
+from megatron_router_replay.engines.checks import (
+    check_constant_layers,
+    check_lost_rows,
+    check_range,
+    explain_repeats,
+    has_repeats,
+)
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.payload import Array, Source
-from megatron_router_replay.errors import TraceError
-from megatron_router_replay.trace import RoutingTrace, check_topk_indices, index_dtype, spread_experts
+from megatron_router_replay.trace import RoutingTrace, index_dtype, spread_experts
 
 _BLOCK_BYTES = 1 << 20
 
@@ -199,20 +204,18 @@ def _copy_part(sample: SampleRows, part: Array, first_row: int, out: Array, mode
                 # Checked before narrowing: a cast would wrap 300 to 44.
                 check_range(values, first_row + begin, model.moe_layer_numbers[layer_index:], sample.source, model)
             target[:, layer_index : layer_index + length] = values
-        try:
-            check_topk_indices(
-                torch.from_numpy(target), num_experts=model.num_experts, layer_numbers=model.moe_layer_numbers
-            )
-        except TraceError:
+        if narrow:
             check_range(target, first_row + begin, model.moe_layer_numbers, sample.source, model)
-            _copy_rest(part, runs, out[first_row : first_row + len(part)])
+        if has_repeats(target):
+            rows = out[first_row : first_row + len(part)]
+            _copy_rest(part, runs, rows)
             raise explain_repeats(
-                out[first_row : first_row + len(part)],
+                rows,
                 first_row=first_row,
                 num_prompt_tokens=sample.num_prompt_tokens,
                 model=model,
                 source=sample.source,
-            ) from None
+            )
 
 
 def _copy_rest(part: Array, runs: Sequence[tuple[int, int, int]], out: Array) -> None:

@@ -9,6 +9,7 @@ import torch
 from engine_payloads import npy_base64
 
 from megatron_router_replay import engines
+from megatron_router_replay.engines import payload
 from megatron_router_replay.engines.payload import Source, as_array, as_token_ids, decode_base64, parse_npy
 from megatron_router_replay.errors import PayloadError
 
@@ -82,6 +83,13 @@ def test_a_payload_too_large_is_refused_before_it_is_decoded():
         decode_base64("A" * 400, source=SOURCE, max_bytes=100)
 
 
+@pytest.fixture(params=["standard library", "pybase64"])
+def base64_library(request, monkeypatch):
+    fast = None if request.param == "standard library" else pytest.importorskip("pybase64")
+    monkeypatch.setattr(payload, "_pybase64", fast)
+
+
+@pytest.mark.usefixtures("base64_library")
 @pytest.mark.parametrize("text", ["AAA", "AA=A", "AAA\u00e9", "AA A", "AAAA=AAA", "A===", "====", "AA\nA", "AAAAAAA\n"])
 def test_base64_with_foreign_characters_is_refused(text):
     with pytest.raises(PayloadError, match="base64"):
