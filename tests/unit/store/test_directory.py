@@ -5,12 +5,12 @@ import zlib
 
 import pytest
 import torch
-from store_traces import assert_same, make_trace
 
 from megatron_router_replay.errors import StoreError, TraceError
 from megatron_router_replay.store import TraceStore
 from megatron_router_replay.store import directory as directory_module
 from megatron_router_replay.trace import concat_traces
+from tests.unit.store.store_traces import assert_same, make_trace
 
 
 def test_parts_come_back_by_step_rank_and_part(tmp_path):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_traces import assert_same, full_trace, make_trace
 
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store import decode_envelope, encode_envelope
 from megatron_router_replay.store.codecs import compress, decompress
 from megatron_router_replay.trace import RoutingTrace
+from tests.unit.store.store_traces import assert_same, full_trace, make_trace
 
 # The format, written out: two tokens, layers 1 and 3, top-2 of 4 experts; the second token has no route.
 DATA = b"\x03\x01\x00\x02\x02\x03\x02\x03" + b"\x01\x00" + b"\x0b\x00\x00\x00\x0c\x00\x00\x00"

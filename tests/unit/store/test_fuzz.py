@@ -13,11 +13,11 @@ import zlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from store_traces import FIELDS, assert_same, assert_valid, full_trace, make_trace
 
 from megatron_router_replay import RouterReplayError
 from megatron_router_replay.store import TraceStore, decode_envelope, encode_envelope, load_trace
 from megatron_router_replay.store.file import read_trace, write_trace
+from tests.unit.store.store_traces import FIELDS, assert_same, assert_valid, full_trace, make_trace
 
 NUM_MUTATIONS = 26_000
 MAX_SECONDS = 20.0

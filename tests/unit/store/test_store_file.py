@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_traces import assert_same, assert_valid, full_trace, make_trace
 
 from megatron_router_replay import RouterReplayError
 from megatron_router_replay.errors import StoreError
@@ -15,6 +14,7 @@ from megatron_router_replay.store import file as file_module
 from megatron_router_replay.store import load_trace, save_trace
 from megatron_router_replay.store.file import read_trace, write_trace
 from megatron_router_replay.trace import RoutingTrace
+from tests.unit.store.store_traces import assert_same, assert_valid, full_trace, make_trace
 
 # The format, byte for byte: two tokens, layers 1 and 3, top-2 of 4 experts; the second token has no route.
 HEADER = (
