@@ -25,6 +25,8 @@ from megatron_router_replay.engines.payload import Array, Source
 from megatron_router_replay.trace import RoutingTrace, index_dtype, spread_experts
 
 _BLOCK_BYTES = 1 << 20
+_MAX_COUNTED_TOKENS = 1 << 20
+"""Tokens that a response without routes and ids may claim; everywhere else rows or ids bound what is allocated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +121,13 @@ def _check_num_rows(sample: SampleRows) -> None:
     rows = sum(part.shape[0] for part in sample.parts)
     with_last = sample.num_tokens - sample.start
     expected = max(with_last - 1, 0)
-    if rows in (expected, with_last) or (rows == 0 and sample.may_be_empty):
+    if rows in (expected, with_last):
+        return
+    if rows == 0 and sample.may_be_empty:
+        if sample.token_ids is None and sample.num_tokens > _MAX_COUNTED_TOKENS:
+            raise sample.source.error(
+                f"claims {sample.num_tokens} prompt tokens without ids or routes: pass token_ids."
+            )
         return
     if rows > with_last and sample.allow_surplus_rows:
         return

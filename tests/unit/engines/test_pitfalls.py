@@ -130,6 +130,11 @@ def test_arrays_of_other_requests_have_other_row_counts():
         engines.sglang.decode_batch(replies, model=ALL)
 
 
+def test_an_aborted_reply_cannot_claim_more_tokens_than_memory_holds():
+    with pytest.raises(PayloadError, match="claims 1000000000000 prompt tokens"):
+        engines.sglang.decode(sglang_result(None, 10**12, [], finish="abort"), model=ALL)
+
+
 # Width, layers, ids
 
 
