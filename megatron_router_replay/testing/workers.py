@@ -1,7 +1,8 @@
 """GlooWorkers: a pool of processes that run one test case after another as ranks of a gloo process group.
 
-The import of Megatron is paid once: by a fork server that all pools of this process share. What can go wrong in a distributed test ends here as a `WorkersError`: a
-rank that raises, dies or waits for ever. A pool that saw one is killed, and the next run starts another.
+The import of Megatron is paid once: by a fork server that all pools of this process share. What can go wrong in a
+distributed test ends here as a `WorkersError`: a rank that raises, dies or waits for ever. A pool that saw one is
+killed, and the next run starts another.
 """
 
 import os
@@ -89,7 +90,7 @@ class GlooWorkers:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join()
+            process.join(10.0)
             process.close()
         for pipe in self._pipes:
             pipe.close()

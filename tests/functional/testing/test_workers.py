@@ -134,14 +134,15 @@ def test_every_failure_is_reported_and_followed_by_a_fresh_pool():
     assert all(is_gone(pid) for pid in fourth)
 
 
-def test_workers_end_with_a_parent_that_was_killed():
+def test_workers_in_the_middle_of_a_run_end_with_a_parent_that_was_killed():
     code = (
-        "import os, signal\n"
+        "import os, signal, threading, time\n"
         "from megatron_router_replay.testing import GlooWorkers\n"
         "workers = GlooWorkers(2)\n"
         "workers.run(os.getpid)\n"
         "print(*workers.process_ids, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        "threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "workers.run(time.sleep, 100)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=False)
