@@ -5,10 +5,10 @@ import base64
 import numpy as np
 import pytest
 import torch
-from engine_payloads import DATA, config, read_json, vllm_output
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import DATA, config, read_json, vllm_output
 
 
 def moe_columns(name):

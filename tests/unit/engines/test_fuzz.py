@@ -11,12 +11,12 @@ import struct
 
 import numpy as np
 import pytest
-from engine_payloads import int32_base64, npy_base64, routes, sglang_result, tokens, with_dense
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import RouterReplayError
+from tests.unit.engines.engine_payloads import int32_base64, npy_base64, routes, sglang_result, tokens, with_dense
 
 pytestmark = pytest.mark.slow
 

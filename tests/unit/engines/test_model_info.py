@@ -1,10 +1,10 @@
 import json
 
 import pytest
-from engine_payloads import DATA, config
 
 from megatron_router_replay.engines import ModelRoutingInfo
 from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import DATA, config
 
 read = ModelRoutingInfo.from_hf_config
 

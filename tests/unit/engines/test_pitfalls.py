@@ -3,10 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from engine_payloads import int32_base64, npy_base64, routes, sglang_result, tokens, vllm_output, with_dense
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import (
+    int32_base64,
+    npy_base64,
+    routes,
+    sglang_result,
+    tokens,
+    vllm_output,
+    with_dense,
+)
 
 DENSE = engines.ModelRoutingInfo(
     num_layers=4, moe_layer_numbers=(2, 3, 4), num_experts=16, topk=2, num_shared_experts=1

@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 import torch
-from engine_payloads import DATA, config, read_json, routes, tokens, vllm_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_router_replay import engines
 from megatron_router_replay.engines import RoutingSegments
 from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import DATA, config, read_json, routes, tokens, vllm_output
 
 MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=32, topk=4)
 ROUTES = routes(400, 3, num_experts=32, topk=4).astype(np.uint8)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from engine_payloads import npy_base64, routes, tokens, vllm_output, with_dense
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import npy_base64, routes, tokens, vllm_output, with_dense
 
 MOE = [1, 2, 4]
 MODEL = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(2, 3, 5), num_experts=300, topk=4)

@@ -6,12 +6,12 @@ import struct
 import numpy as np
 import pytest
 import torch
-from engine_payloads import npy_base64
 
 from megatron_router_replay import engines
 from megatron_router_replay.engines import payload
 from megatron_router_replay.engines.payload import Source, as_array, as_token_ids, decode_base64, parse_npy
 from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import npy_base64
 
 # Three tokens, two layers of which the first is dense, top-2 of 4.
 MODEL = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(2,), num_experts=4, topk=2)
