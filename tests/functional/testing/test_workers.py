@@ -134,7 +134,7 @@ def test_every_failure_is_reported_and_followed_by_a_fresh_pool():
     assert all(is_gone(pid) for pid in fourth)
 
 
-def test_workers_in_the_middle_of_a_run_end_with_a_parent_that_was_killed():
+def test_workers_in_the_middle_of_a_run_end_with_a_parent_that_was_killed(tmp_path):
     code = (
         "import os, signal, threading, time\n"
         "from megatron_router_replay.testing import GlooWorkers\n"
@@ -145,8 +145,9 @@ def test_workers_in_the_middle_of_a_run_end_with_a_parent_that_was_killed():
         "workers.run(time.sleep, 100)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    worker_ids = [int(word) for word in done.stdout.split()]
+    with open(tmp_path / "ids", "w") as file:  # not a pipe: waiting for its end would wait for the workers
+        subprocess.run([sys.executable, "-c", code], env=environment, stdout=file, check=False)
+    worker_ids = [int(word) for word in (tmp_path / "ids").read_text().split()]
     assert len(worker_ids) == 2
     deadline = time.monotonic() + 20
     while not all(is_gone(pid) for pid in worker_ids) and time.monotonic() < deadline:
