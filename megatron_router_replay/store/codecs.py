@@ -73,7 +73,7 @@ def decompress(data: bytes, compression: str | None, nbytes: int) -> bytes:
             # 128 MiB is what zstd's own command line accepts without being asked.
             decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
             with decompressor.stream_reader(data, read_across_frames=False) as reader:
-                raw = reader.read(nbytes + 1)
+                raw = _read_at_most(reader, nbytes + 1)
             complete = True
         except zstandard.ZstdError as error:
             raise StoreError(f"its data does not decompress: {error}.") from None
@@ -91,6 +91,14 @@ def _inflate(data: bytes, most: int) -> tuple[bytes, bool]:
     except zlib.error as error:
         raise StoreError(f"its data does not decompress: {error}.") from None
     return raw, decompressor.eof and not decompressor.unused_data
+
+
+def _read_at_most(reader: Any, most: int) -> bytes:
+    """Read in pieces, so that memory grows with what comes out and not with what is claimed."""
+    raw = bytearray()
+    while len(raw) < most and (piece := reader.read(min(most - len(raw), 1 << 24))):
+        raw += piece
+    return bytes(raw)
 
 
 def _zstandard() -> Any:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_router_replay.errors import LayoutError
@@ -63,6 +63,7 @@ def test_values_of_any_shape_and_dtype_take_the_same_path():
     assert pack_sequences(weights, fill=0).values.shape == (1, 3, 2)
 
 
+@settings(deadline=None)
 @given(lengths_of_sequences, st.sampled_from(["left", "right"]), st.integers(1, 8))
 def test_every_row_appears_once_and_in_order_when_padded(lengths, side, multiple):
     rows = pad_rows(lengths, side=side, multiple=multiple)
@@ -72,6 +73,7 @@ def test_every_row_appears_once_and_in_order_when_padded(lengths, side, multiple
     assert (rows >= 0).sum(dim=1).tolist() == lengths
 
 
+@settings(deadline=None)
 @given(lengths_of_sequences, st.integers(1, 8), st.integers(1, 20))
 def test_every_row_appears_once_and_in_order_when_packed(lengths, sequence_multiple, total_multiple):
     rows, cu_seqlens, padded = pack_rows(lengths, sequence_multiple=sequence_multiple, total_multiple=total_multiple)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_router_replay.errors import LayoutError
@@ -33,6 +33,7 @@ def test_without_sequence_parallelism_every_tp_rank_sees_every_token():
     assert rows_for_router(rows, tp_rank=1, tp_size=2).tolist() == [0, 1, 2]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(0, 6), st.integers(1, 4), st.booleans())
 def test_merging_what_all_routers_saw_gives_the_batch_back(b, chunk, tp_size, sequence_parallel):
     rows = torch.arange(b * chunk * tp_size).view(b, chunk * tp_size)
@@ -41,6 +42,7 @@ def test_merging_what_all_routers_saw_gives_the_batch_back(b, chunk, tp_size, se
     assert torch.equal(merge_router_rows(parts, batch_size=b), rows)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(1, 5))
 def test_sizes_that_do_not_divide_raise_and_all_others_round_trip(s, tp_size):
     values = torch.arange(s)

@@ -83,7 +83,7 @@ def test_a_trace_comes_back_as_it_was(compression, num_experts):
     assert decode_envelope(envelope).topk_indices.is_contiguous()
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     num_tokens=st.integers(0, 9),
     num_layers=st.integers(0, 3),
@@ -176,6 +176,17 @@ def test_a_decompression_bomb_stops_at_the_size_that_the_shape_asks_for():
         decompress(zlib.compress(b"12345") + b"x", "zlib", 5)
     with pytest.raises(StoreError, match="does not hold 5 bytes"):
         decompress(zlib.compress(b"12345" * 99)[:-3], "zlib", 5)
+
+
+def test_a_zstd_bomb_stops_at_the_size_that_the_shape_asks_for():
+    zstandard = pytest.importorskip("zstandard", reason="compression='zstd' needs the optional package zstandard")
+    bomb = zstandard.ZstdCompressor().compress(b"\0" * (64 << 20))
+    with pytest.raises(StoreError, match="does not hold 1000 bytes"):
+        decompress(bomb, "zstd", 1000)
+    with pytest.raises(StoreError, match="does not hold 5 bytes"):
+        decompress(zstandard.ZstdCompressor().compress(b"1234"), "zstd", 5)
+    with pytest.raises(StoreError, match="does not decompress"):
+        decompress(b"no zstd", "zstd", 5)
 
 
 def test_more_than_max_bytes_is_refused_before_it_is_allocated():

@@ -9,9 +9,10 @@ import resource
 import struct
 import time
 import zlib
+from importlib.util import find_spec
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_router_replay import RouterReplayError
@@ -19,6 +20,7 @@ from megatron_router_replay.store import TraceStore, decode_envelope, encode_env
 from megatron_router_replay.store.file import read_trace, write_trace
 from tests.unit.store.store_traces import FIELDS, assert_same, assert_valid, full_trace, make_trace
 
+CODECS = [None, "zlib"] + (["zstd"] if find_spec("zstandard") else [])
 NUM_MUTATIONS = 26_000
 MAX_SECONDS = 20.0
 MAX_GROWTH_MB = 400
@@ -209,7 +211,7 @@ def test_damaged_envelopes_that_were_not_signed_again_are_never_another_trace():
         for seed in range(NUM_MUTATIONS):
             rng = random.Random(-1 - seed)
             trace = rng.choice(TRACES)
-            envelope = encode_envelope(trace, compression=rng.choice([None, "zlib"]))
+            envelope = encode_envelope(trace, compression=rng.choice(CODECS))
             yield rng.choice(BYTES)(rng, json.dumps(envelope).encode()), trace
 
     counts = run(cases(), lambda text: decode_envelope(text, max_bytes=1 << 20))
@@ -232,6 +234,7 @@ def test_damaged_manifests(tmp_path):
             continue
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused(data):
     with pytest.raises(RouterReplayError):
@@ -247,6 +250,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(encode_envelope(TRACES[1]))), json_values)
 def test_any_json_value_in_any_entry_is_refused_or_harmless(name, value):
     envelope = encode_envelope(TRACES[1])

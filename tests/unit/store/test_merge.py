@@ -86,7 +86,7 @@ def test_parts_of_any_layout_make_the_same_trace(layout):
     assert_same(merge_traces(parts[::-1]), trace)
 
 
-@settings(max_examples=80)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_cover_of_rows_and_layers_makes_the_same_trace(data):
     trace = make_trace(10, layer_numbers=LAYERS)

@@ -76,7 +76,7 @@ def test_a_trace_comes_back_as_it_was(tmp_path, num_tokens, num_experts):
     assert_same(load_trace(save_trace(trace, tmp_path / "x")), trace)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     num_tokens=st.integers(0, 20),
     layer_numbers=st.sets(st.integers(1, 99), max_size=4).map(sorted).map(tuple),
@@ -273,6 +273,14 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
         save_trace(make_trace(5), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["x"]
+
+
+def test_who_reads_the_old_file_while_it_is_replaced_reads_all_of_it(tmp_path):
+    path = save_trace(make_trace(3), tmp_path / "x")
+    with path.open("rb") as file:
+        save_trace(make_trace(5), path)
+        assert_same(read_trace(file), make_trace(3))
+    assert_same(load_trace(path), make_trace(5))
 
 
 def test_a_saved_file_has_the_permissions_of_any_new_file(tmp_path):
