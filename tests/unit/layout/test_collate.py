@@ -97,6 +97,12 @@ def test_rows_outside_the_trace_or_of_another_shape_are_caught(rows, message):
         check_rows(torch.tensor(rows), torch.tensor([[11, 12]]), token_ids=TOKEN_IDS)
 
 
+def test_a_token_that_is_unknown_proves_nothing():
+    check_rows(torch.tensor([[0, 1]]), torch.tensor([[11, 12]]), token_ids=torch.tensor([11, -1]))
+    with pytest.raises(LayoutError, match="recorded for token 11"):
+        check_rows(torch.tensor([[0, 1]]), torch.tensor([[10, 12]]), token_ids=torch.tensor([11, -1]))
+
+
 def test_a_batch_of_padding_alone_has_nothing_to_prove():
     check_rows(torch.tensor([[-1]]), torch.tensor([[0]]), token_ids=torch.empty(0, dtype=torch.int32))
 

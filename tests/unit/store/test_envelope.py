@@ -1,6 +1,7 @@
 import base64
 import json
 import sys
+import tracemalloc
 import zlib
 
 import pytest
@@ -170,8 +171,12 @@ def test_a_decompression_bomb_stops_at_the_size_that_the_shape_asks_for():
         decode_envelope(signed(compression="zlib", data=bomb))
     with pytest.raises(StoreError, match="does not hold 18 bytes"):
         decode_envelope(signed(compression="zlib", data=zlib.compress(b"\0" * 4000)))
+    tracemalloc.start()
     with pytest.raises(StoreError, match="does not hold 1000 bytes"):
         decompress(bomb, "zlib", 1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < len(bomb) + (1 << 20)
     with pytest.raises(StoreError, match="does not hold 5 bytes"):
         decompress(zlib.compress(b"12345") + b"x", "zlib", 5)
     with pytest.raises(StoreError, match="does not hold 5 bytes"):

@@ -115,9 +115,9 @@ def test_another_set_of_experts_for_the_same_token_names_parts_row_and_layer():
     wrong = trace.topk_indices.clone()
     wrong[17, 2] = torch.tensor(sorted({0, 1, 2, 3} - set(trace.topk_indices[17, 2].tolist()))[:2])
     other = RoutingTrace(topk_indices=wrong, layer_numbers=LAYERS, num_experts=8)
-    parts = [part_of(trace, [0], LAYERS), trace, part_of(other, range(20), LAYERS)]
+    parts = [part_of(trace, [0], LAYERS), trace, trace, part_of(other, range(20), LAYERS)]
     with pytest.raises(
-        TraceError, match=r"parts 1 and 2 disagree on row 17, layer 5: .* \(1 such rows in layers \[5\]\)"
+        TraceError, match=r"parts 1 and 3 disagree on row 17, layer 5: .* \(1 such rows in layers \[5\]\)"
     ):
         merge_traces(parts)
 
@@ -137,6 +137,18 @@ def test_rows_that_nobody_recorded_have_no_route():
     merged = merge_traces([part_of(trace, [0, 3], (2, 3, 7), num_tokens=6)])
     assert merged.replay_mask.tolist() == [True, False, False, True, False, False]
     assert_valid(merged)
+
+
+def test_rows_without_a_route_are_spread_over_all_experts():
+    part = RoutingTrace(topk_indices=[[[3, 1]], [[-1, -1]]], layer_numbers=(1,), num_experts=4)
+    late = RoutingTrace(topk_indices=[[[-1, -1]]] * 4 + [[[2, 0]]], layer_numbers=(1,), num_experts=4)
+    gap = RoutingTrace(
+        topk_indices=[[[0, 1]], [[1, 2]]] + [[[-1, -1]]] * 2 + [[[0, 3]]], layer_numbers=(2,), num_experts=4
+    )
+    merged = merge_traces([part, late, gap], allow_gaps=True)
+    assert merged.replay_mask.tolist() == [True, False, False, False, True]
+    assert merged.layer(1).tolist() == [[3, 1], [2, 3], [0, 1], [2, 3], [2, 0]]
+    assert merged.layer(2).tolist() == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 3]]
 
 
 def test_a_shorter_part_saw_nothing_of_the_last_rows():
