@@ -70,7 +70,8 @@ class SessionRouter:
         self.num_experts = int(found.router.num_experts)
         self.dtype = index_dtype(self.num_experts)
         self.forwards = self.trained = self.recomputed = self.recompute_calls = 0
-        self.last_used: Tensor | None = None
+        self.watched = False
+        self.last_used: Tensor | None = None  # of the forward or recompute that runs, for a Verifier that watches
         self._choose = choose
         self._replaced: object = None
 
@@ -80,8 +81,11 @@ class SessionRouter:
         self.found.router.router_replay = self
 
     def detach(self) -> None:
-        """Put back what was there."""
-        self.found.router.router_replay = self._replaced
+        """Put back what was there, or what that had replaced if its own session has ended meanwhile."""
+        replaced = self._replaced
+        while isinstance(replaced, SessionRouter) and replaced.chunk.closed:
+            replaced = replaced._replaced
+        self.found.router.router_replay = replaced
 
     @property
     def attached(self) -> bool:
@@ -115,7 +119,8 @@ class SessionRouter:
         with torch.no_grad():
             used = self._choose(self, microbatch, scores.detach(), live_topk)
         self.forwards += 1
-        self.last_used = microbatch.used[self.position] = used
+        self.last_used = used if self.watched else None
+        microbatch.used[self.position] = used
         microbatch.checkpointed[self.position] = microbatch.trains and not torch.is_grad_enabled()
         self.chunk.router_done(microbatch)
         # The same operation as in the recompute: a non-reentrant checkpoint compares what both save for the backward.
@@ -131,7 +136,7 @@ class SessionRouter:
         check_fits(used, scores, self.topk)
         microbatch.recomputes[self.position] += 1
         self.recompute_calls += 1
-        self.last_used = used
+        self.last_used = used if self.watched else None
         return gather_topk(scores, used)
 
 
@@ -195,24 +200,20 @@ class Chunk:
         Raises:
             ReplayStateError: it cannot be told.
         """
-        if self._in_backward is not None:
-            return self._in_backward
-        if len(self.in_flight) == 1:
-            return next(iter(self.in_flight.values()))
-        raise ReplayStateError(
-            f"rank {self._rank}, chunk {self.index}, layer {router.found.layer_number}: a recompute runs, but none of the "
-            f"{len(self.in_flight)} micro-batches in flight has begun its backward. Was the forward run under this session, "
-            "through the model's own forward, and not inside a checkpoint around the whole model?"
-        )
+        if self._in_backward is None:
+            raise ReplayStateError(
+                f"rank {self._rank}, chunk {self.index}, layer {router.found.layer_number}: a recompute runs, but no "
+                f"micro-batch of this session ({len(self.in_flight)} are in flight) has begun its backward. The forward "
+                "must run under this session, through the chunk's own forward, and not inside a checkpoint around it."
+            )
+        return self._in_backward
 
     def router_done(self, microbatch: Microbatch) -> None:
-        """Hand the micro-batch on once every router has forwarded it; keep it only for its recompute."""
+        """Hand the micro-batch on once every router has forwarded it."""
         if all(used is not None for used in microbatch.used):
             if self._on_done is not None:
                 self._on_done(self, microbatch)
             microbatch.targets = None
-            if microbatch.trains is False:
-                del self.in_flight[microbatch.number]
 
     def where(self, microbatch: Microbatch, router: SessionRouter) -> str:
         """Return rank, chunk, micro-batch and layer, for messages."""
@@ -255,6 +256,7 @@ class Chunk:
         # Another session may have taken the routers for a while; a recompute of the whole chunk is not a forward.
         if not self.routers[0].attached or in_backward():
             return
+        self._in_backward = None  # a backward that raised could not take it back
         if not self.needs_queue:
             # A forward that failed half-way and was caught, in a session of a whole run, must not shift the counts.
             self.in_flight.pop(self._entered, None)
@@ -277,7 +279,7 @@ class Chunk:
         if microbatch is None:
             return
         tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        if not tensors:
+        if not tensors:  # forward only: no recompute can follow
             del self.in_flight[number]
             return
         hook = _BackwardHook(self, microbatch)

@@ -34,6 +34,8 @@ class Verifier:
 
     def attach(self) -> None:
         """Begin to watch."""
+        for router in self._routers:
+            router.watched = True
         self._handles = [router.found.router.register_forward_hook(self._watch(router)) for router in self._routers]
 
     def detach(self) -> None:
@@ -52,6 +54,7 @@ class Verifier:
                 return
             chosen = routing_map.gather(1, used.to(device=routing_map.device, dtype=torch.int64))
             wrong = (~chosen.all(dim=1) | (routing_map.sum(dim=1) != router.topk)).sum()
+            router.last_used = None
             self._wrong = wrong if self._wrong is None else self._wrong + wrong
             self.num_verified += used.shape[0]
 

@@ -207,6 +207,44 @@ def test_leaving_before_the_backward_raises_and_so_does_the_late_backward(worker
     assert "backward after its session" in messages
 
 
+def checkpoint_around_the_model() -> str:
+    """A checkpoint that the chunk's forward hook cannot see through."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    case = Case(layout=ParallelLayout(), num_microbatches=1)
+    _, (model,), (microbatch,) = build(case)
+    scale = torch.ones(1, requires_grad=True)
+
+    def forward(scale: torch.Tensor) -> torch.Tensor:
+        return scale * model(microbatch["tokens"], microbatch["position_ids"], None).sum()
+
+    try:
+        with mrr.freeze_recompute(model):
+            checkpoint(forward, False, scale).backward()
+    except mrr.RouterReplayError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_checkpoint_around_the_whole_model_raises(workers_1):
+    (message,) = workers_1.run(checkpoint_around_the_model)
+    assert "not inside a checkpoint around it" in message
+
+
+def sessions_closed_in_the_wrong_order() -> list[Any]:
+    case = Case(layout=ParallelLayout())
+    _, (model,), _ = build(case)
+    freeze = mrr.freeze_recompute(model)
+    recording = mrr.record(model)
+    freeze.close()
+    recording.close()
+    return [router.router_replay for router in moe_routers([model])]
+
+
+def test_a_freeze_closed_inside_another_session_does_not_come_back(workers_1):
+    assert workers_1.run(sessions_closed_in_the_wrong_order) == [[None] * 4]
+
+
 def non_reentrant(microbatches_in_flight: int) -> dict[str, int]:
     """torch's non-reentrant checkpoint around each layer, as FSDP and others use it."""
     from torch.utils.checkpoint import checkpoint
