@@ -11,6 +11,7 @@ from megatron_router_replay.trace import RoutingTrace, concat_traces
 
 if TYPE_CHECKING:
     from megatron_router_replay import engines
+    from megatron_router_replay.diagnostics import diff_traces
     from megatron_router_replay.mcore import explain, freeze_recompute, install, record, replay, uninstall
     from megatron_router_replay.router_replay import RouterReplay, RouterReplayAction
     from megatron_router_replay.store import load_trace, merge_traces, save_trace
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "RouterReplay": "router_replay",
     "RouterReplayAction": "router_replay",
+    "diff_traces": "diagnostics",
     "engines": "engines",
     "explain": "mcore",
     "freeze_recompute": "mcore",
@@ -39,6 +41,7 @@ __all__ = [
     "RouterReplayError",
     "RoutingTrace",
     "concat_traces",
+    "diff_traces",
     "engines",
     "explain",
     "freeze_recompute",

@@ -1,0 +1,159 @@
+"""Traces in memory, in files and in folders -> blocks of rows, so that no trace has to fit in memory.
+
+A folder holds the parts of one step: a `TraceStore` (its one step, or the one that is asked for) or trace files that
+ranks saved side by side. Parts are merged block by block, by rows and layers, as `merge_traces` does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol, Union
+
+from megatron_router_replay.errors import StoreError, TraceError
+from megatron_router_replay.store import TraceStore, merge_traces
+from megatron_router_replay.store.atomic import naming
+from megatron_router_replay.store.reader import Reader, checked_trace
+from megatron_router_replay.trace import RoutingTrace
+
+PathLike = Union[str, "os.PathLike[str]"]
+TraceLike = RoutingTrace | PathLike | Sequence[RoutingTrace | PathLike]
+"""A trace, the path of a trace file or of a folder, or a list of these: the ranks' parts of one batch."""
+
+BLOCK_BYTES = 16 << 20
+"""Routes that are read at a time; the memory of a pass over a trace is a few times this."""
+
+_FILE_BLOCK = 4096
+"""Rows that a trace file checks and reads at once: blocks that are multiples of it read no row twice."""
+
+
+class TraceSource(Protocol):
+    """A trace whose rows are read on demand.
+
+    Attributes:
+        name: how messages call it.
+        num_tokens, layer_numbers, num_experts, topk: as in `RoutingTrace`.
+        sequence_lengths, sample_ids: as in `RoutingTrace`.
+    """
+
+    name: str
+    num_tokens: int
+    layer_numbers: tuple[int, ...]
+    num_experts: int
+    topk: int
+    sequence_lengths: tuple[int, ...] | None
+    sample_ids: tuple[str, ...] | None
+
+    def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
+        """Return rows start..stop-1 on the CPU; rows behind the last are left out."""
+        ...
+
+
+class _Memory:
+    def __init__(self, trace: RoutingTrace, name: str) -> None:
+        self._trace = trace
+        self.name = name
+        self.num_tokens, self.layer_numbers = trace.num_tokens, trace.layer_numbers
+        self.num_experts, self.topk = trace.num_experts, trace.topk
+        self.sequence_lengths, self.sample_ids = trace.sequence_lengths, trace.sample_ids
+
+    def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
+        rows = self._trace.slice_rows(min(start, self.num_tokens), min(stop, self.num_tokens)).to("cpu")
+        return rows if layer_numbers is None else rows.select_layers(layer_numbers)
+
+
+class _File:
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        with naming(path, "read"):
+            self._reader = Reader.open(stack.enter_context(path.open("rb")))
+        self._path = path
+        self.name = str(path)
+        header = self._reader.header
+        self.num_tokens, self.layer_numbers = header.num_tokens, header.layer_numbers
+        self.num_experts, self.topk = header.num_experts, header.topk
+        self.sequence_lengths, self.sample_ids = header.sequence_lengths, header.sample_ids
+
+    def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
+        wanted = self.layer_numbers if layer_numbers is None else tuple(sorted(layer_numbers))
+        with naming(self._path, "read"):
+            indices, others = self._reader.read(wanted, min(start, self.num_tokens), min(stop, self.num_tokens))
+            return checked_trace(self._reader.header, wanted, indices, others, whole=False)
+
+
+class _Parts:
+    def __init__(self, parts: Sequence[TraceSource], name: str) -> None:
+        with_layers = [part for part in parts if part.layer_numbers] or list(parts)
+        longest = max(parts, key=lambda part: (part.num_tokens, part.sequence_lengths is not None))
+        self._parts = parts
+        self.name = name
+        self.num_tokens = longest.num_tokens
+        self.layer_numbers = tuple(sorted({number for part in parts for number in part.layer_numbers}))
+        self.num_experts, self.topk = with_layers[0].num_experts, with_layers[0].topk
+        self.sequence_lengths, self.sample_ids = longest.sequence_lengths, longest.sample_ids
+
+    def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
+        # Every part is read in all its layers: whether a row has a route is known from all of them only.
+        pieces = [part.read(start, stop) for part in self._parts]
+        try:
+            merged = merge_traces(pieces, allow_gaps=True)
+        except TraceError as error:
+            raise TraceError(f"cannot merge {self.name}, rows counted from {start} here: {error}") from None
+        return merged if layer_numbers is None else merged.select_layers(layer_numbers)
+
+
+@contextmanager
+def open_source(trace: TraceLike, *, name: str = "the trace", step: int | None = None) -> Iterator[TraceSource]:
+    """Open a trace for reading by blocks; files stay open inside the `with` block.
+
+    Args:
+        step: which step of a `TraceStore`'s folder; not needed if it has one.
+
+    Raises:
+        StoreError: a file or folder is missing, damaged or holds no trace.
+    """
+    with ExitStack() as stack:
+        yield _open(trace, name, step, stack)
+
+
+def _open(trace: TraceLike, name: str, step: int | None, stack: ExitStack) -> TraceSource:
+    if isinstance(trace, RoutingTrace):
+        return _Memory(trace, name)
+    if not isinstance(trace, (str, os.PathLike)):
+        if not trace:
+            raise TraceError(f"{name} is an empty list of parts.")
+        return _Parts([_open(part, f"part {i} of {name}", step, stack) for i, part in enumerate(trace)], name)
+    path = Path(trace)
+    if not path.is_dir():
+        return _File(path, stack)
+    parts: list[TraceSource] = [_File(part, stack) for part in part_files(path, step)]
+    return parts[0] if len(parts) == 1 else _Parts(parts, str(path))
+
+
+def part_files(folder: Path, step: int | None) -> list[Path]:
+    """Return the trace files of a folder: of one step of a `TraceStore`, or all of a folder without steps.
+
+    Raises:
+        StoreError: no trace file, or several steps of which none was chosen.
+    """
+    store = TraceStore(folder)
+    steps = store.steps()
+    if steps:
+        if step is None and len(steps) > 1:
+            shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
+            raise StoreError(f"{folder} holds {len(steps)} steps ({shown}): say which.")
+        chosen = steps[0] if step is None else step
+        if chosen not in steps:
+            raise StoreError(f"{folder} has no step {chosen}; it has {steps[0]}..{steps[-1]}.")
+        return [part.path for part in store.parts(chosen)]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise StoreError(f"cannot read {folder}: the folder holds no trace file (*.safetensors).")
+    return files
+
+
+def block_rows(*sources: TraceSource) -> int:
+    """Return how many rows to read at a time."""
+    row_bytes = max(len(source.layer_numbers) * source.topk * (1 + (source.num_experts > 256)) for source in sources)
+    return max(1, BLOCK_BYTES // max(1, row_bytes) // _FILE_BLOCK) * _FILE_BLOCK

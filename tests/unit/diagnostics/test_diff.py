@@ -1,0 +1,239 @@
+"""diff_traces: what differs, where first, and what it looks like."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_router_replay as mrr
+from megatron_router_replay.diagnostics import source
+from megatron_router_replay.errors import StoreError, TraceError
+from megatron_router_replay.store import TraceStore
+from tests.unit.store.store_traces import make_trace
+
+
+def trace_of(indices, layer_numbers=None, num_experts=8, **values):
+    indices = torch.as_tensor(indices)
+    numbers = layer_numbers or range(1, indices.shape[1] + 1)
+    return mrr.RoutingTrace(topk_indices=indices, layer_numbers=numbers, num_experts=num_experts, **values)
+
+
+def big_trace(num_tokens=600, **options):
+    return make_trace(num_tokens, layer_numbers=(2, 3, 4, 5, 6), topk=2, num_experts=16, **options)
+
+
+def with_routes(trace, indices, **changes):
+    return trace._with(topk_indices=indices, **changes)
+
+
+A = trace_of([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 2], [1, 3]]], layer_numbers=(2, 5), sequence_lengths=(1, 2))
+B = trace_of([[[0, 1], [2, 3]], [[5, 4], [6, 1]], [[3, 1], [1, 3]]], layer_numbers=(2, 5))
+
+
+def test_counts_by_layer_position_and_sample_are_those_counted_by_hand():
+    diff = mrr.diff_traces(A, B)
+    assert diff.rows_compared == 3
+    assert diff.overlap.tolist() == [[1, 0, 2], [0, 1, 2]]  # layer 2: row 2 shares none; layer 5: row 1 shares expert 6
+    assert diff.other_order.tolist() == [1, 0]  # [4, 5] and [5, 4]
+    assert diff.decisions_different == 2
+    assert diff.agreement_by_layer.tolist() == pytest.approx([2 / 3, 2 / 3])
+    assert diff.overlap_by_layer.tolist() == pytest.approx([2 / 3, 2.5 / 3])
+    assert diff.rows_all_same == 1
+    assert diff.compared_by_position.tolist() == [2, 1]
+    assert diff.different_by_position.tolist() == [[0, 1], [1, 0]]
+    assert diff.compared_by_sample.tolist() == [2, 4]
+    assert diff.different_by_sample.tolist() == [0, 2]
+    assert not diff.same
+
+
+def test_the_first_difference_is_named_by_layer_and_by_row():
+    diff = mrr.diff_traces(A, B)
+    first = diff.first_by_layer
+    assert (first.layer_number, first.row, first.sample, first.position) == (2, 2, 1, 1)
+    assert (first.experts_a, first.experts_b) == ((0, 2), (3, 1))
+    assert (diff.first_by_row.layer_number, diff.first_by_row.row) == (5, 1)
+
+
+def test_the_same_experts_in_another_order_are_the_same():
+    trace = big_trace()
+    diff = mrr.diff_traces(trace, with_routes(trace, trace.topk_indices.flip(2)))
+    assert diff.same
+    assert diff.decisions_other_order == diff.decisions == 600 * 5
+    assert diff.first_by_layer is None
+    assert diff.findings == ()
+
+
+def test_rows_and_layers_of_one_trace_only_are_counted_not_compared():
+    a = big_trace(10, replay_mask=torch.arange(10) != 3)
+    b = big_trace(10, replay_mask=torch.arange(10) != 7).select_layers([3, 4, 5]).slice_rows(0, 9)
+    diff = mrr.diff_traces(a, b)
+    assert (diff.rows_compared, diff.rows_only_a, diff.rows_only_b) == (7, 2, 1)
+    assert diff.layers_only_a == (2, 6)
+    assert diff.layer_numbers == (3, 4, 5)
+    assert diff.decisions_different == 0
+    assert not diff.same
+
+
+def test_parts_of_two_layouts_compare_by_global_rows():
+    whole = big_trace()
+    even, early = torch.arange(600) % 2 == 0, torch.arange(600) < 350
+    stages = [whole.select_layers([2, 3]), whole.select_layers([4, 5, 6])]
+    one = [with_routes(stage, stage.topk_indices, replay_mask=mask) for stage in stages for mask in (even, ~even)]
+    other = [with_routes(whole, whole.topk_indices, replay_mask=mask) for mask in (early, ~early)]
+    assert mrr.diff_traces(one, other).same
+    changed = other[1].topk_indices.clone()
+    changed[400, 2] = torch.tensor([14, 15], dtype=torch.uint8)
+    diff = mrr.diff_traces(one, [other[0], with_routes(other[1], changed)])
+    assert str(diff.first_by_layer).startswith("layer 4, row 400\n")
+
+
+def test_ranks_that_contradict_each_other_are_an_error():
+    with pytest.raises(TraceError, match="parts 0 and 1 disagree on row"):
+        mrr.diff_traces([big_trace(), big_trace(seed=1)], big_trace())
+
+
+def test_files_of_several_blocks_give_the_same_counts(tmp_path, monkeypatch):
+    a = make_trace(20_000, sequence_lengths=[100] * 200, token_ids=torch.arange(20_000))
+    b = make_trace(20_000, token_ids=torch.arange(20_000), seed=5)
+    expected = mrr.diff_traces(a, b).to_dict()
+    mrr.save_trace(a, tmp_path / "a.safetensors")
+    mrr.save_trace(b, tmp_path / "b.safetensors")
+    monkeypatch.setattr(source, "BLOCK_BYTES", 1)
+    seen = []
+    found = mrr.diff_traces(
+        tmp_path / "a.safetensors", tmp_path / "b.safetensors", on_rows=lambda done, total: seen.append((done, total))
+    )
+    assert found.to_dict() == expected
+    assert seen == [(4096, 20000), (8192, 20000), (12288, 20000), (16384, 20000), (20000, 20000)]
+
+
+def test_folders_of_a_store_and_of_loose_files(tmp_path):
+    trace = big_trace()
+    store = TraceStore(tmp_path / "store")
+    store.save(trace.select_layers([2, 3]), step=7, rank=0)
+    store.save(trace.select_layers([4, 5, 6]), step=7, rank=1)
+    (tmp_path / "loose").mkdir()
+    mrr.save_trace(trace, tmp_path / "loose" / "x.safetensors")
+    assert mrr.diff_traces(tmp_path / "store", tmp_path / "loose").same
+    store.save(trace, step=8)
+    with pytest.raises(StoreError, match=r"holds 2 steps \(7, 8\): say which"):
+        mrr.diff_traces(tmp_path / "store", trace)
+    assert mrr.diff_traces(tmp_path / "store", trace, step_a=8).same
+
+
+def test_other_tokens_in_the_same_rows_are_found():
+    a = big_trace(token_ids=torch.arange(600))
+    b = big_trace(token_ids=torch.arange(600) + (torch.arange(600) > 590))
+    diff = mrr.diff_traces(a, b)
+    assert diff.rows_other_token == 9
+    assert not diff.same
+    assert [finding.kind for finding in diff.findings] == ["other_tokens"]
+
+
+@pytest.mark.parametrize("shift", [1, -1, 5])
+def test_shifted_rows_are_recognised(shift):
+    a = big_trace()
+    diff = mrr.diff_traces(a, with_routes(a, a.topk_indices.roll(shift, 0)))
+    (finding,) = diff.findings
+    assert (finding.kind, finding.shift) == ("rows_shifted", shift)
+    rows = "one row" if abs(shift) == 1 else "5 rows"
+    assert f"shifted {'down' if shift > 0 else 'up'} by {rows}" in str(finding)
+
+
+def test_rows_shifted_from_some_row_on_are_recognised():
+    a = big_trace(4096)
+    moved = torch.cat([a.topk_indices[:2048], a.topk_indices[2047:-1]])
+    (finding,) = mrr.diff_traces(a, with_routes(a, moved)).findings
+    assert finding.shift == 1
+    assert "seen in rows 2048..4095" in str(finding)
+
+
+def test_shifted_and_swapped_layers_are_recognised():
+    a = big_trace()
+    later = with_routes(a, a.topk_indices.roll(1, 1), layer_numbers=(2, 3, 4, 5, 6))
+    assert [str(f) for f in mrr.diff_traces(a, later).findings] == [
+        "layer 2 of b looks like layer 6 of a.",
+        "layers 3..6 of b look like layers 2..5 of a.",
+    ]
+    swapped = with_routes(a, a.topk_indices[:, [0, 3, 2, 1, 4]])
+    assert [str(f) for f in mrr.diff_traces(a, swapped).findings] == [
+        "layers 3 and 5 of b are swapped: each looks like the other in a."
+    ]
+
+
+def test_shifted_rows_and_layers_at_once():
+    a = big_trace()
+    b = with_routes(a, a.topk_indices[:, [0, 2, 1, 3, 4]].roll(1, 0))
+    assert [finding.kind for finding in mrr.diff_traces(a, b).findings] == ["rows_shifted", "layers_moved"]
+
+
+def test_a_layer_that_lost_its_data_is_recognised():
+    a = big_trace()
+    lost = a.topk_indices.clone()
+    lost[:, 3] = torch.tensor([0, 1])
+    (finding,) = mrr.diff_traces(a, with_routes(a, lost)).findings
+    assert finding.kind == "layer_constant"
+    assert "layer 5 of b sends every token to the same experts [0, 1]" in str(finding)
+
+
+def test_a_layer_of_another_step_is_an_outlier():
+    a = big_trace()
+    other = a.topk_indices.clone()
+    other[:, 1] = big_trace(seed=9).topk_indices[:, 1]
+    (finding,) = mrr.diff_traces(a, with_routes(a, other)).findings
+    assert (finding.kind, finding.layer_numbers) == ("layer_outlier", (3,))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.3])
+def test_plain_disagreement_is_no_finding(share):
+    a = big_trace()
+    flip = torch.rand(600, 5, generator=torch.Generator().manual_seed(3)) < share
+    routes = torch.where(flip.unsqueeze(2), big_trace(seed=4).topk_indices, a.topk_indices)
+    assert mrr.diff_traces(a, with_routes(a, routes)).findings == ()
+
+
+def test_traces_that_have_nothing_to_do_with_each_other_are_no_finding():
+    assert mrr.diff_traces(big_trace(), big_trace(seed=1)).findings == ()
+
+
+def test_other_models_are_refused():
+    with pytest.raises(TraceError, match="num_experts=16 and b with num_experts=8"):
+        mrr.diff_traces(big_trace(), make_trace(600))
+
+
+def test_empty_traces_are_the_same_and_print():
+    empty = trace_of(torch.zeros(0, 2, 2, dtype=torch.uint8))
+    diff = mrr.diff_traces(empty, empty)
+    assert diff.same
+    assert "the traces are the same" in str(diff)
+    assert diff.to_dict()["agreement_by_layer"] == [None, None]
+
+
+def test_the_text_fits_80_columns_without_findings_and_the_dict_is_json():
+    diff = mrr.diff_traces(A, B)
+    assert max(map(len, str(diff).splitlines())) <= 80
+    assert json.loads(json.dumps(diff.to_dict()))["decisions_different"] == 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from([(1, 4), (2, 8), (3, 8), (6, 64), (8, 300)]),
+    st.integers(0, 2**31),
+)
+def test_overlap_is_that_of_python_sets(num_tokens, num_layers, sizes, seed):
+    topk, num_experts = sizes
+    numbers = tuple(range(1, num_layers + 1))
+    a, b = (
+        make_trace(num_tokens, layer_numbers=numbers, topk=topk, num_experts=num_experts, seed=seed + i) for i in (0, 1)
+    )
+    b.topk_indices[::2] = a.topk_indices[::2]
+    diff = mrr.diff_traces(a, b)
+    expected = torch.zeros(num_layers, topk + 1, dtype=torch.int64)
+    for row_a, row_b in zip(a.topk_indices.tolist(), b.topk_indices.tolist()):
+        for layer, (one, other) in enumerate(zip(row_a, row_b)):
+            expected[layer, len(set(one) & set(other))] += 1
+    assert torch.equal(diff.overlap, expected)
