@@ -36,8 +36,8 @@ class Microbatch:
         self.recomputes = [0] * num_routers
 
 
-LiveTopk = Callable[[Tensor], Tensor]
-"""scores [num_tokens, num_experts] -> the experts that the live router would choose, [num_tokens, topk] int64."""
+LiveTopk = Callable[[Tensor | None], Tensor]
+"""row positions [n] int64, or None: all -> the experts that the live router would choose for them, [n, topk] int64."""
 
 Choose = Callable[["SessionRouter", Microbatch, Tensor, LiveTopk], Tensor]
 """(router, microbatch, scores, live top-k) -> the experts to use, [num_tokens, topk] in the router's compact dtype."""
@@ -45,7 +45,7 @@ Choose = Callable[["SessionRouter", Microbatch, Tensor, LiveTopk], Tensor]
 
 def choose_live(router: SessionRouter, microbatch: Microbatch, scores: Tensor, live_topk: LiveTopk) -> Tensor:
     """Choose as the router would."""
-    return live_topk(scores).to(router.dtype)
+    return live_topk(None).to(router.dtype)
 
 
 def choose_replayed(router: SessionRouter, microbatch: Microbatch, scores: Tensor, live_topk: LiveTopk) -> Tensor:
@@ -56,7 +56,9 @@ def choose_replayed(router: SessionRouter, microbatch: Microbatch, scores: Tenso
     check_fits(used, scores, router.topk)
     if targets.live is None:
         return used
-    return torch.where(targets.live, live_topk(scores).to(used.dtype), used)
+    if targets.live.dtype is torch.bool:
+        return torch.where(targets.live.unsqueeze(1), live_topk(None).to(used.dtype), used)
+    return used.index_copy(0, targets.live, live_topk(targets.live).to(used.dtype))
 
 
 class SessionRouter:
@@ -113,11 +115,15 @@ class SessionRouter:
         if microbatch.trains is None:  # a schedule that runs layers without the chunk's own forward
             microbatch.trains = torch.is_grad_enabled()
 
-        def live_topk(scores: Tensor) -> Tensor:
-            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+        def live_topk(rows: Tensor | None) -> Tensor:
+            # Megatron's group-limited top-k takes all rows or none.
+            if rows is not None and not group_topk:
+                return default_compute_topk(scores.index_select(0, rows), topk)[1]
+            indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+            return indices if rows is None else indices.index_select(0, rows)
 
         with torch.no_grad():
-            used = self._choose(self, microbatch, scores.detach(), live_topk)
+            used = self._choose(self, microbatch, scores, live_topk)
         self.forwards += 1
         self.last_used = used if self.watched else None
         microbatch.used[self.position] = used

@@ -22,7 +22,8 @@ class Targets:
 
     Args:
         topk_indices: [num_tokens, num_layers, topk] uint8 or int16 on the routers' device; live rows hold filler.
-        live: [num_tokens, 1] bool on the same device, True: the live router decides; None: no row is live.
+        live: the rows that the live router decides, on the same device: [num_live] int64 positions where the host
+            knows them, else [num_tokens] bool; None: there are none.
         counts: [3] int64 on the device where rows and trace met: rows replayed, live, padding.
     """
 
@@ -31,7 +32,15 @@ class Targets:
     counts: Tensor
 
 
-def build_targets(trace: RoutingTrace, rows: Tensor, padding_rank: Tensor, device: torch.device) -> Targets:
+def build_targets(
+    trace: RoutingTrace,
+    rows: Tensor,
+    padding_rank: Tensor,
+    *,
+    device: torch.device,
+    any_live: bool = True,
+    may_sync: bool | None = None,
+) -> Targets:
     """Gather one micro-batch's routes.
 
     Args:
@@ -40,6 +49,8 @@ def build_targets(trace: RoutingTrace, rows: Tensor, padding_rank: Tensor, devic
         padding_rank: [num_tokens] int64, how many paddings of the micro-batch come before each token, over all
             tensor-parallel ranks: it spreads paddings over all experts evenly.
         device: where the routers run.
+        any_live: False: the trace has a route for every row, known beforehand.
+        may_sync: the host may read values of `rows`; None: if they are on the CPU, where that waits for nothing.
 
     Source: PITFALLS "Payloads": paddings that all take the same experts overload them.
     """
@@ -49,16 +60,17 @@ def build_targets(trace: RoutingTrace, rows: Tensor, padding_rank: Tensor, devic
     live = ~trace.replay_mask.index_select(0, known) & ~padding
     num_padding, num_live = padding.sum(), live.sum()
     counts = torch.stack([rows.numel() - num_padding - num_live, num_live, num_padding])
-    on_host = rows.device.type == "cpu"
-    if not on_host or bool(num_padding):
+    if may_sync is None:
+        may_sync = rows.device.type == "cpu"
+    if not may_sync or bool(num_padding):
         slots = padding_rank.unsqueeze(1) * trace.topk + torch.arange(trace.topk, device=rows.device)
         filler = (slots % trace.num_experts).to(indices.dtype).unsqueeze(1)
         indices = torch.where(padding.view(-1, 1, 1), filler, indices)
-    # On a GPU asking for the number of live rows would wait for it; there every micro-batch of such a trace pays a top-k.
-    any_live = bool(num_live) if on_host else True
+    # On a GPU, asking which rows are live would wait for it; there every micro-batch of such a trace pays a full top-k.
+    positions = live.nonzero().squeeze(1) if may_sync else live
     return Targets(
         topk_indices=indices.to(device, non_blocking=True),
-        live=live.unsqueeze(1).to(device, non_blocking=True) if any_live else None,
+        live=positions.to(device, non_blocking=True) if any_live and positions.numel() else None,
         counts=counts,
     )
 

@@ -1,0 +1,72 @@
+"""One micro-batch's rows -> what the routers replay; the path that never waits for a GPU gives the same."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_router_replay import RoutingTrace
+
+CPU = torch.device("cpu")
+
+
+def trace(num_tokens, mask=None):
+    routes = torch.rand(num_tokens, 2, 8, generator=torch.Generator().manual_seed(0)).argsort(dim=2)[:, :, :3]
+    return RoutingTrace(topk_indices=routes, layer_numbers=[1, 2], num_experts=8, replay_mask=mask)
+
+
+def build(the_trace, rows, **options):
+    from megatron_router_replay.mcore.targets import build_targets, padding_ranks
+
+    ranks = padding_ranks(rows).t().reshape(-1)
+    return build_targets(the_trace, rows.t().reshape(-1), ranks, device=CPU, **options)
+
+
+def test_each_position_gets_its_rows_routes_and_padding_is_spread():
+    the_trace = trace(4, torch.tensor([True, False, True, True]))
+    targets = build(the_trace, torch.tensor([[3, -1, 0], [1, -1, -1]]))  # s-major: 3 1, -1 -1, 0 -1
+    assert torch.equal(targets.topk_indices[0], the_trace.topk_indices[3])
+    assert torch.equal(targets.topk_indices[4], the_trace.topk_indices[0])
+    assert targets.topk_indices[[2, 3, 5], 0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
+    assert targets.topk_indices[[2, 3, 5], 1].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
+    assert targets.live.tolist() == [1]
+    assert targets.counts.tolist() == [2, 1, 3]
+    assert targets.topk_indices.dtype is torch.uint8
+
+
+def test_without_live_rows_no_live_top_k_is_asked_for():
+    rows = torch.tensor([[0, 1, -1]])
+    assert build(trace(2), rows).live is None
+    assert build(trace(2), rows, any_live=False, may_sync=False).live is None
+
+
+@given(st.lists(st.integers(-1, 9), min_size=2, max_size=24), st.lists(st.booleans(), min_size=10, max_size=10))
+def test_without_a_sync_the_result_is_the_same(rows, mask):
+    the_trace = trace(10, torch.tensor(mask))
+    batch = torch.tensor(rows[: len(rows) // 2 * 2]).view(2, -1)
+    waiting, not_waiting = build(the_trace, batch), build(the_trace, batch, may_sync=False)
+    assert torch.equal(waiting.topk_indices, not_waiting.topk_indices)
+    assert torch.equal(waiting.counts, not_waiting.counts)
+    positions = [] if waiting.live is None else waiting.live.tolist()
+    assert not_waiting.live.nonzero().squeeze(1).tolist() == positions
+
+
+def test_both_forms_of_live_rows_choose_the_same_experts():
+    from types import SimpleNamespace
+
+    from megatron_router_replay.mcore.chunk import Microbatch, choose_replayed
+
+    the_trace = trace(6, torch.tensor([True, False, True, True, False, True]))
+    rows = torch.tensor([[5, 4, 3, -1, 1, 0]])
+    scores = torch.rand(6, 8)
+    router = SimpleNamespace(position=1, topk=3)
+
+    def live_topk(positions):
+        return torch.topk(scores if positions is None else scores[positions], 3, dim=1).indices
+
+    chosen = [
+        choose_replayed(router, Microbatch(0, 2, build(the_trace, rows, may_sync=may_sync)), scores, live_topk)
+        for may_sync in (True, False)
+    ]
+    assert torch.equal(*chosen)
+    assert chosen[0][[1, 4]].tolist() == torch.topk(scores[[1, 4]], 3, dim=1).indices.tolist()
+    assert torch.equal(chosen[0][[0, 2, 5]], the_trace.layer(2)[[5, 3, 0]])
