@@ -1,0 +1,1 @@
+"""Benchmarks: each figure a ratio beside the alternative, taken in one process."""
