@@ -1,0 +1,221 @@
+"""Numbers over routes and log-probs: mismatch between two engines, expert load, checksums that ranks and runs compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay.diagnostics.compare import shared_experts
+from megatron_router_replay.diagnostics.source import TraceLike, block_rows, open_source
+from megatron_router_replay.errors import TraceError
+from megatron_router_replay.trace import RoutingTrace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogprobMismatch:
+    """How far a trainer's log-probs are from those of the engine that sampled the tokens; nats, 0.0 without tokens.
+
+    Args:
+        tokens: tokens counted.
+        k1: mean of -log r with r = p_trainer / p_engine: estimates KL(engine || trainer), may be negative.
+        k3: mean of r - 1 - log r: the same KL, never negative, less noisy.
+        abs_difference: mean of |log r|. max_difference: its maximum.
+        ratio_above_2: share of tokens with r > 2 or r < 1/2.
+        pearson: correlation of the two probabilities; 1.0 is best, 0.0 where one of them does not vary.
+
+    Source: J. Schulman, "Approximating KL Divergence" (k1, k3).
+    """
+
+    tokens: int
+    k1: float
+    k3: float
+    abs_difference: float
+    max_difference: float
+    ratio_above_2: float
+    pearson: float
+
+    def metrics(self, prefix: str = "mismatch/") -> dict[str, float]:
+        """Return the numbers for a training logger."""
+        return {prefix + name: float(value) for name, value in asdict(self).items()}
+
+
+def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = None) -> LogprobMismatch:
+    """Compare the log-probs that two forwards gave to the same tokens.
+
+    Args:
+        trainer, engine: [...] of the same shape, log-probs in nats, any float dtype.
+        mask: [...] bool, True: count this token. Positions where either log-prob is NaN are never counted.
+
+    Raises:
+        TraceError: the shapes differ.
+    """
+    if trainer.shape != engine.shape or (mask is not None and mask.shape != trainer.shape):
+        shapes = [list(trainer.shape), list(engine.shape), None if mask is None else list(mask.shape)]
+        raise TraceError(f"trainer, engine and mask must have one shape, got {shapes}.")
+    one, other = trainer.detach().double(), engine.detach().to(trainer.device).double()
+    counted = ~(one.isnan() | other.isnan())
+    counted = counted if mask is None else counted & mask.to(counted.device)
+    one, other = one[counted], other[counted]
+    tokens = one.numel()
+    if not tokens:
+        return LogprobMismatch(
+            tokens=0, k1=0.0, k3=0.0, abs_difference=0.0, max_difference=0.0, ratio_above_2=0.0, pearson=0.0
+        )
+    log_ratio = one - other
+    away = log_ratio.abs()
+    return LogprobMismatch(
+        tokens=tokens,
+        k1=float(-log_ratio.mean()),
+        # expm1 keeps the digits that matter where the two nearly agree.
+        k3=float((torch.expm1(log_ratio) - log_ratio).mean()),
+        abs_difference=float(away.mean()),
+        max_difference=float(away.max()),
+        ratio_above_2=float((away > torch.log(torch.tensor(2.0, dtype=torch.float64))).double().mean()),
+        pearson=_pearson(one.exp(), other.exp()),
+    )
+
+
+def _pearson(one: Tensor, other: Tensor) -> float:
+    one, other = one - one.mean(), other - other.mean()
+    norm = float(one.norm() * other.norm())
+    return float((one @ other) / norm) if norm > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MismatchByRoutes:
+    """The mismatch of log-probs, split by whether the routes explain it.
+
+    Args:
+        all_tokens: of every token.
+        same_routes: tokens whose row, and every earlier row of their sample, used the same experts in every layer: what
+            differs there is arithmetic.
+        earlier_routes: their own row is the same, an earlier one of their sample is not; attention carries it on.
+        different_routes: their own row used other experts in some layer.
+    """
+
+    all_tokens: LogprobMismatch
+    same_routes: LogprobMismatch
+    earlier_routes: LogprobMismatch
+    different_routes: LogprobMismatch
+
+    def metrics(self, prefix: str = "mismatch/") -> dict[str, float]:
+        """Return the numbers for a training logger."""
+        groups = ("all_tokens", "same_routes", "earlier_routes", "different_routes")
+        return {key: value for name in groups for key, value in getattr(self, name).metrics(f"{prefix}{name}/").items()}
+
+
+def mismatch_by_routes(trainer: Tensor, engine: Tensor, *, a: RoutingTrace, b: RoutingTrace) -> MismatchByRoutes:
+    """Tell "same routes, different scores" from "different routes".
+
+    Args:
+        trainer, engine: [num_tokens] log-prob of the token behind each row (the row that predicts it), NaN where there is
+            none.
+        a, b: the routes of the two forwards, with the same rows and layers; sequence_lengths of one tell the samples.
+
+    Raises:
+        TraceError: rows or layers differ.
+    """
+    if trainer.shape != (len(a),):
+        raise TraceError(f"log-probs must be [{len(a)}], one a row of the traces, got {list(trainer.shape)}.")
+    different = routes_differ(a, b)
+    lengths = a.sequence_lengths or b.sequence_lengths or (len(a),)
+    earlier = torch.cat([part.cumsum(0) > 0 for part in torch.split(different, list(lengths))]) & ~different
+    masks = {
+        "all_tokens": torch.ones_like(different),
+        "same_routes": ~different & ~earlier,
+        "earlier_routes": earlier,
+        "different_routes": different,
+    }
+    return MismatchByRoutes(**{name: logprob_mismatch(trainer, engine, mask=mask) for name, mask in masks.items()})
+
+
+def routes_differ(a: RoutingTrace, b: RoutingTrace) -> Tensor:
+    """Return which rows used another set of experts in some layer, [num_tokens] bool; rows without a route did not.
+
+    Raises:
+        TraceError: rows, layers, num_experts or topk differ.
+    """
+    for name in ("num_tokens", "layer_numbers", "num_experts", "topk"):
+        if getattr(a, name) != getattr(b, name):
+            raise TraceError(f"cannot compare traces with {name} {getattr(a, name)} and {getattr(b, name)}.")
+    different = torch.zeros(len(a), dtype=torch.bool)
+    step = max(1, (16 << 20) // max(1, a.num_layers * a.topk))
+    for start in range(0, len(a), step):
+        rows = slice(start, start + step)
+        overlap, _ = shared_experts(a.topk_indices[rows].cpu(), b.topk_indices[rows].cpu())
+        different[rows] = (overlap < a.topk).any(dim=1)
+    return different & a.replay_mask.cpu() & b.replay_mask.cpu()
+
+
+def expert_load(trace: TraceLike, *, step: int | None = None) -> Tensor:
+    """Return how many tokens each expert got, [num_layers, num_experts] int64; rows without a route are left out.
+
+    Args:
+        trace: a trace, or a file or folder, which is read in blocks.
+        step: the step, where it is the folder of a `TraceStore` with several.
+    """
+    with open_source(trace, step=step) as source:
+        load = torch.zeros(len(source.layer_numbers), source.num_experts, dtype=torch.int64)
+        size = block_rows(source)
+        for start in range(0, source.num_tokens, size):
+            add_load(load, source.read(start, start + size))
+    return load
+
+
+def add_load(load: Tensor, block: RoutingTrace) -> None:
+    """Add a block's counts to load [num_layers, num_experts] int64."""
+    all_routed = bool(block.replay_mask.all())
+    for i in range(block.num_layers):
+        chosen = block.topk_indices[:, i] if all_routed else block.topk_indices[:, i][block.replay_mask]
+        load[i] += torch.bincount(chosen.reshape(-1), minlength=block.num_experts)
+
+
+def imbalance(load: Tensor) -> Tensor:
+    """Return each layer's load of its busiest expert over the mean, [num_layers] float64; 1.0 is even, NaN is no load.
+
+    Args:
+        load: [num_layers, num_experts], as `expert_load` returns it.
+    """
+    return load.max(dim=1).values.double() / load.double().mean(dim=1)
+
+
+def route_checksums(trace: RoutingTrace, *, microbatches: Sequence[Tensor] | None = None) -> Tensor:
+    """Return one number for each micro-batch and layer, [num_microbatches, num_layers] int64.
+
+    It depends on which rows used which sets of experts, and on nothing else: not on the order of rows, of experts in a
+    row, or on the dtype. It adds up: the sum over ranks that routed different rows is the checksum of all rows.
+
+    Args:
+        microbatches: trace rows of each micro-batch, any shape, -1 on padding; None: all rows as one micro-batch.
+            Rows without a route are left out.
+    """
+    rows = [torch.arange(len(trace))] if microbatches is None else list(microbatches)
+    sums = torch.zeros(len(rows), trace.num_layers, dtype=torch.int64, device=trace.device)
+    for i, numbers in enumerate(rows):
+        flat = numbers.reshape(-1).to(trace.device, torch.int64)
+        flat = flat[flat >= 0]
+        flat = flat[trace.replay_mask[flat]]
+        of_row = _mix(flat + 1)
+        for layer in range(trace.num_layers):
+            of_set = _mix(trace.topk_indices[flat, layer].to(torch.int64) + 1).sum(dim=1)
+            sums[i, layer] = _mix(of_set ^ of_row).sum()
+    return sums
+
+
+def _mix(values: Tensor) -> Tensor:
+    """splitmix64's finaliser in wrapping int64 arithmetic."""
+    values = values + _signed(0x9E3779B97F4A7C15)
+    values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)
+    values = (values ^ _shifted(values, 27)) * _signed(0x94D049BB133111EB)
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

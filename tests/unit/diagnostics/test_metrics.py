@@ -1,0 +1,124 @@
+"""Metrics over routes and log-probs, with values worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_router_replay as mrr
+from megatron_router_replay.diagnostics import (
+    expert_load,
+    imbalance,
+    logprob_mismatch,
+    mismatch_by_routes,
+    route_checksums,
+    routes_differ,
+)
+from megatron_router_replay.errors import TraceError
+from tests.unit.store.store_traces import make_trace
+
+NAN = float("nan")
+
+
+def test_mismatch_of_two_tokens_by_hand():
+    # r = 3 and r = 1/2 exactly
+    found = logprob_mismatch(torch.tensor([0.6, 0.25]).log(), torch.tensor([0.2, 0.5]).log())
+    assert found.tokens == 2
+    assert found.k1 == pytest.approx(-(math.log(3) + math.log(0.5)) / 2)
+    assert found.k3 == pytest.approx(((3 - 1 - math.log(3)) + (0.5 - 1 - math.log(0.5))) / 2)
+    assert found.abs_difference == pytest.approx((math.log(3) + math.log(2)) / 2)
+    assert found.max_difference == pytest.approx(math.log(3))
+    assert found.ratio_above_2 in (0.5, 1.0)  # r = 1/2 lies on the border, either side of it in fp32
+    assert found.pearson == pytest.approx(-1.0)
+
+
+def test_k3_keeps_its_digits_where_the_two_nearly_agree():
+    engine = torch.full((1000,), -1.0, dtype=torch.float64)
+    assert logprob_mismatch(engine + 1e-7, engine).k3 == pytest.approx(0.5e-14, rel=1e-3)
+
+
+def test_masked_and_nan_tokens_are_not_counted():
+    trainer, engine = torch.tensor([-1.0, NAN, -5.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0, NAN])
+    found = logprob_mismatch(trainer, engine, mask=torch.tensor([True, True, False, True]))
+    assert (found.tokens, found.abs_difference) == (1, 0.0)
+    nothing = logprob_mismatch(trainer, engine, mask=torch.zeros(4, dtype=torch.bool))
+    assert (nothing.tokens, nothing.k3, nothing.pearson) == (0, 0.0, 0.0)
+
+
+def test_shapes_must_agree():
+    with pytest.raises(TraceError, match="one shape"):
+        logprob_mismatch(torch.zeros(3), torch.zeros(4))
+
+
+def test_same_routes_earlier_routes_and_different_routes_are_told_apart():
+    a = make_trace(6, sequence_lengths=(3, 3))
+    routes = a.topk_indices.clone()
+    routes[1, 2] = (routes[1, 2] + 1) % 8  # another set in one layer of one row
+    if set(routes[1, 2].tolist()) == set(a.topk_indices[1, 2].tolist()):
+        pytest.fail("the changed row must differ")
+    b = a._with(topk_indices=routes)
+    assert routes_differ(a, b).tolist() == [False, True, False, False, False, False]
+    engine = torch.zeros(6)
+    trainer = torch.tensor([0.1, 1.0, 0.5, 0.1, 0.1, NAN])
+    found = mismatch_by_routes(trainer, engine, a=a, b=b)
+    assert found.all_tokens.tokens == 5
+    assert (found.same_routes.tokens, found.same_routes.abs_difference) == (3, pytest.approx(0.1))
+    assert (found.earlier_routes.tokens, found.earlier_routes.abs_difference) == (1, pytest.approx(0.5))
+    assert (found.different_routes.tokens, found.different_routes.abs_difference) == (1, pytest.approx(1.0))
+    assert found.metrics()["mismatch/different_routes/abs_difference"] == pytest.approx(1.0)
+
+
+def test_load_counts_rows_with_a_route():
+    trace = mrr.RoutingTrace(
+        topk_indices=[[[0, 1]], [[0, 2]], [[3, 1]]],
+        layer_numbers=[4],
+        num_experts=4,
+        replay_mask=torch.tensor([True, True, False]),
+    )
+    load = expert_load(trace)
+    assert load.tolist() == [[2, 1, 1, 0]]
+    assert imbalance(load).tolist() == [2.0]
+
+
+def test_load_of_a_file_is_that_of_the_trace(tmp_path):
+    trace = make_trace(9000, num_experts=300, topk=3)
+    assert torch.equal(expert_load(mrr.save_trace(trace, tmp_path / "t.safetensors")), expert_load(trace))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 40), st.integers(0, 2**31), st.integers(1, 5))
+def test_checksums_add_up_over_ranks_and_ignore_order_and_dtype(num_tokens, seed, ranks):
+    trace = make_trace(num_tokens, seed=seed)
+    whole = route_checksums(trace)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(num_tokens, generator=generator)
+    parts = route_checksums(trace, microbatches=list(rows.tensor_split(ranks)))
+    assert torch.equal(parts.sum(dim=0, keepdim=True), whole)
+    assert torch.equal(route_checksums(trace._with(topk_indices=trace.topk_indices.flip(2).to(torch.int16))), whole)
+
+
+def test_a_checksum_changes_with_a_row_an_expert_and_the_place_of_a_row():
+    trace = make_trace(50)
+    whole = route_checksums(trace)[0]
+    changed = trace.topk_indices.clone()
+    spare = next(e for e in range(8) if e not in changed[7, 1].tolist())
+    changed[7, 1, 0] = spare
+    assert (route_checksums(trace._with(topk_indices=changed))[0] != whole).tolist() == [False, True, False]
+    swapped = trace.topk_indices.clone()
+    swapped[[3, 4]] = swapped[[4, 3]]
+    assert (route_checksums(trace._with(topk_indices=swapped))[0] != whole).any()
+
+
+def test_padding_and_rows_without_a_route_do_not_count():
+    trace = make_trace(4, replay_mask=torch.tensor([True, True, False, True]))
+    one = route_checksums(trace, microbatches=[torch.tensor([[0, 1, -1], [2, -1, 3]])])
+    assert torch.equal(one, route_checksums(trace, microbatches=[torch.tensor([3, 1, 0])]))
+
+
+def test_splitmix_is_the_published_one():
+    from megatron_router_replay.diagnostics.metrics import _mix
+
+    # Steele, Lea, Flood 2014: the first outputs of splitmix64 seeded with 0 mix 0, gamma, ...
+    assert int(_mix(torch.tensor([0]))) == 0xE220A8397B1DCDAF - (1 << 64)
