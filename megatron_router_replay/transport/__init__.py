@@ -1,0 +1,16 @@
+"""Routes from rollout workers to training ranks.
+
+    engines -> rollout side (decode, one trace per worker) -> TP rank 0 of each stage -> its TP group
+
+Each training rank gets its own data-parallel samples and its own pipeline stage's layers, in the compact dtype, nothing
+else; `plan` computes who gets what, `distributed` (torch.distributed) and `ray` move it, `prefetch` feeds micro-batches,
+`timing` says which leg is slow.
+
+**Why a relay, and not sends from engines to trainers.** (1) An engine does not know who trains on its samples: the
+partition depends on the lengths of all samples, after filtering. (2) Sends and receives are matched: a send inside an
+engine waits until training asks, perhaps a whole step later. A data-parallel engine rank that waits so cannot enter its
+next expert all-to-all, and its peers wait for it for ever. (3) Making the send asynchronous does not help with NCCL: a
+pending operation in the engine's CUDA context can hold up the default stream, where its kernels are launched. The rollout
+side is a process (or several) of its own, so it can wait for training while engines generate, and what it waits for is
+visible in its leg times.
+"""

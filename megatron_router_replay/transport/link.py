@@ -1,0 +1,182 @@
+"""A Link joins two processes by a process group of their own, and tells each what made the other fail.
+
+Two ranks a group: it is no part of training's groups and needs no default group, a failure touches these two alone, and no
+thread has to take turns with another. What can end a wait: the message, the peer's death or closing (gloo notices at
+once), the peer's failure, or the timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import time
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_router_replay.errors import RouterReplayError
+
+Backend = Literal["gloo", "nccl"]
+Store = Any
+"""torch.distributed's TCPStore (or FileStore on one machine); torch exports no common type that mypy accepts."""
+
+_MAX_JSON = 256 << 20
+_CLOSING = 1
+"""A tag that no message has."""
+_POLL_S = 0.05
+_NOTE_TIMEOUT = timedelta(seconds=5)
+
+
+class LinkError(RouterReplayError):
+    """A link failed; the text says how, and what the peer said about it."""
+
+
+class Link:
+    """One end of a connection between two processes.
+
+    Args:
+        store: where the two meet; used by this link alone from here on (a clone).
+        name: of the connection, the same on both sides.
+        side: 0 on one side, 1 on the other.
+        backend: "nccl" needs a GPU on each side, and messages in its memory.
+        device: of messages that the link makes itself.
+        timeout: for the other side to appear.
+
+    Raises:
+        LinkError: it did not appear.
+    """
+
+    def __init__(
+        self, store: Store, name: str, *, side: int, backend: Backend, device: torch.device, timeout: timedelta
+    ) -> None:
+        self._name, self._side, self._backend, self._device = name, side, backend, device
+        self._group: Any = None
+        try:
+            # A clone, for a store's client serves one blocking call at a time.
+            self._store = dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+            self._group = self._connect(timeout)
+        except RuntimeError as error:
+            raise LinkError(f"cannot connect {name}: {self._reason(error, timeout)}") from error
+
+    def _connect(self, timeout: timedelta) -> Any:
+        rendezvous = dist.PrefixStore("group", self._store)  # type: ignore[attr-defined]
+        if self._backend == "gloo":
+            return dist.ProcessGroupGloo(rendezvous, self._side, 2, timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        torch.cuda.set_device(self._device)  # of this thread
+        return dist.ProcessGroupNCCL(rendezvous, self._side, 2, options)
+
+    def isend(self, message: Tensor) -> Any:
+        """Start to send a contiguous uint8 message that the peer expects with just this size; wait for it with `wait`."""
+        return self._start("send", message)
+
+    def irecv(self, message: Tensor) -> Any:
+        """Start to receive into a contiguous uint8 tensor."""
+        return self._start("recv", message)
+
+    def _start(self, what: str, message: Tensor) -> Any:
+        try:
+            return getattr(self._open(), what)([message], 1 - self._side, 0)
+        except RuntimeError as error:
+            raise LinkError(self._reason(error, timedelta(0))) from error
+
+    def wait(self, work: Any, timeout: timedelta) -> None:
+        """Wait until a message has arrived or may be overwritten; the device is done with it, too.
+
+        Raises:
+            LinkError: the peer failed, died or closed the link, or time ran out. The link cannot be used any more.
+        """
+        try:
+            if self._backend == "nccl":
+                self._poll(work, timeout)
+            work.wait(timeout)
+        except RuntimeError as error:
+            raise LinkError(self._reason(error, timeout)) from error
+
+    def _poll(self, work: Any, timeout: timedelta) -> None:
+        """Wait for NCCL, which does not notice that a peer is gone, and ask for the peer's failure all the while."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not work.is_completed():
+            said = self._peer_said()
+            if said is not None or time.monotonic() > deadline:
+                self._open().abort()
+                raise LinkError(f"{said or f'nothing moved for {timeout.total_seconds():g} s'}")
+            time.sleep(_POLL_S if time.monotonic() + 1 < deadline else 0.001)
+
+    def send_json(self, value: dict[str, Any], timeout: timedelta) -> None:
+        """Send a small message of plain values."""
+        text = json.dumps(value).encode()
+        for content in (struct.pack("<q", len(text)), text):
+            self.wait(self.isend(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)), timeout)
+
+    def recv_json(self, timeout: timedelta) -> dict[str, Any]:
+        """Receive what `send_json` sends.
+
+        Raises:
+            LinkError: as `wait`; or no such message came.
+        """
+        (length,) = struct.unpack("<q", self._recv_bytes(8, timeout))
+        if not 2 <= length <= _MAX_JSON:
+            raise LinkError(f"the peer announces a message of {length} bytes: it speaks another protocol.")
+        try:
+            value = json.loads(self._recv_bytes(length, timeout))
+        except ValueError as error:
+            raise LinkError("the peer's message is not JSON: it speaks another protocol.") from error
+        assert isinstance(value, dict)
+        return value
+
+    def _recv_bytes(self, length: int, timeout: timedelta) -> bytes:
+        message = torch.empty(length, dtype=torch.uint8, device=self._device)
+        self.wait(self.irecv(message), timeout)
+        return message.cpu().numpy().tobytes()
+
+    def fail(self, text: str) -> None:
+        """Tell the peer why, and close: whatever it waits for ends now."""
+        with contextlib.suppress(RuntimeError):  # the store may have died with the peer
+            self._store.set_timeout(_NOTE_TIMEOUT)
+            self._store.set(f"failed/{self._side}", text)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; twice is once."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            if self._backend == "nccl":
+                group.abort()
+            else:
+                # gloo has no call to close a connection, but it closes one on which a wait ran out, and that wakes the
+                # peer. Dropping the group is not enough: tracebacks may hold it.
+                group.recv([torch.empty(1, dtype=torch.uint8)], 1 - self._side, _CLOSING).wait(
+                    timedelta(milliseconds=1)
+                )
+
+    def _open(self) -> Any:
+        if self._group is None:
+            raise LinkError(f"{self._name} is closed")
+        return self._group
+
+    def _peer_said(self) -> str | None:
+        try:
+            self._store.set_timeout(_NOTE_TIMEOUT)
+            key = f"failed/{1 - self._side}"
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except RuntimeError:
+            return None
+
+    def _reason(self, error: RuntimeError, timeout: timedelta) -> str:
+        said = self._peer_said() if hasattr(self, "_store") else None
+        if said is not None:
+            return f"the other side failed: {said}"
+        text = str(error).split("\n")[0]
+        if "imed out" in text or "imeout" in text:
+            return f"nothing came from the other side within {timeout.total_seconds():g} s"
+        if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
+            return "the other side died or closed the connection"
+        return f"{type(error).__name__}: {text}"

@@ -1,0 +1,175 @@
+"""Rows of traces -> memory for a message, and back: the only code that copies routes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.transport.errors import TransportError
+from megatron_router_replay.transport.plan import Part, TraceFormat
+
+Memory = Mapping[str, Tensor]
+"""Rows of a part: topk_indices [rows, layers, topk] and the format's values per token [rows]."""
+
+
+class RowSource(Protocol):
+    """Anything that can write rows of a part; several threads ask at once."""
+
+    @property
+    def format(self) -> TraceFormat: ...
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]: ...
+
+    def fill(self, part: Part, start: int, stop: int, memory: Memory) -> None:
+        """Write rows start..stop-1 of the part into `memory`, which has just that many."""
+
+
+class RowSink(Protocol):
+    """Where a receiver's rows go."""
+
+    def memory(self, start: int, stop: int) -> Memory:
+        """Return contiguous memory for rows start..stop-1; it is asked for in order."""
+
+    def done(self, start: int, stop: int) -> None:
+        """Take note that these rows have arrived; their memory is not used by the transport any more."""
+
+
+class TraceRows:
+    """The rows of traces behind one another, as a source: no trace is joined or copied before its rows are sent.
+
+    Args:
+        traces: at least one, of the same layers, num_experts, topk and optional values; one from each rollout worker,
+            or one for the batch. Not to be changed until they are sent.
+
+    Raises:
+        TransportError: no traces, or they differ in kind.
+    """
+
+    def __init__(self, traces: Sequence[RoutingTrace]) -> None:
+        if not traces:
+            raise TransportError("cannot send no traces: at least one is needed.")
+        self.format = TraceFormat.of(traces[0])
+        for i, trace in enumerate(traces):
+            if TraceFormat.of(trace) != self.format:
+                raise TransportError(f"trace {i} is {TraceFormat.of(trace)}, trace 0 {self.format}: they must agree.")
+        self.sequence_lengths = tuple(
+            length
+            for trace in traces
+            for length in (trace.sequence_lengths if trace.sequence_lengths is not None else (trace.num_tokens,))
+        )
+        # Two-dimensional and contiguous: a row's layers are one run of bytes.
+        self._ids = [trace.topk_indices.detach().cpu().contiguous().flatten(1) for trace in traces]
+        self._per_token = {name: [getattr(trace, name).cpu() for trace in traces] for name in self.format.per_token}
+        self._ends = np.array(list(accumulate(trace.num_tokens for trace in traces)), dtype=np.int64)
+
+    def fill(self, part: Part, start: int, stop: int, memory: Memory) -> None:
+        """Write rows start..stop-1 of the part into `memory`, which has just that many."""
+        columns = layer_runs(self.format, part)
+        topk = self.format.topk
+        ids = memory["topk_indices"].flatten(1)
+        at = 0
+        for trace, rows in self._runs(part, start, stop):
+            target = slice(at, at + rows.stop - rows.start)
+            for from_layer, to_layer, layers in columns:
+                values = self._ids[trace][rows, from_layer * topk : (from_layer + layers) * topk]
+                ids[target, to_layer * topk : (to_layer + layers) * topk] = values
+            for name, tensors in self._per_token.items():
+                memory[name][target] = tensors[trace][rows]
+            at = target.stop
+        assert at == stop - start, "the plan's runs cover the part's rows"
+
+    def _runs(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, slice]]:
+        """Yield (trace, its rows) that together are rows start..stop-1 of the part."""
+        ends = np.cumsum(part.runs[:, 1] - part.runs[:, 0])
+        run = int(np.searchsorted(ends, start, side="right"))
+        while start < stop:
+            row = int(part.runs[run, 1] - (ends[run] - start))
+            trace = int(np.searchsorted(self._ends, row, side="right"))
+            first_row = int(self._ends[trace - 1]) if trace else 0
+            length = min(stop - start, int(ends[run]) - start, int(self._ends[trace]) - row)
+            yield trace, slice(row - first_row, row - first_row + length)
+            start += length
+            run += start == ends[run]
+
+
+class WholeTrace:
+    """A sink that becomes this place's trace; rows are received straight into it.
+
+    Args:
+        device: where the trace shall be.
+        pinned: allocate page-locked memory, from which copies to a GPU run beside its work; only with CUDA.
+    """
+
+    def __init__(
+        self, format: TraceFormat, part_rows: int, part_layers: int, *, device: torch.device, pinned: bool
+    ) -> None:
+        self._memory = format.empty(part_rows, part_layers, device)
+        if pinned:
+            self._memory = {name: tensor.pin_memory() for name, tensor in self._memory.items()}
+
+    def memory(self, start: int, stop: int) -> Memory:
+        return {name: tensor[start:stop] for name, tensor in self._memory.items()}
+
+    def done(self, start: int, stop: int) -> None:
+        """Nothing to do: the rows are where they belong."""
+
+    def trace(
+        self, format: TraceFormat, layer_numbers: tuple[int, ...], lengths: tuple[int, ...] | None
+    ) -> RoutingTrace:
+        """Return the trace; its rows were checked where they were decoded."""
+        return RoutingTrace.from_checked(
+            **self._memory, layer_numbers=layer_numbers, num_experts=format.num_experts, sequence_lengths=lengths
+        )
+
+
+class BucketSink:
+    """A sink that hands every bucket on and uses its memory again."""
+
+    def __init__(
+        self,
+        format: TraceFormat,
+        layer_numbers: tuple[int, ...],
+        consume: Callable[[int, RoutingTrace], None],
+        *,
+        device: torch.device,
+    ) -> None:
+        self._format, self._layer_numbers, self._consume, self._device = format, layer_numbers, consume, device
+        self._under_way: deque[dict[str, Tensor]] = deque()
+        self._free: list[dict[str, Tensor]] = []
+
+    def memory(self, start: int, stop: int) -> Memory:
+        rows = stop - start
+        memory = self._free.pop() if self._free else {}
+        if not memory or len(memory["topk_indices"]) < rows:
+            memory = self._format.empty(rows, len(self._layer_numbers), self._device)
+        self._under_way.append(memory)
+        return {name: tensor[:rows] for name, tensor in memory.items()}
+
+    def done(self, start: int, stop: int) -> None:
+        memory = self._under_way.popleft()
+        rows = {name: tensor[: stop - start] for name, tensor in memory.items()}
+        self._consume(
+            start,
+            RoutingTrace.from_checked(**rows, layer_numbers=self._layer_numbers, num_experts=self._format.num_experts),
+        )
+        self._free.append(memory)
+
+
+def layer_runs(format: TraceFormat, part: Part) -> list[tuple[int, int, int]]:
+    """Return (layer index in the trace, layer index in the part, layers) of each run of neighbouring layers."""
+    index = [format.layer_numbers.index(number) for number in part.layer_numbers]
+    starts = [i for i in range(len(index)) if i == 0 or index[i] != index[i - 1] + 1]
+    return [(index[start], start, stop - start) for start, stop in zip(starts, [*starts[1:], len(index)])]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return contiguous memory as flat uint8, the one dtype that every backend carries (NCCL has no int16)."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,130 @@
+"""How long each leg of the way from engine to router takes, so that the leg to fix is visible from either side."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+Leg = Literal["collect", "decode", "assemble", "partition", "send", "receive", "wait"]
+Side = Literal["rollout", "training"]
+Lap = tuple[float, int]
+"""Seconds and bytes of a leg."""
+
+LEGS: tuple[Leg, ...] = ("collect", "decode", "assemble", "partition", "send", "receive", "wait")
+_SIDES: dict[Side, Side] = {"rollout": "training", "training": "rollout"}
+_DOING: dict[str, str] = {
+    "collect": "collecting from the engines",
+    "decode": "decoding",
+    "assemble": "assembling the batch",
+    "partition": "partitioning",
+    "send": "sending",
+    "receive": "receiving",
+    "wait": "waiting",
+}
+
+
+class LegTimes:
+    """Wall-clock seconds and bytes of each leg; threads that work on the same leg at once count once.
+
+    Args:
+        side: which side of the transport this process is.
+
+    The other side's numbers arrive with every transfer, so both sides can name the leg to fix.
+    """
+
+    def __init__(self, side: Side) -> None:
+        self.side: Side = side
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        self._bytes: dict[str, int] = {}
+        self._since: dict[str, tuple[int, float]] = {}  # leg -> how many threads are in it, since when
+        self._lapped: dict[str, Lap] = {}
+        self._other: dict[str, Lap] = {}
+
+    @contextmanager
+    def leg(self, name: Leg, nbytes: int = 0) -> Iterator[None]:
+        """Count the time of this block, also if it raises."""
+        with self._lock:
+            threads, since = self._since.get(name, (0, time.perf_counter()))
+            self._since[name] = (threads + 1, since)
+        try:
+            yield
+        finally:
+            with self._lock:
+                threads, since = self._since[name]
+                if threads > 1:
+                    self._since[name] = (threads - 1, since)
+                else:
+                    del self._since[name]
+                    self._add(name, time.perf_counter() - since, 0)
+                self._add(name, 0.0, nbytes)
+
+    def add(self, name: Leg, seconds: float, nbytes: int = 0) -> None:
+        """Count time that was measured elsewhere, such as by a rollout actor."""
+        with self._lock:
+            self._add(name, seconds, nbytes)
+
+    def lap(self) -> dict[str, Lap]:
+        """Return what came since the last lap, for the other side."""
+        with self._lock:
+            now = {name: (self._seconds[name], self._bytes[name]) for name in self._seconds}
+            before, self._lapped = self._lapped, now
+        laps = {
+            name: (s - before.get(name, (0.0, 0))[0], b - before.get(name, (0.0, 0))[1]) for name, (s, b) in now.items()
+        }
+        return {name: values for name, values in laps.items() if values[0] or values[1]}
+
+    def hear(self, laps: Mapping[str, Lap]) -> None:
+        """Take the other side's lap."""
+        with self._lock:
+            for name, (seconds, nbytes) in laps.items():
+                before = self._other.get(str(name), (0.0, 0))
+                self._other[str(name)] = (before[0] + float(seconds), before[1] + int(nbytes))
+
+    def reset(self) -> None:
+        """Start again from zero, for numbers of one step."""
+        with self._lock:
+            self._seconds, self._bytes, self._lapped, self._other = {}, {}, {}, {}
+
+    def metrics(self, prefix: str = "router_replay/transport/") -> dict[str, float]:
+        """Return `<side>_<leg>_s` for every leg, `_gb_per_s` for those with bytes, of both sides, for a training logger."""
+        numbers: dict[str, float] = {}
+        for side, laps in ((self.side, self._own()), (_SIDES[self.side], dict(self._other))):
+            for name, (seconds, nbytes) in laps.items():
+                numbers[f"{prefix}{side}_{name}_s"] = seconds
+                if nbytes and seconds:
+                    numbers[f"{prefix}{side}_{name}_gb_per_s"] = nbytes / seconds / 1e9
+        return numbers
+
+    def line(self) -> str:
+        """Return one line for a person: how long this side waited, and which leg to fix, here or on the other side."""
+        own = self._own()
+        waited = own.pop("wait", (0.0, 0))[0]
+        busy = max(own, key=lambda name: own[name][0], default=None)
+        if busy is not None and own[busy][0] >= waited:
+            return f"routes: {self.side} spent {_spent(self.side, busy, own[busy])}, waited {waited:.1f} s"
+        other_side = _SIDES[self.side]
+        other = {name: laps for name, laps in self._other.items() if name != "wait"}
+        slowest = max(other, key=lambda name: other[name][0], default=None)
+        text = f"routes: {self.side} waited {waited:.1f} s"
+        if slowest is None or other[slowest][0] < 0.1 * waited:
+            missing = "generating" if self.side == "training" else "not asking for routes yet"
+            return f"{text}: {other_side} side {missing}"
+        return f"{text}: {other_side} side {_spent(other_side, slowest, other[slowest])}"
+
+    def _own(self) -> dict[str, Lap]:
+        with self._lock:
+            return {name: (self._seconds[name], self._bytes[name]) for name in self._seconds}
+
+    def _add(self, name: str, seconds: float, nbytes: int) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._bytes[name] = self._bytes.get(name, 0) + nbytes
+
+
+def _spent(side: Side, name: str, lap: Lap) -> str:
+    seconds, nbytes = lap
+    rate = f", {nbytes / seconds / 1e9:.2f} GB/s" if nbytes and seconds else ""
+    return f"{_DOING.get(name, name)} ({seconds:.1f} s{rate})"
