@@ -250,7 +250,7 @@ class ModularMoE(nn.Module):
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         topk_weights, topk_indices = self.select_experts(rows)
         write_routes(self, topk_indices)
-        num_experts = int(self.experts.gate_up_proj.shape[0])
+        num_experts = int(self.apply_experts.weights.gate_up_proj.shape[0])
         tokens = self.prepare_finalize.prepare(rows, topk_weights, topk_indices, num_experts=num_experts)
         output = self.apply_experts.apply(tokens)
         output = self.prepare_finalize.finalize(output, tokens, self.apply_experts.finalize_weight_and_reduce)

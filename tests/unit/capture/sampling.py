@@ -1,0 +1,188 @@
+"""Tiny random transformers MoE models, a batched sampling loop with a KV cache, and a recompute of what it made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megatron_router_replay import RoutingTrace, engines
+from megatron_router_replay.capture import CapturedRoutes, RoutedExpertsCapturer, token_positions
+
+COMMON = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+GROUPED = {
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+# name -> (config, MoE layer numbers, num_experts)
+MODELS: dict[str, tuple[Any, tuple[int, ...], int]] = {
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig(
+            **COMMON,
+            head_dim=32,
+            intermediate_size=128,
+            moe_intermediate_size=32,
+            num_hidden_layers=4,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[1],
+        ),
+        (1, 3, 4),
+        8,
+    ),
+    "mixtral": (
+        transformers.MixtralConfig(
+            **COMMON,
+            head_dim=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
+        (1, 2, 3),
+        4,
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config(
+            **{**COMMON, "num_key_value_heads": 4},
+            **GROUPED,
+            q_lora_rank=32,
+            kv_lora_rank=64,
+            qk_rope_head_dim=32,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+        ),
+        (2, 3, 4),
+        8,
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig(**COMMON, **GROUPED, head_dim=32, norm_topk_prob=True, use_qk_norm=True),
+        (2, 3, 4),
+        8,
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig(
+            **COMMON,
+            head_dim=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=128,
+        ),
+        (1, 2),
+        4,
+    ),
+}
+
+
+def build_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    transformers.set_seed(1234)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name][0]).to(dtype).eval()
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.data.normal_(0, 0.01)
+    return model
+
+
+def pad(prompts: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
+    """Return (input_ids, attention_mask) [batch, longest prompt]."""
+    longest = max(map(len, prompts))
+    ids, mask = torch.zeros(2, len(prompts), longest, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        where = slice(longest - len(prompt), longest) if side == "left" else slice(0, len(prompt))
+        ids[row, where], mask[row, where] = torch.tensor(prompt), 1
+    return ids, mask
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompts: list[list[int]],
+    lengths: list[int],
+    capturer: RoutedExpertsCapturer,
+    *,
+    side: str = "left",
+    opted_in: set[int] | None = None,
+) -> tuple[list[list[int]], dict[int, CapturedRoutes | None]]:
+    """Sample lengths[i] >= 1 tokens behind prompts[i]; finished rows stay in the batch. Return sequences and routes."""
+    generator = torch.Generator().manual_seed(0)
+    ids, mask = pad(prompts, side)
+    for row, prompt in enumerate(prompts):
+        capturer.add_request(
+            row, num_prompt_tokens=len(prompt), return_routed_experts=opted_in is None or row in opted_in
+        )
+    positions = token_positions(mask)
+    batch: list[int | None] = list(range(len(prompts)))
+    with capturer.forward(batch, positions):
+        output = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=torch.from_numpy(positions).clamp(min=0),
+            use_cache=True,
+        )
+    last = positions.argmax(axis=1)
+    logits = output.logits[torch.arange(len(prompts)), torch.from_numpy(last)]
+    sequences = [list(prompt) for prompt in prompts]
+    captured: dict[int, CapturedRoutes | None] = {}
+    while True:
+        tokens = torch.softmax(logits.float(), dim=-1).multinomial(1, generator=generator)
+        step = [len(sequence) for sequence in sequences]
+        for row in [row for row in batch if row is not None]:
+            sequences[row].append(int(tokens[row]))
+            if len(sequences[row]) == len(prompts[row]) + lengths[row]:
+                captured[row] = capturer.finish(row, token_ids=sequences[row])
+                batch[row] = None
+        if not any(row is not None for row in batch):
+            return sequences, captured
+        mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=mask.dtype)], dim=1)
+        with capturer.forward(batch, step):
+            output = model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=torch.tensor(step)[:, None],
+                past_key_values=output.past_key_values,
+                use_cache=True,
+            )
+        logits = output.logits[:, -1]
+
+
+@torch.no_grad()
+def recompute(model: nn.Module, sequence: list[int]) -> RoutingTrace:
+    """Return the routes of one forward over the whole sequence, read by hooks that are not the package's."""
+    seen: dict[int, Any] = {}
+    handles = []
+    for name, module in model.named_modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            number = int(name.split("layers.")[1].split(".")[0]) + 1
+            handles.append(
+                module.register_forward_hook(lambda _, args, output, number=number: seen.__setitem__(number, output))
+            )
+    model(torch.tensor([sequence]))
+    for handle in handles:
+        handle.remove()
+    return engines.transformers.decode(seen, model=model.config, token_ids=sequence, allow_constant_layers=True)
+
+
+def experts_of(trace: RoutingTrace) -> Tensor:
+    """Return the experts of every (token, layer) as sets: sorted, without the last token."""
+    return trace.topk_indices[:-1].sort(dim=-1)[0]
