@@ -197,6 +197,8 @@ class ActiveCapturer(RoutedExpertsCapturer):
         del self._requests[request_id]
         if request is not None:
             request.release()
+            if not request.prompt.is_shared:
+                self._pending = [part for part in self._pending if part.request is not request]
 
     def drain(self) -> None:
         if not self._pending:
@@ -264,7 +266,8 @@ class ActiveCapturer(RoutedExpertsCapturer):
         return CaptureError(
             f"request {part.request.request_id!r}: no route was written for {int(bad.any(axis=1).sum())} of its "
             f"{len(part.slots)} tokens in layers {layers}. Did the forward run these routers between begin_forward and "
-            "end_forward, on these very token slots, and not in a fused kernel or a graph recorded before create()?"
+            "end_forward, on all these token slots (not on a part, as under sequence parallelism), and not in a fused kernel "
+            "or a graph recorded before create()?"
         )
 
 
@@ -276,6 +279,8 @@ def _hook(select: Select) -> Any:
 
 
 def _agreed(sites: Sequence[RouterSite]) -> tuple[int, int]:
+    if not sites:
+        raise CaptureError("there is no router to capture: routers=[] was passed.")
     kinds = {(site.num_experts, site.topk) for site in sites}
     numbers = [site.layer_number for site in sites]
     if len(kinds) != 1 or len(set(numbers)) != len(numbers):

@@ -66,9 +66,13 @@ class RequestRoutes:
 
     def write(self, positions: NDArray[np.int64], rows: Array) -> None:
         """Store rows [n, num_layers, topk] of positions [n]; what a later forward says of a position holds."""
-        if self.is_released or not positions.size:
-            return
         border = self.num_prompt_tokens
+        if self.is_released:
+            # Completions that share the prompt still need what this one forwarded of it.
+            kept = (positions < border) & self.prompt.is_shared
+            positions, rows = positions[kept], rows[kept]
+        if not positions.size:
+            return
         if positions[0] >= border and positions.size == 1:
             self._write_own(positions - border, rows)
             return
@@ -87,7 +91,7 @@ class RequestRoutes:
         return rows, written
 
     def release(self) -> None:
-        """Give the memory back; rows that are still on their way are dropped."""
+        """Give the memory back; own rows that are still on their way are dropped."""
         self.is_released = True
         self._rows, self._written = self._rows[:0].copy(), self._written[:0].copy()
 
