@@ -70,6 +70,38 @@ def with_mtp(mtp: bool) -> dict[str, Any]:
     }
 
 
+def one_dense_layer_and_one_mtp_router() -> dict[str, Any]:
+    """As many routers as decoder layers, by coincidence: counting would shift every router by one."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    config = {"mtp_num_layers": 1, "num_layers": 3, "moe_layer_freq": [0, 1, 1]} | FULL
+    case = Case(layout=ParallelLayout(), config=config, num_microbatches=1)
+    built, (model,), microbatches = build(case)
+    routes = random_routes(case.num_tokens, 2, built.moe_router_topk, built.num_moe_experts)
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[2, 3], num_experts=built.num_moe_experts)
+    used: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(lambda m, a, output, name=name: used.__setitem__(name, output[1].clone()))
+    with mrr.replay(model, trace) as session:
+        run([model], case, microbatches, session)
+    rows = rows_seen(case, microbatches[0])
+    targets = {layer: as_map(trace.layer(layer)[rows], built.num_moe_experts) for layer in (2, 3)}
+    return {
+        name: [layer for layer, target in targets.items() if torch.equal(routing_map, target)]
+        for name, routing_map in used.items()
+    }
+
+
+def test_one_dense_layer_and_one_mtp_router_shift_nothing(workers_1):
+    (used,) = workers_1.run(one_dense_layer_and_one_mtp_router)
+    assert used.pop("decoder.layers.1.mlp.router") == [2]
+    assert used.pop("decoder.layers.2.mlp.router") == [3]
+    ((name, of_mtp),) = used.items()
+    assert name.startswith("mtp")
+    assert of_mtp == []
+
+
 def test_an_mtp_router_stays_live_and_takes_no_decoder_routes(workers_1):
     (result,) = workers_1.run(with_mtp, False)
     assert result["explained"] == [(1, False), (2, False), (3, True)]
