@@ -72,6 +72,8 @@ class SessionRouter:
         self.num_experts = int(found.router.num_experts)
         self.dtype = index_dtype(self.num_experts)
         self.forwards = self.trained = self.recomputed = self.recompute_calls = 0
+        self.counts_flips = False
+        self.flips: Tensor | None = None  # recomputed decisions whose live top-k would have been another set
         self.watched = False
         self.last_used: Tensor | None = None  # of the forward or recompute that runs, for a Verifier that watches
         self._choose = choose
@@ -108,12 +110,7 @@ class SessionRouter:
         default_compute_topk: ComputeTopk | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `RouterReplay.get_replay_topk`."""
-        if in_backward():
-            return self._recompute(scores)
         assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
-        microbatch = self.chunk.microbatch_of_forward(self)
-        if microbatch.trains is None:  # a schedule that runs layers without the chunk's own forward
-            microbatch.trains = torch.is_grad_enabled()
 
         def live_topk(rows: Tensor | None) -> Tensor:
             # Megatron's group-limited top-k takes all rows or none.
@@ -122,17 +119,28 @@ class SessionRouter:
             indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
             return indices if rows is None else indices.index_select(0, rows)
 
+        grad_enabled = torch.is_grad_enabled()
         with torch.no_grad():
-            used = self._choose(self, microbatch, scores, live_topk)
-        self.forwards += 1
+            if in_backward():
+                used = self._recompute(scores, live_topk)
+            else:
+                used = self._forward(scores, live_topk, grad_enabled=grad_enabled)
         self.last_used = used if self.watched else None
-        microbatch.used[self.position] = used
-        microbatch.checkpointed[self.position] = microbatch.trains and not torch.is_grad_enabled()
-        self.chunk.router_done(microbatch)
-        # The same operation as in the recompute: a non-reentrant checkpoint compares what both save for the backward.
+        # One operation for forward and recompute: a non-reentrant checkpoint compares what both save for the backward.
         return gather_topk(scores, used)
 
-    def _recompute(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, scores: Tensor, live_topk: LiveTopk, *, grad_enabled: bool) -> Tensor:
+        microbatch = self.chunk.microbatch_of_forward(self)
+        if microbatch.trains is None:  # a schedule that runs layers without the chunk's own forward
+            microbatch.trains = grad_enabled
+        used = self._choose(self, microbatch, scores, live_topk)
+        self.forwards += 1
+        microbatch.used[self.position] = used
+        microbatch.checkpointed[self.position] = microbatch.trains and not grad_enabled
+        self.chunk.router_done(microbatch)
+        return used
+
+    def _recompute(self, scores: Tensor, live_topk: LiveTopk) -> Tensor:
         microbatch = self.chunk.microbatch_of_recompute(self)
         used = microbatch.used[self.position]
         if used is None:
@@ -142,8 +150,11 @@ class SessionRouter:
         check_fits(used, scores, self.topk)
         microbatch.recomputes[self.position] += 1
         self.recompute_calls += 1
-        self.last_used = used if self.watched else None
-        return gather_topk(scores, used)
+        if self.counts_flips:
+            flipped = live_topk(None).sort(dim=1).values != used.to(torch.int64).sort(dim=1).values
+            num_flipped = flipped.any(dim=1).sum()
+            self.flips = num_flipped if self.flips is None else self.flips + num_flipped
+        return used
 
 
 class Chunk:

@@ -18,6 +18,8 @@ class SessionReport:
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
         rows_padding: rows of padding, spread over all experts.
         forwards, recomputes: forwards and recomputes of single routers.
+        recompute_flips: (row, layer) pairs whose recompute would have chosen another set of experts; 0 unless
+            count_flips=True.
         decisions_verified: (row, layer) pairs whose routing map was compared on its way out of the router, forwards and
             recomputes; 0 unless verify=True.
         decisions_wrong: those that did not hold exactly the experts this session chose.
@@ -32,6 +34,7 @@ class SessionReport:
     rows_padding: int = 0
     forwards: int = 0
     recomputes: int = 0
+    recompute_flips: int = 0
     decisions_verified: int = 0
     decisions_wrong: int = 0
 
@@ -60,6 +63,8 @@ class SessionReport:
                 f"  tokens routed live          {self.rows_live:>12,}",
                 f"  padding                     {self.rows_padding:>12,}",
             ]
+        if self.recompute_flips:
+            lines.append(f"  recompute flips prevented   {self.recompute_flips:>12,}")
         if self.decisions_verified:
             lines.append(f"  decisions verified / wrong  {self.decisions_verified:>12,} / {self.decisions_wrong:,}")
         return "\n".join(lines)

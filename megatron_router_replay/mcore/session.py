@@ -112,6 +112,7 @@ class Session:
             rows_padding=padding,
             forwards=sum(router.forwards for router in routers),
             recomputes=sum(router.recompute_calls for router in routers),
+            recompute_flips=sum(int(router.flips) for router in routers if router.flips is not None),
             decisions_verified=0 if self._verifier is None else self._verifier.num_verified,
             decisions_wrong=0 if self._verifier is None else self._verifier.num_wrong(),
         )
@@ -230,8 +231,13 @@ class FreezeSession(Session):
     choose = staticmethod(choose_live)
     needs_queue = False
 
+    def __init__(self, model_chunks: Models, *, count_flips: bool, verify: bool) -> None:
+        super().__init__(model_chunks, mtp=True, verify=verify)
+        for router in self._routers():
+            router.counts_flips = count_flips
 
-def freeze_recompute(model_chunks: Models, *, verify: bool = False) -> FreezeSession:
+
+def freeze_recompute(model_chunks: Models, *, count_flips: bool = False, verify: bool = False) -> FreezeSession:
     """Let every recompute of activation checkpointing use the experts that its forward chose.
 
     One line before a training loop, for a whole run: it starts at once, needs no call per step, follows any schedule, and
@@ -240,9 +246,10 @@ def freeze_recompute(model_chunks: Models, *, verify: bool = False) -> FreezeSes
 
     Args:
         model_chunks: the model or its chunks on this rank; multi-token-prediction routers are frozen too.
+        count_flips: also take the live top-k in every recompute and report how many decisions it would have flipped.
         verify: compare every routing map that leaves a router with what was chosen.
 
     Raises:
         UnsupportedRouterError: a router's selection cannot be frozen; names the config field.
     """
-    return FreezeSession(model_chunks, mtp=True, verify=verify)
+    return FreezeSession(model_chunks, count_flips=count_flips, verify=verify)

@@ -141,7 +141,7 @@ def whole_run_under_freeze() -> dict[str, Any]:
     case = Case(layout=ParallelLayout(), config=FULL)
     config, (model,), microbatches = build(case)
     add_noise_in_recompute([model], scale=2.0)
-    freeze = mrr.freeze_recompute(model)
+    freeze = mrr.freeze_recompute(model, count_flips=True)
 
     def held() -> int:
         return sum(len(router.replay_backward_list) for router in freeze._routers())
@@ -169,7 +169,20 @@ def whole_run_under_freeze() -> dict[str, Any]:
     )
     after["a training step behind a failed forward"] = held()
     freeze.close()
-    return {"held": after, "flips": flips, "restored": [router.router_replay for router in moe_routers([model])]}
+    with watched([model]) as seen:  # without the freeze the same noise shows how many flips it prevented, about
+        run([model], case, microbatches)
+    unfrozen = sum(
+        int((forward != recompute).any(dim=1).sum())
+        for layer in seen["recompute"]
+        for forward, recompute in zip(seen["forward"][layer], seen["recompute"][layer], strict=True)
+    )
+    per_step = freeze.report.recompute_flips / 2
+    return {
+        "flips_counted": per_step / unfrozen,
+        "held": after,
+        "flips": flips,
+        "restored": [router.router_replay for router in moe_routers([model])],
+    }
 
 
 def _fail(*_: Any) -> None:
@@ -182,6 +195,7 @@ def test_one_freeze_serves_a_whole_run_and_keeps_nothing(workers_1):
     assert waiting == 4  # one micro-batch, four layers
     assert set(result["held"].values()) == {0}, result["held"]
     assert result["flips"] == 0
+    assert 0.8 < result["flips_counted"] < 1.25  # another draw of the noise
     assert result["restored"] == [None] * 4
 
 
