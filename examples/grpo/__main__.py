@@ -1,0 +1,75 @@
+"""python -m examples.grpo: one run (`train`), or off, r2 and r3 side by side (`compare`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from examples.grpo.run import run
+from examples.grpo.settings import Settings
+from megatron_router_replay.testing import ParallelLayout
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keep `train` a command of its own."""
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(help="Folder for metrics, checkpoints, weights.")] = Path("runs/grpo"),
+    replay: Annotated[str, typer.Option(help="off | r2 | r3")] = "r3",
+    fill_missing: Annotated[bool, typer.Option(help="With r3: r2's route where the engine sent none.")] = False,
+    engine: Annotated[str, typer.Option(help="transformers | vllm (needs `make venv-vllm`)")] = "transformers",
+    steps: int = 40,
+    prompts: int = 8,
+    per_prompt: int = 8,
+    updates: Annotated[int, typer.Option(help="Gradient steps per rollout.")] = 4,
+    per_microbatch: Annotated[
+        int, typer.Option(help="Samples packed into a micro-batch; more: less accumulation.")
+    ] = 8,
+    lr: float = 1e-3,
+    clip: float = 0.2,
+    kl_coef: float = 1e-3,
+    recompute: Annotated[str, typer.Option(help="none | full | block | selective")] = "none",
+    tp: int = 1,
+    pp: int = 1,
+    vpp: Annotated[int, typer.Option(help="Model chunks per pipeline stage.")] = 1,
+    ep: int = 1,
+    cp: int = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel copies of the smallest such layout.")] = 1,
+    checkpoint_every: int = 10,
+    resume: bool = False,
+    seed: int = 0,
+) -> None:
+    """Train, on as many processes as the layout needs."""
+    settings = Settings(
+        out=out,
+        replay=replay,
+        fill_missing=fill_missing,
+        engine=engine,
+        layout=ParallelLayout(tp_size=tp, pp_size=pp, vp_size=vpp if vpp > 1 else None, ep_size=ep, cp_size=cp),
+        steps=steps,
+        prompts=prompts,
+        per_prompt=per_prompt,
+        updates=updates,
+        per_microbatch=per_microbatch,
+        lr=lr,
+        clip=clip,
+        kl_coef=kl_coef,
+        recompute=recompute,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        seed=seed,
+        progress=True,
+    )
+    metrics = run(settings, dp=dp)
+    print(f"{out}/metrics.jsonl: reward {metrics[0]['reward']:.3f} -> {metrics[-1]['reward']:.3f}")
+
+
+if __name__ == "__main__":
+    app()

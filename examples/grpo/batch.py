@@ -1,0 +1,97 @@
+"""Samples -> packed micro-batches. `routing_rows` is one more field and takes the way of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from examples.grpo.rollout import Sample
+from megatron_router_replay.layout import collate_packed, number_rows, split_batch
+from megatron_router_replay.testing import ParallelLayout
+
+Microbatch = dict[str, Any]
+
+
+class RolloutBatch:
+    """A rollout's samples in one numbering: trace row r is token r of all samples behind one another.
+
+    What training knows about a token is a tensor by row. Log-probs, advantages and masks sit at the row that *predicts* the
+    token, one before it; the last row of each sample predicts nothing.
+
+    Args:
+        samples: in trace order.
+        advantages: [num_samples].
+    """
+
+    def __init__(self, samples: Sequence[Sample], advantages: Tensor) -> None:
+        self.samples = samples
+        self.rows = number_rows([len(sample.token_ids) for sample in samples])
+        self.num_rows = sum(map(len, self.rows))
+        self.loss_mask = self._predicting([sample.generated.float() for sample in samples])
+        self.rollout_logprobs = self._predicting([sample.logprobs for sample in samples])
+        self.advantages = torch.cat([advantage.expand(len(rows)) for advantage, rows in zip(advantages, self.rows)])
+        self.old_logprobs = torch.zeros(self.num_rows)
+        self.ref_logprobs = torch.zeros(self.num_rows)
+
+    def microbatches(
+        self,
+        chosen: Sequence[int],
+        layout: ParallelLayout,
+        *,
+        per_microbatch: int,
+        max_tokens: int,
+        dp_rank: int,
+        dp_size: int,
+        cp_rank: int,
+    ) -> list[Microbatch]:
+        """Return this rank's micro-batches of the chosen samples, all of one length, [1, total / cp_size] a field.
+
+        Args:
+            per_microbatch: samples packed into one row.
+            max_tokens: of one sample; decides the length.
+            dp_rank, dp_size, cp_rank: this rank's place; data-parallel ranks take every dp_size-th sample.
+        """
+        mine = list(chosen)[dp_rank::dp_size]
+        if len(chosen) % (dp_size * per_microbatch):
+            raise ValueError(
+                f"{len(chosen)} samples a gradient step do not fill micro-batches of {per_microbatch} on {dp_size} "
+                "data-parallel ranks: make them a multiple."
+            )
+        multiple = 2 * layout.cp_size * layout.tp_size
+        total = per_microbatch * (-(-max_tokens // multiple) * multiple)
+        result = []
+        for start in range(0, len(mine), per_microbatch):
+            packed = collate_packed(
+                [self._fields(sample) for sample in mine[start : start + per_microbatch]],
+                pad_token_id=0,
+                sequence_multiple=multiple,
+                total_length=total,
+            )
+            batch: Microbatch = dict(split_batch(packed, cp_rank=cp_rank, cp_size=layout.cp_size))
+            batch["packed_seq_params"] = _packed_seq_params(batch["cu_seqlens_padded"])
+            result.append(batch)
+        return result
+
+    def _fields(self, sample: int) -> dict[str, Tensor]:
+        rows = self.rows[sample]
+        token_ids = self.samples[sample].token_ids
+        by_row = {
+            name: getattr(self, name)[rows] for name in ("loss_mask", "advantages", "old_logprobs", "ref_logprobs")
+        }
+        labels = torch.cat([token_ids[1:], token_ids[:1]])  # the last one has loss_mask 0
+        return {"input_ids": token_ids, "labels": labels, "routing_rows": rows, **by_row}
+
+    def _predicting(self, by_token: Sequence[Tensor]) -> Tensor:
+        return torch.cat([torch.cat([values[1:], values.new_zeros(1)]) for values in by_token])
+
+
+def _packed_seq_params(bounds: Tensor) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    longest = int(bounds.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
