@@ -158,6 +158,37 @@ def test_models_wrapped_by_megatron_are_replayed_in_bf16(workers_1):
     assert workers_1.run(wrapped_models) == [[0, 16, 0]]
 
 
+def old_policy_routes() -> dict[str, Any]:
+    """R2: routes of the old policy's forward-only pass, replayed in the training step behind a weight update."""
+    case = Case(layout=ParallelLayout(pp_size=2), config=FULL)
+    _, chunks, microbatches = build(case)
+    with mrr.record(chunks) as recording:
+        run(chunks, case, microbatches, recording, forward_only=True)
+    held = sum(len(router.replay_backward_list) for router in recording._routers())
+    trace = recording.trace()
+    with torch.no_grad():
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if "router" in name:
+                    parameter.add_(0.1 * torch.randn(parameter.shape))
+    with watched(chunks) as seen:
+        run(chunks, case, microbatches)
+    drifted = used = 0
+    for layer, maps in seen["forward"].items():
+        for microbatch, routing_map in zip(microbatches, maps, strict=True):
+            drifted += int((routing_map != as_map(trace.layer(layer)[rows_seen(case, microbatch)], 8)).sum())
+    with watched(chunks) as seen, mrr.replay(chunks, trace) as session:
+        run(chunks, case, microbatches, session)
+    for layer, maps in seen["forward"].items():
+        for microbatch, routing_map in zip(microbatches, maps, strict=True):
+            used += int((routing_map != as_map(trace.layer(layer)[rows_seen(case, microbatch)], 8)).sum())
+    return {"held": held, "drifted": drifted > 0, "differ": used, "share": session.report.replayed_share}
+
+
+def test_routes_of_a_forward_only_pass_are_replayed_behind_a_weight_update(workers_2):
+    assert workers_2.run(old_policy_routes) == [{"held": 0, "drifted": True, "differ": 0, "share": 1.0}] * 2
+
+
 def nested_in_a_freeze() -> dict[str, Any]:
     """A replayed step in the middle of a run under freeze_recompute."""
     case = Case(layout=ParallelLayout(), config=FULL)
