@@ -1,49 +1,20 @@
-"""The command line, `router-replay`."""
+"""`router-replay demo`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
-except ModuleNotFoundError as error:
-    raise SystemExit(
-        f"router-replay needs {error.name}: pip install 'megatron-router-replay[demo]' brings it."
-    ) from None
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-import megatron_router_replay
 from megatron_router_replay.demo import DemoResult, run_demo
 from megatron_router_replay.demo.run import STAGES, write_json
 from megatron_router_replay.errors import RouterReplayError
 
-app = typer.Typer(
-    help="Record and replay which experts a Mixture-of-Experts model uses.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(megatron_router_replay.__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Record and replay which experts a Mixture-of-Experts model uses."""
-
-
-@app.command()
 def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.")] = None,
 ) -> None:
@@ -97,7 +68,3 @@ def _table(result: DemoResult) -> Table:
     table.add_row("  padding", "", f"{result.rows_padding:,}")
     table.add_row("seconds per step (median)", f"{result.step_seconds_without:.3f}", f"{result.step_seconds_with:.3f}")
     return table
-
-
-if __name__ == "__main__":
-    app()

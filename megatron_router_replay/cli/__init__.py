@@ -1,0 +1,54 @@
+"""The command line, `router-replay`: one module a command. Exit codes: 0 fine or the same, 1 they differ, 2 bad input."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+try:
+    import rich  # noqa: F401  # named in the message below, like typer
+    import typer
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"router-replay needs {error.name}: pip install 'megatron-router-replay[demo]' brings it."
+    ) from None
+
+import megatron_router_replay
+from megatron_router_replay.cli.convert import convert
+from megatron_router_replay.cli.demo import demo
+from megatron_router_replay.cli.diff import diff
+from megatron_router_replay.cli.doctor import doctor
+from megatron_router_replay.cli.inspect import inspect
+from megatron_router_replay.cli.plot import plot
+from megatron_router_replay.cli.runlog import verify_run
+
+app = typer.Typer(
+    help="Record and replay which experts a Mixture-of-Experts model uses.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog="Exit codes: 0 fine, or the same; 1 they differ, or something would be refused; 2 bad input.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(megatron_router_replay.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Record and replay which experts a Mixture-of-Experts model uses."""
+
+
+app.command()(inspect)
+app.command()(diff)
+app.command()(plot)
+app.command()(convert)
+app.command()(doctor)
+app.command("verify-run")(verify_run)
+app.command()(demo)

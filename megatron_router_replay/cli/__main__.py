@@ -1,0 +1,5 @@
+"""`python -m megatron_router_replay.cli`."""
+
+from megatron_router_replay.cli import app
+
+app(prog_name="router-replay")

@@ -1,0 +1,77 @@
+"""`router-replay convert`."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_router_replay.cli.files import KINDS, read_any, write_any
+from megatron_router_replay.cli.output import Json, Step, bad_input, emit
+from megatron_router_replay.errors import StoreError
+
+
+class Engine(str, Enum):
+    """Whose payload a file holds."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+    sglang_jax = "sglang_jax"
+    megatron = "megatron"
+    array = "array"
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="A payload, trace file, folder, npz or envelope.", metavar="IN")],
+    target: Annotated[Path, typer.Argument(help="What to write: .safetensors, .npz or .json.", metavar="OUT")],
+    engine: Annotated[Engine | None, typer.Option(help="The engine that the payload is of.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="The model's Hugging Face config.json or its folder.", metavar="PATH")
+    ] = None,
+    key: Annotated[
+        str,
+        typer.Option(help="Where the payload is in the file, as in response.choices or an npz's name.", metavar="KEY"),
+    ] = "",
+    token_ids: Annotated[
+        Path | None, typer.Option(help="JSON list of token ids, one list a sample.", metavar="FILE")
+    ] = None,
+    axes: Annotated[
+        str, typer.Option(help="Of an array: its axes, of token, layer, expert and batch.", metavar="NAMES")
+    ] = "token,layer,expert",
+    step: Step = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn engine payloads, trace files, npz files and JSON envelopes into each other.
+
+    What OUT becomes follows from its ending. An engine's payload (a response saved as JSON, or an array in an npz)
+    needs --engine and --model. The trace must fit in memory.
+    """
+    with bad_input():
+        if target.suffix not in KINDS:
+            raise StoreError(f"cannot write {target}: its ending must be one of {', '.join(KINDS)}.")
+        if target.exists() and not force:
+            raise StoreError(f"{target} exists: --force replaces it.")
+        if not target.absolute().parent.is_dir():
+            raise StoreError(f"cannot write {target}: its folder does not exist.")
+        trace = read_any(
+            source,
+            engine=None if engine is None else engine.value,
+            model=model,
+            key=key,
+            token_ids=token_ids,
+            axes=axes.split(","),
+            step=step,
+        )
+        write_any(trace, target)
+    values: dict[str, Any] = {
+        "path": str(target),
+        "num_tokens": trace.num_tokens,
+        "rows_with_route": int(trace.replay_mask.sum()),
+        "layer_numbers": list(trace.layer_numbers),
+        "topk": trace.topk,
+        "num_experts": trace.num_experts,
+    }
+    emit(f"{target}: {trace!r}", values, as_json=as_json)

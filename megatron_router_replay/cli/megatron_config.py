@@ -1,0 +1,126 @@
+"""A Megatron config as JSON -> what a session would replay and refuse, without building the model."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from megatron_router_replay.errors import StoreError
+
+_PATTERN = re.compile(r"\[\s*([01](?:\s*,\s*[01])*)\s*,?\s*\]\s*(?:\*\s*(\d+))?")
+_ALIASES = {"num_experts": "num_moe_experts"}
+"""Names of Megatron-LM's arguments -> fields of TransformerConfig."""
+
+
+def read_megatron_config(values: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return what `router-replay doctor` says of the fields of a TransformerConfig, or of a checkpoint's arguments.
+
+    Raises:
+        StoreError: fields that decide about routing are missing or of another kind.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of optional packages, on import
+        from megatron.core.transformer.moe.router import TopKRouter
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        from megatron_router_replay.mcore.support import refusals
+
+    given = {_ALIASES.get(name, name): value for name, value in _flat(values).items()}
+    known = {field.name: field for field in fields(TransformerConfig)}
+    num_layers, num_experts = (_count(given, name, file) for name in ("num_layers", "num_moe_experts"))
+    config = SimpleNamespace(
+        **{
+            name: field.default_factory() if field.default_factory is not MISSING else field.default
+            for name, field in known.items()
+        }
+    )
+    for name, value in given.items():
+        setattr(config, name, value)
+    topk = _count(given | {"moe_router_topk": config.moe_router_topk}, "moe_router_topk", file)
+    if not topk <= num_experts <= 32768:
+        raise StoreError(f"the config {file} asks for top-{topk} of {num_experts} experts.")
+    layers = [i + 1 for i, is_moe in enumerate(_moe_layers(config.moe_layer_freq, num_layers, file)) if is_moe]
+
+    router: Any = TopKRouter.__new__(TopKRouter)
+    nn.Module.__init__(router)
+    router.config, router.num_experts, router.topk = config, num_experts, topk
+    hash_layers = int(given.get("moe_n_hash_layers") or 0)
+    refused = {}
+    for number in layers:
+        router.is_hash_layer = number <= hash_layers
+        refused[number] = tuple(refusals(router))
+    reasons = {reason: [n for n in layers if reason in refused[n]] for of in refused.values() for reason in of}
+    unread = sorted(set(given) - set(known) - {"moe_n_hash_layers"})
+    return {
+        "kind": "megatron",
+        "path": str(file),
+        "model_type": "",
+        "num_layers": num_layers,
+        "moe_layers": layers,
+        "replayed_layers": [number for number in layers if not refused[number]],
+        "num_experts": num_experts,
+        "topk": topk,
+        "num_shared_experts": 1 if config.moe_shared_expert_intermediate_size else 0,
+        "bytes_per_token": len(layers) * topk * (1 if num_experts <= 256 else 2),
+        "refused": [
+            reason if len(numbers) == len(layers) else f"layers {numbers}: {reason}"
+            for reason, numbers in reasons.items()
+        ],
+        "notes": _notes(config, unread),
+    }
+
+
+def _notes(config: Any, unread: list[str]) -> list[str]:
+    notes = []
+    if config.mtp_num_layers:
+        notes.append(f"{config.mtp_num_layers} multi-token-prediction layers stay live unless replay(..., mtp=True)")
+    if unread:
+        shown = ", ".join(unread[:6]) + (", ..." if len(unread) > 6 else "")
+        notes.append(f"not read, being no field of this Megatron-Core's TransformerConfig: {shown}")
+    notes.append("router classes of your own are seen by mrr.explain(model) only")
+    return notes
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields, wherever a file nests them: at the top, or under args, model or config."""
+    for name in ("args", "model", "config", "transformer_config"):
+        if isinstance(values.get(name), dict) and "num_layers" in values[name]:
+            return dict(values[name])
+    return values
+
+
+def _count(values: dict[str, Any], name: str, file: Path) -> int:
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise StoreError(
+            f"the config {file} has {name}={value!r}, expected a number from 1: is it the config of an MoE model? A "
+            "Hugging Face config has model_type, Megatron's has num_layers and num_moe_experts."
+        )
+    return value
+
+
+def _moe_layers(frequency: Any, num_layers: int, file: Path) -> list[bool]:
+    """Return which layers have routed experts; frequency is N, a list of 0 and 1, or text such as "[0]*3+[1]*58"."""
+    if isinstance(frequency, str):
+        terms = [_PATTERN.fullmatch(term.strip()) for term in frequency.strip("() ").split("+")]
+        if frequency.strip().isdecimal():
+            frequency = int(frequency)
+        elif all(terms):
+            frequency = [
+                int(flag)
+                for term in terms
+                if term is not None
+                for _ in range(min(int(term[2] or 1), num_layers + 1))
+                for flag in term[1].split(",")
+            ]
+    if isinstance(frequency, int) and not isinstance(frequency, bool) and frequency >= 1:
+        return [i % frequency == 0 for i in range(num_layers)]
+    if isinstance(frequency, list) and len(frequency) == num_layers and all(flag in (0, 1) for flag in frequency):
+        return [bool(flag) for flag in frequency]
+    raise StoreError(f"the config {file} has moe_layer_freq={frequency!r}, which does not fit num_layers={num_layers}.")
