@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from examples.grpo.compare import compare as compare_runs
 from examples.grpo.run import run
 from examples.grpo.settings import Settings
 from megatron_router_replay.testing import ParallelLayout
@@ -14,25 +15,20 @@ from megatron_router_replay.testing import ParallelLayout
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 
-@app.callback()
-def _commands() -> None:
-    """Keep `train` a command of its own."""
-
-
 @app.command()
 def train(
-    out: Annotated[Path, typer.Option(help="Folder for metrics, checkpoints, weights.")] = Path("runs/grpo"),
+    out: Annotated[Path, typer.Option(help="Folder for metrics, checkpoints, weights.")] = Path("build/grpo/run"),
     replay: Annotated[str, typer.Option(help="off | r2 | r3")] = "r3",
     fill_missing: Annotated[bool, typer.Option(help="With r3: r2's route where the engine sent none.")] = False,
     engine: Annotated[str, typer.Option(help="transformers | vllm (needs `make venv-vllm`)")] = "transformers",
-    steps: int = 40,
+    steps: int = 30,
     prompts: int = 8,
     per_prompt: int = 8,
     updates: Annotated[int, typer.Option(help="Gradient steps per rollout.")] = 4,
     per_microbatch: Annotated[
         int, typer.Option(help="Samples packed into a micro-batch; more: less accumulation.")
     ] = 8,
-    lr: float = 1e-3,
+    lr: float = 2e-3,
     clip: float = 0.2,
     kl_coef: float = 1e-3,
     recompute: Annotated[str, typer.Option(help="none | full | block | selective")] = "none",
@@ -69,6 +65,20 @@ def train(
     )
     metrics = run(settings, dp=dp)
     print(f"{out}/metrics.jsonl: reward {metrics[0]['reward']:.3f} -> {metrics[-1]['reward']:.3f}")
+
+
+@app.command()
+def compare(
+    out: Annotated[Path, typer.Option(help="Folder for the runs, summary.json and curves.png.")] = Path(
+        "build/grpo/compare"
+    ),
+    steps: int = 30,
+    updates: Annotated[int, typer.Option(help="Gradient steps per rollout.")] = 4,
+    lr: float = 2e-3,
+) -> None:
+    """Train off, r2 and r3 from the same start; then off and r3 with lr = 0."""
+    compare_runs(out, steps=steps, updates=updates, lr=lr)
+    print(f"{out}/curves.png, {out}/summary.json, metrics of each run under {out}/")
 
 
 if __name__ == "__main__":

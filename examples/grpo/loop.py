@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import megatron_router_replay as mrr
 from examples.grpo.batch import RolloutBatch

@@ -38,12 +38,12 @@ class Settings:
     vllm_url: str = ""
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     task: ClassTask = field(default_factory=ClassTask)
-    steps: int = 40
+    steps: int = 30
     prompts: int = 8
     per_prompt: int = 8
     updates: int = 4
     per_microbatch: int = 8
-    lr: float = 1e-3
+    lr: float = 2e-3
     clip: float = 0.2
     kl_coef: float = 1e-3
     clip_grad: float = 1.0

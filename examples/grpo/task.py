@@ -14,7 +14,7 @@ PAD, BOS, EOS = 0, 1, 2
 NUM_CLASSES = 4
 FIRST_COMMAND = 4
 FIRST_WORD = 8
-VOCAB_SIZE = 64
+VOCAB_SIZE = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

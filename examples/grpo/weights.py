@@ -15,12 +15,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from examples.grpo.task import VOCAB_SIZE
 from megatron_router_replay.testing.global_parameters import is_expert, iterate_global_parameters, merge_parameter
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "vocab_size": 64,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,

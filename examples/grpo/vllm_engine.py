@@ -1,0 +1,214 @@
+"""Rollouts from a real vLLM server over HTTP: start, health check, generate with routes and log-probs, new weights, stop.
+
+`VllmServer` is the process, started where the run is started; `VllmEngine` is rank 0's client. New weights go through a
+checkpoint folder: the client writes model.safetensors there, tells the server to load it again (`reload_weights`, half a
+second) and to drop its prefix cache, whose keys, values and routes are of the old weights. Both calls exist only with
+VLLM_SERVER_DEV_MODE=1, so the server listens on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from examples.grpo.rollout import Sample, make_sample
+from examples.grpo.weights import save_hf_checkpoint
+from megatron_router_replay import engines
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+class VllmError(RuntimeError):
+    """The server did not start, or refused a request."""
+
+
+class VllmServer:
+    """A vLLM server in an environment of its own, for the length of a `with` block.
+
+    Args:
+        folder: Hugging Face checkpoint folder, with the first weights; the server reads it again at each sync.
+        python: of the environment with vLLM, made by `make venv-vllm`.
+        dtype: of the server's model.
+        start_timeout_s: how long it may take to answer.
+
+    Raises:
+        VllmError: there is no such environment, the server ended or did not answer in time; with the end of its log.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int = 18231,
+        python: Path = REPO / ".venv-vllm/bin/python",
+        dtype: str = "bfloat16",
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        self.folder = folder
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / "vllm.log"
+        if not python.exists():
+            raise VllmError(f"cannot start vLLM: there is no {python}. Run `make venv-vllm` first.")
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command += [
+            "--served-model-name",
+            "policy",
+            "--skip-tokenizer-init",
+            "--dtype",
+            dtype,
+            "--max-model-len",
+            "256",
+        ]
+        command += ["--enforce-eager", "--enable-return-routed-experts", "--enable-scale-out", "--max-num-seqs", "64"]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        settings = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        }
+        settings |= {"VLLM_SERVER_DEV_MODE": "1"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=os.environ | settings,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        try:
+            self._wait_until_healthy(start_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_until_healthy(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise VllmError(
+                    f"the vLLM server ended with exit code {self.process.returncode} before it answered. The end of "
+                    f"{self.log}:\n{self._end_of_log()}"
+                )
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
+                return
+            except (urllib.error.URLError, TimeoutError, ConnectionError):
+                time.sleep(0.5)
+        raise VllmError(
+            f"the vLLM server did not answer at {self.url}/health within {timeout_s:.0f} s. The end of {self.log}:\n"
+            f"{self._end_of_log()}"
+        )
+
+    def _end_of_log(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+
+    def stop(self) -> None:
+        """End the server and its workers."""
+        for sign, patience_s in ((signal.SIGINT, 20.0), (signal.SIGKILL, 10.0)):
+            try:
+                os.killpg(self.process.pid, sign)
+                self.process.wait(patience_s)
+            except ProcessLookupError:
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+    def __enter__(self) -> VllmServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class VllmEngine:
+    """Rank 0's client of a running server.
+
+    Args:
+        url: of the server.
+        folder: the checkpoint folder that the server was started with.
+    """
+
+    def __init__(self, url: str, folder: Path, *, eos_token_id: int) -> None:
+        self.url = url
+        self.folder = folder
+        self.eos_token_id = eos_token_id
+        self.model = engines.ModelRoutingInfo.from_hf_config(folder)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Write the weights where the server reads them, and have it read them."""
+        save_hf_checkpoint(self.folder, weights)
+        self.post("/collective_rpc", {"method": "reload_weights"})
+        if not self.post("/reset_prefix_cache", {})["success"]:
+            raise VllmError("vLLM did not drop its prefix cache: it would answer with keys and routes of old weights.")
+
+    def generate(self, prompts: Sequence[Tensor], *, per_prompt: int, max_new_tokens: int, seed: int) -> list[Sample]:
+        """Send one request a prompt, all at once; return the samples in the order of the prompts."""
+
+        def ask(group: int) -> list[Sample]:
+            sampling = {
+                "n": per_prompt,
+                "max_tokens": max_new_tokens,
+                "temperature": 1.0,
+                "seed": seed * 1000 + group,
+                "stop_token_ids": [self.eos_token_id],
+                "logprobs": 0,
+            }
+            prompt = prompts[group]
+            body = {"model": "policy", "token_ids": prompt.tolist(), "sampling_params": sampling}
+            return self.read(self.post("/inference/v1/generate", body), prompt, group)
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return [sample for samples in pool.map(ask, range(len(prompts))) for sample in samples]
+
+    def read(self, response: dict[str, Any], prompt: Tensor, group: int) -> list[Sample]:
+        """Return the samples of a response.
+
+        Raises:
+            PayloadError: the routes are missing, damaged, or not of these tokens.
+        """
+        trace = engines.vllm.decode_batch(response, model=self.model, prompt_token_ids=prompt.tolist())
+        samples = []
+        for choice, of_choice in zip(response["choices"], trace.samples(), strict=True):
+            assert of_choice.token_ids is not None, "the response carries token ids"
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+            samples.append(make_sample(prompt, of_choice.token_ids.long(), logprobs, of_choice, group))
+        return samples
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Send JSON, return JSON (None where the reply is empty)."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data=json.dumps(body).encode(), headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as reply:
+                text = reply.read()
+        except urllib.error.HTTPError as error:
+            detail = error.read().decode(errors="replace")[:500]
+            raise VllmError(f"vLLM answered {error.code} to POST {path}: {detail}") from error
+        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+            raise VllmError(f"vLLM at {self.url} did not answer POST {path}: {error}. Is the server up?") from error
+        return json.loads(text) if text else None
+
+    def close(self) -> None:
+        """Nothing to give back; the server belongs to whoever started it."""
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end the server if this process is killed (Linux); PR_SET_PDEATHSIG is 1."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
