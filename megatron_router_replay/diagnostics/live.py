@@ -1,0 +1,332 @@
+"""What the live router would have chosen beside what is replayed: sums on the device while a model trains.
+
+Feed `LiveComparison` with every router's forward under replay; nothing waits for the device until `report()` reads the
+sums once. A layer whose replayed routes look as if they were drawn without looking at the tokens is a wrong capture, and
+is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_router_replay.diagnostics.shifts import Finding
+from megatron_router_replay.errors import ReplayStateError, TraceError
+
+_MIN_ROWS = 32
+_LOST = 0.35
+"""Skill below which routes have nothing to do with the live router; engines that merely differ in precision reach 0.9."""
+
+
+class LiveComparison:
+    """Sums over routers' forwards: how the live top-k and the replayed one agree, layer by layer.
+
+    Args:
+        layer_numbers: layers that this rank will feed.
+        num_experts, topk: of the routers.
+        device: where the routers run.
+        every_n: compare every n-th micro-batch only; `wants` says which.
+    """
+
+    def __init__(
+        self,
+        layer_numbers: Sequence[int],
+        *,
+        num_experts: int,
+        topk: int,
+        device: torch.device | str = "cpu",
+        every_n: int = 1,
+    ) -> None:
+        if every_n < 1:
+            raise TraceError(f"every_n={every_n} must be 1 or more.")
+        self.layer_numbers = tuple(layer_numbers)
+        self.num_experts, self.topk, self.every_n = num_experts, topk, every_n
+        self._index = {number: i for i, number in enumerate(self.layer_numbers)}
+        # One buffer, so that ranks reduce it at once: rows, mass live, mass replayed, overlap counts, loads.
+        columns = 3 + (topk + 1) + 2 * num_experts
+        self._sums = torch.zeros(len(self.layer_numbers), columns, dtype=torch.float64, device=device)
+        self._tokens = torch.zeros(2, dtype=torch.float64, device=device)  # rows, rows that agree in every layer
+        self._agreeing: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def wants(self, microbatch: int) -> bool:
+        """Return whether this micro-batch, counted from 0, shall be compared."""
+        return microbatch % self.every_n == 0
+
+    def add(
+        self,
+        layer_number: int,
+        scores: Tensor,
+        *,
+        live: Tensor,
+        replayed: Tensor,
+        mask: Tensor | None = None,
+        kind: Literal["logits", "probabilities"] = "logits",
+        key: int = 0,
+    ) -> None:
+        """Add one forward of one router. No host sync.
+
+        Args:
+            scores: [num_tokens, num_experts], the live router's.
+            live, replayed: [num_tokens, topk] of any integer dtype, distinct ids in a row.
+            mask: [num_tokens] or [num_tokens, 1] bool, True: this row is replayed; None: all are. Padding and rows that
+                the live router decides agree by themselves and would flatter the numbers.
+            kind: whether scores still need a softmax over the experts.
+            key: tells micro-batches that run at the same time apart, such as model chunks.
+
+        Raises:
+            ReplayStateError: the layer was not announced, or shapes do not fit.
+        """
+        if layer_number not in self._index:
+            raise ReplayStateError(f"layer {layer_number} is none of those compared: {list(self.layer_numbers)}.")
+        shape = (scores.shape[0], self.topk)
+        if scores.shape[1:] != (self.num_experts,) or live.shape != shape or replayed.shape != shape:
+            raise ReplayStateError(
+                f"layer {layer_number}: scores {list(scores.shape)}, live {list(live.shape)} and replayed "
+                f"{list(replayed.shape)} do not fit top-{self.topk} of {self.num_experts} experts."
+            )
+        with torch.no_grad():
+            weight = torch.ones(shape[0], device=scores.device) if mask is None else mask.reshape(-1)
+            weight = weight.to(device=scores.device, dtype=torch.float64)
+            probabilities = _probabilities(scores.detach(), kind)
+            of_live, of_replayed = self._one_hot(live, scores.device), self._one_hot(replayed, scores.device)
+            overlap = (of_live * of_replayed).sum(dim=1).to(torch.int64)
+            counts = torch.zeros(shape[0], self.topk + 1, dtype=torch.float64, device=scores.device)
+            counts.scatter_(1, overlap.unsqueeze(1), 1.0)
+            row = torch.cat(
+                [
+                    weight.sum().view(1),
+                    (weight * (probabilities * of_live).sum(dim=1)).sum().view(1),
+                    (weight * (probabilities * of_replayed).sum(dim=1)).sum().view(1),
+                    weight @ counts,
+                    weight.to(of_live.dtype) @ of_live,
+                    weight.to(of_live.dtype) @ of_replayed,
+                ]
+            )
+            self._sums[self._index[layer_number]] += row.to(self._sums.device)
+            agrees = overlap == self.topk
+            before = self._agreeing.get(key)
+            self._agreeing[key] = (weight, agrees if before is None else before[1] & agrees)
+
+    def end_microbatch(self, key: int = 0) -> None:
+        """Note that all layers of a micro-batch were added; counts the tokens that agree in all of them."""
+        ended = self._agreeing.pop(key, None)
+        if ended is not None:
+            weight, agrees = ended
+            self._tokens += torch.stack([weight.sum(), (weight * agrees).sum()]).to(self._tokens.device)
+
+    def report(self, *groups: dist.ProcessGroup | None) -> LiveReport:
+        """Return the sums so far, added up over groups of ranks that feed the same layers; waits for the device.
+
+        Args:
+            groups: reduced one after the other, such as the tensor-parallel group under sequence parallelism, then the
+                data- and context-parallel group. None is left out. Every rank of a group calls it. The sums
+                themselves stay this rank's own.
+        """
+        flat = torch.cat([self._sums.reshape(-1), self._tokens])
+        for group in groups:
+            if group is not None:
+                dist.all_reduce(flat, group=group)
+        sums, tokens = flat[:-2].view_as(self._sums).cpu(), flat[-2:].tolist()
+        hist, experts = self.topk + 1, self.num_experts
+        return LiveReport(
+            layer_numbers=self.layer_numbers,
+            num_experts=experts,
+            topk=self.topk,
+            rows=sums[:, 0].to(torch.int64),
+            mass_live=sums[:, 1] / sums[:, 0],
+            mass_replayed=sums[:, 2] / sums[:, 0],
+            overlap=sums[:, 3 : 3 + hist].to(torch.int64),
+            load_live=sums[:, 3 + hist : 3 + hist + experts].round().to(torch.int64),
+            load_replayed=sums[:, 3 + hist + experts :].round().to(torch.int64),
+            tokens=int(tokens[0]),
+            tokens_agree=int(tokens[1]),
+        )
+
+    def _one_hot(self, indices: Tensor, device: torch.device) -> Tensor:
+        hot = torch.zeros(indices.shape[0], self.num_experts, dtype=torch.float32, device=device)
+        return hot.scatter_(1, indices.to(device=device, dtype=torch.int64, non_blocking=True), 1.0)
+
+
+def _probabilities(scores: Tensor, kind: str) -> Tensor:
+    """Return float32 rows that add up to 1."""
+    if kind == "logits":
+        return torch.softmax(scores.float(), dim=1)
+    if kind != "probabilities":
+        raise TraceError(f"kind={kind!r} must be 'logits' or 'probabilities'.")
+    # Sigmoid scores with an expert bias may be negative and add up to anything.
+    positive = scores.float().clamp(min=0.0)
+    return positive / positive.sum(dim=1, keepdim=True).clamp(min=1e-20)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LiveReport:
+    """How the live router and the replayed routes agree, layer by layer; only replayed rows count.
+
+    Args:
+        rows: [num_layers] int64, decisions compared.
+        mass_live, mass_replayed: [num_layers] float64, mean live probability of the experts that each names, NaN
+            without rows. Nearly equal: the two differ in near-ties only.
+        overlap: [num_layers, topk + 1] int64, decisions by the number of experts in common.
+        load_live, load_replayed: [num_layers, num_experts] int64, tokens of each expert.
+        tokens, tokens_agree: tokens compared, and those with the same set in every layer of this rank.
+    """
+
+    layer_numbers: tuple[int, ...]
+    num_experts: int
+    topk: int
+    rows: Tensor
+    mass_live: Tensor
+    mass_replayed: Tensor
+    overlap: Tensor
+    load_live: Tensor
+    load_replayed: Tensor
+    tokens: int
+    tokens_agree: int
+
+    @property
+    def agreement(self) -> Tensor:
+        """Share of decisions with the same set, [num_layers] float64, NaN without rows."""
+        return self.overlap[:, -1].double() / self.rows
+
+    @property
+    def overlap_share(self) -> Tensor:
+        """Share of experts in common, [num_layers] float64, NaN without rows."""
+        shared = torch.arange(self.topk + 1, dtype=torch.float64) / self.topk
+        return (self.overlap.double() @ shared) / self.rows
+
+    @property
+    def skill(self) -> Tensor:
+        """What is left of the overlap when chance is taken out, [num_layers]: 1 the same, 0 unrelated, NaN without rows.
+
+        Chance is the overlap of routes drawn with the same two expert loads, but for other tokens.
+        """
+        rows = self.rows.double().unsqueeze(1)
+        chance = ((self.load_live / rows) * (self.load_replayed / rows)).sum(dim=1) / self.topk
+        share = self.overlap_share
+        return torch.where(share > 0.999, torch.ones_like(share), (share - chance) / (1 - chance).clamp(min=1e-9))
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Layers whose replayed routes have nothing to do with what the live router sees: wrong captures."""
+        skill, share = self.skill.tolist(), self.overlap_share.tolist()
+        enough = [i for i, rows in enumerate(self.rows.tolist()) if rows >= _MIN_ROWS]
+        lost = [i for i in enough if skill[i] < _LOST]
+        if len(lost) > 1 and len(lost) == len(enough):
+            return (
+                Finding(
+                    kind="layer_outlier",
+                    text=f"in every layer the replayed experts are those of the live router no more often than by chance "
+                    f"({sum(share[i] for i in lost) / len(lost):.1%} in common): rows are shifted, or the routes are of "
+                    "other tokens or another model.",
+                ),
+            )
+        constant = [i for i in lost if int((self.load_replayed[i] > 0).sum()) == self.topk]
+        return tuple(
+            Finding(
+                kind="layer_constant" if i in constant else "layer_outlier",
+                layer_numbers=(self.layer_numbers[i],),
+                text=f"layer {self.layer_numbers[i]}: {share[i]:.1%} of its replayed experts are the live router's, no more "
+                "than by chance: "
+                + (
+                    "every token is sent to the same experts, so its data was lost or zeroed."
+                    if i in constant
+                    else "its routes are of another layer, step or model."
+                ),
+            )
+            for i in lost
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as values that `json.dumps` takes; what was not measured is None."""
+
+        def known(values: Tensor) -> list[float | None]:
+            return [None if value != value else value for value in values.tolist()]
+
+        return {
+            "layer_numbers": list(self.layer_numbers),
+            "rows": self.rows.tolist(),
+            "agreement": known(self.agreement),
+            "overlap": known(self.overlap_share),
+            "skill": known(self.skill),
+            "mass_live": known(self.mass_live),
+            "mass_replayed": known(self.mass_replayed),
+            "imbalance_live": known(_imbalance(self.load_live)),
+            "imbalance_replayed": known(_imbalance(self.load_replayed)),
+            "tokens": self.tokens,
+            "tokens_agree": self.tokens_agree,
+            "findings": [str(finding) for finding in self.findings],
+        }
+
+    def metrics(self, prefix: str = "router_replay/live/") -> dict[str, float]:
+        """Return numbers over all layers for a training logger: keys are the same whatever was measured."""
+        rows = max(1, int(self.rows.sum()))
+        weights = self.rows.double() / rows
+        means = {
+            "agreement": self.agreement,
+            "overlap": self.overlap_share,
+            "mass_live": self.mass_live,
+            "mass_replayed": self.mass_replayed,
+            "imbalance_live": _imbalance(self.load_live),
+            "imbalance_replayed": _imbalance(self.load_replayed),
+        }
+        values = {name: float((value.nan_to_num() * weights).sum()) for name, value in means.items()}
+        values["tokens_agree"] = self.tokens_agree / max(1, self.tokens)
+        values["layers_wrong"] = float(len(self.findings))
+        return {prefix + name: value for name, value in values.items()}
+
+    def __str__(self) -> str:
+        lines = [
+            f"live router beside the replayed routes: {self.tokens:,} tokens, {self.tokens_agree:,} agree in every layer",
+            "  layer  same set  in common  mass replayed / live  imbalance replayed / live",
+        ]
+        columns = (self.agreement, self.overlap_share, self.mass_replayed, self.mass_live)
+        uneven = _imbalance(self.load_replayed), _imbalance(self.load_live)
+        for i, number in enumerate(self.layer_numbers):
+            same, common, replayed, live = (column[i] for column in columns)
+            lines.append(
+                f"  {number:>5}  {same:>8.1%}  {common:>9.1%}  {replayed:>13.3f} / {live:.3f}  "
+                f"{uneven[0][i]:>18.2f} / {uneven[1][i]:.2f}"
+            )
+        return "\n".join([*lines, *(f"finding: {finding}" for finding in self.findings)])
+
+
+def merge_live_reports(reports: Sequence[LiveReport]) -> LiveReport:
+    """Return one report of pipeline stages' reports, which hold different layers; tokens are those of the first.
+
+    `tokens_agree` of a model in stages is the smallest of the stages': an upper bound.
+
+    Raises:
+        TraceError: no reports, two hold the same layer, or they are of different models.
+    """
+    with_layers = [report for report in reports if report.layer_numbers]
+    if not with_layers:
+        raise TraceError("cannot merge reports without layers.")
+    first = with_layers[0]
+    order = sorted((number, i, j) for i, r in enumerate(with_layers) for j, number in enumerate(r.layer_numbers))
+    numbers = tuple(number for number, _, _ in order)
+    if len(set(numbers)) != len(numbers) or any(
+        (r.num_experts, r.topk) != (first.num_experts, first.topk) for r in reports
+    ):
+        raise TraceError(f"cannot merge live reports of layers {list(numbers)}: a layer twice, or other models.")
+
+    def joined(name: str) -> Tensor:
+        return torch.stack([getattr(with_layers[i], name)[j] for _, i, j in order])
+
+    names = ("rows", "mass_live", "mass_replayed", "overlap", "load_live", "load_replayed")
+    return LiveReport(
+        layer_numbers=numbers,
+        num_experts=first.num_experts,
+        topk=first.topk,
+        tokens=first.tokens,
+        tokens_agree=min(report.tokens_agree for report in with_layers),
+        **{name: joined(name) for name in names},
+    )
+
+
+def _imbalance(load: Tensor) -> Tensor:
+    return load.max(dim=1).values.double() / load.double().mean(dim=1)
