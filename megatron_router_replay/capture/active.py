@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -18,7 +19,7 @@ from megatron_router_replay.capture.output import CapturedRoutes
 from megatron_router_replay.capture.requests import PromptRoutes, RequestRoutes
 from megatron_router_replay.capture.routers import RouterSite, Select
 from megatron_router_replay.capture.staging import HostStaging
-from megatron_router_replay.capture.steps import StepPart, as_positions, iterate_requests
+from megatron_router_replay.capture.steps import StepPart, as_positions, iterate_runs
 
 
 class ActiveCapturer(RoutedExpertsCapturer):
@@ -108,12 +109,12 @@ class ActiveCapturer(RoutedExpertsCapturer):
                 "the capturer with more, or forward fewer at once."
             )
         parts = []
-        for request_id, slots, own in iterate_requests(
+        for request_id, slots, position in iterate_runs(
             request_ids, array, query_lengths=query_lengths, sequence_first=sequence_first
         ):
             request = self._request(request_id)
-            if request is not None and slots.size:
-                parts.append(StepPart(request, slots, own))
+            if request is not None:
+                parts.append(StepPart(request, slots, position))
         if parts:
             assert self._staging is not None
             self._staging.hold_device()
@@ -206,11 +207,12 @@ class ActiveCapturer(RoutedExpertsCapturer):
         assert self._staging is not None
         parts, self._pending = self._pending, []
         rows = self._staging.take()
-        unwritten = (rows[:, :, 0] == self.buffer.unwritten).any(axis=1)
+        unwritten = rows[:, :, 0] == self.buffer.unwritten
+        some_unwritten = bool(unwritten.any())
         for part in parts:
-            if unwritten[part.slots].any():
-                raise self._explain_unwritten(rows, part)
-            part.request.write(part.positions, rows[part.slots])
+            if some_unwritten and unwritten[part.slots].any():
+                raise self._explain_unwritten(unwritten[part.slots], part)
+            part.request.write(part.position, rows[part.slots])
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -260,12 +262,11 @@ class ActiveCapturer(RoutedExpertsCapturer):
         other.prompt.is_shared = True
         return other.prompt
 
-    def _explain_unwritten(self, rows: Any, part: StepPart) -> CaptureError:
-        bad = rows[part.slots][:, :, 0] == self.buffer.unwritten
+    def _explain_unwritten(self, bad: NDArray[np.bool_], part: StepPart) -> CaptureError:
         layers = [self._layer_numbers[i] for i in np.flatnonzero(bad.any(axis=0))]
         return CaptureError(
             f"request {part.request.request_id!r}: no route was written for {int(bad.any(axis=1).sum())} of its "
-            f"{len(part.slots)} tokens in layers {layers}. Did the forward run these routers between begin_forward and "
+            f"{len(bad)} tokens in layers {layers}. Did the forward run these routers between begin_forward and "
             "end_forward, on all these token slots (not on a part, as under sequence parallelism), and not in a fused kernel "
             "or a graph recorded before create()?"
         )

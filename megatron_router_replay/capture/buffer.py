@@ -29,7 +29,7 @@ def write_routes(module: nn.Module, topk_indices: Tensor) -> None:
     """
     out = getattr(module, ROUTES_ATTRIBUTE, None)
     if out is not None:
-        rows = topk_indices.reshape(-1, topk_indices.shape[-1])
+        rows = topk_indices if topk_indices.dim() == 2 else topk_indices.flatten(0, -2)
         # A larger forward is none that begin_forward announced (that one raises): training on the same model, say.
         if rows.shape[0] <= out.shape[0]:
             out[: rows.shape[0]].copy_(rows)

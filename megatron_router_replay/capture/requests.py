@@ -28,15 +28,17 @@ class PromptRoutes:
         self.is_shared = False
         self._int16: Array | None = None
 
-    def write(self, positions: NDArray[np.int64], rows: Array) -> None:
-        """Store the rows of these positions; of a shared prompt only those that no other completion stored before."""
+    def write(self, position: int, rows: Array) -> None:
+        """Store rows from `position` on; of a shared prompt only those that no other completion stored before."""
+        where = slice(position, position + len(rows))
         if self.is_shared:
-            new = ~self.written[positions]
+            new = ~self.written[where]
             if not new.any():
                 return
-            positions, rows = positions[new], rows[new]
-        self.rows[positions] = rows
-        self.written[positions] = True
+            self.rows[where][new] = rows[new]
+        else:
+            self.rows[where] = rows
+        self.written[where] = True
         self._int16 = None
 
     def as_int16(self) -> Array:
@@ -64,23 +66,22 @@ class RequestRoutes:
         self._rows: Array = prompt.rows[:0]
         self._written: NDArray[np.bool_] = prompt.written[:0]
 
-    def write(self, positions: NDArray[np.int64], rows: Array) -> None:
-        """Store rows [n, num_layers, topk] of positions [n]; what a later forward says of a position holds."""
-        border = self.num_prompt_tokens
-        if self.is_released:
+    def write(self, position: int, rows: Array) -> None:
+        """Store rows [n, num_layers, topk] from `position` on; what a later forward says of a position holds."""
+        in_prompt = self.num_prompt_tokens - position
+        if in_prompt > 0:
             # Completions that share the prompt still need what this one forwarded of it.
-            kept = (positions < border) & self.prompt.is_shared
-            positions, rows = positions[kept], rows[kept]
-        if not positions.size:
-            return
-        if positions[0] >= border and positions.size == 1:
-            self._write_own(positions - border, rows)
-            return
-        in_prompt = positions < border
-        if in_prompt.any():
-            self.prompt.write(positions[in_prompt], rows[in_prompt])
-        if not in_prompt.all():
-            self._write_own(positions[~in_prompt] - border, rows[~in_prompt])
+            if not self.is_released or self.prompt.is_shared:
+                self.prompt.write(position, rows[:in_prompt])
+            rows = rows[in_prompt:]
+            position += in_prompt
+        if len(rows) and not self.is_released:
+            start = position - self.num_prompt_tokens
+            end = start + len(rows)
+            if end > len(self._rows):
+                self._grow(max(end, 2 * len(self._rows), _FIRST_ROWS))
+            self._rows[start:end] = rows
+            self._written[start:end] = True
 
     def generation(self, num_rows: int) -> tuple[Array, NDArray[np.bool_]]:
         """Return the first rows behind the prompt and which of them were written; copies of exactly that size."""
@@ -98,13 +99,6 @@ class RequestRoutes:
     @property
     def num_bytes(self) -> int:
         return int(self._rows.nbytes + self._written.nbytes)
-
-    def _write_own(self, indices: NDArray[np.int64], rows: Array) -> None:
-        needed = int(indices.max()) + 1
-        if needed > len(self._rows):
-            self._grow(max(needed, 2 * len(self._rows), _FIRST_ROWS))
-        self._rows[indices] = rows
-        self._written[indices] = True
 
     def _grow(self, capacity: int) -> None:
         rows = np.empty((capacity, *self._rows.shape[1:]), self._rows.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,11 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """One request's tokens in one forward: row `slots[i]` of the buffer is token `positions[i]` of the request."""
+    """Consecutive tokens of one request in one forward: row slots[i] of the buffer is token position + i."""
 
     request: RequestRoutes
-    slots: IntArray
-    positions: IntArray
+    slots: slice
+    position: int
 
 
 def token_positions(attention_mask: Any) -> IntArray:
@@ -51,14 +52,14 @@ def as_positions(values: Any) -> IntArray:
     return array.astype(np.int64)
 
 
-def iterate_requests(
+def iterate_runs(
     request_ids: Sequence[Hashable | None],
     positions: IntArray,
     *,
     query_lengths: Sequence[int] | None,
     sequence_first: bool,
-) -> Iterator[tuple[Hashable, IntArray, IntArray]]:
-    """Yield (request id, slots, positions) of each entry of a batch that is not None.
+) -> Iterator[tuple[Hashable, slice, int]]:
+    """Yield (request id, slots, first position) of each run of consecutive tokens, None and padding left out.
 
     Args:
         request_ids: one per sequence of the batch.
@@ -66,43 +67,57 @@ def iterate_requests(
             [sum of them], one sequence behind the other.
 
     Raises:
-        CaptureError: the shapes do not fit one another.
+        CaptureError: the shapes do not fit one another, or a position is below -1.
     """
-    num_requests = len(request_ids)
-    slots: IntArray = np.arange(positions.size, dtype=np.int64)
+    if positions.size and positions.min() < -1:
+        raise CaptureError(f"a position is {positions.min()}: tokens count from 0, padding is -1.")
+    batch = len(request_ids)
     if query_lengths is not None:
         lengths = [int(length) for length in query_lengths]
-        if positions.ndim != 1 or len(lengths) != num_requests or sum(lengths) != positions.size or min(lengths) < 0:
+        if (
+            positions.ndim != 1
+            or len(lengths) != batch
+            or sum(lengths) != positions.size
+            or min(lengths, default=0) < 0
+        ):
             raise CaptureError(
-                f"query_lengths {lengths} (sum {sum(lengths)}) do not fit {num_requests} requests and positions of shape "
+                f"query_lengths {lengths} (sum {sum(lengths)}) do not fit {batch} requests and positions of shape "
                 f"{list(positions.shape)}: give one length a request, positions [sum of the lengths]."
             )
-        bounds = np.cumsum(lengths)[:-1]
-        yield from _present(request_ids, np.split(slots, bounds), np.split(positions, bounds))
+        start = 0
+        for request_id, length in zip(request_ids, lengths):
+            if request_id is not None:
+                yield from _runs(request_id, positions[start : start + length], start, 1)
+            start += length
         return
-    if positions.ndim == 1:
-        positions = positions[None, :] if sequence_first else positions[:, None]
-    if positions.ndim == 2:
-        slots = slots.reshape(positions.shape)
-        if sequence_first:
-            slots, positions = slots.T, positions.T
-    if positions.ndim != 2 or positions.shape[0] != num_requests:
+    if positions.ndim == 2 and sequence_first:
+        positions = positions.T
+    if positions.ndim not in (1, 2) or positions.shape[0] != batch:
         raise CaptureError(
-            f"positions of shape {list(positions.shape)} do not fit {num_requests} requests: expected [batch, length], or "
-            "[batch] with one token each, or [tokens] with query_lengths."
+            f"positions of shape {list(positions.shape)} do not fit {batch} requests: expected [batch, length], or [batch] "
+            "with one token each, or [tokens] with query_lengths."
         )
-    yield from _present(request_ids, list(slots), list(positions))
+    if positions.size == batch:
+        for slot, (request_id, position) in enumerate(zip(request_ids, positions.ravel().tolist())):
+            if request_id is not None and position >= 0:
+                yield request_id, slice(slot, slot + 1, 1), position
+        return
+    length = positions.shape[1]
+    for row, request_id in enumerate(request_ids):
+        if request_id is not None:
+            first, step = (row, batch) if sequence_first else (row * length, 1)
+            yield from _runs(request_id, positions[row], first, step)
 
 
-def _present(
-    request_ids: Sequence[Hashable | None], slots: Sequence[IntArray], positions: Sequence[IntArray]
-) -> Iterator[tuple[Hashable, IntArray, IntArray]]:
-    for request_id, own_slots, own_positions in zip(request_ids, slots, positions):
-        if request_id is None:
+def _runs(request_id: Hashable, positions: IntArray, first: int, step: int) -> Iterator[tuple[Hashable, slice, int]]:
+    """Split one sequence's positions, of which entry i is in slot first + i * step."""
+    ends = np.flatnonzero(positions[1:] != positions[:-1] + 1) + 1
+    bounds = [0, *ends.tolist(), positions.size]
+    for begin, end in pairwise(bounds):
+        if begin == end:
             continue
-        if own_positions.size == 1:
-            if own_positions[0] >= 0:
-                yield request_id, own_slots, own_positions
-            continue
-        tokens = own_positions >= 0
-        yield request_id, own_slots[tokens], own_positions[tokens]
+        # Padding is -1, 0, 1, ... where the first token follows it.
+        skip = 1 if positions[begin] < 0 else 0
+        if begin + skip < end:
+            slots = slice(first + (begin + skip) * step, first + (end - 1) * step + 1, step)
+            yield request_id, slots, int(positions[begin + skip])
