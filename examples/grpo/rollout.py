@@ -62,6 +62,7 @@ class TransformersEngine:
     def __init__(self, checkpoint: str | Path, *, eos_token_id: int, dtype: torch.dtype = torch.bfloat16) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        self.checkpoint = Path(checkpoint)
         self.eos_token_id = eos_token_id
         config = AutoConfig.from_pretrained(checkpoint)
         self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -1,0 +1,229 @@
+"""Small runs of the GRPO example, and what the tests of it run in gloo workers."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import megatron_router_replay as mrr
+from examples.grpo.batch import RolloutBatch
+from examples.grpo.loop import make_engine, one_step, roll_out
+from examples.grpo.on_cpu import cuda_type_names
+from examples.grpo.rollout import Sample, TransformersEngine
+from examples.grpo.settings import Settings
+from examples.grpo.task import EOS, ClassTask
+from examples.grpo.trainer import Trainer
+from examples.grpo.vllm_engine import VllmEngine
+from examples.grpo.weights import CONFIG, gather_hf_weights, random_hf_weights, save_hf_checkpoint
+from megatron_router_replay.testing import ParallelLayout, load_qwen3_moe
+
+
+def small(out: Path, **changes: Any) -> Settings:
+    """Return settings of a run that takes a second or two a step."""
+    base = Settings(
+        out=out,
+        task=ClassTask(min_words=2, max_words=4, max_new_tokens=6),
+        steps=2,
+        prompts=4,
+        per_prompt=4,
+        updates=2,
+        per_microbatch=2,
+    )
+    return replace(base, **changes)
+
+
+def without_times(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Return the metrics that must be the same in another run."""
+    return [{name: value for name, value in step.items() if "seconds" not in name} for step in metrics]
+
+
+def make_trainer(settings: Settings) -> Trainer:
+    """Return this rank's trainer with the run's initial weights; inside cuda_type_names."""
+    settings.layout.initialize(seed=settings.seed)
+    initial = settings.out / f"initial_{torch.distributed.get_rank()}"
+    save_hf_checkpoint(initial, random_hf_weights(settings.seed))
+    save_hf_checkpoint(settings.out / "initial", random_hf_weights(settings.seed))
+    torch.distributed.barrier()
+    return Trainer(settings, initial)
+
+
+def sent_and_returned_weights(layout: ParallelLayout, folder: Path) -> dict[str, Tensor]:
+    """Load a checkpoint under a layout and gather it again by Hugging Face names."""
+    layout.initialize()
+    return gather_hf_weights(load_qwen3_moe(folder, layout), CONFIG)
+
+
+def rollout_against_megatron(settings: Settings, dtype: torch.dtype) -> dict[str, Any]:
+    """Sample from transformers, run the samples through Megatron: live (recorded), and with the routes replayed."""
+    with cuda_type_names():
+        trainer = make_trainer(settings)
+        engine = TransformersEngine(settings.out / "initial", eos_token_id=EOS, dtype=dtype)
+        engine.load_weights(random_hf_weights(settings.seed))
+        samples = roll_out(settings, engine, 0)
+        again = roll_out(settings, engine, 0)
+        batch = RolloutBatch(samples, torch.zeros(len(samples)))
+        trace = mrr.concat_traces([sample.trace for sample in samples])
+        live, recorded = trainer.record(batch)
+        return {
+            "samples": samples,
+            "repeats": all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(samples, again, strict=True)),
+            "trace": trace,
+            "recorded": recorded,
+            "rollout": batch.rollout_logprobs,
+            "mask": batch.loss_mask.bool(),
+            "live": live,
+            "replayed": trainer.logprobs(batch, trace),
+        }
+
+
+class DamagedEngine(TransformersEngine):
+    """Answers as vLLM does over HTTP, read by the vLLM client, with one layer of one sample lost on the way."""
+
+    def generate(self, prompts: Sequence[Tensor], **options: Any) -> list[Sample]:
+        samples = super().generate(prompts, **options)
+        client = VllmEngine("http://127.0.0.1:9", self.checkpoint, eos_token_id=EOS)
+        result = []
+        for group, prompt in enumerate(prompts):
+            own = [sample for sample in samples if sample.group == group]
+            response = vllm_response(own)
+            if group == len(prompts) - 1:
+                damage(response)
+            result += client.read(response, prompt, group)
+        return result
+
+
+def vllm_response(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the samples of one prompt as vLLM's /inference/v1/generate sends them."""
+    choices = []
+    for index, sample in enumerate(samples):
+        routes = np.zeros((len(sample.token_ids) - 1, CONFIG["num_hidden_layers"], 2), np.uint8)
+        for layer in sample.trace.layer_numbers:
+            routes[:, layer - 1] = sample.trace.layer(layer)[:-1]
+        choices.append(
+            {
+                "index": index,
+                "token_ids": sample.token_ids[sample.generated].tolist(),
+                "logprobs": {"content": [{"logprob": value} for value in sample.logprobs[sample.generated].tolist()]},
+                "finish_reason": "length",
+                "routed_experts": encoded(routes),
+            }
+        )
+    return {"choices": choices}
+
+
+def encoded(routes: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, routes)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def damage(response: dict[str, Any]) -> None:
+    """Zero the routes of the third layer in the last choice, as a fused kernel that bypasses capture leaves them."""
+    choice = response["choices"][-1]
+    routes = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))).copy()
+    routes[:, 2] = 0
+    choice["routed_experts"] = encoded(routes)
+
+
+def damaged_step(settings: Settings) -> dict[str, Any]:
+    """Train a step, then one whose routes arrive damaged; return the error and whether anything moved."""
+    with cuda_type_names():
+        trainer = make_trainer(settings)
+        is_first = torch.distributed.get_rank() == 0
+        engine = make_engine(settings) if is_first else None
+        before = flat(trainer)
+        one_step(trainer, engine, 0)
+        trained = flat(trainer)
+        if is_first:
+            if settings.engine == "vllm":
+                engine = DamagedVllm(settings.vllm_url, settings.out / "engine", eos_token_id=EOS)
+            else:
+                engine = DamagedEngine(settings.out / "initial", eos_token_id=EOS)
+        try:
+            one_step(trainer, engine, 1)
+        except mrr.RouterReplayError as error:
+            message = str(error)
+        else:
+            message = ""
+        return {
+            "message": message,
+            "first_step_trained": not torch.equal(before, trained),
+            "nothing_trained": torch.equal(trained, flat(trainer)),
+        }
+
+
+class DamagedVllm(VllmEngine):
+    """A client whose responses lose a layer on the way."""
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        response = super().post(path, body)
+        if path == "/inference/v1/generate":
+            damage(response)
+        return response
+
+
+def flat(trainer: Trainer) -> Tensor:
+    """Return this rank's parameters, its optimizer's moments included, as one vector."""
+    state = trainer.state_dict()
+    values = [tensor.flatten() for model in state["models"] for tensor in model.values() if tensor is not None]
+    for optimizer in state["optimizers"]:
+        for of_parameter in optimizer["state"].values():
+            values += [value.flatten().float() for value in of_parameter.values() if torch.is_tensor(value)]
+    return torch.cat(values)
+
+
+def two_turns(settings: Settings) -> dict[str, Any]:
+    """Roll out episodes of two turns, join their routes, and train on them with the routes replayed."""
+    with cuda_type_names():
+        trainer = make_trainer(settings)
+        engine = TransformersEngine(settings.out / "initial", eos_token_id=EOS)
+        engine.load_weights(random_hf_weights(settings.seed))
+        task = settings.task
+        options = {"per_prompt": 1, "max_new_tokens": task.max_new_tokens // 3}
+        prompts = [prompt for prompt in task.prompts(settings.prompts, seed=1) for _ in range(settings.per_prompt)]
+        first = engine.generate(prompts, seed=1, **options)
+        # The environment answers with a word and the command again; the whole conversation is the next prompt.
+        words = torch.tensor([9, 11])
+        continued = [torch.cat([sample.token_ids, words]) for sample in first]
+        second = engine.generate(continued, seed=2, **options)
+        samples, missing_after_first = [], []
+        for group, (turn_1, turn_2) in enumerate(zip(first, second, strict=True)):
+            segments = mrr.engines.RoutingSegments()
+            segments.append(turn_1.trace)
+            missing_after_first.append(segments.num_missing)
+            segments.append(turn_2.trace)
+            length = len(turn_1.token_ids)
+            generated, logprobs = turn_2.generated.clone(), turn_2.logprobs.clone()
+            generated[:length], logprobs[:length] = turn_1.generated, turn_1.logprobs
+            samples.append(
+                Sample(
+                    token_ids=turn_2.token_ids,
+                    generated=generated,
+                    logprobs=logprobs,
+                    trace=segments.trace(),
+                    group=group // settings.per_prompt,
+                    reward=task.reward(prompts[group], turn_2.token_ids[generated]),
+                )
+            )
+        batch = RolloutBatch(samples, torch.linspace(-1, 1, len(samples)))
+        trace = mrr.concat_traces([sample.trace for sample in samples])
+        live, _ = trainer.record(batch)
+        batch.old_logprobs = trainer.logprobs(batch, trace)
+        metrics = trainer.update(batch, trace)
+        trained = batch.loss_mask.bool()
+        return {
+            "samples": samples,
+            "missing_after_first": missing_after_first,
+            "missing": [int((~sample.trace.replay_mask).sum()) for sample in samples],
+            "metrics": metrics,
+            "gap_replayed": float((batch.old_logprobs - batch.rollout_logprobs)[trained].abs().mean()),
+            "gap_live": float((live - batch.rollout_logprobs)[trained].abs().mean()),
+        }

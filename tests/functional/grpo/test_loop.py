@@ -1,0 +1,112 @@
+"""The training loop: what is replayed, what is refused, and that it goes on after a stop as if there had been none."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from examples.grpo.loop import read_metrics, train
+from megatron_router_replay.testing import ParallelLayout
+from tests.functional.grpo.cases import damaged_step, small, two_turns, without_times
+
+
+def test_r3_replays_every_token_with_a_route_and_leaves_the_last_of_each_sample_live(workers_1, tmp_path):
+    settings = small(tmp_path, recompute="full")
+    (metrics,) = workers_1.run(train, settings)
+    assert len(metrics) == 2
+    for step in metrics:
+        assert step["router_replay/rows_live"] == 16  # one a sample
+        trained = step["router_replay/rows_replayed"] + step["router_replay/rows_live"]
+        assert step["router_replay/tokens"] == trained + step["router_replay/rows_padding"]
+        assert step["router_replay/replayed_share"] == (trained - 16) / trained
+        assert step["router_replay/recomputes"] == step["router_replay/forwards"] == 8 * 3  # micro-batches x routers
+        assert step["grad_norm"] > 0
+    assert without_times(read_metrics(tmp_path / "metrics.jsonl")) == without_times(metrics)
+
+
+def test_r2_fills_what_r3_misses_so_that_no_token_is_live(workers_1, tmp_path):
+    (metrics,) = workers_1.run(train, small(tmp_path, fill_missing=True, steps=1))
+    assert metrics[0]["router_replay/rows_live"] == 0
+    assert metrics[0]["router_replay/replayed_share"] == 1.0
+
+
+def test_off_and_r2_see_the_mismatch_that_r3_removes(workers_1, tmp_path):
+    first = {}
+    for mode in ("off", "r2", "r3"):
+        (tmp_path / mode).mkdir()
+        settings = small(tmp_path / mode, replay=mode, prompts=8, per_prompt=8, per_microbatch=8, steps=1)
+        first[mode] = workers_1.run(train, settings)[0][0]
+    assert first["off"]["reward"] == first["r2"]["reward"] == first["r3"]["reward"]  # the same rollout
+    assert first["off"]["router_disagreement"] == first["r3"]["router_disagreement"] > 0.003
+    assert first["off"]["rollout_kl"] == first["r2"]["rollout_kl"] > 4 * first["r3"]["rollout_kl"] > 0
+    assert "router_replay/rows_replayed" not in first["off"]
+    assert first["r2"]["router_replay/replayed_share"] == 1.0  # the trainer's own forward has a route for every token
+
+
+def test_a_stopped_and_resumed_run_continues_with_the_same_numbers(workers_1, tmp_path):
+    whole = small(tmp_path / "whole", steps=4, checkpoint_every=2)
+    parts = replace(whole, out=tmp_path / "parts")
+    for settings in (whole, parts):
+        settings.out.mkdir()
+    (expected,) = workers_1.run(train, whole)
+    workers_1.run(train, replace(parts, steps=3))  # one step past its checkpoint: that step is done again
+    (resumed,) = workers_1.run(train, replace(parts, resume=True))
+    assert [step["step"] for step in resumed] == [0, 1, 2, 3]
+    assert without_times(resumed) == without_times(expected)
+    assert without_times(read_metrics(parts.out / "metrics.jsonl")) == without_times(expected)
+
+
+def test_a_checkpoint_of_another_layout_is_refused(workers_2, workers_1, tmp_path):
+    settings = small(tmp_path, steps=1, checkpoint_every=1)
+    workers_1.run(train, settings)
+    with pytest.raises(Exception, match="its checkpoint is of ParallelLayout.*this run is ParallelLayout"):
+        workers_2.run(train, replace(settings, layout=ParallelLayout(pp_size=2), resume=True))
+    shutil.rmtree(tmp_path / "checkpoints")
+
+
+def test_damaged_routes_stop_the_step_on_every_rank_and_nothing_is_trained(workers_2, tmp_path):
+    ranks = workers_2.run(damaged_step, small(tmp_path, layout=ParallelLayout(pp_size=2)))
+    for rank in ranks:
+        assert "layer" in rank["message"], rank["message"]
+        assert rank["first_step_trained"]
+        assert rank["nothing_trained"]
+    assert ranks[0]["message"] == ranks[1]["message"]
+
+
+def test_an_episode_of_two_turns_trains_on_the_routes_of_both(workers_1, tmp_path):
+    (seen,) = workers_1.run(two_turns, small(tmp_path, prompts=4, per_prompt=4))
+    # Turn 1 misses its last token; turn 2 prefills it, so that only the episode's last token stays without a route.
+    assert seen["missing_after_first"] == [1] * 16
+    assert seen["missing"] == [1] * 16
+    assert seen["metrics"]["router_replay/rows_live"] == 16
+    turns = [int((sample.generated.int().diff() == 1).sum()) for sample in seen["samples"]]
+    assert turns == [2] * 16
+    assert seen["gap_replayed"] < seen["gap_live"]
+
+
+LAYOUTS = {
+    "pp2": ParallelLayout(pp_size=2),
+    "tp2-ep2": ParallelLayout(tp_size=2, ep_size=2),
+}
+SLOW_LAYOUTS = {
+    "cp2": ParallelLayout(cp_size=2),
+    "ep2": ParallelLayout(ep_size=2),
+    "pp2-vpp2": ParallelLayout(pp_size=2, vp_size=2),
+    "tp2-pp2-ep2": ParallelLayout(tp_size=2, pp_size=2, ep_size=2),
+}
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS)])
+def test_a_step_under_another_layout_is_the_step_of_one_process(name, workers_1, tmp_path, request):
+    layout = {**LAYOUTS, **SLOW_LAYOUTS}[name]
+    settings = small(tmp_path / "single", steps=2, recompute="full")
+    other = replace(settings, out=tmp_path / name, layout=layout)
+    for run in (settings, other):
+        run.out.mkdir()
+    (expected,) = workers_1.run(train, settings)
+    metrics, *rest = request.getfixturevalue(f"workers_{layout.world_size}").run(train, other)
+    assert rest == [[]] * len(rest)
+    for name in ("reward", "rollout_kl", "rollout_gap", "router_disagreement", "loss", "reference_kl", "grad_norm"):
+        assert metrics[0][name] == pytest.approx(expected[0][name], rel=2e-3, abs=1e-5), name
+    for name in ("reward", "grad_norm"):  # the second rollout is of weights that were trained and sent back
+        assert metrics[1][name] == pytest.approx(expected[1][name], rel=0.05), name
