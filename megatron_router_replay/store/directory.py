@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from megatron_router_replay.errors import StoreError
-from megatron_router_replay.store.atomic import naming, replacing, sync_folder
+from megatron_router_replay.store.atomic import naming, replacing, sync
 from megatron_router_replay.store.file import load_trace, save_trace
-from megatron_router_replay.store.format import load_json
+from megatron_router_replay.store.format import canonical_json, load_json
 from megatron_router_replay.store.merge import merge_traces
 from megatron_router_replay.trace import RoutingTrace
 
@@ -80,7 +80,7 @@ class TraceStore:
         folder = self._folder(step)
         with naming(folder, "save to"):
             folder.mkdir(parents=True, exist_ok=True)
-            sync_folder(folder.parent)
+            sync(folder.parent)
         manifest = self._manifest(step, rank)
         entries = {entry["part"]: entry for entry in _read_manifest(manifest, step, rank)} if manifest.exists() else {}
         number = max(entries, default=-1) + 1 if part is None else part
@@ -178,7 +178,7 @@ class TraceStore:
             for step in removed:
                 # Renamed first, so that no reader finds half a step.
                 self._folder(step).rename(self.root / f".pruned_{secrets.token_hex(8)}")
-            sync_folder(self.root)
+            sync(self.root)
             for path in self.root.glob(".pruned_*"):
                 shutil.rmtree(path)
         return removed
@@ -195,9 +195,9 @@ class TraceStore:
 
 def _write_manifest(path: Path, step: int, rank: int, parts: list[dict[str, Any]]) -> None:
     content = _identity(step, rank) | {"parts": parts}
-    content["crc32"] = zlib.crc32(_canonical(content))
-    with naming(path, "save"), replacing(path) as file:
-        file.write(json.dumps(content).encode("ascii"))
+    content["crc32"] = zlib.crc32(canonical_json(content))
+    with naming(path, "save"), replacing(path) as temporary:
+        temporary.write_text(json.dumps(content), encoding="ascii")
 
 
 def _read_manifest(path: Path, step: int, rank: int) -> list[dict[str, Any]]:
@@ -208,7 +208,8 @@ def _read_manifest(path: Path, step: int, rank: int) -> list[dict[str, Any]]:
             content = load_json(encoded)
             crc32 = content.pop("crc32")
             expected = _identity(step, rank)
-            if crc32 != zlib.crc32(_canonical(content)) or any(content[name] != expected[name] for name in expected):
+            same = all(content[name] == expected[name] for name in expected)
+            if not same or crc32 != zlib.crc32(canonical_json(content)):
                 raise StoreError(f"it is not the manifest of step {step}, rank {rank}, or it was altered.")
             parts = content["parts"]
             for entry in parts:
@@ -226,7 +227,3 @@ def _check_entry(entry: dict[str, Any]) -> None:
     numbers = [entry["part"], entry["num_tokens"], *entry["layer_numbers"]]
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(f"a part is {str(entry)[:100]}")
-
-
-def _canonical(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")

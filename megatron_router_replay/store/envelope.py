@@ -21,9 +21,9 @@ Reading never allocates more than a few times `max_bytes` and a few hundred MB, 
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -32,9 +32,16 @@ import torch
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store.codecs import compress, decode_base64, decompress, encode_base64
 from megatron_router_replay.store.file import header_of
-from megatron_router_replay.store.format import Header, TensorEntry, check_json_size, load_json
-from megatron_router_replay.store.reader import as_array, checked_trace
-from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.store.format import (
+    Header,
+    as_integers,
+    as_strings,
+    canonical_json,
+    check_json_size,
+    load_json,
+)
+from megatron_router_replay.store.reader import check_bool, checked_trace
+from megatron_router_replay.trace import RoutingTrace, index_dtype
 
 FORMAT = "megatron_router_replay.envelope"
 VERSION = 1
@@ -79,8 +86,8 @@ def encode_envelope(
         raise StoreError(f"cannot encode an envelope with metadata {metadata}: strings only, please.")
     header = header_of(trace)
     raw = b"".join(
-        getattr(trace, entry.name).cpu().contiguous().numpy().astype(entry.numpy_dtype, copy=False).tobytes()
-        for entry in _entries(header)
+        getattr(trace, name).cpu().contiguous().numpy().astype(dtype, copy=False).tobytes()
+        for name, dtype in _dtypes(header).items()
     )
     envelope: dict[str, Any] = {
         "format": FORMAT,
@@ -91,13 +98,13 @@ def encode_envelope(
         "num_experts": trace.num_experts,
         "sequence_lengths": None if trace.sequence_lengths is None else list(trace.sequence_lengths),
         "sample_ids": None if trace.sample_ids is None else list(trace.sample_ids),
-        "tensors": [entry.name for entry in _entries(header)],
+        "tensors": list(_dtypes(header)),
         "metadata": metadata,
         "compression": compression,
         "nbytes": len(raw),
     }
-    check_json_size(_canonical(envelope))
-    envelope["crc32"] = zlib.crc32(raw, zlib.crc32(_canonical(envelope)))
+    check_json_size(canonical_json(envelope))
+    envelope["crc32"] = zlib.crc32(raw, zlib.crc32(canonical_json(envelope)))
     envelope["data"] = encode_base64(compress(raw, compression))
     return envelope
 
@@ -115,18 +122,17 @@ def decode_envelope(envelope: Mapping[str, Any] | str | bytes, *, max_bytes: int
     try:
         content = _parse(envelope, max_bytes)
         header = _header(content)
-        entries = _entries(header)
-        nbytes = entries[-1].stop
-        if content["tensors"] != [entry.name for entry in entries] or content["nbytes"] != nbytes:
+        nbytes = _nbytes(header)
+        if content["tensors"] != list(_dtypes(header)) or content["nbytes"] != nbytes:
             raise StoreError(f"tensors {content['tensors']} of its shape take {nbytes} bytes, not {content['nbytes']}.")
         if nbytes > max_bytes:
             raise StoreError(f"it holds {nbytes} bytes, more than max_bytes={max_bytes}.")
         encoded = content.pop("data")
         crc32 = content.pop("crc32")
         raw = decompress(decode_base64(encoded, content["compression"], nbytes), content["compression"], nbytes)
-        if type(crc32) is not int or zlib.crc32(raw, zlib.crc32(_canonical(content))) != crc32:
+        if type(crc32) is not int or zlib.crc32(raw, zlib.crc32(canonical_json(content))) != crc32:
             raise StoreError("its checksum is wrong: it was altered.")
-        return _trace(header, entries, raw)
+        return _trace(header, raw)
     except StoreError as error:
         raise StoreError(f"cannot decode the envelope: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -150,64 +156,54 @@ def _parse(envelope: Mapping[str, Any] | str | bytes, max_bytes: int) -> dict[st
 
 def _header(content: dict[str, Any]) -> Header:
     """Return the checked sizes; what is not of the right type raises ValueError."""
-    shape = _integers(content["shape"])
+    shape = as_integers(content["shape"])
     lengths, names = content["sequence_lengths"], content["sample_ids"]
     metadata = content["metadata"]
     if len(shape) != 3 or not isinstance(metadata, dict) or not isinstance(content["tensors"], list):
         raise ValueError(f"shape {shape}, metadata or tensors")
     if any(not isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata holds something else than strings")
-    if names is not None and (not isinstance(names, list) or any(not isinstance(name, str) for name in names)):
-        raise ValueError("sample_ids holds something else than strings")
     header = Header(
         num_tokens=shape[0],
         topk=shape[2],
-        num_experts=_integers([content["num_experts"]])[0],
-        layer_numbers=_integers(content["layer_numbers"]),
+        num_experts=as_integers([content["num_experts"]])[0],
+        layer_numbers=as_integers(content["layer_numbers"]),
         has_token_ids="token_ids" in content["tensors"],
         has_weight_version="weight_version" in content["tensors"],
-        sequence_lengths=None if lengths is None else _integers(lengths),
-        sample_ids=None if names is None else tuple(names),
+        sequence_lengths=None if lengths is None else as_integers(lengths),
+        sample_ids=None if names is None else as_strings(names),
     )
     if shape[1] != len(header.layer_numbers) or content["dtype"] != _dtype_name(header):
         raise StoreError(f"dtype {content['dtype']!r}, shape {list(shape)}, layer_numbers and num_experts disagree.")
     return header
 
 
-def _integers(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or any(type(value) is not int or abs(value) >= 1 << 50 for value in values):
-        raise ValueError(f"not a list of integers: {str(values)[:100]}")
-    return tuple(values)
-
-
 def _dtype_name(header: Header) -> str:
-    return "uint8" if header.index_code == "U8" else "int16"
+    return str(index_dtype(header.num_experts)).removeprefix("torch.")
 
 
-def _entries(header: Header) -> list[TensorEntry]:
-    """Return the tensors in the order of `data`, `start` counted from its first byte."""
-    rows = header.num_tokens
-    shapes = [("topk_indices", header.index_code, (rows, len(header.layer_numbers), header.topk))]
-    entries: list[TensorEntry] = []
-    per_token: list[tuple[str, str, tuple[int, ...]]] = [("replay_mask", "BOOL", (rows,))]
-    per_token += [("token_ids", "I32", (rows,))] if header.has_token_ids else []
-    per_token += [("weight_version", "I32", (rows,))] if header.has_weight_version else []
-    for name, dtype, shape in [*shapes, *per_token]:
-        start = entries[-1].stop if entries else 0
-        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, start=start))
-    return entries
+def _dtypes(header: Header) -> dict[str, np.dtype[Any]]:
+    """Return the tensors in the order of `data`, with the dtypes that they have there."""
+    names = {"topk_indices": _dtype_name(header)}
+    names |= {name: str(dtype).removeprefix("torch.") for name, dtype in header.per_token().items()}
+    return {name: np.dtype(dtype).newbyteorder("<") for name, dtype in names.items()}
 
 
-def _trace(header: Header, entries: list[TensorEntry], raw: bytes) -> RoutingTrace:
-    tensors = {}
-    for entry in entries:
-        values = as_array(memoryview(raw)[entry.start : entry.stop], entry)
+def _nbytes(header: Header) -> int:
+    per_row = {name: dtype.itemsize for name, dtype in _dtypes(header).items()}
+    per_row["topk_indices"] *= len(header.layer_numbers) * header.topk
+    return header.num_tokens * sum(per_row.values())
+
+
+def _trace(header: Header, raw: bytes) -> RoutingTrace:
+    tensors, start = {}, 0
+    for name, dtype in _dtypes(header).items():
+        columns = (len(header.layer_numbers), header.topk) if name == "topk_indices" else ()
+        values = np.frombuffer(raw, dtype, header.num_tokens * prod(columns), start)
+        start += values.nbytes
         # A copy in this machine's byte order: the bytes of the envelope are read-only.
-        own = np.array(values, dtype=entry.numpy_dtype.newbyteorder("=")).reshape(entry.shape)
-        tensors[entry.name] = torch.from_numpy(own)
+        own = values.astype(dtype.newbyteorder("=")).reshape(header.num_tokens, *columns)
+        tensors[name] = torch.from_numpy(own)
+        check_bool(name, tensors[name])
     topk_indices = tensors.pop("topk_indices")
     return checked_trace(header, header.layer_numbers, topk_indices, tensors, whole=True)
-
-
-def _canonical(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")

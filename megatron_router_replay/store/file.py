@@ -6,15 +6,15 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store.atomic import naming, replacing
-from megatron_router_replay.store.format import Header, TensorEntry, encode_header
+from megatron_router_replay.store.format import FORMAT, Header, encode_header
 from megatron_router_replay.store.reader import Reader, checked_trace
 from megatron_router_replay.trace import RoutingTrace
 
@@ -23,14 +23,16 @@ def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
     """Write the trace to one file, which appears complete or not at all, and return its path.
 
     The bytes go to a temporary file in the same folder, which then takes the name `path`; a file that was there before
-    is replaced. Temporary memory is a few MiB, whatever the size of the trace.
+    is replaced. Takes the memory of one more copy of the routes, layer by layer as the file has them.
 
     Raises:
         StoreError: the file cannot be written; nothing is left of it.
     """
     path = Path(path)
-    with naming(path, "save"), replacing(path) as file:
-        write_trace(trace, file)
+    with naming(path, "save"), replacing(path) as temporary:
+        header = header_of(trace)
+        text = encode_header(header)
+        save_file(_tensors(trace, header, text), temporary, metadata={FORMAT: text})
     return path
 
 
@@ -52,43 +54,13 @@ def load_trace(
             the file.
     """
     path = Path(path)
-    with naming(path, "load"), path.open("rb") as file:
-        trace = read_trace(file, layer_numbers=layer_numbers, rows=rows)
+    with naming(path, "load"):
+        reader = Reader.open(path)
+        start, stop = _row_bounds(rows, reader.header.num_tokens)
+        wanted = _wanted_layers(layer_numbers, reader.header.layer_numbers)
+        topk_indices, per_token = reader.read(wanted, start, stop)
+        trace = checked_trace(reader.header, wanted, topk_indices, per_token, whole=rows is None)
     return trace if torch.device(device) == trace.device else trace.to(device)
-
-
-def write_trace(trace: RoutingTrace, file: BinaryIO) -> None:
-    """Write the trace from the start of an empty seekable binary file."""
-    header = header_of(trace)
-    encoded = encode_header(header)
-    checksums, *entries = header.entries()
-    base = 8 + len(encoded)
-    crc = np.zeros(checksums.shape, dtype=checksums.numpy_dtype)
-    table = crc[1:].reshape(len(entries), header.num_blocks)
-    file.write(len(encoded).to_bytes(8, "little") + encoded)
-    for block in range(header.num_blocks):
-        rows = slice(block * header.block_rows, min((block + 1) * header.block_rows, header.num_tokens))
-        # Whole blocks become layer-major while they are in the cache.
-        routes = trace.topk_indices[rows].transpose(0, 1).contiguous().cpu()
-        for t, entry in enumerate(entries):
-            data = _rows_of(trace, routes, entry, rows).numpy().astype(entry.numpy_dtype, copy=False).tobytes()
-            table[t, block] = zlib.crc32(data)
-            file.seek(base + entry.start + rows.start * entry.row_bytes)
-            file.write(data)
-    crc[0] = zlib.crc32(crc[1:].tobytes(), zlib.crc32(encoded))
-    file.seek(base)
-    file.write(crc.tobytes())
-
-
-def read_trace(
-    file: BinaryIO, *, layer_numbers: Sequence[int] | None = None, rows: slice | None = None
-) -> RoutingTrace:
-    """Return the trace in a seekable binary file, or a slice of it; see `load_trace`."""
-    reader = Reader.open(file)
-    start, stop = _row_bounds(rows, reader.header.num_tokens)
-    wanted = _wanted_layers(layer_numbers, reader.header.layer_numbers)
-    topk_indices, per_token = reader.read(wanted, start, stop)
-    return checked_trace(reader.header, wanted, topk_indices, per_token, whole=rows is None)
 
 
 def header_of(trace: RoutingTrace) -> Header:
@@ -105,16 +77,22 @@ def header_of(trace: RoutingTrace) -> Header:
     )
 
 
-def _rows_of(trace: RoutingTrace, routes: Tensor, entry: TensorEntry, rows: slice) -> Tensor:
-    if entry.name.startswith("topk_indices."):
-        return routes[trace.layer_numbers.index(int(entry.name.removeprefix("topk_indices.")))]
-    values: Tensor = getattr(trace, entry.name)[rows]
-    return values.cpu()
+def _tensors(trace: RoutingTrace, header: Header, text: str) -> dict[str, Tensor]:
+    routes = trace.topk_indices.cpu().transpose(0, 1).contiguous()
+    values = {f"topk_indices.{number}": routes[i] for i, number in enumerate(trace.layer_numbers)}
+    values |= {name: getattr(trace, name).cpu().contiguous() for name in header.per_token()}
+    blocks = range(0, header.num_tokens, header.block_rows)
+    table = [
+        zlib.crc32(values[name][at : at + header.block_rows].numpy().data) for name in header.tensors() for at in blocks
+    ]
+    crc = np.array([0, *table], dtype=np.uint32)
+    crc[0] = zlib.crc32(crc[1:].data, zlib.crc32(text.encode("ascii")))
+    return values | {"crc32": torch.from_numpy(crc)}
 
 
 def _wanted_layers(layer_numbers: Sequence[int] | None, present: tuple[int, ...]) -> tuple[int, ...]:
     wanted = present if layer_numbers is None else tuple(sorted(set(layer_numbers)))
-    missing = [number for number in wanted if number not in present]
+    missing = sorted(set(wanted) - set(present))
     if missing:
         raise StoreError(f"it has no layer {missing}; it has {list(present)}.")
     return wanted

@@ -1,85 +1,57 @@
-"""Format of a trace file, version 1: a safetensors file, so any safetensors reader can open it.
+"""Format of a trace file, version 1: a safetensors file whose metadata has one entry.
 
-    8 bytes         H, the header's length, little-endian uint64; at most 100,000,000
-    H bytes         header: a JSON object in ASCII, padded with spaces so that 8 + H is a multiple of 8
-    the rest        the tensors, little-endian, in the order below, nothing between or behind them
+Tensors, for N = num_tokens, K = topk, B = ceil(N / block_rows):
 
-The header names each tensor as `"name": {"dtype": ..., "shape": [...], "data_offsets": [start, stop]}`; offsets count
-from the end of the header. N tokens, L layers, K = topk, E = num_experts, B = ceil(N / block_rows):
-
-    crc32                    U32  [1 + T * B]   checksums, see below; T counts the tensors that follow
-    token_ids                I32  [N]           optional
-    weight_version           I32  [N]           optional
-    topk_indices.<number>    U8 if E <= 256, else I16, [N, K]; one for each layer, in the order of layer_numbers
+    topk_indices.<number>    U8 if num_experts <= 256, else I16, [N, K]; one for each of layer_numbers
     replay_mask              BOOL [N]           one byte a row, 0 or 1; 1: the row has a route
+    token_ids                I32  [N]           if has_token_ids
+    weight_version           I32  [N]           if has_weight_version
+    crc32                    U32  [1 + T * B]   checksums of the T tensors above, in the order above
 
-One tensor a layer: a pipeline rank reads its own layers and no other byte.
+One tensor a layer: a pipeline rank reads its own layers and no other. Where the tensors lie is the library's choice.
 
-`"__metadata__"` maps strings to strings:
+The metadata maps "megatron_router_replay.trace" to a JSON object in ASCII, keys sorted, no spaces. One entry, since the
+library writes several in an order that changes from call to call.
 
-    format, version          "megatron_router_replay.trace", "1"
-    num_tokens, topk, num_experts, block_rows    decimal numbers
-    layer_numbers            JSON list, increasing, from 1 or more
-    sequence_lengths         JSON list, optional; adds up to num_tokens
-    sample_ids               JSON list of strings, optional; one for each entry of sequence_lengths
+    version                  1
+    num_tokens, topk, num_experts, block_rows
+    layer_numbers            list, increasing, from 1 or more
+    has_token_ids, has_weight_version
+    sequence_lengths         list or null; adds up to num_tokens
+    sample_ids               list of strings or null; one for each of sequence_lengths
 
 Checksums are CRC-32 (zlib's). crc32[1 + t * B + b] is of rows b * block_rows .. (b + 1) * block_rows - 1 of the t-th
-tensor behind crc32. crc32[0] is of the header's H bytes followed by the bytes of crc32[1:]. So a slice is proven by
-reading the blocks that it touches, and nothing in the file is unproven. CRC-32 finds accidents; against a forged file
-every value is checked on reading.
+tensor. crc32[0] is of the JSON's bytes followed by those of crc32[1:]. Names, dtypes and shapes must be those that
+follow from the JSON, and safetensors accepts no byte outside of its header and tensors. So a slice is proven by reading
+the blocks that it touches, and nothing that is read from the file is unproven. CRC-32 finds accidents; against a forged
+file every value is checked on reading.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from math import prod
 from typing import Any
 
-import numpy as np
+import torch
 
 from megatron_router_replay.errors import StoreError, TraceError
 from megatron_router_replay.trace import index_dtype
 
 FORMAT = "megatron_router_replay.trace"
-VERSION = "1"
+VERSION = 1
 BLOCK_ROWS = 4096
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 64_000_000
+"""Of our JSON, quoted; with one tensor for each of MAX_LAYERS it stays below the 100 MB that safetensors accepts."""
 MAX_LAYERS = 1 << 16
 MAX_JSON_VALUES = 1 << 22
 MAX_BLOCK_ROWS = 1 << 20
 
-_NUMPY = {"U8": "|u1", "BOOL": "|b1", "I16": "<i2", "I32": "<i4", "U32": "<u4"}
-_COUNTS = ("num_tokens", "topk", "num_experts", "block_rows")
-_LISTS = ("layer_numbers", "sequence_lengths", "sample_ids")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """Where one tensor lies: `start` counts bytes from the end of the header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def numpy_dtype(self) -> np.dtype[Any]:
-        return np.dtype(_NUMPY[self.dtype])
-
-    @property
-    def row_bytes(self) -> int:
-        return prod(self.shape[1:]) * self.numpy_dtype.itemsize
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.shape[0] * self.row_bytes
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a trace file says of itself; everything else about its bytes follows from these values."""
+    """What a trace file says of itself; its tensors' names, dtypes and shapes follow from these values."""
 
     num_tokens: int
     topk: int
@@ -115,83 +87,75 @@ class Header:
     def num_blocks(self) -> int:
         return -(-self.num_tokens // self.block_rows)
 
-    @property
-    def index_code(self) -> str:
-        return "U8" if self.num_experts <= 256 else "I16"
-
-    def entries(self) -> list[TensorEntry]:
-        """Return the tensors in the file's order; the first is crc32."""
-        rows = self.num_tokens
-        data: list[tuple[str, str, tuple[int, ...]]] = []
+    def per_token(self) -> dict[str, torch.dtype]:
+        """Return the dtypes of the tensors that hold one value a row."""
+        dtypes = {"replay_mask": torch.bool}
         if self.has_token_ids:
-            data.append(("token_ids", "I32", (rows,)))
+            dtypes["token_ids"] = torch.int32
         if self.has_weight_version:
-            data.append(("weight_version", "I32", (rows,)))
-        data += [(f"topk_indices.{number}", self.index_code, (rows, self.topk)) for number in self.layer_numbers]
-        data.append(("replay_mask", "BOOL", (rows,)))
-        entries: list[TensorEntry] = []
-        start = 0
-        for name, dtype, shape in [("crc32", "U32", (1 + len(data) * self.num_blocks,)), *data]:
-            entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, start=start))
-            start = entries[-1].stop
-        return entries
+            dtypes["weight_version"] = torch.int32
+        return dtypes
+
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each tensor but crc32, in the order of the checksums."""
+        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for number in self.layer_numbers:
+            tensors[f"topk_indices.{number}"] = (index_dtype(self.num_experts), (self.num_tokens, self.topk))
+        for name, dtype in self.per_token().items():
+            tensors[name] = (dtype, (self.num_tokens,))
+        return tensors
 
 
-def encode_header(header: Header) -> bytes:
-    """Return the JSON header, padded, without the 8 bytes of its length.
+def encode_header(header: Header) -> str:
+    """Return the JSON text.
 
     Raises:
-        StoreError: the header is longer than a safetensors header may be; too many samples for one file.
+        StoreError: it is longer than a header may be; too many samples for one file.
     """
-    metadata = {"format": FORMAT, "version": VERSION}
-    metadata |= {name: str(getattr(header, name)) for name in _COUNTS}
-    for name in _LISTS:
-        value = getattr(header, name)
-        if value is not None:
-            metadata[name] = json.dumps(list(value), separators=(",", ":"))
-    fields: dict[str, Any] = {"__metadata__": metadata}
-    for entry in header.entries():
-        offsets = [entry.start, entry.stop]
-        fields[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
-    encoded = json.dumps(fields, separators=(",", ":")).encode("ascii")
-    encoded += b" " * (-len(encoded) % 8)
-    check_json_size(encoded)
-    if len(encoded) > MAX_HEADER_BYTES:
-        raise StoreError(f"the header takes {len(encoded)} bytes, more than {MAX_HEADER_BYTES}: save fewer samples.")
-    return encoded
+    text = canonical_json({"version": VERSION} | asdict(header)).decode("ascii")
+    check_json_size(text)
+    size = len(json.dumps(text))
+    if size > MAX_HEADER_BYTES:
+        raise StoreError(f"the header takes {size} bytes, more than {MAX_HEADER_BYTES}: save fewer samples.")
+    return text
 
 
-def decode_header(encoded: bytes) -> Header:
-    """Return the header that these bytes encode.
+def decode_header(text: str) -> Header:
+    """Return the header that this text encodes.
 
     Raises:
-        StoreError: not JSON, another format or version, values out of range, tensors that do not follow from them.
+        StoreError: not JSON, another version, values out of range.
     """
     try:
-        fields = load_json(encoded.decode("ascii"))
-        metadata = fields["__metadata__"]
-        if metadata["format"] != FORMAT:
-            raise StoreError(f"its format is {metadata['format']!r}, not {FORMAT!r}.")
-        if metadata["version"] != VERSION:
-            raise StoreError(f"it has version {metadata['version']!r}; this package reads version {VERSION}.")
-        counts = {name: _decode_count(metadata[name]) for name in _COUNTS}
-        header = Header(
-            **counts,
-            layer_numbers=_decode_list(metadata["layer_numbers"], int) or (),
-            sequence_lengths=_decode_list(metadata.get("sequence_lengths"), int),
-            sample_ids=_decode_list(metadata.get("sample_ids"), str),
-            has_token_ids="token_ids" in fields,
-            has_weight_version="weight_version" in fields,
+        values = load_json(text)
+        if values["version"] != VERSION:
+            raise StoreError(f"it has version {str(values['version'])[:40]}; this package reads version {VERSION}.")
+        num_tokens, topk, num_experts, block_rows = as_integers(
+            [values[name] for name in ("num_tokens", "topk", "num_experts", "block_rows")]
         )
-        same = encode_header(header) == encoded
-    except StoreError:
-        raise
+        lengths, names = values["sequence_lengths"], values["sample_ids"]
+        header = Header(
+            num_tokens=num_tokens,
+            topk=topk,
+            num_experts=num_experts,
+            layer_numbers=as_integers(values["layer_numbers"]),
+            has_token_ids=values["has_token_ids"] is True,
+            has_weight_version=values["has_weight_version"] is True,
+            sequence_lengths=None if lengths is None else as_integers(lengths),
+            sample_ids=None if names is None else as_strings(names),
+            block_rows=block_rows,
+        )
+        same = encode_header(header) == text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"it has no header of a trace file ({type(error).__name__}: {str(error)[:200]}).") from None
-    # Everything follows from a few values, so the only header they can have is the one that we would write.
     if not same:
-        raise StoreError("the tensors in its header are not those that its metadata asks for.")
+        raise StoreError("its header is not as this package writes it: it was altered.")
     return header
+
+
+def canonical_json(content: Any) -> bytes:
+    """Return the one JSON text of these values that checksums are of."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
 def load_json(text: str | bytes) -> Any:
@@ -212,16 +176,15 @@ def check_json_size(text: str | bytes) -> None:
         raise StoreError(f"its JSON holds more than {MAX_JSON_VALUES} values: save fewer samples.")
 
 
-def _decode_count(text: Any) -> int:
-    if not isinstance(text, str) or not text.isdecimal() or len(text) > 15:
-        raise ValueError(f"a number is {str(text)[:40]!r}")
-    return int(text)
+def as_integers(values: Any) -> tuple[int, ...]:
+    """Return a list of JSON's integers, or raise ValueError."""
+    if not isinstance(values, list) or any(type(value) is not int or abs(value) >= 1 << 50 for value in values):
+        raise ValueError(f"not a list of integers: {str(values)[:100]}")
+    return tuple(values)
 
 
-def _decode_list(text: Any, kind: type) -> tuple[Any, ...] | None:
-    if text is None:
-        return None
-    values = load_json(text)
-    if not isinstance(values, list) or any(type(value) is not kind for value in values):
-        raise ValueError(f"a list does not hold {kind.__name__} only")
+def as_strings(values: Any) -> tuple[str, ...]:
+    """Return a list of JSON's strings, or raise ValueError."""
+    if not isinstance(values, list) or any(type(value) is not str for value in values):
+        raise ValueError(f"not a list of strings: {str(values)[:100]}")
     return tuple(values)

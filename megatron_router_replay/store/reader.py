@@ -1,4 +1,4 @@
-"""Read rows and layers of an open trace file; nothing is returned that a checksum has not proven."""
+"""Read rows and layers of a trace file; nothing is returned that a checksum has not proven."""
 
 from __future__ import annotations
 
@@ -10,95 +10,98 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.store.format import MAX_HEADER_BYTES, Header, TensorEntry, decode_header
-from megatron_router_replay.trace import RoutingTrace, check_topk_indices
+from megatron_router_replay.store.format import FORMAT, Header, decode_header
+from megatron_router_replay.trace import RoutingTrace, check_topk_indices, index_dtype
 
-Array = npt.NDArray[Any]
+_DTYPES = {"U8": torch.uint8, "BOOL": torch.bool, "I16": torch.int16, "I32": torch.int32, "U32": torch.uint32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """An open trace file whose header is proven.
+    """A trace file whose header is proven; it is mapped as long as this lives.
 
     Args:
-        base: where the tensors start, in bytes.
-        checksums: [num_tensors, num_blocks] uint32, in the order of `header.entries()[1:]`.
+        file: safetensors' handle.
+        checksums: of each tensor, [num_blocks] uint32.
     """
 
-    file: BinaryIO
+    file: Any
     header: Header
-    base: int
-    checksums: Array
+    checksums: dict[str, npt.NDArray[np.uint32]]
 
     @classmethod
-    def open(cls, file: BinaryIO) -> Reader:
-        """Read and prove the header.
+    def open(cls, path: str | os.PathLike[str] | BinaryIO) -> Reader:
+        """Map the file and prove its header.
+
+        Args:
+            path: a path, or an open file that has one.
 
         Raises:
             StoreError: not a trace file, truncated, or its header was altered.
         """
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        length = int.from_bytes(file.read(8), "little")
-        if size < 16 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise StoreError(f"its {size} bytes are no trace file, or a truncated one.")
-        encoded = file.read(length)
-        header = decode_header(encoded)
-        crc, *entries = header.entries()
-        base = 8 + length
-        if size != base + entries[-1].stop:
-            raise StoreError(
-                f"it has {size} bytes, its header asks for {base + entries[-1].stop}: truncated or altered."
-            )
-        values = np.frombuffer(_read_exactly(file, base, crc.stop), dtype=crc.numpy_dtype)
-        if zlib.crc32(values[1:].tobytes(), zlib.crc32(encoded)) != int(values[0]):
+        try:
+            # Checks that all offsets lie in the file; so what follows from a shape is never more than the file holds.
+            file: Any = safe_open(path if isinstance(path, str | os.PathLike) else path.name, "pt")
+        except (SafetensorError, RuntimeError) as error:
+            raise StoreError(f"it is no safetensors file, or truncated or altered ({error}).") from None
+        metadata = file.metadata() or {}
+        if list(metadata) != [FORMAT]:
+            raise StoreError(f"its metadata has {sorted(metadata)[:9]}, not {FORMAT!r}: it is no trace file.")
+        header = decode_header(metadata[FORMAT])
+        tensors = header.tensors()
+        expected = tensors | {"crc32": (torch.uint32, (1 + len(tensors) * header.num_blocks,))}
+        if set(file.keys()) != set(expected) or any(_kind(file, name) != kind for name, kind in expected.items()):
+            raise StoreError("its tensors are not those that its metadata asks for.")
+        crc = file.get_tensor("crc32").numpy()
+        if zlib.crc32(crc[1:].data, zlib.crc32(metadata[FORMAT].encode("ascii"))) != int(crc[0]):
             raise StoreError("the checksum of its header is wrong: it was altered.")
-        return cls(file=file, header=header, base=base, checksums=values[1:].reshape(len(entries), header.num_blocks))
+        table = crc[1:].reshape(len(tensors), header.num_blocks)
+        return cls(file=file, header=header, checksums=dict(zip(tensors, table)))
 
     def read(self, layer_numbers: tuple[int, ...], start: int, stop: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return rows start..stop-1: topk_indices [rows, layers, topk] and the other tensors by name, [rows] each."""
-        header = self.header
-        numbered = list(enumerate(header.entries()[1:]))
-        by_name = {entry.name: (t, entry) for t, entry in numbered}
-        routes = [by_name[f"topk_indices.{number}"] for number in layer_numbers]
-        others = [(t, entry) for t, entry in numbered if not entry.name.startswith("topk_indices.")]
-        dtype = np.dtype(np.uint8 if header.index_code == "U8" else np.int16)
-        indices = torch.from_numpy(np.empty((stop - start, len(routes), header.topk), dtype=dtype))
-        per_token = {e.name: np.empty(stop - start, dtype=e.numpy_dtype.newbyteorder("=")) for _, e in others}
-        for block in range(start // header.block_rows, -(-stop // header.block_rows) if stop > start else 0):
+        header, rows = self.header, stop - start
+        indices = torch.empty((rows, len(layer_numbers), header.topk), dtype=index_dtype(header.num_experts))
+        per_token = {name: torch.empty(rows, dtype=dtype) for name, dtype in header.per_token().items()}
+        for block in range(start // header.block_rows, -(-stop // header.block_rows) if rows else 0):
             at = block * header.block_rows
-            low, high = max(start, at), min(stop, at + header.block_rows)
-            taken, place = slice(low - at, high - at), slice(low - start, high - start)
-            for t, entry in others:
-                per_token[entry.name][place] = self._block(t, entry, block)[taken]
-            if routes:
-                by_layer = np.stack([self._block(t, entry, block)[taken] for t, entry in routes])
-                indices[place] = torch.from_numpy(by_layer.astype(dtype, copy=False)).transpose(0, 1)
-        return indices, {name: torch.from_numpy(values) for name, values in per_token.items()}
+            taken = slice(max(start - at, 0), min(stop - at, header.block_rows))
+            place = slice(at + taken.start - start, at + taken.stop - start)
+            for name, values in per_token.items():
+                values[place] = self._block(name, block)[taken]
+            if layer_numbers:
+                # Whole blocks become token-major while they are in the cache.
+                by_layer = [self._block(f"topk_indices.{number}", block)[taken] for number in layer_numbers]
+                indices[place] = torch.stack(by_layer).transpose(0, 1)
+        return indices, per_token
 
-    def _block(self, t: int, entry: TensorEntry, block: int) -> Array:
+    def _block(self, name: str, block: int) -> Tensor:
         first = block * self.header.block_rows
-        count = min(self.header.block_rows, self.header.num_tokens - first)
-        data = _read_exactly(self.file, self.base + entry.start + first * entry.row_bytes, count * entry.row_bytes)
-        if zlib.crc32(data) != int(self.checksums[t, block]):
-            rows = f"rows {first}..{first + count - 1}"
-            raise StoreError(f"the checksum of {entry.name}, {rows}, is wrong: it was altered.")
-        return as_array(data, entry).reshape(count, *entry.shape[1:])
+        stop = min(first + self.header.block_rows, self.header.num_tokens)
+        values: Tensor = self.file.get_slice(name)[first:stop]
+        # A copy, so that what is returned is what the checksum is of; of bytes, since one of bools may turn 3 into 1.
+        data = values.view(torch.uint8).clone()
+        if zlib.crc32(data.numpy().data) != int(self.checksums[name][block]):
+            raise StoreError(f"the checksum of {name}, rows {first}..{stop - 1}, is wrong: it was altered.")
+        values = data.view(values.dtype)
+        check_bool(name, values)
+        return values
 
 
-def as_array(data: bytes | memoryview, entry: TensorEntry) -> Array:
-    """Return the bytes of a tensor's rows as a flat read-only array.
+def _kind(file: Any, name: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
+    values = file.get_slice(name)
+    return _DTYPES.get(values.get_dtype()), tuple(values.get_shape())
 
-    Raises:
-        StoreError: a bool is neither 0 nor 1.
-    """
+
+def check_bool(name: str, values: Tensor) -> None:
+    """Raise StoreError unless each bool of a tensor is 0 or 1."""
     # A byte that is neither would make a bool with two kinds of True.
-    if entry.dtype == "BOOL" and len(data) and max(data) > 1:
-        raise StoreError(f"{entry.name} holds {max(data)}, not 0 or 1.")
-    return np.frombuffer(data, dtype=entry.numpy_dtype)
+    if values.dtype is torch.bool and values.numel() and (most := int(values.view(torch.uint8).max())) > 1:
+        raise StoreError(f"{name} holds {most}, not 0 or 1.")
 
 
 def checked_trace(
@@ -121,11 +124,3 @@ def checked_trace(
         sample_ids=header.sample_ids if whole else None,
         **per_token,
     )
-
-
-def _read_exactly(file: BinaryIO, offset: int, count: int) -> bytes:
-    file.seek(offset)
-    data = file.read(count)
-    if len(data) != count:
-        raise StoreError(f"it ends {count - len(data)} bytes too early: truncated.")
-    return data

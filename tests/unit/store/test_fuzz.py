@@ -1,7 +1,6 @@
 """Damaged files and envelopes: each is read correctly or raises RouterReplayError, in little time and memory."""
 
 import base64
-import io
 import json
 import random
 import re
@@ -10,14 +9,15 @@ import struct
 import time
 import zlib
 from importlib.util import find_spec
+from tempfile import NamedTemporaryFile
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_router_replay import RouterReplayError
-from megatron_router_replay.store import TraceStore, decode_envelope, encode_envelope, load_trace
-from megatron_router_replay.store.file import read_trace, write_trace
+from megatron_router_replay.store import TraceStore, decode_envelope, encode_envelope, load_trace, save_trace
+from megatron_router_replay.store.format import FORMAT
 from tests.unit.store.store_traces import FIELDS, assert_same, assert_valid, full_trace, make_trace
 
 CODECS = [None, "zlib"] + (["zstd"] if find_spec("zstandard") else [])
@@ -76,11 +76,18 @@ def edit_json(rng: random.Random, text: str) -> str:
 
 
 def edit_header(rng: random.Random, data: bytes) -> bytes:
-    """Replace one value of the JSON header, of a length that fits again."""
+    """Replace one value of the safetensors header, or of our JSON in it, of a length that fits again."""
     length = int.from_bytes(data[:8], "little")
-    header = edit_json(rng, data[8 : 8 + length].decode()).rstrip().encode()
-    header += b" " * (-len(header) % 8)
-    return struct.pack("<Q", len(header)) + header + data[8 + length :]
+    header = data[8 : 8 + length].decode()
+    if rng.random() < 0.5:
+        header = edit_json(rng, header)
+    else:
+        fields = json.loads(header)
+        fields["__metadata__"][FORMAT] = edit_json(rng, fields["__metadata__"][FORMAT])
+        header = json.dumps(fields, separators=(",", ":"))
+    encoded = header.rstrip().encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return struct.pack("<Q", len(encoded)) + encoded + data[8 + length :]
 
 
 def flip_tensor(rng: random.Random, data: bytes) -> bytes:
@@ -95,14 +102,17 @@ def edit_length(rng: random.Random, data: bytes) -> bytes:
 def sign(data: bytes) -> bytes:
     """Return the file with checksums that fit its content, as far as it has any structure left."""
     length = int.from_bytes(data[:8], "little")
-    header, body = data[8 : 8 + length], bytearray(data[8 + length :])
+    body = bytearray(data[8 + length :])
     try:
-        entries = {name: entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"}
-        stop = entries.pop("crc32")[1]
-        crc = [zlib.crc32(body[start:end]) for start, end in entries.values() if end > start]
-        table = struct.pack(f"<{len(crc)}I", *crc)
-        if len(table) + 4 == stop:
-            body[:stop] = struct.pack("<I", zlib.crc32(header + table)) + table
+        fields = json.loads(data[8 : 8 + length])
+        metadata = fields.pop("__metadata__")[FORMAT]
+        start, stop = fields.pop("crc32")["data_offsets"]
+        layers = [f"topk_indices.{number}" for number in json.loads(metadata)["layer_numbers"]]
+        names = layers + [name for name in ("replay_mask", "token_ids", "weight_version") if name in fields]
+        places = [fields[name]["data_offsets"] for name in names]
+        table = b"".join(struct.pack("<I", zlib.crc32(body[low:high])) for low, high in places if high > low)
+        if len(table) + 4 == stop - start:
+            body[start:stop] = struct.pack("<I", zlib.crc32(table, zlib.crc32(metadata.encode()))) + table
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return data
     return data[: 8 + length] + bytes(body)
@@ -135,14 +145,13 @@ def run(cases, decode) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_damaged_files(tmp_path):
+    written = [save_trace(trace, tmp_path / "x").read_bytes() for trace in TRACES]
+
     def cases():
         for seed in range(NUM_MUTATIONS):
             rng = random.Random(seed)
-            trace, written = rng.choice(TRACES), io.BytesIO()
-            write_trace(trace, written)
-            mutated = rng.choice([*BYTES, edit_header, edit_header, flip_tensor, flip_tensor, edit_length])(
-                rng, written.getvalue()
-            )
+            trace, good = rng.choice(list(zip(TRACES, written)))
+            mutated = rng.choice([*BYTES, edit_header, edit_header, flip_tensor, flip_tensor, edit_length])(rng, good)
             if rng.random() < 0.6:
                 yield sign(mutated), None
             else:
@@ -237,8 +246,11 @@ def test_damaged_manifests(tmp_path):
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused(data):
-    with pytest.raises(RouterReplayError):
-        read_trace(io.BytesIO(data))
+    with NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        with pytest.raises(RouterReplayError):
+            load_trace(file.name)
     with pytest.raises(RouterReplayError):
         decode_envelope(data)
 

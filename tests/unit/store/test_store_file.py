@@ -1,33 +1,47 @@
-import io
+import json
 import os
+import resource
 import struct
+import tracemalloc
 import zlib
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from megatron_router_replay import RouterReplayError
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store import file as file_module
 from megatron_router_replay.store import load_trace, save_trace
-from megatron_router_replay.store.file import read_trace, write_trace
+from megatron_router_replay.store.reader import Reader
 from megatron_router_replay.trace import RoutingTrace
 from tests.unit.store.store_traces import assert_same, assert_valid, full_trace, make_trace
 
 # The format, byte for byte: two tokens, layers 1 and 3, top-2 of 4 experts; the second token has no route.
-HEADER = (
-    b'{"__metadata__":{"format":"megatron_router_replay.trace","version":"1","num_tokens":"2","topk":"2",'
-    b'"num_experts":"4","block_rows":"4096","layer_numbers":"[1,3]","sequence_lengths":"[2]","sample_ids":"[\\"a\\"]"},'
+METADATA = (
+    b'{"block_rows":4096,"has_token_ids":true,"has_weight_version":false,"layer_numbers":[1,3],"num_experts":4,'
+    b'"num_tokens":2,"sample_ids":["a"],"sequence_lengths":[2],"topk":2,"version":1}'
+)
+TENSORS = {
+    "token_ids": b"\x0b\x00\x00\x00\x0c\x00\x00\x00",
+    "topk_indices.1": b"\x03\x01\x02\x03",
+    "topk_indices.3": b"\x00\x02\x02\x03",
+    "replay_mask": b"\x01\x00",
+}
+FIELDS = (
     b'"crc32":{"dtype":"U32","shape":[5],"data_offsets":[0,20]},'
     b'"token_ids":{"dtype":"I32","shape":[2],"data_offsets":[20,28]},'
     b'"topk_indices.1":{"dtype":"U8","shape":[2,2],"data_offsets":[28,32]},'
     b'"topk_indices.3":{"dtype":"U8","shape":[2,2],"data_offsets":[32,36]},'
-    b'"replay_mask":{"dtype":"BOOL","shape":[2],"data_offsets":[36,38]}} '
+    b'"replay_mask":{"dtype":"BOOL","shape":[2],"data_offsets":[36,38]}}'
 )
-TENSORS = [b"\x0b\x00\x00\x00\x0c\x00\x00\x00", b"\x03\x01\x02\x03", b"\x00\x02\x02\x03", b"\x01\x00"]
-TABLE = struct.pack("<4I", 0x729E7C87, 0x990C29FD, 0x89FF384A, 0x58C223BE)
+# Layers 1 and 3, replay_mask, token_ids.
+TABLE = struct.pack("<4I", 0x990C29FD, 0x89FF384A, 0x58C223BE, 0x729E7C87)
 
 
 def pinned_trace() -> RoutingTrace:
@@ -41,15 +55,29 @@ def pinned_trace() -> RoutingTrace:
     )
 
 
+def as_file(metadata: bytes, table: bytes, tensors: dict[str, bytes], fields: bytes = FIELDS) -> bytes:
+    """A file whose first checksum fits."""
+    quoted = metadata.replace(b"\\", b"\\\\").replace(b'"', b'\\"')
+    header = b'{"__metadata__":{"megatron_router_replay.trace":"' + quoted + b'"},' + fields
+    header += b" " * (-len(header) % 8)
+    crc = struct.pack("<I", zlib.crc32(metadata + table))
+    return struct.pack("<Q", len(header)) + header + crc + table + b"".join(tensors.values())
+
+
 def pinned_bytes() -> bytes:
-    crc = struct.pack("<I", zlib.crc32(HEADER + TABLE))
-    return struct.pack("<Q", len(HEADER)) + HEADER + crc + TABLE + b"".join(TENSORS)
+    return as_file(METADATA, TABLE, TENSORS)
 
 
 def test_the_format_is_these_bytes(tmp_path):
     path = save_trace(pinned_trace(), tmp_path / "x.safetensors")
     assert path.read_bytes() == pinned_bytes()
-    assert [zlib.crc32(data) for data in TENSORS] == list(struct.unpack("<4I", TABLE))
+    in_order = [TENSORS[name] for name in ("topk_indices.1", "topk_indices.3", "replay_mask", "token_ids")]
+    assert [zlib.crc32(data) for data in in_order] == list(struct.unpack("<4I", TABLE))
+
+
+def test_a_trace_is_saved_as_the_same_bytes_every_time(tmp_path):
+    trace = full_trace(50, layer_numbers=tuple(range(1, 30)))
+    assert len({save_trace(trace, tmp_path / "x").read_bytes() for _ in range(20)}) == 1
 
 
 def test_these_bytes_are_the_trace(tmp_path):
@@ -58,11 +86,10 @@ def test_these_bytes_are_the_trace(tmp_path):
 
 
 def test_any_safetensors_reader_opens_the_file(tmp_path):
-    safetensors = pytest.importorskip("safetensors", reason="reads the file with the safetensors package")
     trace = full_trace(9, num_experts=300)
     path = save_trace(trace, tmp_path / "x.safetensors")
-    with safetensors.safe_open(path, "pt") as file:
-        assert file.metadata()["format"] == "megatron_router_replay.trace"
+    with safe_open(path, "pt") as file:
+        assert json.loads(file.metadata()["megatron_router_replay.trace"])["num_tokens"] == 9
         for number in trace.layer_numbers:
             assert torch.equal(file.get_tensor(f"topk_indices.{number}"), trace.layer(number))
         assert torch.equal(file.get_tensor("replay_mask"), trace.replay_mask)
@@ -91,9 +118,8 @@ def test_any_trace_comes_back_as_it_was(num_tokens, layer_numbers, num_experts, 
         lengths = (num_tokens, *[0] * (len(names) - 1))
         values = {"sequence_lengths": lengths, "sample_ids": tuple(names), "weight_version": -3}
     trace = make_trace(num_tokens, layer_numbers=layer_numbers, num_experts=num_experts, topk=topk, **values)
-    file = io.BytesIO()
-    write_trace(trace, file)
-    assert_same(read_trace(file), trace)
+    with TemporaryDirectory() as folder:
+        assert_same(load_trace(save_trace(trace, Path(folder) / "x")), trace)
 
 
 def test_a_view_of_rows_and_layers_is_saved_as_what_it_shows(tmp_path):
@@ -101,31 +127,43 @@ def test_a_view_of_rows_and_layers_is_saved_as_what_it_shows(tmp_path):
     assert_same(load_trace(save_trace(view, tmp_path / "x")), view)
 
 
-class CountingFile(io.BytesIO):
-    """Counts what is read, so that a test can say that nothing else was."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self.ranges: list[tuple[int, int]] = []
-
-    def read(self, size: int = -1) -> bytes:
-        at = self.tell()
-        data = super().read(size)
-        self.ranges.append((at, at + len(data)))
-        return data
+def places(data: bytes) -> tuple[int, dict[str, list[int]]]:
+    """Where the tensors start, and each one's data_offsets from there."""
+    length = int.from_bytes(data[:8], "little")
+    fields = json.loads(data[8 : 8 + length])
+    return 8 + length, {name: entry["data_offsets"] for name, entry in fields.items() if name != "__metadata__"}
 
 
-def test_a_slice_reads_its_own_blocks_and_layers_only():
+def test_a_slice_reads_its_own_blocks_and_layers_only(tmp_path):
     trace = full_trace(5 * 4096, layer_numbers=tuple(range(1, 11)))
-    written = io.BytesIO()
-    write_trace(trace, written)
-    file = CountingFile(written.getvalue())
-    part = read_trace(file, layer_numbers=[4, 9], rows=slice(4000, 4200))
-    assert_same(part, trace.select_layers([4, 9]).slice_rows(4000, 4200))
-    # Two blocks of 4096 rows: two layers of two bytes a row, token_ids and weight_version of four, one mask byte.
-    data = sum(stop - start for start, stop in file.ranges[3:])
-    assert data == 2 * 4096 * (2 * 2 + 4 + 4 + 1)
-    assert sum(stop - start for start, stop in file.ranges[:3]) < 4000
+    path = save_trace(trace, tmp_path / "x")
+    good = path.read_bytes()
+    base, offsets = places(good)
+    # Rows 4000..4199 of layers 4 and 9: the first two of five blocks of 4096 rows, two bytes a row.
+    touched = {name: (base + offsets[name][0], 2 * 4096 * 2) for name in ("topk_indices.4", "topk_indices.9")}
+    touched["replay_mask"] = (base + offsets["replay_mask"][0], 2 * 4096)
+    touched |= {name: (base + offsets[name][0], 2 * 4096 * 4) for name in ("token_ids", "weight_version")}
+    proven = base + offsets["crc32"][1]
+    assert offsets["crc32"][0] == 0
+    assert proven < 4000
+
+    garbage = bytearray(byte ^ 0xFF for byte in good)
+    for start, size in [(0, proven), *touched.values()]:
+        garbage[start : start + size] = good[start : start + size]
+    path.write_bytes(garbage)
+    slices = {"layer_numbers": [4, 9], "rows": slice(4000, 4200)}
+    assert_same(load_trace(path, **slices), trace.select_layers([4, 9]).slice_rows(4000, 4200))
+    with pytest.raises(StoreError, match=r"topk_indices\.5, rows 0\.\.4095, is wrong"):
+        load_trace(path, layer_numbers=[5], rows=slice(0, 1))
+    with pytest.raises(StoreError, match=r"rows 8192\.\.12287, is wrong"):
+        load_trace(path, layer_numbers=[4], rows=slice(8192, 8193))
+    for name, (start, size) in touched.items():
+        for block in (0, 1):
+            damaged = bytearray(garbage)
+            damaged[start + block * size // 2 + 7] ^= 1
+            path.write_bytes(damaged)
+            with pytest.raises(StoreError, match=rf"{name}, rows {4096 * block}\.\.{4096 * block + 4095}, is wrong"):
+                load_trace(path, **slices)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 5), (4090, 4100), (4096, 8192), (8999, 9000), (9000, 9000)])
@@ -140,7 +178,8 @@ def test_a_slice_is_proven_without_the_rest(tmp_path):
     trace = full_trace(9000)
     path = save_trace(trace, tmp_path / "x")
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1  # the last row's mask
+    base, offsets = places(bytes(data))
+    data[base + offsets["replay_mask"][1] - 1] ^= 1  # the last row's mask
     path.write_bytes(data)
     assert_same(load_trace(path, rows=slice(0, 8192)), trace.slice_rows(0, 8192))
     with pytest.raises(StoreError, match=r"replay_mask, rows 8192\.\.8999, is wrong"):
@@ -179,70 +218,135 @@ def test_a_foreign_file_is_refused(tmp_path, content):
 
 
 def test_another_safetensors_file_is_refused(tmp_path):
-    save_file = pytest.importorskip("safetensors.torch", reason="writes with the safetensors package").save_file
-    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(StoreError, match="its format is 'pt'"):
-        load_trace(tmp_path / "model.safetensors")
+    for metadata in ({"format": "pt"}, None, {}, {"megatron_router_replay.trace": METADATA.decode(), "format": "pt"}):
+        save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors", metadata=metadata)
+        with pytest.raises(StoreError, match=r"model\.safetensors: its metadata .* no trace file"):
+            load_trace(tmp_path / "model.safetensors")
 
 
 def test_a_missing_file_or_folder_is_a_store_error(tmp_path):
     with pytest.raises(StoreError, match="nothing"):
         load_trace(tmp_path / "nothing")
+    with pytest.raises(StoreError, match="cannot load"):
+        load_trace(tmp_path)
     with pytest.raises(StoreError, match="cannot save"):
         save_trace(make_trace(), tmp_path / "no folder" / "x")
 
 
-def forged(change) -> io.BytesIO:
-    """A file with correct checksums whose content `change` rewrote: bytes of the tensors behind crc32, by name."""
-    written = io.BytesIO()
-    write_trace(pinned_trace(), written)
-    names = ["token_ids", "topk_indices.1", "topk_indices.3", "replay_mask"]
-    tensors = dict(zip(names, TENSORS))
-    header, tensors = change(HEADER, tensors)
-    table = struct.pack("<4I", *(zlib.crc32(data) for data in tensors.values()))
-    crc = struct.pack("<I", zlib.crc32(header + table))
-    return io.BytesIO(struct.pack("<Q", len(header)) + header + crc + table + b"".join(tensors.values()))
+def forged(metadata=METADATA, fields=FIELDS, **changes) -> bytes:
+    """A file with correct checksums whose JSON, safetensors header or tensors' bytes were changed."""
+    tensors = TENSORS | {name.replace("_1", ".1").replace("_3", ".3"): data for name, data in changes.items()}
+    in_order = ["topk_indices.1", "topk_indices.3", "replay_mask", "token_ids"]
+    table = struct.pack("<4I", *(zlib.crc32(tensors[name]) for name in in_order))
+    return as_file(metadata, table, tensors, fields)
+
+
+def changed(old: bytes, new: bytes) -> bytes:
+    assert METADATA.count(old) == 1
+    return METADATA.replace(old, new)
+
+
+SHAPE_OF_LAYER_3 = b'"shape":[2,2],"data_offsets":[32,36]'
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "message"),
     [
-        (lambda h, t: (h, t | {"topk_indices.1": b"\x04\x01\x02\x03"}), "row 0, layer 1 .*outside 0..3"),
-        (lambda h, t: (h, t | {"topk_indices.3": b"\x00\x02\x03\x03"}), "row 1, layer 3 .*named twice"),
-        (lambda h, t: (h, t | {"replay_mask": b"\x01\x02"}), "replay_mask holds 2"),
-        (lambda h, t: (h.replace(b'experts":"4"', b'experts":"0"'), t), "num_experts=0"),
-        (lambda h, t: (h.replace(b'experts":"4"', b'experts":"1"'), t), "topk=2 must lie in 1..num_experts=1"),
-        (lambda h, t: (h.replace(b'"[1,3]"', b'"[3,1]"'), t), "layer_numbers must increase"),
-        (lambda h, t: (h.replace(b'"[1,3]"', b'"[0,3]"'), t), "layer_numbers must increase"),
-        (lambda h, t: (h.replace(b'"[1,3]"', b'"[1,4]"'), t), "not those that its metadata asks for"),
-        (lambda h, t: (h.replace(b'"[2]"', b'"[3]"'), t), "add up to 3"),
-        (lambda h, t: (h.replace(b'"[2]"', b'"[x]"'), t), "no header of a trace file"),
-        (lambda h, t: (h.replace(b'version":"1"', b'version":"2"'), t), "version '2'; this package reads"),
-        (lambda h, t: (h.replace(b'rows":"4096"', b'rows":"0000"'), t), "block_rows=0"),
-        (lambda h, t: (h.replace(b'tokens":"2"', b'tokens":"9"'), t), "add up to 2"),
-        (lambda h, t: (h.replace(b'"U8"', b'"I8"'), t), "not those that its metadata asks for"),
-        (lambda h, t: (b"[" * len(h), t), "no header of a trace file"),
+        ({"topk_indices_1": b"\x04\x01\x02\x03"}, "row 0, layer 1 .*outside 0..3"),
+        ({"topk_indices_3": b"\x00\x02\x03\x03"}, "row 1, layer 3 .*named twice"),
+        ({"replay_mask": b"\x01\x02"}, "replay_mask holds 2"),
+        ({"metadata": changed(b'experts":4', b'experts":0')}, "num_experts=0"),
+        ({"metadata": changed(b'experts":4', b'experts":1')}, "topk=2 must lie in 1..num_experts=1"),
+        ({"metadata": changed(b'experts":4', b'experts":257')}, "not those that its metadata asks for"),
+        ({"metadata": changed(b"[1,3]", b"[3,1]")}, "layer_numbers must increase"),
+        ({"metadata": changed(b"[1,3]", b"[0,3]")}, "layer_numbers must increase"),
+        ({"metadata": changed(b"[1,3]", b"[1,4]")}, "not those that its metadata asks for"),
+        ({"metadata": changed(b"[1,3]", b"[1]")}, "not those that its metadata asks for"),
+        ({"metadata": changed(b'topk":2', b'topk":1')}, "not those that its metadata asks for"),
+        ({"metadata": changed(b'token_ids":true', b'token_ids":false')}, "not those that its metadata asks for"),
+        ({"metadata": changed(b'version":false', b'version":true')}, "not those that its metadata asks for"),
+        ({"metadata": changed(b"[2]", b"[3]")}, "add up to 3"),
+        ({"metadata": changed(b"[2]", b"[3,-1]")}, "add up to 2"),
+        ({"metadata": changed(b"[2]", b"[x]")}, "no header of a trace file"),
+        ({"metadata": changed(b"[2]", b"[2.0]")}, "no header of a trace file"),
+        ({"metadata": changed(b"[2]", b'"2"')}, "no header of a trace file"),
+        ({"metadata": changed(b'["a"]', b'["a","b"]')}, "one sample for each"),
+        ({"metadata": changed(b'["a"]', b"[1]")}, "no header of a trace file"),
+        ({"metadata": changed(b'["a"]', b'["\xc3\xbc"]')}, "not as this package writes it"),
+        ({"metadata": changed(b'version":1', b'version":2')}, "version 2; this package reads"),
+        ({"metadata": changed(b'version":1', b'version":1.0')}, "not as this package writes it"),
+        ({"metadata": changed(b'version":1', b'version":1,"x":1')}, "not as this package writes it"),
+        ({"metadata": changed(b'"topk":2', b'"topk":2,"topk":2')}, "not as this package writes it"),
+        ({"metadata": changed(b'"topk":2', b'"topk":true')}, "no header of a trace file"),
+        ({"metadata": changed(b'"topk":2', b'"top":2')}, "no header of a trace file"),
+        ({"metadata": changed(b'token_ids":true', b'token_ids":1')}, "not as this package writes it"),
+        ({"metadata": changed(b'rows":4096', b'rows":0')}, "block_rows=0"),
+        ({"metadata": changed(b'rows":4096', b'rows":1')}, "not those that its metadata asks for"),
+        ({"metadata": changed(b'tokens":2', b'tokens":9')}, "add up to 2"),
+        ({"metadata": b"[]"}, "no header of a trace file"),
+        ({"metadata": b"[" * 9000}, "no header of a trace file"),
+        ({"metadata": b""}, "no header of a trace file"),
+        ({"fields": FIELDS.replace(b'"U8"', b'"I8"')}, "not those that its metadata asks for"),
+        ({"fields": FIELDS.replace(b'"U8"', b'"F8_E4M3"')}, "not those that its metadata asks for"),
+        ({"fields": FIELDS.replace(b'"U8"', b'"X8"')}, "no safetensors file"),
+        ({"fields": FIELDS.replace(b"indices.3", b"indices.4")}, "not those that its metadata asks for"),
+        ({"fields": FIELDS.replace(SHAPE_OF_LAYER_3, b'"shape":[4],"data_offsets":[32,36]')}, "not those that"),
+        ({"fields": FIELDS.replace(SHAPE_OF_LAYER_3, b'"shape":[2,2],"data_offsets":[28,32]')}, "no safetensors file"),
+        ({"fields": FIELDS.replace(SHAPE_OF_LAYER_3, b'"shape":[2,3],"data_offsets":[32,38]')}, "no safetensors file"),
+        ({"fields": b"[" * 9000}, "no safetensors file"),
     ],
 )
-def test_a_forged_file_with_correct_checksums_cannot_make_an_invalid_trace(change, message):
-    with pytest.raises(StoreError, match=message):
-        read_trace(forged(change))
+def test_a_forged_file_with_correct_checksums_cannot_make_an_invalid_trace(tmp_path, changes, message):
+    (tmp_path / "x").write_bytes(forged(**changes))
+    with pytest.raises(StoreError, match=rf"cannot load .*x: .*{message}"):
+        load_trace(tmp_path / "x")
 
 
-def test_the_forging_itself_makes_valid_files():
-    assert_same(read_trace(forged(lambda header, tensors: (header, tensors))), pinned_trace())
-    other = read_trace(forged(lambda h, t: (h, t | {"topk_indices.1": b"\x00\x01\x02\x03"})))
+def test_the_forging_itself_makes_valid_files(tmp_path):
+    (tmp_path / "x").write_bytes(forged())
+    assert_same(load_trace(tmp_path / "x"), pinned_trace())
+    (tmp_path / "x").write_bytes(forged(topk_indices_1=b"\x00\x01\x02\x03"))
+    other = load_trace(tmp_path / "x")
     assert_valid(other)
     assert other.layer(1)[0].tolist() == [0, 1]
 
 
-def test_a_header_that_claims_a_huge_file_allocates_nothing():
-    header = HEADER.replace(b'tokens":"2"', b'tokens":"900000000000000"').replace(b"[2]", b"[900000000000000]", 1)
-    file = io.BytesIO(struct.pack("<Q", len(header)) + header + b"\0" * 64)
-    with pytest.raises(StoreError):
-        read_trace(file)
-    with pytest.raises(StoreError, match="truncated"):
-        read_trace(io.BytesIO(struct.pack("<Q", 2**63) + HEADER))
+def test_a_file_that_claims_to_be_huge_allocates_nothing(tmp_path):
+    metadata = METADATA.replace(b'tokens":2', b'tokens":900000000000000').replace(b"[2]", b"[900000000000000]")
+    fields = FIELDS.replace(b"[2,2]", b"[900000000000000,2]").replace(b'"shape":[2]', b'"shape":[900000000000000]')
+    wraps = FIELDS.replace(b"[2,2]", b"[9223372036854775808,2]")
+    # The length of the header may be anything, and so may the offsets of a tensor without elements.
+    beyond = FIELDS.replace(b'"shape":[2,2],"data_offsets":[32,36]', b'"shape":[0,2],"data_offsets":[99999,99999]')
+    files = [forged(metadata), forged(metadata, fields), forged(fields=wraps), forged(fields=beyond)]
+    files += [struct.pack("<Q", length) + pinned_bytes()[8:] for length in (2**63, 2**64 - 1, 10**8, 10**8 + 1)]
+    tracemalloc.start()
+    for data in files:
+        (tmp_path / "x").write_bytes(data)
+        with pytest.raises(StoreError, match=r"cannot load .*x: it"):
+            load_trace(tmp_path / "x")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_metadata_of_very_many_values_is_refused_before_it_is_parsed(tmp_path):
+    (tmp_path / "x").write_bytes(forged(b"[" + b"[]," * (3 << 20)))
+    with pytest.raises(StoreError, match="holds more than 4194304 values"):
+        load_trace(tmp_path / "x")
+
+
+@pytest.mark.slow
+def test_metadata_that_could_not_be_read_again_is_not_written(tmp_path):
+    name = "x" * 64_000_000
+    trace = make_trace(2, sequence_lengths=(2,), sample_ids=(name,))
+    with pytest.raises(StoreError, match=r"cannot save .*the header takes 64000\d\d\d bytes.* save fewer samples"):
+        save_trace(trace, tmp_path / "x")
+    assert os.listdir(tmp_path) == []
+    # As many layers as a header may name, and nearly as long a name, are below what safetensors takes.
+    layers = tuple(range(900_000, 900_000 + (1 << 16)))
+    values = {"sequence_lengths": (1,), "sample_ids": (name[:-1_000_000],)}
+    trace = make_trace(1, layer_numbers=layers, num_experts=300, topk=1, **values)
+    assert load_trace(save_trace(trace, tmp_path / "x"), layer_numbers=[900_001]).sample_ids == values["sample_ids"]
 
 
 @pytest.mark.parametrize(
@@ -275,11 +379,24 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_a_disk_that_is_full_while_it_is_written_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = save_trace(make_trace(3), tmp_path / "x")
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(StoreError, match=r"cannot save .*x: "):
+            save_trace(make_trace(50_000), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["x"]
+
+
 def test_who_reads_the_old_file_while_it_is_replaced_reads_all_of_it(tmp_path):
     path = save_trace(make_trace(3), tmp_path / "x")
-    with path.open("rb") as file:
-        save_trace(make_trace(5), path)
-        assert_same(read_trace(file), make_trace(3))
+    reader = Reader.open(path)
+    save_trace(make_trace(5), path)
+    assert torch.equal(reader.read((2, 3, 7), 0, 3)[0], make_trace(3).topk_indices)
     assert_same(load_trace(path), make_trace(5))
 
 
