@@ -14,3 +14,32 @@ pending operation in the engine's CUDA context can hold up the default stream, w
 side is a process (or several) of its own, so it can wait for training while engines generate, and what it waits for is
 visible in its leg times.
 """
+
+from megatron_router_replay.transport.collect import decode_responses
+from megatron_router_replay.transport.distributed import DistributedReceiver, DistributedSender, open_store
+from megatron_router_replay.transport.errors import TransportError
+from megatron_router_replay.transport.partition import partition_samples
+from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TraceFormat, TransportPlan, plan_routes
+from megatron_router_replay.transport.prefetch import MicrobatchRoutes, prefetch
+from megatron_router_replay.transport.rows import RowSource, TraceRows
+from megatron_router_replay.transport.timing import LegTimes
+
+__all__ = [
+    "DistributedReceiver",
+    "DistributedSender",
+    "LegTimes",
+    "MicrobatchRoutes",
+    "ParallelLayout",
+    "Part",
+    "Place",
+    "RowSource",
+    "TraceFormat",
+    "TraceRows",
+    "TransportError",
+    "TransportPlan",
+    "decode_responses",
+    "open_store",
+    "partition_samples",
+    "plan_routes",
+    "prefetch",
+]

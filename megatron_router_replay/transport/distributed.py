@@ -26,7 +26,7 @@ from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.link import Backend, Link, LinkError, Store
 from megatron_router_replay.transport.partition import Partition
 from megatron_router_replay.transport.plan import ParallelLayout, Place, TransportPlan, plan_routes
-from megatron_router_replay.transport.rows import BucketSink, RowSink, RowSource, TraceRows, WholeTrace
+from megatron_router_replay.transport.rows import BucketSink, RowSink, RowSource, TraceRows, WholeTrace, check_plan
 from megatron_router_replay.transport.stream import Offer, Staging, Timeouts, check_offer, pull, push
 from megatron_router_replay.transport.timing import Lap, LegTimes
 
@@ -149,6 +149,7 @@ class DistributedSender:
     def close(self) -> None:
         """Close the connections; a batch under way is not waited for."""
         self._broken = self._broken or TransportError("it was closed")
+        self._sending = None
         for link in list(self._links.values()):
             link.close()
 
@@ -176,6 +177,10 @@ class DistributedSender:
                 device=self._device,
                 timeout=self._timeouts.ready,
             )
+            if self._broken is not None:
+                # It failed or was closed while this thread was connecting.
+                self._links[place].fail(f"rollout side: {self._broken}")
+                raise TransportError(f"this transport failed before: {self._broken}")
         return self._links[place]
 
 
@@ -197,8 +202,10 @@ class _Sending:
     def _send(self, source: RowSource, place: Place) -> None:
         sender = self._sender
         try:
+            with sender.times.leg("wait"):
+                link = sender._link(place)
             heard = push(
-                sender._link(place),
+                link,
                 source,
                 self._plan.parts[place],
                 plan=self._plan,
@@ -415,21 +422,6 @@ class _Posted:
             raise self._error
         assert self._result is not None
         return self._result
-
-
-def check_plan(plan: TransportPlan, source: RowSource, layout: ParallelLayout) -> None:
-    """Raise unless a plan is of this batch and layout.
-
-    Raises:
-        TransportError: names what differs.
-    """
-    for name, of_plan, actual in (
-        ("sequence_lengths", plan.sequence_lengths, source.sequence_lengths),
-        ("format", plan.format, source.format),
-        ("layout", plan.layout, layout),
-    ):
-        if of_plan != actual:
-            raise TransportError(f"the plan has {name}={str(of_plan)[:200]}, the batch {str(actual)[:200]}.")
 
 
 def _as_source(traces: RoutingTrace | Sequence[RoutingTrace] | RowSource) -> RowSource:

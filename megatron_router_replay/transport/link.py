@@ -1,8 +1,8 @@
 """A Link joins two processes by a process group of their own, and tells each what made the other fail.
 
 Two ranks a group: it is no part of training's groups and needs no default group, a failure touches these two alone, and no
-thread has to take turns with another. What can end a wait: the message, the peer's death or closing (gloo notices at
-once), the peer's failure, or the timeout.
+thread has to take turns with another. What can end a wait: the message, the peer's death or closing (noticed at once
+with gloo), the peer's failure, or the timeout.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import threading
 import time
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
@@ -25,14 +27,74 @@ Store = Any
 """torch.distributed's TCPStore (or FileStore on one machine); torch exports no common type that mypy accepts."""
 
 _MAX_JSON = 256 << 20
-_CLOSING = 1
-"""A tag that no message has."""
+_CANARY, _CLOSING = 1, 2
+"""Tags that no message has."""
+_CANARY_TIMEOUT = timedelta(days=365)
+_GRACE_S = 1.0
+"""For a message that came before the peer closed to be noticed."""
 _POLL_S = 0.05
 _NOTE_TIMEOUT = timedelta(seconds=5)
 
 
 class LinkError(RouterReplayError):
     """A link failed; the text says how, and what the peer said about it."""
+
+
+class _Waits:
+    """Waits for gloo's messages in a thread of its own, and for the peer's death in another.
+
+    gloo wakes those who wait for a message that has not begun, but not those whose message is half through: such a wait
+    lasts until its timeout. So a message that never comes, the canary, is always waited for.
+    """
+
+    def __init__(self, canary: Any) -> None:
+        self._changed = threading.Condition()
+        self._lost: RuntimeError | None = None
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        for target, args in ((self._watch, (canary,)), (self._serve, ())):
+            threading.Thread(target=target, args=args, name="routes-link", daemon=True).start()
+
+    def wait(self, work: Any, timeout: timedelta) -> None:
+        """Wait for one message; RuntimeError as gloo raises it."""
+        job = _Job(work, timeout)
+        self._jobs.put(job)
+        with self._changed:
+            self._changed.wait_for(lambda: job.done or self._lost is not None)
+            self._changed.wait_for(lambda: job.done, _GRACE_S)
+            if job.error is not None:
+                raise job.error
+            if not job.done:
+                assert self._lost is not None
+                raise self._lost
+
+    def end(self) -> None:
+        """Let the threads end, once what they wait for has."""
+        self._jobs.put(None)
+
+    def _watch(self, canary: Any) -> None:
+        try:
+            canary.wait(_CANARY_TIMEOUT)
+        except RuntimeError as error:
+            with self._changed:
+                self._lost = error
+                self._changed.notify_all()
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.work.wait(job.timeout)
+            except RuntimeError as error:
+                job.error = error
+            with self._changed:
+                job.done = True
+                self._changed.notify_all()
+
+
+class _Job:
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        self.work, self.timeout = work, timeout
+        self.done = False
+        self.error: RuntimeError | None = None
 
 
 class Link:
@@ -59,6 +121,7 @@ class Link:
             # A clone, for a store's client serves one blocking call at a time.
             self._store = dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
             self._group = self._connect(timeout)
+            self._waits = _Waits(self.irecv(torch.empty(1, dtype=torch.uint8), _CANARY)) if backend == "gloo" else None
         except RuntimeError as error:
             raise LinkError(f"cannot connect {name}: {self._reason(error, timeout)}") from error
 
@@ -75,13 +138,13 @@ class Link:
         """Start to send a contiguous uint8 message that the peer expects with just this size; wait for it with `wait`."""
         return self._start("send", message)
 
-    def irecv(self, message: Tensor) -> Any:
+    def irecv(self, message: Tensor, tag: int = 0) -> Any:
         """Start to receive into a contiguous uint8 tensor."""
-        return self._start("recv", message)
+        return self._start("recv", message, tag)
 
-    def _start(self, what: str, message: Tensor) -> Any:
+    def _start(self, what: str, message: Tensor, tag: int = 0) -> Any:
         try:
-            return getattr(self._open(), what)([message], 1 - self._side, 0)
+            return getattr(self._open(), what)([message], 1 - self._side, tag)
         except RuntimeError as error:
             raise LinkError(self._reason(error, timedelta(0))) from error
 
@@ -92,9 +155,10 @@ class Link:
             LinkError: the peer failed, died or closed the link, or time ran out. The link cannot be used any more.
         """
         try:
-            if self._backend == "nccl":
+            if self._waits is not None:
+                self._waits.wait(work, timeout)
+            else:
                 self._poll(work, timeout)
-            work.wait(timeout)
         except RuntimeError as error:
             raise LinkError(self._reason(error, timeout)) from error
 
@@ -106,7 +170,8 @@ class Link:
             if said is not None or time.monotonic() > deadline:
                 self._open().abort()
                 raise LinkError(f"{said or f'nothing moved for {timeout.total_seconds():g} s'}")
-            time.sleep(_POLL_S if time.monotonic() + 1 < deadline else 0.001)
+            time.sleep(_POLL_S)
+        work.wait()
 
     def send_json(self, value: dict[str, Any], timeout: timedelta) -> None:
         """Send a small message of plain values."""
@@ -136,7 +201,9 @@ class Link:
         return message.cpu().numpy().tobytes()
 
     def fail(self, text: str) -> None:
-        """Tell the peer why, and close: whatever it waits for ends now."""
+        """Tell the peer why, and close: whatever it waits for ends now. The first failure counts."""
+        if self._group is None:
+            return
         with contextlib.suppress(RuntimeError):  # the store may have died with the peer
             self._store.set_timeout(_NOTE_TIMEOUT)
             self._store.set(f"failed/{self._side}", text)
@@ -147,6 +214,8 @@ class Link:
         group, self._group = self._group, None
         if group is None:
             return
+        if self._waits is not None:
+            self._waits.end()
         with contextlib.suppress(RuntimeError):
             if self._backend == "nccl":
                 group.abort()

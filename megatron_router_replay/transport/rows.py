@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.transport.errors import TransportError
-from megatron_router_replay.transport.plan import Part, TraceFormat
+from megatron_router_replay.transport.plan import ParallelLayout, Part, TraceFormat, TransportPlan
 
 Memory = Mapping[str, Tensor]
 """Rows of a part: topk_indices [rows, layers, topk] and the format's values per token [rows]."""
@@ -163,11 +164,43 @@ class BucketSink:
         self._free.append(memory)
 
 
+def check_plan(plan: TransportPlan, source: RowSource, layout: ParallelLayout) -> None:
+    """Raise unless a plan is of this batch and layout.
+
+    Raises:
+        TransportError: names what differs.
+    """
+    for name, of_plan, actual in (
+        ("sequence_lengths", plan.sequence_lengths, source.sequence_lengths),
+        ("format", plan.format, source.format),
+        ("layout", plan.layout, layout),
+    ):
+        if of_plan != actual:
+            raise TransportError(f"the plan has {name}={str(of_plan)[:200]}, the batch {str(actual)[:200]}.")
+
+
 def layer_runs(format: TraceFormat, part: Part) -> list[tuple[int, int, int]]:
     """Return (layer index in the trace, layer index in the part, layers) of each run of neighbouring layers."""
     index = [format.layer_numbers.index(number) for number in part.layer_numbers]
     starts = [i for i in range(len(index)) if i == 0 or index[i] != index[i - 1] + 1]
     return [(index[start], start, stop - start) for start, stop in zip(starts, [*starts[1:], len(index)])]
+
+
+def carve(flat: Tensor, format: TraceFormat, rows: int, layers: int) -> Memory:
+    """Return the format's tensors for some rows as views of the first bytes of flat uint8 memory.
+
+    The widest dtype comes first, so each begins at a multiple of its width.
+    """
+    if not rows:
+        return format.empty(0, layers)  # nothing to point to, and empty memory has strides that no view takes
+    memory: dict[str, Tensor] = {}
+    at = 0
+    for name, like in sorted(format.empty(0, layers).items(), key=lambda item: -item[1].dtype.itemsize):
+        shape = (rows, *like.shape[1:])
+        nbytes = math.prod(shape) * like.dtype.itemsize
+        memory[name] = flat[at : at + nbytes].view(like.dtype).view(shape)
+        at += nbytes
+    return memory
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

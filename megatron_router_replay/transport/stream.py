@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.link import Link, LinkError
 from megatron_router_replay.transport.plan import Part, Place, TraceFormat, TransportPlan, bucket_rows
-from megatron_router_replay.transport.rows import Memory, RowSink, RowSource, as_bytes
+from megatron_router_replay.transport.rows import Memory, RowSink, RowSource, as_bytes, carve
 from megatron_router_replay.transport.timing import Lap, LegTimes
 
 Sink = TypeVar("Sink", bound=RowSink)
@@ -174,21 +174,13 @@ class Buffer:
         self._on_device = self._host
 
     def carve(self, format: TraceFormat, rows: int, layers: int, size: int) -> Memory:
-        """Return the format's tensors for some rows, in this buffer's host memory."""
+        """Return the format's tensors for some rows, in this buffer's host memory; `size` is the least to allocate."""
         size = max(size, rows * format.row_bytes(layers))
         if self._host.numel() < size:
-            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            self._on_device = (
-                torch.empty_like(self._host, device=self._device) if self._device.type == "cuda" else self._host
-            )
-        memory, at = {}, 0
-        # The widest first, so that each begins at a multiple of its width.
-        shapes = sorted(format.empty(0, layers).items(), key=lambda item: -item[1].dtype.itemsize)
-        for name, like in shapes:
-            nbytes = rows * like[:0].new_empty((1, *like.shape[1:])).nbytes
-            memory[name] = self._host[at : at + nbytes].view(like.dtype).view(rows, *like.shape[1:])
-            at += nbytes
-        return memory
+            cuda = self._device.type == "cuda"
+            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=cuda)
+            self._on_device = torch.empty_like(self._host, device=self._device) if cuda else self._host
+        return carve(self._host, format, rows, layers)
 
     def messages(self, memory: Memory) -> list[Tensor]:
         """Return what to send of carved memory, in the format's order, on the device."""

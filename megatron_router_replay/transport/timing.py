@@ -62,7 +62,7 @@ class LegTimes:
                     self._add(name, time.perf_counter() - since, 0)
                 self._add(name, 0.0, nbytes)
 
-    def add(self, name: Leg, seconds: float, nbytes: int = 0) -> None:
+    def add(self, name: str, seconds: float, nbytes: int = 0) -> None:
         """Count time that was measured elsewhere, such as by a rollout actor."""
         with self._lock:
             self._add(name, seconds, nbytes)

@@ -1,0 +1,63 @@
+"""What engines returned -> traces, decoded by several threads, for a rollout side that is one process.
+
+Several rollout actors decode in their own processes instead; see `ray.put_trace`. Either way nothing is joined: senders
+take the traces as they are and gather every place's rows from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.transport.timing import LegTimes
+
+
+def decode_responses(
+    responses: Iterable[Any],
+    decode: Callable[[Any], RoutingTrace],
+    *,
+    num_threads: int = 4,
+    times: LegTimes | None = None,
+) -> list[RoutingTrace]:
+    """Return one trace per response, in order; decoding begins while later responses are still on their way.
+
+    numpy and torch release the GIL while they copy and check large blocks, so threads share the work; base64 is decoded
+    under it.
+
+    Args:
+        responses: consumed one by one; waiting for the next one is the leg "collect".
+        decode: such as `functools.partial(engines.vllm.decode, model=config)`.
+        num_threads: that decode.
+        times: where "collect" and "decode" are counted.
+
+    Raises:
+        PayloadError: as `decode`.
+    """
+    times = LegTimes("rollout") if times is None else times
+
+    def decode_one(response: Any) -> RoutingTrace:
+        with times.leg("decode"):
+            trace = decode(response)
+        times.add("decode", 0.0, trace.topk_indices.nbytes)
+        return trace
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="routes-decode") as threads:
+        iterator = iter(responses)
+        pending = []
+        while True:
+            with times.leg("collect"):
+                response = next(iterator, _END)
+            if response is _END:
+                break
+            pending.append(threads.submit(decode_one, response))
+            del response
+        traces = []
+        while pending:
+            # A response is let go as soon as its trace is there.
+            traces.append(pending.pop(0).result())
+        return traces
+
+
+_END = object()

@@ -1,0 +1,126 @@
+"""This rank's trace -> the rows of one micro-batch after another, on the device when its forward begins.
+
+A thread gathers the next micro-batch's rows into page-locked memory and a side stream copies them while the present one
+runs. On a CPU the same code runs without streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.transport.errors import TransportError
+from megatron_router_replay.transport.timing import LegTimes
+
+
+class MicrobatchRoutes(NamedTuple):
+    """The routes of one micro-batch.
+
+    Args:
+        trace: the rows that the micro-batch uses, each once, in increasing order, on the device.
+        routing_rows: of the shape that was given, int64 on the CPU, rows of `trace`; -1 stays -1.
+    """
+
+    trace: RoutingTrace
+    routing_rows: Tensor
+
+
+def prefetch(
+    trace: RoutingTrace,
+    routing_rows: Iterable[Tensor],
+    *,
+    device: torch.device | str = "cpu",
+    times: LegTimes | None = None,
+) -> Iterator[MicrobatchRoutes]:
+    """Yield every micro-batch's routes, the next one being gathered and copied while the caller works on this one.
+
+    Nothing is retained: what was yielded is the caller's alone, and the memory in between is reused from one micro-batch
+    to the next and gone at the end. With CUDA the caller's stream waits for the copy; the host does not.
+
+    Args:
+        trace: this rank's, on the CPU.
+        routing_rows: one int tensor a micro-batch, any shape, rows of `trace`, -1 on padding; on the CPU.
+        device: where the routers run.
+        times: "wait" counts how long the caller had to wait for rows.
+
+    Raises:
+        TransportError: rows are outside the trace.
+    """
+    target = torch.device(device)
+    slots = [_Slot(target), _Slot(target)]
+    stream = torch.cuda.Stream(target) if target.type == "cuda" else None  # type: ignore[no-untyped-call]
+    times = LegTimes("training") if times is None else times
+    with ThreadPoolExecutor(1, thread_name_prefix="routes-prefetch") as worker:
+        following: Future[_Loaded] | None = None
+        for number, rows in enumerate(routing_rows):
+            loading = worker.submit(_load, trace, rows, slots[number % 2], stream)
+            if following is not None:
+                yield _hand_over(following, times)
+            following = loading
+        if following is not None:
+            yield _hand_over(following, times)
+
+
+class _Loaded(NamedTuple):
+    routes: MicrobatchRoutes
+    copied: torch.cuda.Event | None
+
+
+class _Slot:
+    """Page-locked memory of one micro-batch, and the event after which it may be overwritten."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._memory: dict[str, Tensor] = {}
+        self.copied: torch.cuda.Event | None = None
+
+    def memory(self, name: str, like: Tensor, rows: int) -> Tensor:
+        """Return [rows, ...] to gather into, of the dtype and trailing shape of `like`."""
+        if not self._pinned:
+            return like.new_empty((rows, *like.shape[1:]))  # the caller gets this very memory: nothing to copy to
+        if self.copied is not None:
+            self.copied.synchronize()  # of two micro-batches ago, by a thread of ours
+            self.copied = None
+        memory = self._memory.get(name)
+        if memory is None or len(memory) < rows or memory.shape[1:] != like.shape[1:]:
+            memory = self._memory[name] = torch.empty((rows, *like.shape[1:]), dtype=like.dtype, pin_memory=True)
+        return memory[:rows]
+
+
+def _load(trace: RoutingTrace, rows: Tensor, slot: _Slot, stream: torch.cuda.Stream | None) -> _Loaded:
+    used, local = torch.unique(rows.detach().to(device="cpu", dtype=torch.int64), return_inverse=True)
+    padding = int(used.numel() > 0 and int(used[0]) == -1)
+    used, local = used[padding:], local - padding
+    if used.numel() and not (0 <= int(used[0]) and int(used[-1]) < trace.num_tokens):
+        raise TransportError(
+            f"routing_rows reach {int(used[0])}..{int(used[-1])}, the trace has 0..{trace.num_tokens - 1}; padding is -1."
+        )
+    names = ("topk_indices", "replay_mask", "token_ids", "weight_version")
+    given = {name: value for name in names if (value := getattr(trace, name)) is not None}
+    memory = {name: slot.memory(name, value, used.numel()) for name, value in given.items()}
+    for name, value in given.items():
+        torch.index_select(value, 0, used, out=memory[name])
+    if stream is not None:
+        with torch.cuda.stream(stream):
+            memory = {name: value.to(stream.device, non_blocking=True) for name, value in memory.items()}
+            slot.copied = stream.record_event()
+    micro = RoutingTrace.from_checked(**memory, layer_numbers=trace.layer_numbers, num_experts=trace.num_experts)
+    return _Loaded(MicrobatchRoutes(micro, local), slot.copied)
+
+
+def _hand_over(following: Future[_Loaded], times: LegTimes) -> MicrobatchRoutes:
+    with times.leg("wait"):
+        loaded = following.result()
+    if loaded.copied is not None:
+        trace = loaded.routes.trace
+        current = torch.cuda.current_stream(trace.device)
+        current.wait_event(loaded.copied)
+        for value in (trace.topk_indices, trace.replay_mask, trace.token_ids, trace.weight_version):
+            if value is not None:
+                value.record_stream(current)  # its memory belongs to the side stream
+    return loaded.routes

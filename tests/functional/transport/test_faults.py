@@ -1,0 +1,269 @@
+"""What goes wrong on the way ends in an error on both sides that says where, or in a wait that is right; never in a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_router_replay import RoutingTrace
+from megatron_router_replay.transport import (
+    DistributedReceiver,
+    DistributedSender,
+    ParallelLayout,
+    TraceFormat,
+    TransportError,
+    open_store,
+    plan_routes,
+)
+from tests.functional.transport.processes import (
+    BUCKET,
+    LAYERS,
+    LIMITS,
+    ONE,
+    SHORT,
+    Child,
+    DyingRows,
+    check_sum,
+    children,
+    make_trace,
+    receive,
+    send_and_die,
+)
+
+PROMPTLY_S = 15.0
+"""Far below every timeout in LIMITS but the one for messages, and generous on a busy machine."""
+
+
+@pytest.fixture(autouse=True)
+def _loopback() -> Iterator[None]:
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    yield
+    if before is None:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = before
+
+
+def _sender(store: Any, layout: ParallelLayout = ONE, limits: dict[str, Any] = LIMITS) -> DistributedSender:
+    return DistributedSender(store, layout, bucket_bytes=BUCKET, **limits)
+
+
+@pytest.mark.parametrize("when", ["second bucket", "connected"])
+def test_a_receiver_that_dies_makes_the_sender_raise(when: str) -> None:
+    trace = make_trace()
+    store = open_store("127.0.0.1", is_server=True)
+    child = Child(receive, store.port, ONE, 0, {"die": when})
+    sender = _sender(store)
+    with children(child):
+        sender.send(trace)
+        assert child.wait_for("started") is None
+        assert child.died_by() == signal.SIGKILL
+        began = time.monotonic()
+        with pytest.raises(TransportError, match=r"to dp0/pp0/cp0/tp0: .* of 13,200,000 bytes.*died or closed"):
+            sender.join()
+        assert time.monotonic() - began < PROMPTLY_S
+        with pytest.raises(TransportError, match="failed before"):
+            sender.send(trace)
+
+
+def test_a_receiver_that_dies_leaves_the_others_their_rows() -> None:
+    layout = ParallelLayout(stage_layers=(LAYERS,), dp_size=2)
+    trace = make_trace()
+    store = open_store("127.0.0.1", is_server=True)
+    dying, living = (
+        Child(receive, store.port, layout, 0, {"die": "second bucket"}),
+        Child(receive, store.port, layout, 1, {}),
+    )
+    sender = _sender(store, layout)
+    with children(dying, living):
+        plan = sender.send(trace)
+        living.wait_for("started")
+        rows = torch.cat([torch.arange(a, b) for a, b in plan.part(layout.place_of(1)).runs.tolist()])
+        assert living.result() == [check_sum(trace.topk_indices[rows])]
+        with pytest.raises(TransportError, match="dp0/pp0"):
+            sender.join()
+
+
+def test_a_sender_that_dies_in_the_middle_of_a_bucket_makes_every_rank_raise() -> None:
+    layout = ParallelLayout(stage_layers=(LAYERS,), tp_size=2)
+    store = open_store("127.0.0.1", is_server=True)
+    # One bucket on the wire, the second never comes; tp1 hears of it through tp0.
+    child = Child(send_and_die, store.port, layout, 8 << 20)
+    ranks = [Child(receive, store.port, layout, rank, {}) for rank in range(2)]
+    with children(child, *ranks):
+        for rank in ranks:
+            rank.wait_for("started")
+        assert child.died_by() == signal.SIGKILL
+        texts = [rank.result(PROMPTLY_S) for rank in ranks]
+    assert all("TransportError: training side, step 0, dp0/pp0/cp0/tp" in text for text in texts), texts
+    assert all("receiving" in text and "of 13,200,000 bytes" in text for text in texts), texts
+    assert "died or closed the connection" in texts[0]
+    assert "the other side failed: training side, step 0, dp0/pp0/cp0/tp0" in texts[1]
+
+
+def test_a_rank_of_the_tp_group_that_dies_makes_the_sender_raise() -> None:
+    layout = ParallelLayout(stage_layers=(LAYERS,), tp_size=2)
+    store = open_store("127.0.0.1", is_server=True)
+    first, second = (
+        Child(receive, store.port, layout, 0, {}),
+        Child(receive, store.port, layout, 1, {"die": "second bucket"}),
+    )
+    sender = _sender(store, layout)
+    with children(first, second):
+        sender.send(make_trace())
+        with pytest.raises(TransportError, match="the other side failed: training side, step 0, dp0/pp0/cp0/tp0"):
+            sender.join()
+        first.wait_for("started")
+        assert "died or closed the connection" in first.result(PROMPTLY_S)
+
+
+def test_an_error_in_the_senders_rows_reaches_the_receiver() -> None:
+    store = open_store("127.0.0.1", is_server=True)
+    child = Child(receive, store.port, ONE, 0, {})
+    rows = DyingRows([make_trace()])
+    rows.how = "raise"
+    sender = _sender(store)
+    with children(child):
+        sender.send(rows)
+        with pytest.raises(TransportError, match="ValueError: the rows are gone"):
+            sender.join()
+        child.wait_for("started")
+        assert "the other side failed: rollout side, step 0" in (text := child.result(PROMPTLY_S))
+        assert "ValueError: the rows are gone" in text
+
+
+def test_an_error_in_the_receiver_reaches_the_sender() -> None:
+    store = open_store("127.0.0.1", is_server=True)
+    child = Child(receive, store.port, ONE, 0, {"raise": "second bucket"})
+    sender = _sender(store)
+    with children(child):
+        sender.send(make_trace())
+        with pytest.raises(TransportError, match=r"the other side failed: training side.*ZeroDivisionError"):
+            sender.join()
+
+
+def test_an_error_while_decoding_reaches_a_receiver_that_waits() -> None:
+    trace = make_trace(400)
+    store = open_store("127.0.0.1", is_server=True)
+    child = Child(receive, store.port, ONE, 0, {"steps": 2})
+    with children(child):
+        with pytest.raises(RuntimeError, match="the engine is gone"):
+            _send_once_and_fail(store, trace)
+        child.wait_for("started")
+        assert "rollout side: RuntimeError: the engine is gone" in child.result(PROMPTLY_S)
+
+
+def _send_once_and_fail(store: Any, trace: RoutingTrace) -> None:
+    with _sender(store) as sender:
+        sender.send(trace)
+        sender.join()
+        raise RuntimeError("the engine is gone")
+
+
+def test_sides_that_disagree_on_sizes_both_raise_and_name_both() -> None:
+    trace = make_trace()
+    other = plan_routes((400_001,), layout=ONE, format=TraceFormat.of(trace))
+    store = open_store("127.0.0.1", is_server=True)
+    child = Child(receive, store.port, ONE, 0, {"plan": other})
+    sender = _sender(store)
+    with children(child):
+        sender.send(trace)
+        with pytest.raises(TransportError, match=r"num_rows=400001, the rollout side sends num_rows=400000"):
+            sender.join()
+        child.wait_for("started")
+        assert "num_rows=400001, the rollout side sends num_rows=400000" in child.result(PROMPTLY_S)
+
+
+def test_sides_that_disagree_on_the_layers_of_a_stage_both_raise() -> None:
+    store = open_store("127.0.0.1", is_server=True)
+    child = Child(receive, store.port, ParallelLayout(stage_layers=((1, 2, 3, 5),)), 0, {})
+    sender = _sender(store)
+    with children(child):
+        sender.send(make_trace())
+        with pytest.raises(TransportError, match=r"layer_numbers=\(1, 2, 3, 5\)"):
+            sender.join()
+        child.wait_for("started")
+        assert "layer_numbers=(1, 2, 3, 5)" in child.result(PROMPTLY_S)
+
+
+def test_send_returns_at_once_and_a_slow_receiver_still_gets_every_row() -> None:
+    trace = make_trace()
+    store = open_store("127.0.0.1", is_server=True)
+    child = Child(receive, store.port, ONE, 0, {"sleep_s": 2.0, "slow": 0.1})
+    sender = _sender(store)
+    with children(child):
+        began = time.monotonic()
+        sender.send(trace)
+        assert time.monotonic() - began < 0.5, "nobody listens yet"
+        sender.join()
+        assert time.monotonic() - began > 2.0
+        child.wait_for("started")
+        assert child.result() == [check_sum(trace.topk_indices)]
+    assert sender.times.metrics("")["rollout_wait_s"] > 1.5
+
+
+def test_a_second_send_waits_for_the_first_and_rows_do_not_mix() -> None:
+    traces = [make_trace(seed=seed) for seed in range(3)]
+    store = open_store("127.0.0.1", is_server=True)
+    child = Child(receive, store.port, ONE, 0, {"sleep_s": 2.0, "steps": 3})
+    sender = _sender(store)
+    with children(child):
+        child.wait_for("started")
+        began = time.monotonic()
+        sender.send(traces[0])
+        assert time.monotonic() - began < 0.5
+        sender.send(traces[1])
+        assert time.monotonic() - began > 1.0, "the second send waited for the first to be received"
+        sender.send(traces[2])
+        sender.join()
+        assert child.result() == [check_sum(trace.topk_indices) for trace in traces]
+
+
+def test_a_receiver_that_never_comes_is_an_error_and_so_is_a_sender() -> None:
+    store = open_store("127.0.0.1", is_server=True)
+    sender = _sender(store, limits=SHORT)
+    sender.send(make_trace(400))
+    began = time.monotonic()
+    with pytest.raises(TransportError, match=r"cannot connect routes/dp0/pp0/cp0/tp0: nothing came .* within 2 s"):
+        sender.join()
+    receiver = DistributedReceiver(store, ONE, ONE.place_of(0), name="another", **SHORT)
+    with pytest.raises(TransportError, match=r"cannot connect another/dp0/pp0/cp0/tp0: nothing came .* within 2 s"):
+        receiver.receive()
+    assert time.monotonic() - began < 2 * PROMPTLY_S
+
+
+def test_a_receiver_that_stops_asking_runs_out_of_the_senders_time() -> None:
+    trace = make_trace(400)
+    store = open_store("127.0.0.1", is_server=True)
+    child = Child(receive, store.port, ONE, 0, {"steps": 1, "limits": SHORT})
+    sender = _sender(store, limits=SHORT)
+    with children(child):
+        child.wait_for("started")
+        sender.send(trace)
+        assert child.result() == [check_sum(trace.topk_indices)]
+        sender.join()
+        sender.send(trace)
+        with pytest.raises(TransportError, match=r"step 1.*waiting for the training side's request"):
+            sender.join()
+
+
+def test_close_ends_a_send_that_waits_for_nobody() -> None:
+    store = open_store("127.0.0.1", is_server=True)
+    child = Child(receive, store.port, ONE, 0, {"sleep_s": 30.0})
+    sender = _sender(store)
+    with children(child):
+        child.wait_for("started")
+        sender.send(make_trace(400))
+        sender.close()
+        with pytest.raises(TransportError):
+            sender.send(make_trace(400))
+    assert threading.active_count() < 50
