@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, Union
+
+import numpy as np
 
 from megatron_router_replay.errors import StoreError, TraceError
 from megatron_router_replay.store import TraceStore, merge_traces
@@ -24,6 +26,8 @@ TraceLike = RoutingTrace | PathLike | Sequence[RoutingTrace | PathLike]
 
 BLOCK_BYTES = 16 << 20
 """Routes that are read at a time; the memory of a pass over a trace is a few times this."""
+
+_MAPPED_BYTES = 128 << 20
 
 _FILE_BLOCK = 4096
 """Rows that a trace file checks and reads at once: blocks that are multiples of it read no row twice."""
@@ -65,10 +69,11 @@ class _Memory:
 
 
 class _File:
-    def __init__(self, path: Path, stack: ExitStack) -> None:
+    def __init__(self, path: Path) -> None:
         with naming(path, "read"):
-            self._reader = Reader.open(stack.enter_context(path.open("rb")))
+            self._reader = Reader.open(path)
         self._path = path
+        self._mapped = 0
         self.name = str(path)
         header = self._reader.header
         self.num_tokens, self.layer_numbers = header.num_tokens, header.layer_numbers
@@ -78,8 +83,20 @@ class _File:
     def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
         wanted = self.layer_numbers if layer_numbers is None else tuple(sorted(layer_numbers))
         with naming(self._path, "read"):
+            self._unmap()
             indices, others = self._reader.read(wanted, min(start, self.num_tokens), min(stop, self.num_tokens))
+            self._mapped += indices.nbytes
             return checked_trace(self._reader.header, wanted, indices, others, whole=False)
+
+    def _unmap(self) -> None:
+        """Map the file anew once in a while: pages that were read count as this process's memory until then."""
+        if self._mapped < _MAPPED_BYTES:
+            return
+        before, self._mapped = self._reader, 0
+        self._reader = Reader.open(self._path)
+        same = [np.array_equal(table, self._reader.checksums.get(name, ())) for name, table in before.checksums.items()]
+        if before.header != self._reader.header or not all(same):
+            raise StoreError("it was replaced by another file while it was read.")
 
 
 class _Parts:
@@ -105,7 +122,7 @@ class _Parts:
 
 @contextmanager
 def open_source(trace: TraceLike, *, name: str = "the trace", step: int | None = None) -> Iterator[TraceSource]:
-    """Open a trace for reading by blocks; files stay open inside the `with` block.
+    """Open a trace for reading by blocks; use it inside the `with` block.
 
     Args:
         step: which step of a `TraceStore`'s folder; not needed if it has one.
@@ -113,21 +130,20 @@ def open_source(trace: TraceLike, *, name: str = "the trace", step: int | None =
     Raises:
         StoreError: a file or folder is missing, damaged or holds no trace.
     """
-    with ExitStack() as stack:
-        yield _open(trace, name, step, stack)
+    yield _open(trace, name, step)
 
 
-def _open(trace: TraceLike, name: str, step: int | None, stack: ExitStack) -> TraceSource:
+def _open(trace: TraceLike, name: str, step: int | None) -> TraceSource:
     if isinstance(trace, RoutingTrace):
         return _Memory(trace, name)
     if not isinstance(trace, (str, os.PathLike)):
         if not trace:
             raise TraceError(f"{name} is an empty list of parts.")
-        return _Parts([_open(part, f"part {i} of {name}", step, stack) for i, part in enumerate(trace)], name)
+        return _Parts([_open(part, f"part {i} of {name}", step) for i, part in enumerate(trace)], name)
     path = Path(trace)
     if not path.is_dir():
-        return _File(path, stack)
-    parts: list[TraceSource] = [_File(part, stack) for part in part_files(path, step)]
+        return _File(path)
+    parts: list[TraceSource] = [_File(part) for part in part_files(path, step)]
     return parts[0] if len(parts) == 1 else _Parts(parts, str(path))
 
 
