@@ -1,0 +1,105 @@
+"""A rollout engine's capture is wrong. `diff_traces` says how, and so does the live comparison while it is replayed.
+
+The right capture is recorded; each fault is planted in a copy: rows shifted by one, a layer that lost its data, two
+layers swapped. `diff_traces` compares the copy with a recording of the trainer's own. Where there is none to compare
+with, as in RL training, `LiveComparison` puts the live router beside the replayed routes.
+
+    python examples/walkthroughs/wrong_capture.py            # three faults, each named twice: exit code 1
+    python examples/walkthroughs/wrong_capture.py --right    # the right capture: nothing to report, exit code 0
+"""
+
+import sys
+from typing import Any
+
+import torch
+from tiny_run import NUM_TOKENS, build, routers_of, train_step
+from torch import Tensor
+
+import megatron_router_replay as mrr
+from megatron_router_replay.diagnostics.live import LiveComparison, LiveReport, merge_live_reports
+from megatron_router_replay.testing import GlooWorkers, ParallelLayout
+
+PP2 = ParallelLayout(pp_size=2)
+
+
+def changed(trace: mrr.RoutingTrace, routes: Tensor) -> mrr.RoutingTrace:
+    """The trace with other routes, as a faulty engine would send it."""
+    return mrr.RoutingTrace(topk_indices=routes, layer_numbers=trace.layer_numbers, num_experts=trace.num_experts)
+
+
+def shifted(trace: mrr.RoutingTrace) -> mrr.RoutingTrace:
+    """Every row holds the routes of the token before it."""
+    return changed(trace, trace.topk_indices.roll(1, dims=0))
+
+
+def zeroed(trace: mrr.RoutingTrace) -> mrr.RoutingTrace:
+    """Layer 4's buffer was never written. (Zeros in all columns would be refused at once: an expert is named twice.)"""
+    routes = trace.topk_indices.clone()
+    routes[:, trace.layer_numbers.index(4)] = torch.arange(trace.topk, dtype=routes.dtype)
+    return changed(trace, routes)
+
+
+def swapped(trace: mrr.RoutingTrace) -> mrr.RoutingTrace:
+    """Layers 3 and 5 have each other's routes."""
+    routes = trace.topk_indices.clone()
+    one, other = trace.layer_numbers.index(3), trace.layer_numbers.index(5)
+    routes[:, [one, other]] = trace.topk_indices[:, [other, one]]
+    return changed(trace, routes)
+
+
+FAULTS = {"rows shifted by one": shifted, "layer 4 zeroed": zeroed, "layers 3 and 5 swapped": swapped}
+
+
+def record() -> mrr.RoutingTrace:
+    """This rank's part of a recording."""
+    chunks, microbatches, _ = build(PP2)
+    with mrr.record(chunks) as recording:
+        train_step(PP2, chunks, microbatches, recording)
+    return recording.trace(num_tokens=NUM_TOKENS)
+
+
+def replay_and_compare(trace: mrr.RoutingTrace) -> LiveReport:
+    """Replay on this rank, with the live router's choice put beside it."""
+    chunks, microbatches, _ = build(PP2)
+    routers = routers_of(chunks)
+    comparison = LiveComparison(
+        [router.layer_number for router in routers], num_experts=trace.num_experts, topk=trace.topk
+    )
+
+    def hook(router: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        with torch.no_grad():
+            logits = router.gating(args[0]).view(-1, router.num_experts)
+        replayed = output[1].to(torch.int8).topk(router.topk, dim=1).indices
+        comparison.add(router.layer_number, logits, live=logits.topk(router.topk, dim=1).indices, replayed=replayed)
+        if router is routers[-1]:
+            comparison.end_microbatch()
+
+    for router in routers:
+        router.register_forward_hook(hook)
+    with mrr.replay(chunks, trace, verify=True) as session:
+        train_step(PP2, chunks, microbatches, session)
+    return comparison.report()
+
+
+def main() -> int:
+    faults = {"no fault": lambda trace: trace} if "--right" in sys.argv else FAULTS
+    found = 0
+    with GlooWorkers(2) as workers:
+        right = mrr.merge_traces(workers.run(record))
+        for name, plant in faults.items():
+            capture = plant(right)
+            diff = mrr.diff_traces(right, capture, name_a="the trainer", name_b="the engine")
+            live = merge_live_reports(workers.run(replay_and_compare, capture))
+            print(f"\nplanted: {name}")
+            for source, findings in (("diff", diff.findings), ("live", live.findings)):
+                for finding in findings:
+                    print(f"  {source}: {finding}")
+                found += len(findings)
+            if "--right" in sys.argv:
+                print(live)
+    print("\nverdict: " + (f"{found} findings" if found else "nothing wrong with the capture"))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
