@@ -42,8 +42,10 @@ from megatron_router_replay.trace import index_dtype
 FORMAT = "megatron_router_replay.trace"
 VERSION = 1
 BLOCK_ROWS = 4096
-MAX_HEADER_BYTES = 64_000_000
-"""Of our JSON, quoted; with one tensor for each of MAX_LAYERS it stays below the 100 MB that safetensors accepts."""
+MAX_METADATA_BYTES = 8_000_000
+"""Of our JSON, quoted."""
+MAX_HEADER_BYTES = 16_000_000
+"""Of the header that is read: our JSON and safetensors' entry for each of up to MAX_LAYERS tensors."""
 MAX_LAYERS = 1 << 16
 MAX_JSON_VALUES = 1 << 22
 MAX_BLOCK_ROWS = 1 << 20
@@ -115,8 +117,8 @@ def encode_header(header: Header) -> str:
     text = canonical_json({"version": VERSION} | asdict(header)).decode("ascii")
     check_json_size(text)
     size = len(json.dumps(text))
-    if size > MAX_HEADER_BYTES:
-        raise StoreError(f"the header takes {size} bytes, more than {MAX_HEADER_BYTES}: save fewer samples.")
+    if size > MAX_METADATA_BYTES:
+        raise StoreError(f"the header takes {size} bytes, more than {MAX_METADATA_BYTES}: save fewer samples.")
     return text
 
 

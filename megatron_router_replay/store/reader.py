@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.store.format import FORMAT, Header, decode_header
+from megatron_router_replay.store.format import FORMAT, MAX_HEADER_BYTES, Header, decode_header
 from megatron_router_replay.trace import RoutingTrace, check_topk_indices, index_dtype
 
 _DTYPES = {"U8": torch.uint8, "BOOL": torch.bool, "I16": torch.int16, "I32": torch.int32, "U32": torch.uint32}
@@ -43,9 +43,16 @@ class Reader:
         Raises:
             StoreError: not a trace file, truncated, or its header was altered.
         """
+        name = path if isinstance(path, str | os.PathLike) else path.name
+        with open(name, "rb") as beginning:
+            header_bytes = int.from_bytes(beginning.read(8), "little")
+        if header_bytes > MAX_HEADER_BYTES:  # safetensors itself would parse up to 100 MB, at many times that memory
+            raise StoreError(
+                f"its header takes {header_bytes} bytes, more than {MAX_HEADER_BYTES}: it is no trace file."
+            )
         try:
             # Checks that all offsets lie in the file; so what follows from a shape is never more than the file holds.
-            file: Any = safe_open(path if isinstance(path, str | os.PathLike) else path.name, "pt")
+            file: Any = safe_open(name, "pt")
         except (SafetensorError, RuntimeError) as error:
             raise StoreError(f"it is no safetensors file, or truncated or altered ({error}).") from None
         metadata = file.metadata() or {}

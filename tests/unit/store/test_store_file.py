@@ -337,12 +337,12 @@ def test_metadata_of_very_many_values_is_refused_before_it_is_parsed(tmp_path):
 
 @pytest.mark.slow
 def test_metadata_that_could_not_be_read_again_is_not_written(tmp_path):
-    name = "x" * 64_000_000
+    name = "x" * 8_000_000
     trace = make_trace(2, sequence_lengths=(2,), sample_ids=(name,))
-    with pytest.raises(StoreError, match=r"cannot save .*the header takes 64000\d\d\d bytes.* save fewer samples"):
+    with pytest.raises(StoreError, match=r"cannot save .*the header takes 8000\d\d\d bytes.* save fewer samples"):
         save_trace(trace, tmp_path / "x")
     assert os.listdir(tmp_path) == []
-    # As many layers as a header may name, and nearly as long a name, are below what safetensors takes.
+    # As many layers as a header may name, and nearly as long a name, are below what is read again.
     layers = tuple(range(900_000, 900_000 + (1 << 16)))
     values = {"sequence_lengths": (1,), "sample_ids": (name[:-1_000_000],)}
     trace = make_trace(1, layer_numbers=layers, num_experts=300, topk=1, **values)
@@ -409,3 +409,11 @@ def test_a_saved_file_has_the_permissions_of_any_new_file(tmp_path):
 def test_only_store_errors_reach_the_caller():
     assert issubclass(StoreError, RouterReplayError)
     assert file_module.load_trace is load_trace
+
+
+def test_a_giant_header_is_refused_before_it_is_parsed(tmp_path):
+    path = tmp_path / "x"
+    header = b'{"a":{"dtype":"U8","shape":[' + b"1," * 10_000_000 + b'1],"data_offsets":[0,1]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    with pytest.raises(StoreError, match=r"its header takes 200000\d\d bytes"):
+        load_trace(path)
