@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -135,7 +136,7 @@ def test_sides_that_disagree_both_raise_and_name_both(actors: dict[str, list[Any
     sender = RaySender(case.layout, name=name, **LIMITS)
     sender.send(trace)
     with pytest.raises(
-        TransportError, match=r"dp0/pp0/cp0/tp0 expects num_rows=33, the rollout side sends num_rows=20"
+        TransportError, match=r"dp0/pp0/cp0/tp0 expects num_rows=33, the rollout side sends num_rows=27"
     ):
         ray.get(ranks[0].receive.remote(other))
     with pytest.raises(TransportError, match="expects num_rows=33"):
@@ -184,10 +185,11 @@ def test_a_second_send_waits_for_the_first(actors: dict[str, list[Any]]) -> None
     with RaySender(case.layout, name=name, **LIMITS) as sender:
         began = time.monotonic()
         sender.send(case.traces(0))
-        assert time.monotonic() - began < 1.0
-        time.sleep(0.5)
-        first = rank.receive.remote()
+        assert time.monotonic() - began < 1.0, "nobody listens yet"
+        first: list[Any] = []
+        threading.Timer(2.0, lambda: first.append(rank.receive.remote())).start()
         sender.send(case.traces(1))
-        assert ray.wait([first], timeout=0)[0], "the first batch had arrived before the second was taken"
+        assert time.monotonic() - began > 2.0, "the second send waited for the first to be received"
+        assert torch.equal(ray.get(first[0])["topk_indices"], case.expected(0, Place())["topk_indices"])
         second = ray.get(rank.receive.remote())
     assert torch.equal(second["topk_indices"], case.expected(1, Place())["topk_indices"])

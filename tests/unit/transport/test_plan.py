@@ -1,0 +1,175 @@
+"""Who gets which rows and layers, and how many bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_router_replay.transport import (
+    ParallelLayout,
+    Place,
+    TraceFormat,
+    TransportError,
+    partition_samples,
+    plan_routes,
+)
+from megatron_router_replay.transport.plan import bucket_rows
+
+FORMAT = TraceFormat(layer_numbers=(2, 3, 5), topk=8, num_experts=128)
+
+
+def test_round_robin_gives_sample_i_to_rank_i_modulo_size() -> None:
+    assert partition_samples([9, 9, 9, 9, 9], dp_size=2) == ((0, 2, 4), (1, 3))
+
+
+def test_balanced_gives_the_longest_first_to_the_rank_with_the_fewest_tokens() -> None:
+    # 8 | 7, 7+6 | 8+5, then full: each takes two
+    assert partition_samples([5, 8, 6, 7], dp_size=2, partition="balanced") == ((0, 1), (2, 3))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 1000), max_size=60),
+    dp_size=st.integers(1, 9),
+    rule=st.sampled_from(["round_robin", "balanced"]),
+)
+@settings(deadline=None)
+def test_a_partition_is_complete_even_and_the_same_every_time(lengths: list[int], dp_size: int, rule: str) -> None:
+    samples = partition_samples(lengths, dp_size=dp_size, partition=rule)
+    assert sorted(sample for of_rank in samples for sample in of_rank) == list(range(len(lengths)))
+    counts = [len(of_rank) for of_rank in samples]
+    assert max(counts) - min(counts) <= 1
+    assert samples == partition_samples(list(lengths), dp_size=dp_size, partition=rule)
+
+
+@given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=60), dp_size=st.integers(1, 9))
+@settings(deadline=None)
+def test_balanced_ranks_differ_by_one_sample_at_most(lengths: list[int], dp_size: int) -> None:
+    samples = partition_samples(lengths, dp_size=dp_size, partition="balanced")
+    tokens = [sum(lengths[sample] for sample in of_rank) for of_rank in samples]
+    if len(lengths) % dp_size == 0:
+        assert max(tokens) - min(tokens) <= max(lengths)
+
+
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        ("by_length", "must be 'round_robin'"),
+        ([[0], [0]], "1 of them twice"),
+        ([[0], [3]], r"samples 0\.\.3, there are 3"),
+        ([[0, 1, 2]], "names 1 ranks"),
+    ],
+)
+def test_a_partition_that_does_not_fit_is_refused(partition: object, message: str) -> None:
+    with pytest.raises(TransportError, match=message):
+        partition_samples([1, 2, 3], dp_size=2, partition=partition)  # type: ignore[arg-type]
+
+
+def test_ranks_are_numbered_tp_first_pp_last() -> None:
+    layout = ParallelLayout(stage_layers=((2,), (3, 5)), dp_size=2, cp_size=2, tp_size=2)
+    places = layout.places()
+    assert layout.world_size == 16
+    assert places[0] == Place(0, 0, 0, 0)
+    assert places[1] == Place(0, 0, 0, 1)
+    assert places[2] == Place(0, 0, 1, 0)
+    assert places[4] == Place(1, 0, 0, 0)
+    assert places[8] == Place(0, 1, 0, 0)
+    assert [layout.place_of(rank) for rank in range(16)] == places
+    assert len(layout.receivers()) == 8
+
+
+def test_a_layer_on_two_stages_is_refused() -> None:
+    with pytest.raises(TransportError, match="names a layer twice"):
+        ParallelLayout(stage_layers=((1, 2), (2, 3)))
+
+
+def test_a_stage_whose_layers_the_trace_lacks_is_refused() -> None:
+    with pytest.raises(TransportError, match=r"MoE layers \[4\], the trace has \[2, 3, 5\]"):
+        plan_routes((3,), layout=ParallelLayout(stage_layers=((2, 4),)), format=FORMAT)
+
+
+def test_bytes_are_rows_times_layers_times_topk_and_a_mask_byte() -> None:
+    layout = ParallelLayout(stage_layers=((2, 3), (5,)), dp_size=2)
+    plan = plan_routes((10, 20, 30), layout=layout, format=FORMAT)
+    # dp0 has samples 0 and 2: 40 rows of 2 or 1 layers x 8 ids and a byte of mask
+    assert plan.part(Place(0, 0)).nbytes == 40 * (2 * 8 + 1)
+    assert plan.part(Place(0, 1)).nbytes == 40 * (1 * 8 + 1)
+    assert plan.part(Place(1, 1)).nbytes == 20 * (1 * 8 + 1)
+    assert plan.nbytes == 60 * (3 * 8 + 2)
+
+
+def test_ids_above_255_take_two_bytes_and_optional_values_four() -> None:
+    wide = TraceFormat(layer_numbers=(1,), topk=8, num_experts=300, has_token_ids=True, has_weight_version=True)
+    assert wide.row_bytes(1) == 16 + 1 + 4 + 4
+
+
+def test_the_payload_of_the_issue_is_384_bytes_a_token_and_480() -> None:
+    layers = TraceFormat(layer_numbers=tuple(range(1, 49)), topk=8, num_experts=128)
+    assert layers.row_bytes(48) - 1 == 384
+    assert layers.row_bytes(60) - 1 == 480
+
+
+def test_runs_join_neighbouring_samples() -> None:
+    plan = plan_routes(
+        (4, 0, 5, 6), layout=ParallelLayout(stage_layers=((2,),)), format=FORMAT, partition=[[0, 1, 2, 3]]
+    )
+    assert plan.part(Place()).runs.tolist() == [[0, 15]]
+
+
+def test_context_parallel_rows_become_runs_of_the_batch_and_are_renumbered() -> None:
+    layout = ParallelLayout(stage_layers=((2,),), dp_size=2, cp_size=2)
+    # dp1 has sample 1 (rows 4..7 of the batch) and 3 (rows 10..12): its own rows 0..6
+    rows = {
+        (0, 0): torch.arange(6),
+        (0, 1): torch.arange(6),
+        (1, 0): torch.tensor([[0, 1, -1], [6, 5, -1]]),
+        (1, 1): torch.tensor([3, 2, 4]),
+    }
+    plan = plan_routes((4, 4, 2, 3), layout=layout, format=FORMAT, cp_rows=rows)
+    part = plan.part(Place(1, 0, 0))
+    assert part.runs.tolist() == [[4, 6], [11, 13]]
+    assert part.num_rows == 4
+    assert part.sequence_lengths is None
+    assert part.local_rows(rows[1, 0]).tolist() == [[0, 1, -1], [3, 2, -1]]
+    assert plan.part(Place(1, 0, 1)).runs.tolist() == [[6, 8], [10, 11]]
+    with pytest.raises(TransportError, match="was not sent row 3"):
+        part.local_rows(torch.tensor([3]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [({(0, 0): torch.tensor([7])}, "reach row 7, its samples have 3 rows"), ({}, "lacks")],
+)
+def test_context_parallel_rows_that_do_not_fit_are_refused(
+    rows: dict[tuple[int, int], torch.Tensor], message: str
+) -> None:
+    with pytest.raises(TransportError, match=message):
+        plan_routes((3,), layout=ParallelLayout(stage_layers=((2,),)), format=FORMAT, cp_rows=rows)
+
+
+def test_the_digest_tells_plans_apart() -> None:
+    layout = ParallelLayout(stage_layers=((2, 3), (5,)), dp_size=2)
+    lengths = (10, 20, 30)
+
+    def digest(**changes: object) -> str:
+        options = {"layout": layout, "format": FORMAT, **changes}
+        return plan_routes(options.pop("lengths", lengths), **options).digest  # type: ignore[arg-type]
+
+    assert digest() == digest()
+    others = [
+        digest(lengths=(10, 30, 20)),
+        digest(partition="balanced"),
+        digest(layout=ParallelLayout(stage_layers=((2,), (3, 5)), dp_size=2)),
+        digest(format=TraceFormat(layer_numbers=(2, 3, 5), topk=8, num_experts=64)),
+        digest(cp_rows={(0, 0): torch.arange(4), (1, 0): torch.arange(20)}),
+    ]
+    assert len({digest(), *others}) == 6
+
+
+@given(num_rows=st.integers(0, 500), row_bytes=st.integers(0, 90), bucket_bytes=st.integers(1, 1000))
+@settings(deadline=None)
+def test_buckets_cover_all_rows_and_respect_their_size(num_rows: int, row_bytes: int, bucket_bytes: int) -> None:
+    buckets = bucket_rows(num_rows, row_bytes, bucket_bytes)
+    assert [row for start, stop in buckets for row in range(start, stop)] == list(range(num_rows))
+    assert all((stop - start) * row_bytes <= max(bucket_bytes, row_bytes) for start, stop in buckets)

@@ -1,0 +1,103 @@
+"""The training side's rows, one micro-batch ahead."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_router_replay import RoutingTrace, engines
+from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.transport import LegTimes, TransportError, decode_responses, prefetch
+
+
+def _trace(device: str = "cpu") -> RoutingTrace:
+    ids = torch.arange(10 * 2 * 2).view(10, 2, 2)
+    return RoutingTrace(
+        topk_indices=ids,
+        layer_numbers=(1, 2),
+        num_experts=40,
+        token_ids=torch.arange(10),
+        replay_mask=ids[:, 0, 0] != 4,
+    ).to(device)
+
+
+ROWS = [torch.tensor([[3, 1, -1], [1, 7, -1]]), torch.tensor([9]), torch.tensor([-1, -1])]
+
+
+def _check(device: str) -> None:
+    trace = _trace()
+    for rows, routes in zip(ROWS, prefetch(trace, ROWS, device=device)):
+        assert routes.routing_rows.shape == rows.shape
+        assert routes.trace.device.type == torch.device(device).type
+        known = rows >= 0
+        assert torch.equal(routes.routing_rows >= 0, known)
+        ids = routes.trace.topk_indices.cpu()[routes.routing_rows[known]]
+        assert torch.equal(ids, trace.topk_indices[rows[known]])
+        assert routes.trace.token_ids is not None
+        assert torch.equal(routes.trace.token_ids.cpu()[routes.routing_rows[known]], rows[known].to(torch.int32))
+        assert torch.equal(routes.trace.replay_mask.cpu()[routes.routing_rows[known]], trace.replay_mask[rows[known]])
+
+
+def test_each_microbatch_gets_the_rows_it_uses_once() -> None:
+    _check("cpu")
+    first = next(prefetch(_trace(), ROWS))
+    assert first.routing_rows.tolist() == [[1, 0, -1], [0, 2, -1]]
+    assert first.trace.num_tokens == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_each_microbatch_gets_its_rows_on_a_gpu() -> None:
+    _check("cuda")
+
+
+def test_the_next_microbatch_is_loaded_while_the_caller_works() -> None:
+    asked: list[int] = []
+
+    def rows() -> object:
+        for number in range(3):
+            asked.append(number)
+            yield torch.tensor([number])
+
+    steps = prefetch(_trace(), rows())  # type: ignore[arg-type]
+    next(steps)
+    assert asked == [0, 1]
+
+
+def test_nothing_is_retained_after_the_step() -> None:
+    kept = [weakref.ref(routes.trace.topk_indices) for routes in prefetch(_trace(), ROWS)]
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None, None]
+
+
+def test_rows_outside_the_trace_raise() -> None:
+    with pytest.raises(TransportError, match=r"reach 2\.\.10, the trace has 0\.\.9"):
+        list(prefetch(_trace(), [torch.tensor([2, 10])]))
+    with pytest.raises(TransportError, match="reach -2"):
+        list(prefetch(_trace(), [torch.tensor([-2, 3])]))
+
+
+MODEL = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=8, topk=2)
+
+
+def test_responses_are_decoded_in_order_and_counted() -> None:
+    times = LegTimes("rollout")
+    arrays = [torch.stack([torch.randperm(8)[:2] for _ in range(2 * n)]).view(n, 2, 2).numpy() for n in (3, 1, 4)]
+    decode = partial(engines.array.decode, model=MODEL, axes=("token", "layer", "expert"))
+    traces = decode_responses(
+        ({"a": array} for array in arrays),
+        lambda response: decode(response["a"], num_tokens=len(response["a"])),
+        times=times,
+    )
+    assert [trace.topk_indices.tolist() for trace in traces] == [array.tolist() for array in arrays]
+    assert times.lap()["decode"][1] == 8 * 4
+
+
+def test_a_response_that_cannot_be_decoded_raises() -> None:
+    decode = partial(engines.array.decode, model=MODEL, axes=("token", "layer", "expert"), num_tokens=1)
+    with pytest.raises(PayloadError):
+        decode_responses([torch.zeros(1, 2, 2, dtype=torch.int64)], decode)
