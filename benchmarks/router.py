@@ -27,7 +27,8 @@ def session_router(num_tokens: int, num_experts: int, topk: int, *, live_rows: b
     from megatron_router_replay.mcore.find import FoundRouter
     from megatron_router_replay.mcore.targets import build_targets
 
-    router = SimpleNamespace(topk=topk, num_experts=num_experts, router_replay=None)
+    config = SimpleNamespace(moe_router_score_function="softmax", moe_router_pre_softmax=False)
+    router = SimpleNamespace(topk=topk, num_experts=num_experts, router_replay=None, config=config)
     found = FoundRouter(name="router", router=router, layer_number=1, is_mtp=False)
     choose = choose_replayed if kind == "replay" else choose_live
     chunk = Chunk(0, torch.nn.Identity(), [found], choose, 0, True)

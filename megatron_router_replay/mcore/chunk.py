@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from megatron_router_replay.mcore.find import FoundRouter
 from megatron_router_replay.mcore.targets import Targets
 from megatron_router_replay.router_replay import ComputeTopk, check_fits, gather_topk, in_backward
 from megatron_router_replay.trace import index_dtype
+
+if TYPE_CHECKING:
+    from megatron_router_replay.diagnostics.live import LiveComparison
 
 
 class Microbatch:
@@ -54,6 +57,16 @@ def choose_replayed(router: SessionRouter, microbatch: Microbatch, scores: Tenso
     assert targets is not None, "a replayed micro-batch is queued with targets"
     used = targets.topk_indices[:, router.position]
     check_fits(used, scores, router.topk)
+    if router.live_comparison is not None and router.live_comparison.wants(microbatch.number):
+        router.live_comparison.add(
+            router.found.layer_number,
+            scores,
+            live=live_topk(None),
+            replayed=used,
+            mask=targets.replayed,
+            kind=router.score_kind,
+            key=router.chunk.index,
+        )
     if targets.live is None:
         return used
     if targets.live.dtype is torch.bool:
@@ -74,6 +87,10 @@ class SessionRouter:
         self.forwards = self.trained = self.recomputed = self.recompute_calls = 0
         self.counts_flips = False
         self.flips: Tensor | None = None  # recomputed decisions whose live top-k would have been another set
+        self.live_comparison: LiveComparison | None = None
+        config = found.router.config
+        is_logits = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+        self.score_kind: Literal["logits", "probabilities"] = "logits" if is_logits else "probabilities"
         self.watched = False
         self.last_used: Tensor | None = None  # of the forward or recompute that runs, for a Verifier that watches
         self._choose = choose

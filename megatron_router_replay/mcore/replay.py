@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_router_replay.errors import LayoutError, TraceError
+from megatron_router_replay.diagnostics.live import LiveComparison, LiveReport
+from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.layout import check_rows
-from megatron_router_replay.mcore.chunk import Chunk, choose_replayed
+from megatron_router_replay.mcore.chunk import Chunk, Microbatch, choose_replayed
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.session import Models, Session
 from megatron_router_replay.mcore.targets import build_targets, padding_ranks
@@ -22,9 +26,35 @@ class ReplaySession(Session):
     choose = staticmethod(choose_replayed)
     needs_queue = True
 
-    def __init__(self, model_chunks: Models, trace: RoutingTrace, *, mtp: bool, verify: bool) -> None:
+    def __init__(
+        self, model_chunks: Models, trace: RoutingTrace, *, mtp: bool, verify: bool, compare_live: bool | int
+    ) -> None:
         self._trace = trace
+        self._compare_every = int(compare_live)
+        self._comparison: LiveComparison | None = None
         super().__init__(model_chunks, mtp=mtp, verify=verify)
+
+    def live_report(self, *groups: dist.ProcessGroup | None) -> LiveReport:
+        """Return how the live router and the replayed routes agree, added up over groups of ranks with the same layers.
+
+        Args:
+            groups: as for `diagnostics.live.LiveComparison.report`; every rank of a group calls it. None given: this
+                rank alone.
+
+        Raises:
+            ReplayStateError: the session does not compare: replay(..., compare_live=True).
+        """
+        if self._comparison is None:
+            raise ReplayStateError(
+                "this session does not compare with the live router: replay(..., compare_live=True)."
+            )
+        return self._comparison.report(*groups)
+
+    @property
+    def report(self) -> SessionReport:
+        """As of every session; with compare_live also this rank's comparison with the live router."""
+        report = super().report
+        return report if self._comparison is None else replace(report, live=self._comparison.report())
 
     def _setup(self) -> None:
         self._any_live = not bool(self._trace.replay_mask.all())
@@ -34,6 +64,25 @@ class ReplaySession(Session):
             self._trace_of[chunk.index] = self._trace.select_layers(
                 [router.found.layer_number for router in chunk.routers]
             )
+        if self._compare_every:
+            self._compare()
+
+    def _compare(self) -> None:
+        routers = self._routers()
+        self._comparison = LiveComparison(
+            sorted(router.found.layer_number for router in routers),
+            num_experts=self._trace.num_experts,
+            topk=self._trace.topk,
+            device=routers[0].found.router.weight.device if routers else "cpu",
+            every_n=self._compare_every,
+        )
+        for router in routers:
+            router.live_comparison = self._comparison
+
+    def _microbatch_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        super()._microbatch_done(chunk, microbatch)
+        if self._comparison is not None and self._comparison.wants(microbatch.number):
+            self._comparison.end_microbatch(chunk.index)
 
     def _queue(self, chunk: Chunk, rows: Tensor, token_ids: Tensor | None) -> None:
         trace = self._trace_of[chunk.index]
@@ -50,6 +99,7 @@ class ReplaySession(Session):
             self._router_view(chunk, padding_ranks(rows)),
             device=chunk.routers[0].found.router.weight.device,
             any_live=self._any_live,
+            with_replayed=self._comparison is not None,
         )
         self._count(targets.counts)
         chunk.queue(targets)
@@ -77,7 +127,14 @@ class ReplaySession(Session):
         return problems
 
 
-def replay(model_chunks: Models, trace: RoutingTrace, *, mtp: bool = False, verify: bool = False) -> ReplaySession:
+def replay(
+    model_chunks: Models,
+    trace: RoutingTrace,
+    *,
+    mtp: bool = False,
+    verify: bool = False,
+    compare_live: bool | int = False,
+) -> ReplaySession:
     """Make the model use the experts of a trace, in every forward and recompute.
 
     Scores and gradients stay those of the live logits; only the selection is replaced. Call `session.microbatch(rows,
@@ -88,6 +145,8 @@ def replay(model_chunks: Models, trace: RoutingTrace, *, mtp: bool = False, veri
         trace: routes for at least every MoE layer of these chunks. Rows without a route, and nothing else, are decided
             by the live router. Moved to the GPU (`trace.to("cuda")`) it takes rows that are there without a host sync.
         mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ...; else they stay live.
+        compare_live: take the live top-k beside the replayed routes, in every micro-batch (True) or every n-th: agreement,
+            probability mass and expert load by layer, and layers whose capture looks wrong. No host sync.
         verify: compare every routing map that leaves a router with the trace; the report counts, a difference raises.
 
     Raises:
@@ -95,7 +154,7 @@ def replay(model_chunks: Models, trace: RoutingTrace, *, mtp: bool = False, veri
         TraceError: the trace is of another model.
         ReplayStateError: the model is under another session.
     """
-    return ReplaySession(model_chunks, trace, mtp=mtp, verify=verify)
+    return ReplaySession(model_chunks, trace, mtp=mtp, verify=verify, compare_live=compare_live)
 
 
 def _check_model(trace: RoutingTrace, chunk: Chunk) -> None:

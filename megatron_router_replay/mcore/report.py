@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_router_replay.diagnostics.live import LiveReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +25,7 @@ class SessionReport:
             count_flips=True.
         decisions_verified: (row, layer) pairs whose routing map was compared on its way out of the router, forwards and
             recomputes; 0 unless verify=True.
+        live: the live router beside the replayed routes; None unless compare_live.
         decisions_wrong: those that did not hold exactly the experts this session chose.
     """
 
@@ -37,6 +41,7 @@ class SessionReport:
     recompute_flips: int = 0
     decisions_verified: int = 0
     decisions_wrong: int = 0
+    live: LiveReport | None = None
 
     @property
     def replayed_share(self) -> float:
@@ -44,13 +49,17 @@ class SessionReport:
         trained = self.rows_replayed + self.rows_live
         return self.rows_replayed / trained if trained else 0.0
 
-    def to_dict(self) -> dict[str, str | int | float]:
-        """Return every field, and `replayed_share`."""
-        return {**asdict(self), "replayed_share": self.replayed_share}
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field, and `replayed_share`; `live` as a dict of its own, and only if there is one."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "live"}
+        values["replayed_share"] = self.replayed_share
+        return values if self.live is None else {**values, "live": self.live.to_dict()}
 
     def metrics(self, prefix: str = "router_replay/") -> dict[str, float]:
         """Return the numbers for a training logger, keys under `prefix`."""
-        return {prefix + name: float(value) for name, value in self.to_dict().items() if not isinstance(value, str)}
+        numbers = {name: value for name, value in self.to_dict().items() if isinstance(value, int | float)}
+        live = {} if self.live is None else self.live.metrics(f"{prefix}live/")
+        return {prefix + name: float(value) for name, value in numbers.items()} | live
 
     def __str__(self) -> str:
         lines = [
@@ -67,4 +76,4 @@ class SessionReport:
             lines.append(f"  recompute flips prevented   {self.recompute_flips:>12,}")
         if self.decisions_verified:
             lines.append(f"  decisions verified / wrong  {self.decisions_verified:>12,} / {self.decisions_wrong:,}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *([str(self.live)] if self.live is not None else [])])

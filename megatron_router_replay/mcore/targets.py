@@ -24,11 +24,13 @@ class Targets:
         topk_indices: [num_tokens, num_layers, topk] uint8 or int16 on the routers' device; live rows hold filler.
         live: the rows that the live router decides, on the same device: [num_live] int64 positions where the host
             knows them, else [num_tokens] bool; None: there are none.
+        replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: not asked for.
         counts: [3] int64 on the device where rows and trace met: rows replayed, live, padding.
     """
 
     topk_indices: Tensor
     live: Tensor | None
+    replayed: Tensor | None
     counts: Tensor
 
 
@@ -40,6 +42,7 @@ def build_targets(
     device: torch.device,
     any_live: bool = True,
     may_sync: bool | None = None,
+    with_replayed: bool = False,
 ) -> Targets:
     """Gather one micro-batch's routes.
 
@@ -50,6 +53,7 @@ def build_targets(
             tensor-parallel ranks: it spreads paddings over all experts evenly.
         device: where the routers run.
         any_live: False: the trace has a route for every row, known beforehand.
+        with_replayed: fill `Targets.replayed`.
         may_sync: the host may read values of `rows`; None: if they are on the CPU, where that waits for nothing.
 
     Source: PITFALLS "Payloads": paddings that all take the same experts overload them.
@@ -71,6 +75,7 @@ def build_targets(
     return Targets(
         topk_indices=indices.to(device, non_blocking=True),
         live=positions.to(device, non_blocking=True) if any_live and positions.numel() else None,
+        replayed=(~live & ~padding).to(device, non_blocking=True) if with_replayed else None,
         counts=counts,
     )
 

@@ -58,7 +58,7 @@ def test_both_forms_of_live_rows_choose_the_same_experts():
     the_trace = trace(6, torch.tensor([True, False, True, True, False, True]))
     rows = torch.tensor([[5, 4, 3, -1, 1, 0]])
     scores = torch.rand(6, 8)
-    router = SimpleNamespace(position=1, topk=3)
+    router = SimpleNamespace(position=1, topk=3, live_comparison=None)
 
     def live_topk(positions):
         return torch.topk(scores if positions is None else scores[positions], 3, dim=1).indices
