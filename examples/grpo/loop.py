@@ -158,7 +158,7 @@ def make_engine(settings: Settings) -> Engine:
     if settings.engine == "vllm":
         from examples.grpo.vllm_engine import VllmEngine
 
-        return VllmEngine(settings.vllm_url, settings.out / "engine", eos_token_id=EOS)
+        return VllmEngine(settings.out / "engine", eos_token_id=EOS)
     return TransformersEngine(settings.out / "initial", eos_token_id=EOS)
 
 

