@@ -1,0 +1,114 @@
+"""What `diff_traces` costs beside reading the two files, and how much memory it takes.
+
+python -m benchmarks.diff [MB of routes in each trace, default 1000]
+
+Reading is what any comparison must do: both files, block by block, checksums and ids checked. Read and diff run in turns in
+a process of their own, whose peak resident memory is its whole life's. CPU time stands beside wall time, for machines that
+others use too.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.diagnostics.diff import diff_sources
+from megatron_router_replay.diagnostics.source import block_rows, open_source
+
+LAYERS, TOPK, EXPERTS, SAMPLE = 48, 8, 128, 4096
+DIFFERENT = (0.0, 0.02, 0.2)
+"""Share of decisions in which the second trace names another expert."""
+
+
+def make_trace(megabytes: int, different: float) -> mrr.RoutingTrace:
+    """Routes of distinct ids, cheap to make: a start and a stride a decision; a share of them changed in one place."""
+    tokens = megabytes * 1_000_000 // (LAYERS * TOPK) // SAMPLE * SAMPLE
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.empty(tokens, LAYERS, TOPK, dtype=torch.uint8)
+    for start in range(0, tokens, SAMPLE):
+        first = torch.randint(EXPERTS, (SAMPLE, LAYERS, 1), generator=generator)
+        routes = (first + 11 * torch.arange(TOPK)) % EXPERTS
+        flipped = torch.rand(SAMPLE, LAYERS, generator=torch.Generator().manual_seed(start)) < different
+        routes[..., -1] = torch.where(flipped, (first[..., 0] + 5) % EXPERTS, routes[..., -1])
+        indices[start : start + SAMPLE] = routes
+    return mrr.RoutingTrace(
+        topk_indices=indices,
+        layer_numbers=range(4, 4 + LAYERS),
+        num_experts=EXPERTS,
+        sequence_lengths=[SAMPLE] * (tokens // SAMPLE),
+    )
+
+
+def read_both(a: str, b: str) -> None:
+    """Read two files as a diff does, without comparing."""
+    with open_source(a) as one, open_source(b) as other:
+        size = block_rows(one, other)
+        for start in range(0, one.num_tokens, size):
+            one.read(start, start + size)
+            other.read(start, start + size)
+
+
+def diff_both(a: str, b: str) -> None:
+    """Diff two files, the search for shifts included."""
+    with open_source(a, name="a") as one, open_source(b, name="b") as other:
+        diff_sources(one, other)
+
+
+def measure(a: str, b: str, repeats: int) -> dict[str, float]:
+    """Seconds of both in turns (the best of each), and this process's memory in MB."""
+    before = peak_mb()
+    best: dict[str, tuple[float, float]] = {}
+    ways: dict[str, Callable[[str, str], None]] = {"read": read_both, "diff": diff_both}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            way(a, b)
+            spent = (time.perf_counter() - wall, time.process_time() - cpu)
+            best[name] = min(best.get(name, spent), spent)
+    seconds = {f"{name}_{kind}": value for name, pair in best.items() for kind, value in zip(("wall", "cpu"), pair)}
+    return seconds | {"imports_mb": before, "peak_mb": peak_mb()}
+
+
+def peak_mb() -> float:
+    """Peak resident memory of this process, 10^6 bytes; Linux counts in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def main(megabytes: int = 1000) -> str:
+    """Return the results as a table in Markdown."""
+    lines = [
+        f"Two trace files of {megabytes:,} MB of routes each ({LAYERS} layers, top-{TOPK} of {EXPERTS}); best of 2.",
+        "",
+        "| decisions that differ | read both (wall / CPU s) | diff (wall / CPU s) | diff / read (CPU) | MB/s | peak MB |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        a, b = Path(folder, "a.safetensors"), Path(folder, "b.safetensors")
+        mrr.save_trace(make_trace(megabytes, 0.0), a)
+        for different in DIFFERENT:
+            mrr.save_trace(make_trace(megabytes, different), b)
+            child = [sys.executable, "-m", "benchmarks.diff", "--measure", str(a), str(b)]
+            found = json.loads(subprocess.run(child, capture_output=True, text=True, check=True).stdout)
+            rate = (a.stat().st_size + b.stat().st_size) / 1e6 / found["diff_wall"]
+            lines.append(
+                f"| {different:.0%} | {found['read_wall']:.1f} / {found['read_cpu']:.1f} | "
+                f"{found['diff_wall']:.1f} / {found['diff_cpu']:.1f} | {found['diff_cpu'] / found['read_cpu']:.2f} | "
+                f"{rate:.0f} | {found['peak_mb']:.0f} ({found['imports_mb']:.0f} of it imports) |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        print(json.dumps(measure(sys.argv[2], sys.argv[3], repeats=2)))
+    else:
+        print(main(*map(int, sys.argv[1:2])))
