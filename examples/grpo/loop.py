@@ -1,15 +1,19 @@
-"""One training run, the same code on every rank: roll out, measure, train, log."""
+"""One training run, the same code on every rank: roll out, measure, train, log.
+
+Rank 0 rolls out and gives every rank all samples, which is right for one machine. On many, send each rank the routes of its own
+tokens and layers only; `megatron_router_replay.transport` does that.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +29,7 @@ from examples.grpo.trainer import Trainer
 from examples.grpo.weights import CONFIG, gather_hf_weights, random_hf_weights, save_hf_checkpoint
 
 Metrics = dict[str, float]
+T = TypeVar("T")
 
 
 def train(settings: Settings) -> list[Metrics]:
@@ -162,7 +167,7 @@ def make_engine(settings: Settings) -> Engine:
     return TransformersEngine(settings.out / "initial", eos_token_id=EOS)
 
 
-def from_first(action: Any) -> Any:
+def from_first(action: Callable[[], T]) -> T:
     """Run `action()` on rank 0 and return its result on every rank; what it raises is raised on every rank."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -173,7 +178,8 @@ def from_first(action: Any) -> Any:
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise outcome[1]
-    return outcome[0]
+    result: T = outcome[0]
+    return result
 
 
 def save_checkpoint(trainer: Trainer, out: Path, step: int) -> None:

