@@ -1,142 +1,161 @@
-"""What capturing routes costs a generation: the same sampling loop with capture on and off, side by side in one process.
+"""What capturing routes costs a generation: two of them in one process, one captured, one not, step by step in turns.
 
-    python benchmarks/capture.py [--rounds 8] [--hidden 1024] [--layers 8] [--batch 16]
+python -m benchmarks.capture
 
-Each round generates the same tokens twice, on and off in alternating order; the medians over all decode steps, and over the
-prefills, are compared. CPU time of the one thread that computes is what counts on a machine that others use too; wall
-time stands beside it. "own" is the time inside the capturer and its hooks, timed by itself, as a share of a step.
+A transformers Qwen3-MoE of random weights on one thread; both generations use the same weights and make the same tokens. A
+ratio is the median over pairs of a captured and a plain step that ran one right after the other, everything included:
+announcing the requests, the forward with its hooks, choosing tokens, copying and sorting the routes. CPU time of the
+thread is the figure to trust on a machine that others use too. "Own" is the CPU time of the capturer and its hooks by
+themselves, with the routers' outputs at hand, as a share of the plain step.
 """
 
 from __future__ import annotations
 
-import argparse
+import copy
 import statistics
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from megatron_router_replay.capture import RoutedExpertsCapturer, token_positions
 
-Clock = dict[str, list[tuple[float, float]]]
+Seconds = tuple[float, float]
+"""(wall, CPU time of this thread)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of the model and of the batch."""
+
+    hidden: int = 512
+    layers: int = 8
+    experts: int = 32
+    topk: int = 4
+    batch: int = 16
+    prompt: int = 32
+    new: int = 17
+
+
+SIZES = [Size(), Size(batch=64, hidden=256, prompt=16)]
 
 
 @contextmanager
-def timed(clock: Clock, name: str) -> Iterator[None]:
+def timed(seconds: list[Seconds]) -> Iterator[None]:
     wall, cpu = time.perf_counter(), time.thread_time()
     yield
-    clock.setdefault(name, []).append((time.perf_counter() - wall, time.thread_time() - cpu))
+    seconds.append((time.perf_counter() - wall, time.thread_time() - cpu))
 
 
-def build(args: argparse.Namespace) -> Any:
+def build(size: Size) -> Any:
     transformers.set_seed(0)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=32000,
-        hidden_size=args.hidden,
-        num_attention_heads=16,
+        vocab_size=8192,
+        hidden_size=size.hidden,
+        num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
-        intermediate_size=2 * args.hidden,
-        moe_intermediate_size=args.hidden // 4,
-        num_hidden_layers=args.layers,
-        num_experts=args.experts,
-        num_experts_per_tok=args.topk,
+        moe_intermediate_size=size.hidden // 2,
+        num_hidden_layers=size.layers,
+        num_experts=size.experts,
+        num_experts_per_tok=size.topk,
         mlp_only_layers=[],
         decoder_sparse_step=1,
-        max_position_embeddings=4096,
     )
-    return transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, args.dtype)).eval()
+    return transformers.AutoModelForCausalLM.from_config(config).float().eval()
 
 
 @torch.no_grad()
-def generate(model: Any, args: argparse.Namespace, capturer: RoutedExpertsCapturer) -> tuple[Clock, torch.Tensor]:
-    """Sample greedily; the whole step is timed: announcing, forward, choosing tokens, and at the end the finish."""
-    clock: Clock = {}
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(32000, (args.batch, args.prompt), generator=generator)
-    sequences = [tokens]
-    names: list[int | None] = list(range(args.batch))
-    with timed(clock, "prefill"):
-        for name in names:
-            capturer.add_request(name, num_prompt_tokens=args.prompt)
-        with capturer.forward(names, token_positions(torch.ones_like(tokens))):
-            output = model(tokens, use_cache=True, logits_to_keep=1)
+def generate(model: Any, size: Size, capturer: RoutedExpertsCapturer) -> Iterator[Tensor]:
+    """Prefill, then decode greedily; yields the tokens of each step [batch, 1] when it is done."""
+    tokens = torch.randint(8192, (size.batch, size.prompt), generator=torch.Generator().manual_seed(1))
+    names = list(range(size.batch))
+    for name in names:
+        capturer.add_request(name, num_prompt_tokens=size.prompt)
+    with capturer.forward(names, token_positions(torch.ones_like(tokens))):
+        output = model(tokens, use_cache=True, logits_to_keep=1)
+    for position in range(size.prompt, size.prompt + size.new):
         tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)
-    for position in range(args.prompt, args.prompt + args.new - 1):
-        sequences.append(tokens)
-        with timed(clock, "decode step"):
-            with capturer.forward(names, [position] * args.batch):
-                output = model(tokens, past_key_values=output.past_key_values, use_cache=True)
-            tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)
-    sequences.append(tokens)
-    final = torch.cat(sequences, dim=1)
-    with timed(clock, "finish"):
-        for row, name in enumerate(names):
-            captured = capturer.finish(name, token_ids=final[row])
-            assert (captured is None) != capturer.enabled
-    return clock, final
+        yield tokens
+        with capturer.forward(names, [position] * size.batch):
+            output = model(tokens, past_key_values=output.past_key_values, use_cache=True)
+    for name in names:
+        captured = capturer.finish(name, num_tokens=size.prompt + size.new)
+        assert (captured is None) != capturer.enabled
 
 
-def own_time(model: Any, args: argparse.Namespace) -> float:
-    """Return CPU seconds a decode step spends in the capturer: the step's calls with every router's output at hand."""
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=args.batch * args.prompt)
+def own_seconds(model: Any, size: Size, length: int) -> float:
+    """Return the CPU seconds that the capturer and its hooks take of one forward of `length` tokens a request."""
+    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=size.batch * length)
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     hooks = [next(iter(module._forward_hooks.values())) for module in routers]
-    outputs = [(None, None, torch.randint(args.experts, (args.batch, args.topk))) for _ in routers]
-    names = list(range(args.batch))
+    outputs = [(None, None, torch.randint(size.experts, (size.batch * length, size.topk))) for _ in routers]
+    names = list(range(size.batch))
     for name in names:
-        capturer.add_request(name, num_prompt_tokens=1)
-    times = []
-    for position in range(1, 200):
-        start = time.thread_time()
-        with capturer.forward(names, [position] * args.batch):
+        capturer.add_request(name, num_prompt_tokens=length)
+    times: list[Seconds] = []
+    for start in range(0, 100 * length, length):
+        with timed(times), capturer.forward(names, [list(range(start, start + length))] * size.batch):
             for module, hook, output in zip(routers, hooks, outputs):
                 hook(module, (), output)
-        times.append(time.thread_time() - start)
     capturer.close()
-    return statistics.median(times)
+    return statistics.median(cpu for _, cpu in times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in [("rounds", 8), ("hidden", 1024), ("layers", 8), ("experts", 32), ("topk", 4)]:
-        parser.add_argument(f"--{name}", type=int, default=default)
-    for name, default in [("batch", 16), ("prompt", 64), ("new", 16), ("threads", 1)]:
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    model = build(args)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"Qwen3-MoE, {parameters / 1e6:.0f} M parameters, {args.layers} layers of {args.experts} experts, top-{args.topk}, "
-        f"{args.dtype}; batch {args.batch}, {args.prompt} prompt + {args.new} new tokens, {args.threads} thread(s)"
-    )
-    measured: dict[bool, Clock] = {True: {}, False: {}}
-    tokens = {}
-    for round_number in range(args.rounds + 1):
-        for enable in (True, False) if round_number % 2 else (False, True):
-            capturer = RoutedExpertsCapturer.create(model, enable=enable, max_num_tokens=args.batch * args.prompt)
-            clock, tokens[enable] = generate(model, args, capturer)
-            capturer.close()
-            if round_number:  # round 0 warms up
-                for name, values in clock.items():
-                    measured[enable].setdefault(name, []).extend(values)
-        assert torch.equal(tokens[True], tokens[False])
-    print(f"\n{'':14}{'off ms':>10}{'on ms':>10}{'on / off':>11}{'wall on / off':>15}")
-    for name in ("prefill", "decode step", "finish"):
-        (off_wall, off), (on_wall, on) = (
-            [statistics.median(column) for column in zip(*measured[enable][name])] for enable in (False, True)
-        )
-        ratios = f"{on / off:>11.4f}{on_wall / off_wall:>15.4f}" if name != "finish" else ""
-        print(f"{name:14}{off * 1e3:>10.3f}{on * 1e3:>10.3f}{ratios}")
-    own = own_time(model, args)
-    step = statistics.median(cpu for _, cpu in measured[False]["decode step"])
-    print(f"\nown time of a decode step: {own * 1e6:.0f} us, {own / step:.3%} of it")
+def measure(size: Size, repeats: int) -> list[Sequence[str]]:
+    """Return a row of the table for the prefill and one for the decode step."""
+    model = build(size)
+    # Hooks are on one of two models that share every weight.
+    plain = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    max_num_tokens = size.batch * size.prompt
+    pairs: dict[str, dict[bool, list[Seconds]]] = defaultdict(lambda: {True: [], False: []})
+    for repeat in range(repeats + 1):
+        capturers = {
+            True: RoutedExpertsCapturer.create(model, max_num_tokens=max_num_tokens),
+            False: RoutedExpertsCapturer.create(plain, enable=False),
+        }
+        runs = {True: generate(model, size, capturers[True]), False: generate(plain, size, capturers[False])}
+        for step in range(size.new):
+            tokens = {}
+            for enable in (True, False) if (repeat + step) % 2 else (False, True):
+                # The first round warms up.
+                seconds = pairs["decode step" if step else "prefill"][enable] if repeat else []
+                with timed(seconds):
+                    tokens[enable] = next(runs[enable])
+            assert torch.equal(tokens[True], tokens[False])
+        for enable in (True, False):
+            assert next(runs[enable], None) is None
+        capturers[True].close()
+    rows = []
+    parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    for name, length in (("prefill", size.prompt), ("decode step", 1)):
+        on, off = pairs[name][True], pairs[name][False]
+        wall, cpu = (statistics.median(a[i] / b[i] for a, b in zip(on, off)) for i in (0, 1))
+        plain_cpu = statistics.median(cpu for _, cpu in off)
+        own = own_seconds(model, size, length) / plain_cpu
+        values = [f"{plain_cpu * 1e3:.1f}", f"{cpu:.3f}", f"{wall:.3f}", f"{own:.2%}", str(len(on))]
+        rows.append([f"{parameters:.0f} M, {size.layers}, {size.batch}", name, *values])
+    return rows
+
+
+def main(repeats: int = 10) -> str:
+    """Return the table as Markdown."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = [row for size in SIZES for row in measure(size, repeats)]
+    finally:
+        torch.set_num_threads(num_threads)
+    head = ["parameters, layers, batch", "part", "off, ms", "on / off", "on / off, wall", "own", "pairs"]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":
-    main()
+    print(main())
