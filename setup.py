@@ -10,6 +10,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_router_replay/__i
 assert VERSION is not None
 
 DEMO = ["rich>=13", "typer>=0.15"]
+PLOT = ["matplotlib>=3.9"]
+RAY = ["ray>=2.40"]
 FAST = ["pybase64>=1.4"]
 ZSTD = ["zstandard>=0.23"]
 
@@ -34,11 +36,13 @@ setup(
         "demo": DEMO,
         "fast": FAST,
         "zstd": ZSTD,
-        "ray": ["ray>=2.40"],
-        "plot": ["matplotlib>=3.9"],
+        "ray": RAY,
+        "plot": PLOT,
         "test": [
             *DEMO,
             *FAST,
+            *PLOT,
+            *RAY,
             *ZSTD,
             "hypothesis>=6.100",
             "mypy>=1.15",
