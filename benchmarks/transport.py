@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_router_replay import RoutingTrace, concat_traces, engines
+from megatron_router_replay import RoutingTrace, engines
 from megatron_router_replay.transport import (
     DistributedReceiver,
     DistributedSender,
@@ -121,8 +121,6 @@ def send_all(traces: list[RoutingTrace], steps: int) -> tuple[list[float], dict[
     store = open_store("127.0.0.1", is_server=True)
     processes, queue = children(_receive, store.port, steps)
     layout = ParallelLayout(stage_layers=STAGES)
-    whole = concat_traces(traces[:2])
-    del whole
     seconds = []
     with DistributedSender(store, layout, bucket_bytes=MESSAGE, **LIMITS) as sender:
         sender.send(traces)  # connects, and pages are touched for the first time

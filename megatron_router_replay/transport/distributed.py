@@ -1,5 +1,7 @@
 """Routes over torch.distributed: gloo between hosts' memories, NCCL between GPUs; one sender, every training rank a receiver.
 
+Tested with gloo in processes of one machine. NCCL takes the same path but was not run yet: its test needs two GPUs.
+
 store = open_store("trainer-0", 29400, is_server=False)             # rollout manager and training ranks meet here
 
 sender = DistributedSender(store, layout)                           # in the rollout manager

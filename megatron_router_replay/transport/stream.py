@@ -173,6 +173,10 @@ class Buffer:
         self._host = torch.empty(0, dtype=torch.uint8)
         self._on_device = self._host
 
+    @property
+    def nbytes(self) -> int:
+        return self._host.numel()
+
     def carve(self, format: TraceFormat, rows: int, layers: int, size: int) -> Memory:
         """Return the format's tensors for some rows, in this buffer's host memory; `size` is the least to allocate."""
         size = max(size, rows * format.row_bytes(layers))

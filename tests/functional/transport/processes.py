@@ -100,7 +100,8 @@ def receive(say: Any, port: int, layout: ParallelLayout, rank: int, options: dic
     """Receive `steps` batches and return a check sum of each; the options make it slow, or die."""
     limits = options.get("limits", LIMITS)
     store = open_store("127.0.0.1", port, is_server=False)
-    with DistributedReceiver(store, layout, layout.place_of(rank), **limits) as receiver:
+    place = layout.place_of(rank)
+    with DistributedReceiver(store, layout, place, **limits, **options.get("transport", {})) as receiver:
         say("started")
         time.sleep(options.get("sleep_s", 0))
         if options.get("die") == "first":
@@ -127,6 +128,7 @@ def receive(say: Any, port: int, layout: ParallelLayout, rank: int, options: dic
 def check_sum(ids: torch.Tensor) -> int:
     """Return a number that depends on the place of every id."""
     weights = torch.arange(1, ids.shape[0] + 1).view(-1, 1)
+    ids = ids.cpu()
     return int((ids.flatten(1).to(torch.int64) * weights).sum())
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
-from datetime import timedelta
+import time
 
 import pytest
 import torch
@@ -14,8 +16,7 @@ from megatron_router_replay.testing import GlooWorkers
 from megatron_router_replay.transport import ParallelLayout
 from megatron_router_replay.transport.distributed import DistributedReceiver, DistributedSender, open_store
 from tests.functional.transport.conformance import CASES, STEPS, Case, check_delivery, tensors_of
-
-LIMITS = {"timeout": timedelta(seconds=20), "ready_timeout": timedelta(seconds=60)}
+from tests.functional.transport.processes import LIMITS, ONE, Child, check_sum, children, make_trace, receive
 
 
 def _receive(port: int, layout: ParallelLayout, mode: str) -> list[dict[str, Tensor]]:
@@ -55,6 +56,10 @@ def deliver_over(workers: GlooWorkers, case: Case, *, mode: str = "receive") -> 
             sender.send(case.traces(step), partition=case.partition, cp_rows=case.cp_rows())
         sender.join()
         thread.join()
+        buffers = [sender._staging.take(block=False) for _ in range(3)]
+        assert buffers[2] is None
+        largest = max(100, plan.format.row_bytes(4))
+        assert all(buffer is not None and buffer.nbytes <= largest for buffer in buffers[:2]), "staging is bounded"
     return results[: case.layout.world_size]
 
 
@@ -63,6 +68,58 @@ def test_every_rank_gets_its_slice(workers_4: GlooWorkers, name: str) -> None:
     check_delivery(lambda case: deliver_over(workers_4, case), CASES[name])
 
 
+def test_closing_leaves_no_thread_behind(workers_4: GlooWorkers) -> None:
+    check_delivery(lambda case: deliver_over(workers_4, case), CASES["dp2 pp2"])
+    deadline = time.monotonic() + 20
+
+    def ours() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("routes")]
+
+    while ours() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ours() == []
+
+
 @pytest.mark.parametrize("mode", ["post", "stream"])
 def test_every_rank_gets_its_slice_in_other_ways(workers_4: GlooWorkers, mode: str) -> None:
     check_delivery(lambda case: deliver_over(workers_4, case, mode=mode), CASES["tp2 pp2"])
+
+
+def _place_in_megatron(rank: int, world_size: int, tp: int, cp: int, dp: int, pp: int) -> tuple[int, ...]:
+    from megatron.core.parallel_state import RankGenerator
+
+    generator = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+    assert generator.world_size == world_size
+    groups = [generator.get_ranks(name) for name in ("dp", "pp", "cp", "tp")]
+    return tuple(next(group.index(rank) for group in of_kind if rank in group) for of_kind in groups)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2, 2), (2, 1, 2, 2), (2, 2, 2, 3), (1, 4, 1, 2)])
+def test_places_are_megatrons(sizes: tuple[int, int, int, int]) -> None:
+    tp, cp, dp, pp = sizes
+    stages = tuple((number,) for number in range(1, pp + 1))
+    layout = ParallelLayout(stage_layers=stages, dp_size=dp, cp_size=cp, tp_size=tp)
+    for rank in range(layout.world_size):
+        assert tuple(layout.place_of(rank)) == _place_in_megatron(rank, layout.world_size, *sizes)
+
+
+def test_the_package_is_usable_without_ray_and_megatron() -> None:
+    code = "import sys, megatron_router_replay.transport; print(sorted({'ray', 'megatron', 'matplotlib'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two CUDA GPUs")
+def test_routes_over_nccl() -> None:
+    trace = make_trace()
+    store = open_store("127.0.0.1", is_server=True)
+    nccl = {"backend": "nccl", "device": "cuda:1"}
+    child = Child(receive, store.port, ONE, 0, {"steps": 2, "transport": nccl})
+    sender = DistributedSender(store, ONE, backend="nccl", device="cuda:0", **LIMITS)
+    with children(child):
+        child.wait_for("started")
+        sender.send(trace)
+        sender.send(trace)
+        sender.join()
+        assert child.result() == [check_sum(trace.topk_indices)] * 2
