@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import getdoc
 from typing import Annotated
 
 try:
@@ -45,10 +46,7 @@ def main(
     """Record and replay which experts a Mixture-of-Experts model uses."""
 
 
-app.command()(inspect)
-app.command()(diff)
-app.command()(plot)
-app.command()(convert)
-app.command()(doctor)
-app.command("verify-run")(verify_run)
-app.command()(demo)
+for command in (inspect, diff, plot, convert, doctor, verify_run, demo):
+    # Lines of a docstring's paragraph are joined: typer would keep each break.
+    paragraphs = (getdoc(command) or "").split("\n\n")
+    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)

@@ -26,7 +26,10 @@ class Engine(str, Enum):
 def convert(
     source: Annotated[Path, typer.Argument(help="A payload, trace file, folder, npz or envelope.", metavar="IN")],
     target: Annotated[Path, typer.Argument(help="What to write: .safetensors, .npz or .json.", metavar="OUT")],
-    engine: Annotated[Engine | None, typer.Option(help="The engine that the payload is of.")] = None,
+    engine: Annotated[
+        Engine | None,
+        typer.Option(help="The payload's engine: vllm, sglang, sglang_jax, megatron, or array.", metavar="NAME"),
+    ] = None,
     model: Annotated[
         Path | None, typer.Option(help="The model's Hugging Face config.json or its folder.", metavar="PATH")
     ] = None,
