@@ -262,6 +262,28 @@ def test_a_router_that_saw_fewer_tokens_is_reported():
         capturer.finish("a", num_tokens=5)
 
 
+def test_rows_of_an_earlier_forward_are_never_taken_for_this_ones():
+    capturer, forward = make()
+    capturer.add_request("a", num_prompt_tokens=4)
+    for positions, seen in (([0, 1], rows(0, 1)), ([2, 3], rows(2))):
+        with capturer.forward(["a"], [positions]):
+            forward(seen)
+    with pytest.raises(CaptureError, match=r"no route was written for 1 of its 2 tokens in layers \[1, 2\]"):
+        capturer.drain()
+
+
+def test_a_shared_prompt_keeps_the_routes_that_came_first():
+    capturer, forward = make()
+    capturer.add_request("a", num_prompt_tokens=2)
+    capturer.add_request("b", num_prompt_tokens=2, prompt_of="a")
+    with capturer.forward(["a", "b"], [[0, 1], [0, 1]]):
+        forward(rows(0, 1, 4, 5))
+    first = capturer.finish("a", num_tokens=3).split()[0]
+    with capturer.forward(["b"], [[0, 1]]):
+        forward(rows(6, 7))
+    assert routes_of(capturer.finish("b", num_tokens=3)) == first.tolist() == rows(0, 1)
+
+
 def test_a_forward_that_raises_leaves_the_capturer_ready_for_the_next():
     capturer, forward = make()
     capturer.add_request("a", num_prompt_tokens=1)
