@@ -30,21 +30,20 @@ DIFFERENT = (0.0, 0.02, 0.2)
 
 
 def make_trace(megabytes: int, different: float) -> mrr.RoutingTrace:
-    """Routes of distinct ids, cheap to make: a start and a stride a decision; a share of them changed in one place."""
-    tokens = megabytes * 1_000_000 // (LAYERS * TOPK) // SAMPLE * SAMPLE
+    """Routes of distinct ids, cheap to make: the same few samples over and over, a share of their decisions changed."""
+    num_samples = megabytes * 1_000_000 // (LAYERS * TOPK * SAMPLE)
     generator = torch.Generator().manual_seed(1)
-    indices = torch.empty(tokens, LAYERS, TOPK, dtype=torch.uint8)
-    for start in range(0, tokens, SAMPLE):
-        first = torch.randint(EXPERTS, (SAMPLE, LAYERS, 1), generator=generator)
-        routes = (first + 11 * torch.arange(TOPK)) % EXPERTS
-        flipped = torch.rand(SAMPLE, LAYERS, generator=torch.Generator().manual_seed(start)) < different
-        routes[..., -1] = torch.where(flipped, (first[..., 0] + 5) % EXPERTS, routes[..., -1])
-        indices[start : start + SAMPLE] = routes
-    return mrr.RoutingTrace(
-        topk_indices=indices,
-        layer_numbers=range(4, 4 + LAYERS),
+    first = torch.randint(EXPERTS, (8, SAMPLE, LAYERS, 1), generator=generator)
+    samples = ((first + 11 * torch.arange(TOPK)) % EXPERTS).to(torch.uint8)
+    flipped = torch.rand(8, SAMPLE, LAYERS, generator=generator) < different
+    other = ((first[..., 0] + 5) % EXPERTS).to(torch.uint8)  # 5 is no multiple of 11: not among the row's own
+    samples[..., -1] = torch.where(flipped, other, samples[..., -1])
+    return mrr.RoutingTrace.from_checked(
+        topk_indices=torch.cat([samples[i % 8] for i in range(num_samples)]),
+        replay_mask=torch.ones(num_samples * SAMPLE, dtype=torch.bool),
+        layer_numbers=tuple(range(4, 4 + LAYERS)),
         num_experts=EXPERTS,
-        sequence_lengths=[SAMPLE] * (tokens // SAMPLE),
+        sequence_lengths=(SAMPLE,) * num_samples,
     )
 
 

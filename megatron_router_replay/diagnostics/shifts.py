@@ -22,7 +22,7 @@ from megatron_router_replay.diagnostics.source import TraceSource
 Array = npt.NDArray[Any]
 
 MAX_SHIFT = 64
-_WINDOWS, _WINDOW_ROWS, _SHIFT_LAYERS = 16, 256, 8
+_WINDOWS, _WINDOW_ROWS, _SHIFT_ROWS, _SHIFT_LAYERS = 16, 256, 64, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,8 @@ def search_shifts(a: TraceSource, b: TraceSource, *, max_shift: int = MAX_SHIFT)
         findings += _row_findings(best, a.name, b.name)
     if not best:
         best = [(window, 0) for window in windows]
-    constant_a, constant_b = _constant_layers(a, windows), _constant_layers(b, windows)
+    constant_a = _constant_layers(a, [(window.a, window.mask_a) for window in windows])
+    constant_b = _constant_layers(b, [(window.b, window.mask_b) for window in windows])
     lost = [number for number in constant_b if number not in constant_a]
     for number, experts in constant_b.items():
         if number in lost:
@@ -135,8 +136,11 @@ def _best_shift(window: _Window, columns_a: list[int], columns_b: list[int], max
         # A few rows agree by chance.
         if len(at_a) < max(8, len(window.mask_a) // 4):
             continue
-        one, other = a[at_a].reshape(-1, a.shape[2]), b[at_b].reshape(-1, a.shape[2])
+        step = -(-len(at_a) // _SHIFT_ROWS)
+        one, other = (part[rows[::step]].reshape(-1, a.shape[2]) for part, rows in ((a, at_a), (b, at_b)))
         shares[shift] = float(count_shared(one, other).mean()) / a.shape[2]
+        if shift == 0 and not _much_better(1.0, shares[0]):
+            return 0
     best = max(shares, key=lambda shift: (shares[shift], -abs(shift)), default=0)
     return best if _much_better(shares.get(best, 0.0), shares.get(0, 0.0)) else 0
 
@@ -168,14 +172,13 @@ def _row_findings(best: list[tuple[_Window, int]], name_a: str, name_b: str) -> 
     return findings
 
 
-def _constant_layers(source: TraceSource, windows: list[_Window]) -> dict[int, list[int]]:
+def _constant_layers(source: TraceSource, parts: list[tuple[Tensor, Array]]) -> dict[int, list[int]]:
     """Return the layers that send every sampled row to the same experts, and these experts."""
     first: Tensor | None = None
     constant: Tensor | None = None
     rows = 0
-    for window in windows:
-        part = source.read(window.start, window.start + len(window.mask_a))
-        routed = part.topk_indices[part.replay_mask]
+    for routes, mask in parts:
+        routed = routes[torch.from_numpy(mask)]
         if not len(routed):
             continue
         first = routed[0] if first is None else first
