@@ -14,7 +14,7 @@ In the order that data moves:
     weights.py       Megatron-Core -> Hugging Face names, for the engine's next rollout
     loop.py          one training run;  compare.py, plot.py: several of them side by side
 
-To lift it into a trainer: the lines marked "replay" in trainer.py, the `routing_rows` field in batch.py, `choose_trace` in
+To lift it into a trainer: the lines marked "# replay" in trainer.py, the `routing_rows` field in batch.py, `choose_trace` in
 loop.py. On a CPU Megatron runs over gloo by `megatron_router_replay.testing`, its distributed optimizer by on_cpu.py; on GPUs
 neither is needed. The old log-probs are the trainer's: those of its own forward, under r3 with the engine's routes.
 """

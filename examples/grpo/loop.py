@@ -1,7 +1,7 @@
 """One training run, the same code on every rank: roll out, measure, train, log.
 
-Rank 0 rolls out and gives every rank all samples, which is right for one machine. On many, send each rank the routes of its own
-tokens and layers only; `megatron_router_replay.transport` does that.
+Rank 0 rolls out and gives every rank all samples, which is right for one machine. On many, send each rank the routes of its
+own tokens and layers only; `megatron_router_replay.transport` does that.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def save_checkpoint(trainer: Trainer, out: Path, step: int) -> None:
     torch.save(trainer.state_dict(), folder / f"rank_{dist.get_rank()}.pt")
     dist.barrier()
     if dist.get_rank() == 0:
-        (out / "new.json").write_text(json.dumps({"step": step, "layout": str(trainer.settings.layout)}))
+        (out / "new.json").write_text(json.dumps({"step": step, "layout": _layout(trainer)}))
         (out / "new.json").replace(out / "last.json")
 
 
@@ -198,11 +198,15 @@ def load_checkpoint(trainer: Trainer, out: Path) -> int:
     if not (out / "last.json").exists():
         return 0
     last = json.loads((out / "last.json").read_text())
-    if last["layout"] != str(trainer.settings.layout):
-        raise ValueError(f"{out}: its checkpoint is of {last['layout']}, this run is {trainer.settings.layout}.")
+    if last["layout"] != _layout(trainer):
+        raise ValueError(f"{out}: its checkpoint is of {last['layout']}, this run is {_layout(trainer)}.")
     folder = out / "checkpoints" / f"step_{last['step']:05d}"
     trainer.load_state_dict(torch.load(folder / f"rank_{dist.get_rank()}.pt"))
     return int(last["step"])
+
+
+def _layout(trainer: Trainer) -> str:
+    return f"{trainer.settings.layout} on {dist.get_world_size()} processes"
 
 
 class MetricsLog:

@@ -1,6 +1,6 @@
 """The policy in Megatron-Core: old-policy pass, gradient steps, checkpoints.
 
-What router replay adds to a trainer is marked with "replay:"; there are three such lines.
+What router replay adds to a trainer are the lines marked "# replay".
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Trainer:
 
     def record(self, batch: RolloutBatch) -> tuple[Tensor, mrr.RoutingTrace]:
         """Return the live policy's log-probs by row, and the routes it chose for every token, on every rank."""
-        with mrr.record(self.models) as recording:  # replay: R2
+        with mrr.record(self.models) as recording:  # replay
             logprobs = self._logprobs(self.chunks, batch, recording)
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, recording.trace(num_tokens=batch.num_rows))
@@ -103,7 +103,7 @@ class Trainer:
 
     def logprobs(self, batch: RolloutBatch, trace: mrr.RoutingTrace) -> Tensor:
         """Return the policy's log-probs by row with a trace's routes."""
-        with mrr.replay(self.models, trace) as session:
+        with mrr.replay(self.models, trace) as session:  # replay
             return self._logprobs(self.chunks, batch, session)
 
     def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
