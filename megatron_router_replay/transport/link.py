@@ -7,11 +7,13 @@ with gloo), the peer's failure, or the timeout.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import struct
 import threading
 import time
+import weakref
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -36,6 +38,16 @@ _POLL_S = 0.05
 _NOTE_TIMEOUT = timedelta(seconds=5)
 
 
+_open_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_links() -> None:
+    """Close what nobody closed, while its threads can still end."""
+    for link in list(_open_links):
+        link.close()
+
+
 class LinkError(RouterReplayError):
     """A link failed; the text says how, and what the peer said about it."""
 
@@ -51,8 +63,12 @@ class _Waits:
         self._changed = threading.Condition()
         self._lost: RuntimeError | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        for target, args in ((self._watch, (canary,)), (self._serve, ())):
-            threading.Thread(target=target, args=args, name="routes-link", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=target, args=args, name="routes-link", daemon=True)
+            for target, args in ((self._watch, (canary,)), (self._serve, ()))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def wait(self, work: Any, timeout: timedelta) -> None:
         """Wait for one message; RuntimeError as gloo raises it."""
@@ -68,8 +84,13 @@ class _Waits:
                 raise self._lost
 
     def end(self) -> None:
-        """Let the threads end, once what they wait for has."""
+        """Wait for the threads to end, now that the connection is closed; one in the middle of a message takes longer.
+
+        A thread that comes back from C++ while the interpreter shuts down would abort the process.
+        """
         self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(_GRACE_S)
 
     def _watch(self, canary: Any) -> None:
         try:
@@ -117,11 +138,14 @@ class Link:
     ) -> None:
         self._name, self._side, self._backend, self._device = name, side, backend, device
         self._group: Any = None
+        self._waits: _Waits | None = None
         try:
             # A clone, for a store's client serves one blocking call at a time.
             self._store = dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
             self._group = self._connect(timeout)
-            self._waits = _Waits(self.irecv(torch.empty(1, dtype=torch.uint8), _CANARY)) if backend == "gloo" else None
+            if backend == "gloo":
+                self._waits = _Waits(self.irecv(torch.empty(1, dtype=torch.uint8), _CANARY))
+            _open_links.add(self)
         except RuntimeError as error:
             raise LinkError(f"cannot connect {name}: {self._reason(error, timeout)}") from error
 
@@ -214,8 +238,6 @@ class Link:
         group, self._group = self._group, None
         if group is None:
             return
-        if self._waits is not None:
-            self._waits.end()
         with contextlib.suppress(RuntimeError):
             if self._backend == "nccl":
                 group.abort()
@@ -225,6 +247,8 @@ class Link:
                 group.recv([torch.empty(1, dtype=torch.uint8)], 1 - self._side, _CLOSING).wait(
                     timedelta(milliseconds=1)
                 )
+        if self._waits is not None:
+            self._waits.end()
 
     def _open(self) -> Any:
         if self._group is None:

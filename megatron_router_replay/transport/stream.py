@@ -222,6 +222,18 @@ def push(
         TransportError: the link failed, or the receiver refused; names place and bytes. The receiver raises, too.
     """
     sent = 0
+    under_way: deque[tuple[Buffer, list[Any], int]] = deque()
+
+    def finish_oldest() -> Buffer:
+        nonlocal sent
+        buffer, works, nbytes = under_way[0]
+        with times.leg("send", nbytes):
+            for work in works:
+                link.wait(work, timeouts.progress)
+        under_way.popleft()
+        sent += nbytes
+        return buffer
+
     stage = "waiting for the training side's request"
     try:
         with times.leg("wait"):
@@ -231,38 +243,22 @@ def push(
         link.send_json(offer.to_json(), timeouts.progress)
         _raise_if_refused(link.recv_json(timeouts.progress))
         stage = "sending"
-        under_way: deque[tuple[Buffer, list[Any], int]] = deque()
-
-        def finish_oldest() -> Buffer:
-            nonlocal sent
-            buffer, works, nbytes = under_way[0]
-            with times.leg("send", nbytes):
-                for work in works:
-                    link.wait(work, timeouts.progress)
-            under_way.popleft()
-            sent += nbytes
-            return buffer
-
-        try:
-            for start, stop in offer.buckets:
-                buffer = None
-                if len(under_way) < _IN_FLIGHT:
-                    # Never wait for another's buffer while one of our own can be finished.
-                    buffer = staging.take(block=not under_way)
-                if buffer is None:
-                    buffer = finish_oldest()
-                under_way.append((buffer, [], 0))
-                nbytes = (stop - start) * plan.format.row_bytes(part.num_layers)
-                with times.leg("partition", nbytes):
-                    memory = buffer.carve(plan.format, stop - start, part.num_layers, staging.bucket_bytes)
-                    source.fill(part, start, stop, memory)
-                    messages = buffer.messages(memory)
-                under_way[-1] = (buffer, [link.isend(message) for message in messages if message.numel()], nbytes)
-            while under_way:
-                staging.give_back(finish_oldest())
-        finally:
-            for buffer, _, _ in under_way:
-                staging.give_back(buffer)
+        for start, stop in offer.buckets:
+            buffer = None
+            if len(under_way) < _IN_FLIGHT:
+                # Never wait for another's buffer while one of our own can be finished.
+                buffer = staging.take(block=not under_way)
+            if buffer is None:
+                buffer = finish_oldest()
+            under_way.append((buffer, [], 0))
+            nbytes = (stop - start) * plan.format.row_bytes(part.num_layers)
+            with times.leg("partition", nbytes):
+                memory = buffer.carve(plan.format, stop - start, part.num_layers, staging.bucket_bytes)
+                source.fill(part, start, stop, memory)
+                messages = buffer.messages(memory)
+            under_way[-1] = (buffer, [link.isend(message) for message in messages if message.numel()], nbytes)
+        while under_way:
+            staging.give_back(finish_oldest())
         stage = "waiting for the receipt"
         received = link.recv_json(timeouts.progress).get("received")
         if not sent == received == part.nbytes:
@@ -270,6 +266,10 @@ def push(
         return dict(request["laps"])
     except BaseException as error:
         raise _failed(link, error, f"rollout side, step {step}, to {part.place}: {stage}", sent, part.nbytes) from error
+    finally:
+        # After the link is closed: until then a failed part's messages may still be read from these buffers.
+        for buffer, _, _ in under_way:
+            staging.give_back(buffer)
 
 
 def pull(

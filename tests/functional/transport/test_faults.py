@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,3 +270,25 @@ def test_close_ends_a_send_that_waits_for_nobody() -> None:
         with pytest.raises(TransportError):
             sender.send(make_trace(400))
     assert threading.active_count() < 50
+
+
+_FORGETFUL = """
+from megatron_router_replay.transport import DistributedReceiver, DistributedSender, open_store
+from tests.functional.transport.processes import LIMITS, ONE, make_trace
+
+store = open_store("127.0.0.1", is_server=True)
+sender = DistributedSender(store, ONE, **LIMITS)
+receiver = DistributedReceiver(store, ONE, ONE.place_of(0), **LIMITS)
+sender.send(make_trace(400))
+print(len(receiver.receive()))
+sender.join()
+"""
+
+
+@pytest.mark.parametrize("last", ["", "sender.close(); receiver.close()"])
+def test_a_process_ends_in_peace_whether_it_closes_or_not(last: str) -> None:
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", _FORGETFUL + last], capture_output=True, text=True, cwd=root, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "400\n"), done.stderr
