@@ -107,9 +107,7 @@ def test_the_kernels_compile_for_a_gpu(score, kernel):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "shape", "dtype"), CASES)
 def test_on_a_gpu_the_kernels_do_what_the_reference_does_without_a_sync(mode, shape, dtype):
     logits, topk_indices, weights = (tensor.cuda() for tensor in inputs(*SHAPES[shape], DTYPES[dtype]))
     expected = outcome(lambda leaf: route(leaf, topk_indices, backend="torch", **MODES[mode]), logits, weights)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from megatron_router_replay.errors import ReplayStateError, TraceError, UnsupportedRouterError
 from megatron_router_replay.fused import route
@@ -110,6 +111,34 @@ def test_no_gradient_is_made_where_none_is_asked_for():
     probs, routing_map = route(logits, topk_indices)
     assert probs.requires_grad
     assert not routing_map.requires_grad
+
+
+def test_deterministic_mode_changes_nothing():
+    logits, topk_indices, weights = inputs(64, 32, 4, torch.float32)
+    expected = outcome(lambda leaf: route(leaf, topk_indices), logits, weights)
+    torch.use_deterministic_algorithms(True)
+    try:
+        theirs = outcome(megatrons({}, 4, replaying(topk_indices)), logits, weights)
+        ours = outcome(lambda leaf: route(leaf, topk_indices), logits, weights)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(ours, expected, theirs))
+
+
+def test_a_model_in_float64_keeps_its_dtype():
+    logits, topk_indices, weights = inputs(64, 32, 4, torch.float64)
+    theirs = outcome(megatrons({}, 4, replaying(topk_indices)), logits, weights)
+    assert all(torch.equal(a, b) for a, b in zip(outcome(lambda x: route(x, topk_indices), logits, weights), theirs))
+
+
+def test_it_serves_a_checkpoint_that_compares_what_forward_and_recompute_save():
+    logits, topk_indices, weights = inputs(64, 32, 4, torch.float32)
+    expected = outcome(lambda leaf: route(leaf * 2, topk_indices), logits, weights)
+
+    def recomputed(leaf):
+        return torch.utils.checkpoint.checkpoint(lambda x: route(x * 2, topk_indices), leaf, use_reentrant=False)
+
+    assert all(torch.equal(a, b) for a, b in zip(outcome(recomputed, logits, weights), expected))
 
 
 def test_a_second_derivative_is_refused_not_left_out():
