@@ -15,6 +15,6 @@ In the order that data moves:
     loop.py          one training run;  compare.py, plot.py: several of them side by side
 
 To lift it into a trainer: the lines marked "# replay" in trainer.py, the `routing_rows` field in batch.py, `choose_trace` in
-loop.py. On a CPU Megatron runs over gloo by `megatron_router_replay.testing`, its distributed optimizer by on_cpu.py; on GPUs
+loop.py. On a CPU Megatron runs over gloo by `megatron_router_replay.testing`, its distributed optimizer too; on GPUs
 neither is needed. The old log-probs are the trainer's: those of its own forward, under r3 with the engine's routes.
 """

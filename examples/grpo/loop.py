@@ -21,7 +21,6 @@ import torch.distributed as dist
 import megatron_router_replay as mrr
 from examples.grpo.batch import RolloutBatch
 from examples.grpo.loss import group_advantages, k3_kl
-from examples.grpo.on_cpu import cuda_type_names
 from examples.grpo.rollout import Engine, Sample, TransformersEngine
 from examples.grpo.settings import Settings
 from examples.grpo.task import EOS
@@ -40,23 +39,22 @@ def train(settings: Settings) -> list[Metrics]:
     if is_first:
         save_hf_checkpoint(initial, random_hf_weights(settings.seed))
     dist.barrier()
-    with cuda_type_names():
-        trainer = Trainer(settings, initial)
-        start = load_checkpoint(trainer, settings.out) if settings.resume else 0
-        logger = MetricsLog(settings, start) if is_first else None
-        engine = make_engine(settings) if is_first else None
-        try:
-            for step in range(start, settings.steps):
-                metrics = one_step(trainer, engine, step)
-                if logger is not None:
-                    logger.write({"step": step, **metrics})
-                if settings.checkpoint_every and (step + 1) % settings.checkpoint_every == 0:
-                    save_checkpoint(trainer, settings.out, step + 1)
-        finally:
-            if engine is not None:
-                engine.close()
+    trainer = Trainer(settings, initial)
+    start = load_checkpoint(trainer, settings.out) if settings.resume else 0
+    logger = MetricsLog(settings, start) if is_first else None
+    engine = make_engine(settings) if is_first else None
+    try:
+        for step in range(start, settings.steps):
+            metrics = one_step(trainer, engine, step)
             if logger is not None:
-                logger.close()
+                logger.write({"step": step, **metrics})
+            if settings.checkpoint_every and (step + 1) % settings.checkpoint_every == 0:
+                save_checkpoint(trainer, settings.out, step + 1)
+    finally:
+        if engine is not None:
+            engine.close()
+        if logger is not None:
+            logger.close()
     return [] if logger is None else logger.lines
 
 

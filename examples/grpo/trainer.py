@@ -56,7 +56,6 @@ class Trainer:
             layout,
             core_attention="small",  # Megatron's own on a CPU takes neither packed sequences nor context parallelism
             calculate_per_token_loss=True,
-            perform_initialization=True,  # marks tensor-parallel parameters, for the gradient norm
             **_RECOMPUTE[settings.recompute],
         )
         self.models = load()

@@ -197,6 +197,19 @@ def _to_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
+def _type_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `tensor.type()` name a CUDA type: Megatron's distributed optimizer refuses all others."""
+
+    @functools.wraps(function)
+    def type_name(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(self, *args, **kwargs)
+        if isinstance(result, str) and not result.startswith("torch.cuda."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    return type_name
+
+
 def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
@@ -207,6 +220,7 @@ def _torch_patches() -> list[Patch]:
         *(Patch(torch, name, _device_kwarg_on_cpu(getattr(torch, name))) for name in _FACTORY_FUNCTIONS),
         *(Patch(tensor, name, _device_kwarg_on_cpu(getattr(tensor, name))) for name in _FACTORY_METHODS),
         Patch(tensor, "to", _to_on_cpu(tensor.to)),
+        Patch(tensor, "type", _type_on_cpu(tensor.type)),
         Patch(tensor, "cuda", _itself),
         Patch(tensor, "pin_memory", _itself),
         Patch(tensor, "record_stream", _itself),

@@ -51,8 +51,9 @@ def tiny_gpt_config(layout: ParallelLayout, **overrides: Any) -> Any:
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "deterministic_mode": True,
-        # load_global_parameters fills every parameter; Megatron's own initialisation would depend on the layout.
-        "perform_initialization": False,
+        # Also marks the parameters that tensor parallelism splits, which Megatron's gradient norm asks for. The values are
+        # those of load_global_parameters in the end: Megatron's own would depend on the layout.
+        "perform_initialization": True,
         "use_cpu_initialization": True,
         "params_dtype": torch.float32,
         "pipeline_dtype": torch.float32,

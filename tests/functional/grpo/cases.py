@@ -16,7 +16,6 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from examples.grpo.batch import RolloutBatch
 from examples.grpo.loop import make_engine, one_step, roll_out
-from examples.grpo.on_cpu import cuda_type_names
 from examples.grpo.rollout import Sample, TransformersEngine
 from examples.grpo.settings import Settings
 from examples.grpo.task import EOS, ClassTask
@@ -46,7 +45,7 @@ def without_times(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, floa
 
 
 def make_trainer(settings: Settings) -> Trainer:
-    """Return this rank's trainer with the run's initial weights; inside cuda_type_names."""
+    """Return this rank's trainer with the run's initial weights."""
     settings.layout.initialize(seed=settings.seed)
     initial = settings.out / f"initial_{torch.distributed.get_rank()}"
     save_hf_checkpoint(initial, random_hf_weights(settings.seed))
@@ -63,25 +62,24 @@ def sent_and_returned_weights(layout: ParallelLayout, folder: Path) -> dict[str,
 
 def rollout_against_megatron(settings: Settings, dtype: torch.dtype) -> dict[str, Any]:
     """Sample from transformers, run the samples through Megatron: live (recorded), and with the routes replayed."""
-    with cuda_type_names():
-        trainer = make_trainer(settings)
-        engine = TransformersEngine(settings.out / "initial", eos_token_id=EOS, dtype=dtype)
-        engine.load_weights(random_hf_weights(settings.seed))
-        samples = roll_out(settings, engine, 0)
-        again = roll_out(settings, engine, 0)
-        batch = RolloutBatch(samples, torch.zeros(len(samples)))
-        trace = mrr.concat_traces([sample.trace for sample in samples])
-        live, recorded = trainer.record(batch)
-        return {
-            "samples": samples,
-            "repeats": all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(samples, again, strict=True)),
-            "trace": trace,
-            "recorded": recorded,
-            "rollout": batch.rollout_logprobs,
-            "mask": batch.loss_mask.bool(),
-            "live": live,
-            "replayed": trainer.logprobs(batch, trace),
-        }
+    trainer = make_trainer(settings)
+    engine = TransformersEngine(settings.out / "initial", eos_token_id=EOS, dtype=dtype)
+    engine.load_weights(random_hf_weights(settings.seed))
+    samples = roll_out(settings, engine, 0)
+    again = roll_out(settings, engine, 0)
+    batch = RolloutBatch(samples, torch.zeros(len(samples)))
+    trace = mrr.concat_traces([sample.trace for sample in samples])
+    live, recorded = trainer.record(batch)
+    return {
+        "samples": samples,
+        "repeats": all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(samples, again, strict=True)),
+        "trace": trace,
+        "recorded": recorded,
+        "rollout": batch.rollout_logprobs,
+        "mask": batch.loss_mask.bool(),
+        "live": live,
+        "replayed": trainer.logprobs(batch, trace),
+    }
 
 
 class DamagedEngine(TransformersEngine):
@@ -135,18 +133,17 @@ def damage(response: dict[str, Any]) -> None:
 
 def damaged_step(settings: Settings) -> dict[str, Any]:
     """Train a step, then one whose routes arrive damaged; return the error and whether anything moved."""
-    with cuda_type_names():
-        trainer = make_trainer(settings)
-        is_first = torch.distributed.get_rank() == 0
-        before = flat(trainer)
-        one_step(trainer, make_engine(settings) if is_first else None, 0)
-        trained = flat(trainer)
-        damaged = DamagedEngine(settings.out / "initial", eos_token_id=EOS) if is_first else None
-        return {
-            "message": refusal(trainer, damaged, 1),
-            "first_step_trained": not torch.equal(before, trained),
-            "nothing_trained": torch.equal(trained, flat(trainer)),
-        }
+    trainer = make_trainer(settings)
+    is_first = torch.distributed.get_rank() == 0
+    before = flat(trainer)
+    one_step(trainer, make_engine(settings) if is_first else None, 0)
+    trained = flat(trainer)
+    damaged = DamagedEngine(settings.out / "initial", eos_token_id=EOS) if is_first else None
+    return {
+        "message": refusal(trainer, damaged, 1),
+        "first_step_trained": not torch.equal(before, trained),
+        "nothing_trained": torch.equal(trained, flat(trainer)),
+    }
 
 
 def refusal(trainer: Trainer, engine: Any, step: int) -> str:
@@ -172,29 +169,28 @@ class MeddledVllm(VllmEngine):
 
 def vllm_steps(settings: Settings) -> dict[str, Any]:
     """Take a step with routes that arrive damaged, then `settings.steps` good ones, from a real vLLM."""
-    with cuda_type_names():
-        trainer = make_trainer(settings)
-        engine = None
-        if torch.distributed.get_rank() == 0:
-            engine = MeddledVllm(settings.out / "engine", eos_token_id=EOS, start_timeout_s=600.0)
-        try:
-            before = flat(trainer)
-            message = refusal(trainer, engine, 0)
-            after = flat(trainer)
-            if engine is not None:
-                engine.damages = False
-            metrics = [one_step(trainer, engine, step) for step in range(settings.steps)]
-            server = None if engine is None else engine.server
-        finally:
-            if engine is not None:
-                engine.close()
-        return {
-            "message": message,
-            "nothing_trained": torch.equal(before, after),
-            "trained_then": not torch.equal(after, flat(trainer)),
-            "metrics": metrics,
-            "server_ended": server is None or server.process.poll() is not None,
-        }
+    trainer = make_trainer(settings)
+    engine = None
+    if torch.distributed.get_rank() == 0:
+        engine = MeddledVllm(settings.out / "engine", eos_token_id=EOS, start_timeout_s=600.0)
+    try:
+        before = flat(trainer)
+        message = refusal(trainer, engine, 0)
+        after = flat(trainer)
+        if engine is not None:
+            engine.damages = False
+        metrics = [one_step(trainer, engine, step) for step in range(settings.steps)]
+        server = None if engine is None else engine.server
+    finally:
+        if engine is not None:
+            engine.close()
+    return {
+        "message": message,
+        "nothing_trained": torch.equal(before, after),
+        "trained_then": not torch.equal(after, flat(trainer)),
+        "metrics": metrics,
+        "server_ended": server is None or server.process.poll() is not None,
+    }
 
 
 def flat(trainer: Trainer) -> Tensor:
@@ -209,48 +205,47 @@ def flat(trainer: Trainer) -> Tensor:
 
 def two_turns(settings: Settings) -> dict[str, Any]:
     """Roll out episodes of two turns, join their routes, and train on them with the routes replayed."""
-    with cuda_type_names():
-        trainer = make_trainer(settings)
-        engine = TransformersEngine(settings.out / "initial", eos_token_id=EOS)
-        engine.load_weights(random_hf_weights(settings.seed))
-        task = settings.task
-        options = {"per_prompt": 1, "max_new_tokens": task.max_new_tokens // 3}
-        prompts = [prompt for prompt in task.prompts(settings.prompts, seed=1) for _ in range(settings.per_prompt)]
-        first = engine.generate(prompts, seed=1, **options)
-        # The environment answers with a word and the command again; the whole conversation is the next prompt.
-        words = torch.tensor([9, 11])
-        continued = [torch.cat([sample.token_ids, words]) for sample in first]
-        second = engine.generate(continued, seed=2, **options)
-        samples, missing_after_first = [], []
-        for group, (turn_1, turn_2) in enumerate(zip(first, second, strict=True)):
-            segments = mrr.engines.RoutingSegments()
-            segments.append(turn_1.trace)
-            missing_after_first.append(segments.num_missing)
-            segments.append(turn_2.trace)
-            length = len(turn_1.token_ids)
-            generated, logprobs = turn_2.generated.clone(), turn_2.logprobs.clone()
-            generated[:length], logprobs[:length] = turn_1.generated, turn_1.logprobs
-            samples.append(
-                Sample(
-                    token_ids=turn_2.token_ids,
-                    generated=generated,
-                    logprobs=logprobs,
-                    trace=segments.trace(),
-                    group=group // settings.per_prompt,
-                    reward=task.reward(prompts[group], turn_2.token_ids[generated]),
-                )
+    trainer = make_trainer(settings)
+    engine = TransformersEngine(settings.out / "initial", eos_token_id=EOS)
+    engine.load_weights(random_hf_weights(settings.seed))
+    task = settings.task
+    options = {"per_prompt": 1, "max_new_tokens": task.max_new_tokens // 3}
+    prompts = [prompt for prompt in task.prompts(settings.prompts, seed=1) for _ in range(settings.per_prompt)]
+    first = engine.generate(prompts, seed=1, **options)
+    # The environment answers with a word and the command again; the whole conversation is the next prompt.
+    words = torch.tensor([9, 11])
+    continued = [torch.cat([sample.token_ids, words]) for sample in first]
+    second = engine.generate(continued, seed=2, **options)
+    samples, missing_after_first = [], []
+    for group, (turn_1, turn_2) in enumerate(zip(first, second, strict=True)):
+        segments = mrr.engines.RoutingSegments()
+        segments.append(turn_1.trace)
+        missing_after_first.append(segments.num_missing)
+        segments.append(turn_2.trace)
+        length = len(turn_1.token_ids)
+        generated, logprobs = turn_2.generated.clone(), turn_2.logprobs.clone()
+        generated[:length], logprobs[:length] = turn_1.generated, turn_1.logprobs
+        samples.append(
+            Sample(
+                token_ids=turn_2.token_ids,
+                generated=generated,
+                logprobs=logprobs,
+                trace=segments.trace(),
+                group=group // settings.per_prompt,
+                reward=task.reward(prompts[group], turn_2.token_ids[generated]),
             )
-        batch = RolloutBatch(samples, torch.linspace(-1, 1, len(samples)))
-        trace = mrr.concat_traces([sample.trace for sample in samples])
-        live, _ = trainer.record(batch)
-        batch.old_logprobs = trainer.logprobs(batch, trace)
-        metrics = trainer.update(batch, trace)
-        trained = batch.loss_mask.bool()
-        return {
-            "samples": samples,
-            "missing_after_first": missing_after_first,
-            "missing": [int((~sample.trace.replay_mask).sum()) for sample in samples],
-            "metrics": metrics,
-            "gap_replayed": float((batch.old_logprobs - batch.rollout_logprobs)[trained].abs().mean()),
-            "gap_live": float((live - batch.rollout_logprobs)[trained].abs().mean()),
-        }
+        )
+    batch = RolloutBatch(samples, torch.linspace(-1, 1, len(samples)))
+    trace = mrr.concat_traces([sample.trace for sample in samples])
+    live, _ = trainer.record(batch)
+    batch.old_logprobs = trainer.logprobs(batch, trace)
+    metrics = trainer.update(batch, trace)
+    trained = batch.loss_mask.bool()
+    return {
+        "samples": samples,
+        "missing_after_first": missing_after_first,
+        "missing": [int((~sample.trace.replay_mask).sum()) for sample in samples],
+        "metrics": metrics,
+        "gap_replayed": float((batch.old_logprobs - batch.rollout_logprobs)[trained].abs().mean()),
+        "gap_live": float((live - batch.rollout_logprobs)[trained].abs().mean()),
+    }
