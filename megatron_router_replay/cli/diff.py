@@ -31,6 +31,9 @@ def diff(
     order: Annotated[
         bool, typer.Option("--order", help="Another order of the same experts counts as different.")
     ] = False,
+    common: Annotated[
+        bool, typer.Option("--common", help="Rows and layers that only one has do not count as different.")
+    ] = False,
     layers: Annotated[
         bool, typer.Option("--layers", help="List every layer, not only those that differ most.")
     ] = False,
@@ -56,7 +59,9 @@ def diff(
                 for name, path, step in ((name_a, a, step_a), (name_b, b, step_b))
             }
             save_page(found, html, loads=loads if len(loads) == 2 else None)
-    same = found.same and not (order and found.decisions_other_order)
+    same = (found.same_in_common and bool(found.decisions) if common else found.same) and not (
+        order and found.decisions_other_order
+    )
     emit(_text(found, a, b, all_layers=layers), found.to_dict() | {"same": same}, as_json=as_json)
     raise typer.Exit(0 if same else 1)
 

@@ -112,7 +112,14 @@ class TraceDiff:
     def same(self) -> bool:
         """Whether both have the same rows and layers, and the same experts everywhere."""
         missing = self.rows_only_a or self.rows_only_b or self.layers_only_a or self.layers_only_b
-        return not missing and not self.decisions_different and not self.rows_other_token
+        return not missing and self.same_in_common
+
+    @property
+    def same_in_common(self) -> bool:
+        """Whether the rows and layers that both have hold the same tokens and experts; an engine's trace has no route
+        for the last token of a sample, a trainer's recording has one.
+        """
+        return not self.decisions_different and not self.rows_other_token
 
     @property
     def agreement_by_layer(self) -> Tensor:
@@ -144,6 +151,7 @@ class TraceDiff:
             "a": self.name_a,
             "b": self.name_b,
             "same": self.same,
+            "same_in_common": self.same_in_common,
             "topk": self.topk,
             "num_experts": self.num_experts,
             "layer_numbers": list(self.layer_numbers),
@@ -204,8 +212,15 @@ class TraceDiff:
             lines.append(f"  lowest layer that differs: {self.first_by_layer}")
             lines.append(f"  first row that differs:    {self.first_by_row}")
         lines += [f"finding: {finding}" for finding in self.findings]
-        lines.append("the traces are the same" if self.same else "the traces differ")
+        lines.append(self._verdict())
         return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if self.same:
+            return "the traces are the same"
+        if self.same_in_common and self.decisions:
+            return "the traces differ in what they cover; what both cover is the same"
+        return "the traces differ"
 
 
 def diff_traces(

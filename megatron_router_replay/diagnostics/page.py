@@ -59,7 +59,7 @@ def render_page(diff: TraceDiff, *, loads: Mapping[str, Tensor] | None = None, t
     """Return the page of a diff as HTML; see `save_page`."""
     heading = escape(title or f"Routing of {diff.name_a} and {diff.name_b}")
     figures = {name: png_bytes(figure) for name, figure in diff_figures(diff, loads).items()}
-    verdict = "The traces are the same." if diff.same else "The traces differ."
+    verdict = str(diff).splitlines()[-1].capitalize() + "."
     parts = [
         f"<h1>{heading}</h1>",
         f'<p class="verdict {"same" if diff.same else "differ"}" id="verdict">{verdict}</p>',

@@ -27,7 +27,7 @@ TraceLike = RoutingTrace | PathLike | Sequence[RoutingTrace | PathLike]
 BLOCK_BYTES = 16 << 20
 """Routes that are read at a time; the memory of a pass over a trace is a few times this."""
 
-_MAPPED_BYTES = 128 << 20
+_MAPPED_BYTES = 64 << 20
 
 _FILE_BLOCK = 4096
 """Rows that a trace file checks and reads at once: blocks that are multiples of it read no row twice."""

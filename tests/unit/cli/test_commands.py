@@ -167,6 +167,10 @@ def test_diff_exit_codes(folder):
     call("diff", "good.safetensors", "store", "--step-b", 3)
     assert "say which" in call("diff", "good.safetensors", "store", code=2).stderr
     assert "different models" in call("diff", "good.safetensors", "other_model.safetensors", code=2).stderr
+    mrr.save_trace(mrr.load_trace("good.safetensors", rows=slice(0, 500)), "shorter.safetensors")
+    assert "what both cover is the same" in call("diff", "good.safetensors", "shorter.safetensors", code=1).output
+    call("diff", "good.safetensors", "shorter.safetensors", "--common")
+    call("diff", "good.safetensors", "no_tokens.safetensors", "--common", code=1)
     assert "rows with a route in a only" in call("diff", "good.safetensors", "no_tokens.safetensors", code=1).output
 
 

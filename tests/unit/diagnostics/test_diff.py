@@ -74,6 +74,8 @@ def test_rows_and_layers_of_one_trace_only_are_counted_not_compared():
     assert diff.layer_numbers == (3, 4, 5)
     assert diff.decisions_different == 0
     assert not diff.same
+    assert diff.same_in_common
+    assert str(diff).endswith("the traces differ in what they cover; what both cover is the same")
 
 
 def test_parts_of_two_layouts_compare_by_global_rows():
