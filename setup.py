@@ -38,6 +38,7 @@ setup(
         "zstd": ZSTD,
         "ray": RAY,
         "plot": PLOT,
+        "triton": ["triton>=3"],
         "test": [
             *DEMO,
             *FAST,

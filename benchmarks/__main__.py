@@ -9,10 +9,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import router
+from benchmarks import capture, fused, router
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
-PARTS = {"Router: one layer's selection, ratios to live routing (fp32 logits)": router.main}
+PARTS = {
+    "Router: one layer's selection, ratios to live routing (fp32 logits)": router.main,
+    "Fused: probabilities and map of given experts in one pass, not yet used by sessions": fused.main,
+    "Capture: generation with and without": capture.main,
+}
 
 
 def environment() -> str:
@@ -33,6 +37,7 @@ def environment() -> str:
 def main() -> None:
     """Write the results of all parts."""
     sections = ["# Benchmark results", "Made by `make bench`. Every figure is a ratio taken in one process, medians."]
+    sections += ["`python -m benchmarks.transport` and `python -m benchmarks.diff` take longer and are run by themselves."]
     sections += [environment()]
     for title, part in PARTS.items():
         print(f"{title} ...", flush=True)
