@@ -28,7 +28,15 @@ from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.link import Backend, Link, LinkError, Store
 from megatron_router_replay.transport.partition import Partition
 from megatron_router_replay.transport.plan import ParallelLayout, Place, TransportPlan, plan_routes
-from megatron_router_replay.transport.rows import BucketSink, RowSink, RowSource, TraceRows, WholeTrace, check_plan
+from megatron_router_replay.transport.rows import (
+    Arena,
+    BucketSink,
+    RowSink,
+    RowSource,
+    TraceRows,
+    WholeTrace,
+    check_plan,
+)
 from megatron_router_replay.transport.stream import Offer, Staging, Timeouts, check_offer, pull, push
 from megatron_router_replay.transport.timing import Lap, LegTimes
 
@@ -243,7 +251,9 @@ class DistributedReceiver:
         store, layout, name, backend, device: as for the sender; with "nccl" the trace lies on the GPU `device`.
         place: of this rank, `layout.place_of(rank)`.
         timeout, ready_timeout: as for the sender; ready_timeout is for the routes to come, and for the TP group.
-        pinned: receive into page-locked memory, for `Prefetcher`.
+        pinned: receive into page-locked memory; only with CUDA and gloo.
+        reuse_memory: receive into two blocks in turn, which saves mapping new pages for every batch; a trace is then
+            overwritten while the batch after the next is received.
     """
 
     def __init__(
@@ -258,6 +268,7 @@ class DistributedReceiver:
         timeout: timedelta = TIMEOUT,
         ready_timeout: timedelta = READY_TIMEOUT,
         pinned: bool = False,
+        reuse_memory: bool = False,
         times: LegTimes | None = None,
     ) -> None:
         if place not in layout.places():
@@ -266,7 +277,7 @@ class DistributedReceiver:
         self.times = LegTimes("training") if times is None else times
         self._store, self._name, self._backend, self._device = store, name, backend, torch.device(device)
         self._timeouts = Timeouts(ready=ready_timeout, progress=timeout)
-        self._pinned = pinned
+        self._arena = Arena(device=self._device, pinned=pinned, reuse=reuse_memory)
         self._up: Link | None = None
         self._down: list[Link] = []
         self._step = 0
@@ -336,7 +347,7 @@ class DistributedReceiver:
     def _receive_trace(self, plan: TransportPlan | None, waits: LegTimes) -> RoutingTrace:
         def sink_of(offer: Offer) -> WholeTrace:
             layers = len(offer.layer_numbers)
-            return WholeTrace(offer.format, offer.num_rows, layers, device=self._device, pinned=self._pinned)
+            return WholeTrace(offer.format, offer.num_rows, layers, self._arena)
 
         offer, sink = self._receive(sink_of, plan, waits)
         return sink.trace(offer.format, offer.layer_numbers, offer.sequence_lengths)

@@ -101,20 +101,36 @@ class TraceRows:
             run += start == ends[run]
 
 
-class WholeTrace:
-    """A sink that becomes this place's trace; rows are received straight into it.
+class Arena:
+    """Memory that traces are received into: new for every trace, or two blocks in turn.
 
     Args:
-        device: where the trace shall be.
-        pinned: allocate page-locked memory, from which copies to a GPU run beside its work; only with CUDA.
+        device: where the traces shall be.
+        pinned: page-locked memory, from which copies to a GPU run beside its work; only with CUDA.
+        reuse: take two blocks in turn. New memory has to be mapped page by page, which can cost more than receiving; but
+            a trace is then overwritten by the one after the next.
     """
 
-    def __init__(
-        self, format: TraceFormat, part_rows: int, part_layers: int, *, device: torch.device, pinned: bool
-    ) -> None:
-        self._memory = format.empty(part_rows, part_layers, device)
-        if pinned:
-            self._memory = {name: tensor.pin_memory() for name, tensor in self._memory.items()}
+    def __init__(self, *, device: torch.device, pinned: bool, reuse: bool) -> None:
+        self._device, self._pinned, self._reuse = device, pinned, reuse
+        self._blocks = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return flat uint8 memory of at least this size."""
+        block = self._blocks[0]
+        if block.numel() < nbytes:
+            block = torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
+        if self._reuse:
+            self._blocks = [self._blocks[1], block]
+        return block
+
+
+class WholeTrace:
+    """A sink that becomes this place's trace; rows are received straight into it."""
+
+    def __init__(self, format: TraceFormat, part_rows: int, part_layers: int, arena: Arena) -> None:
+        flat = arena.take(part_rows * format.row_bytes(part_layers))
+        self._memory = carve(flat, format, part_rows, part_layers)
 
     def memory(self, start: int, stop: int) -> Memory:
         return {name: tensor[start:stop] for name, tensor in self._memory.items()}

@@ -25,7 +25,8 @@ def _receive(port: int, layout: ParallelLayout, mode: str) -> list[dict[str, Ten
         return []
     store = open_store("127.0.0.1", port, is_server=False)
     received = []
-    with DistributedReceiver(store, layout, layout.place_of(rank), **LIMITS) as receiver:
+    reuse = {"reuse_memory": mode == "reuse_memory"}
+    with DistributedReceiver(store, layout, layout.place_of(rank), **LIMITS, **reuse) as receiver:
         for _ in range(STEPS):
             if mode == "stream":
                 parts: list[dict[str, Tensor]] = []
@@ -80,7 +81,7 @@ def test_closing_leaves_no_thread_behind(workers_4: GlooWorkers) -> None:
     assert ours() == []
 
 
-@pytest.mark.parametrize("mode", ["post", "stream"])
+@pytest.mark.parametrize("mode", ["post", "stream", "reuse_memory"])
 def test_every_rank_gets_its_slice_in_other_ways(workers_4: GlooWorkers, mode: str) -> None:
     check_delivery(lambda case: deliver_over(workers_4, case, mode=mode), CASES["tp2 pp2"])
 
