@@ -23,8 +23,9 @@ def decode_responses(
 ) -> list[RoutingTrace]:
     """Return one trace per response, in order; decoding begins while later responses are still on their way.
 
-    numpy and torch release the GIL while they copy and check large blocks, so threads share the work; base64 is decoded
-    under it.
+    Threads hide the wait for responses; they decode little faster than one (1.1 to 1.3 times with two on two cores), for
+    base64 and the allocation of every trace are done one thread at a time. To decode on many cores, do it in the rollout
+    workers' own processes.
 
     Args:
         responses: consumed one by one; waiting for the next one is the leg "collect".
