@@ -73,7 +73,7 @@ class _File:
         with naming(path, "read"):
             self._reader = Reader.open(path)
         self._path = path
-        self._mapped = 0
+        self._mapped = self._next = 0
         self.name = str(path)
         header = self._reader.header
         self.num_tokens, self.layer_numbers = header.num_tokens, header.layer_numbers
@@ -83,15 +83,16 @@ class _File:
     def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
         wanted = self.layer_numbers if layer_numbers is None else tuple(sorted(layer_numbers))
         with naming(self._path, "read"):
-            self._unmap()
+            # A jump touches a new place in every layer, and the system may map 2 MB around each.
+            if self._mapped >= _MAPPED_BYTES or start != self._next:
+                self._unmap()
+            self._next = stop
             indices, others = self._reader.read(wanted, min(start, self.num_tokens), min(stop, self.num_tokens))
             self._mapped += indices.nbytes
             return checked_trace(self._reader.header, wanted, indices, others, whole=False)
 
     def _unmap(self) -> None:
         """Map the file anew once in a while: pages that were read count as this process's memory until then."""
-        if self._mapped < _MAPPED_BYTES:
-            return
         before, self._mapped = self._reader, 0
         self._reader = Reader.open(self._path)
         same = [np.array_equal(table, self._reader.checksums.get(name, ())) for name, table in before.checksums.items()]
