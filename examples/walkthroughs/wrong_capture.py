@@ -2,21 +2,20 @@
 
 The right capture is recorded; each fault is planted in a copy: rows shifted by one, a layer that lost its data, two
 layers swapped. `diff_traces` compares the copy with a recording of the trainer's own. Where there is none to compare
-with, as in RL training, `LiveComparison` puts the live router beside the replayed routes.
+with, as in RL training, `replay(..., compare_live=True)` puts the live router beside the replayed routes.
 
     python examples/walkthroughs/wrong_capture.py            # three faults, each named twice: exit code 1
     python examples/walkthroughs/wrong_capture.py --right    # the right capture: nothing to report, exit code 0
 """
 
 import sys
-from typing import Any
 
 import torch
-from tiny_run import NUM_TOKENS, build, routers_of, train_step
+from tiny_run import NUM_TOKENS, build, train_step
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.diagnostics.live import LiveComparison, LiveReport, merge_live_reports
+from megatron_router_replay.diagnostics.live import LiveReport, merge_live_reports
 from megatron_router_replay.testing import GlooWorkers, ParallelLayout
 
 PP2 = ParallelLayout(pp_size=2)
@@ -61,24 +60,9 @@ def record() -> mrr.RoutingTrace:
 def replay_and_compare(trace: mrr.RoutingTrace) -> LiveReport:
     """Replay on this rank, with the live router's choice put beside it."""
     chunks, microbatches, _ = build(PP2)
-    routers = routers_of(chunks)
-    comparison = LiveComparison(
-        [router.layer_number for router in routers], num_experts=trace.num_experts, topk=trace.topk
-    )
-
-    def hook(router: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        with torch.no_grad():
-            logits = router.gating(args[0]).view(-1, router.num_experts)
-        replayed = output[1].to(torch.int8).topk(router.topk, dim=1).indices
-        comparison.add(router.layer_number, logits, live=logits.topk(router.topk, dim=1).indices, replayed=replayed)
-        if router is routers[-1]:
-            comparison.end_microbatch()
-
-    for router in routers:
-        router.register_forward_hook(hook)
-    with mrr.replay(chunks, trace, verify=True) as session:
+    with mrr.replay(chunks, trace, verify=True, compare_live=True) as session:
         train_step(PP2, chunks, microbatches, session)
-    return comparison.report()
+    return session.live_report()
 
 
 def main() -> int:

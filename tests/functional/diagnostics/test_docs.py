@@ -75,7 +75,6 @@ def given_names(folder: str) -> dict[str, Any]:
         "microbatches": microbatches,
         "num_tokens": len(trace),
         "train_step": train_step,
-        "routers_of": ranks._routers,
     }
 
 
