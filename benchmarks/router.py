@@ -15,13 +15,22 @@ import torch
 
 import megatron_router_replay as mrr
 from benchmarks.measure import medians
+from megatron_router_replay.diagnostics.live import LiveComparison
 from megatron_router_replay.testing import megatron_on_cpu
 
 SHAPES = [(4096, 64, 6), (8192, 128, 8), (4096, 256, 8), (4096, 512, 10)]
 
 
 @contextmanager
-def session_router(num_tokens: int, num_experts: int, topk: int, *, live_rows: bool, kind: str) -> Iterator[Any]:
+def session_router(
+    num_tokens: int,
+    num_experts: int,
+    topk: int,
+    *,
+    live_rows: bool = False,
+    kind: str = "replay",
+    compare: bool = False,
+) -> Iterator[Any]:
     """Yield what a session puts in place of router.router_replay, and a function that queues a micro-batch for it."""
     from megatron_router_replay.mcore.chunk import Chunk, choose_live, choose_replayed
     from megatron_router_replay.mcore.find import FoundRouter
@@ -37,7 +46,9 @@ def session_router(num_tokens: int, num_experts: int, topk: int, *, live_rows: b
     mask[::1024] = not live_rows
     trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=num_experts, replay_mask=mask)
     rows = torch.arange(num_tokens)
-    targets = build_targets(trace, rows, torch.zeros_like(rows), device=torch.device("cpu"))
+    targets = build_targets(trace, rows, torch.zeros_like(rows), device=torch.device("cpu"), with_replayed=compare)
+    if compare:
+        chunk.routers[0].live_comparison = LiveComparison([1], num_experts=num_experts, topk=topk)
 
     def queue() -> Any:
         chunk.in_flight.clear()
@@ -69,9 +80,10 @@ def measure(num_tokens: int, num_experts: int, topk: int, *, backward: bool, rep
     own.set_router_replay_action(theirs.RouterReplayAction.REPLAY_FORWARD)
     sizes = (num_tokens, num_experts, topk)
     with (
-        session_router(*sizes, live_rows=False, kind="replay") as replay,
-        session_router(*sizes, live_rows=True, kind="replay") as replay_live,
-        session_router(*sizes, live_rows=False, kind="record") as record,
+        session_router(*sizes) as replay,
+        session_router(*sizes, live_rows=True) as replay_live,
+        session_router(*sizes, compare=True) as replay_compared,
+        session_router(*sizes, kind="record") as record,
     ):
         run = partial(selection, logits, topk, backward)
         seconds = medians(
@@ -80,6 +92,7 @@ def measure(num_tokens: int, num_experts: int, topk: int, *, backward: bool, rep
                 "Megatron's replay": partial(run, lambda: own),
                 "replay": partial(run, replay),
                 "replay, live rows": partial(run, replay_live),
+                "replay, compare_live": partial(run, replay_compared),
                 "record": partial(run, record),
             },
             repeats=repeats,

@@ -46,11 +46,12 @@ def demo(
 
 def _table(result: DemoResult) -> Table:
     table = Table(
-        title="vLLM 0.30.0 (bf16) routes, replayed in Megatron-Core (fp32, PP2, full recompute)", title_justify="left"
+        title="routes of vLLM 0.30.0 (bf16), replayed in Megatron-Core (fp32, PP2, recompute)", title_justify="left"
     )
     table.add_column("")
     table.add_column("without replay", justify="right")
     table.add_column("with replay", justify="right")
+    table.add_row("rollout: prompts / tokens generated", "", f"{result.prompts} / {result.tokens_generated}")
     table.add_row("router decisions compared with the engine's", *[f"{result.decisions:,}"] * 2)
     table.add_row(
         "  of which differ", f"{result.differ_without_replay:,}", f"[bold]{result.differ_with_replay:,}[/bold]"
@@ -63,6 +64,7 @@ def _table(result: DemoResult) -> Table:
     table.add_row(
         "mean log-prob gap to the engine (nats)", f"{result.logprob_gap_without:.4f}", f"{result.logprob_gap_with:.4f}"
     )
+    table.add_row("mean k3 KL(engine || trainer) (nats)", f"{result.kl_without:.5f}", f"{result.kl_with:.5f}")
     table.add_row("token positions replayed", "", f"{result.rows_replayed:,}")
     table.add_row("  routed live (last token of each sample)", "", f"{result.rows_live:,}")
     table.add_row("  padding", "", f"{result.rows_padding:,}")

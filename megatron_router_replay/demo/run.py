@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_router_replay import engines
 from megatron_router_replay.demo.ranks import timed_steps, watched_step
+from megatron_router_replay.diagnostics import logprob_mismatch
 from megatron_router_replay.layout import collate_padded
 from megatron_router_replay.testing import GlooWorkers, ParallelLayout
 from megatron_router_replay.trace import RoutingTrace
@@ -36,14 +37,18 @@ class DemoResult:
     """What the demo measured; `--json` writes these fields.
 
     Args:
+        prompts, tokens_generated: of the engine's response.
         decisions: (token, layer) pairs with a route of the engine's.
         differ_without_replay, differ_with_replay: those for which the trainer used another set of experts.
         recomputes_checked, recomputes_identical: router recomputes, and those that used their forward's experts.
         logprob_gap_without, logprob_gap_with: mean |difference| of the generated tokens' log-probs to the engine's, nats.
+        kl_without, kl_with: mean k3 estimate of KL(engine || trainer) over the same tokens, nats.
         rows_replayed, rows_live, rows_padding: token positions of the step, as its first stage saw them.
         step_seconds_without, step_seconds_with: median seconds of a step.
     """
 
+    prompts: int
+    tokens_generated: int
     decisions: int
     differ_without_replay: int
     differ_with_replay: int
@@ -54,6 +59,8 @@ class DemoResult:
     rows_padding: int
     logprob_gap_without: float
     logprob_gap_with: float
+    kl_without: float
+    kl_with: float
     step_seconds_without: float
     step_seconds_with: float
 
@@ -81,7 +88,10 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
             seconds = workers.run(timed_steps, checkpoint, LAYOUT, microbatches, trace, TIMED_STEPS)
     engine_logprobs = logprobs_by_row(response)
     without, with_replay = seconds[-1]
+    mismatch = [logprob_mismatch(ranks[-1].logprobs, engine_logprobs) for ranks in (live, replayed)]
     return DemoResult(
+        prompts=len(response["choices"]),
+        tokens_generated=sum(len(choice["token_ids"]) for choice in response["choices"]),
         decisions=int(trace.replay_mask.sum()) * trace.num_layers,
         differ_without_replay=count_different(live, trace),
         differ_with_replay=count_different(replayed, trace),
@@ -90,8 +100,10 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
         rows_replayed=replayed[0].report["rows_replayed"],
         rows_live=replayed[0].report["rows_live"],
         rows_padding=replayed[0].report["rows_padding"],
-        logprob_gap_without=logprob_gap(live, engine_logprobs),
-        logprob_gap_with=logprob_gap(replayed, engine_logprobs),
+        logprob_gap_without=mismatch[0].abs_difference,
+        logprob_gap_with=mismatch[1].abs_difference,
+        kl_without=mismatch[0].k3,
+        kl_with=mismatch[1].k3,
         step_seconds_without=statistics.median(without),
         step_seconds_with=statistics.median(with_replay),
     )
@@ -145,11 +157,6 @@ def count_different(ranks: list[Any], trace: RoutingTrace) -> int:
             expected = torch.zeros_like(used).scatter(1, trace.layer(layer).to(torch.int64), True)
             different += int((used != expected)[trace.replay_mask].any(dim=1).sum())
     return different
-
-
-def logprob_gap(ranks: list[Any], engine_logprobs: Tensor) -> float:
-    """Mean |difference| in nats over the generated tokens."""
-    return float((ranks[-1].logprobs - engine_logprobs).abs().nanmean())
 
 
 def _nothing() -> None:

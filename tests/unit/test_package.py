@@ -8,7 +8,7 @@ import megatron_router_replay as mrr
 
 PUBLIC = (
     "RoutingTrace RouterReplay RouterReplayAction record replay freeze_recompute explain install uninstall save_trace "
-    "load_trace concat_traces merge_traces engines RouterReplayError"
+    "load_trace concat_traces merge_traces diff_traces engines RouterReplayError"
 ).split()
 
 
