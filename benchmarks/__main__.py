@@ -37,7 +37,9 @@ def environment() -> str:
 def main() -> None:
     """Write the results of all parts."""
     sections = ["# Benchmark results", "Made by `make bench`. Every figure is a ratio taken in one process, medians."]
-    sections += ["`python -m benchmarks.transport` and `python -m benchmarks.diff` take longer and are run by themselves."]
+    sections += [
+        "`python -m benchmarks.transport` and `python -m benchmarks.diff` take longer and are run by themselves."
+    ]
     sections += [environment()]
     for title, part in PARTS.items():
         print(f"{title} ...", flush=True)
