@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: venv venv-vllm demo grpo test test-slow lint format bench clean
+.PHONY: venv venv-vllm demo grpo test test-slow lint format docs bench clean
 
 venv: $(READY)
 
@@ -48,6 +48,14 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The API reference, from docstrings; packages with lazy names are listed one by one.
+API := trace errors router_replay mcore engines capture store layout transport diagnostics fused testing
+
+docs: $(READY)
+	$(BIN)/python -W ignore -m pdoc --docformat google --output-directory build/api \
+		megatron_router_replay $(addprefix megatron_router_replay.,$(API))
+	@echo "open build/api/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -47,6 +47,7 @@ setup(
             *ZSTD,
             "hypothesis>=6.100",
             "mypy>=1.15",
+            "pdoc>=15",
             "pytest>=8",
             "ruff>=0.9",
             "transformers>=5,<6",
