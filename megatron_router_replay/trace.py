@@ -6,15 +6,18 @@ gather of whole rows. Nothing here is widened to int64; that is left to the rout
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 _CHECK_BYTES = 2 << 20
 """What one step of a check reads, in bytes, whatever the size of the trace: it fits into a processor's cache."""
@@ -73,6 +76,21 @@ class RoutingTrace:
     sequence_lengths: tuple[int, ...] | None = None
     sample_ids: tuple[str, ...] | None = None
     weight_version: Tensor | None = None
+
+    if TYPE_CHECKING:  # what goes in is wider than what is stored
+
+        def __init__(
+            self,
+            *,
+            topk_indices: ArrayLike | Tensor,
+            layer_numbers: Iterable[int],
+            num_experts: int,
+            replay_mask: ArrayLike | Tensor | None = None,
+            token_ids: ArrayLike | Tensor | None = None,
+            sequence_lengths: Iterable[int] | None = None,
+            sample_ids: Iterable[str] | None = None,
+            weight_version: ArrayLike | Tensor | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         num_experts = _as_int("num_experts", self.num_experts)

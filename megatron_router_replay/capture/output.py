@@ -87,13 +87,13 @@ class CapturedRoutes:
         rows[: len(prompt)] = prompt
         rows[len(prompt) : len(prompt) + len(generation)] = generation
         return RoutingTrace(
-            topk_indices=rows,  # type: ignore[arg-type]  # the trace takes arrays and stores tensors
+            topk_indices=rows,
             layer_numbers=self.layer_numbers,
             num_experts=self.num_experts,
-            token_ids=self.token_ids,  # type: ignore[arg-type]
+            token_ids=self.token_ids,
             sequence_lengths=(self.num_tokens,),
             sample_ids=None if sample_id is None else (sample_id,),
-            weight_version=weight_version,  # type: ignore[arg-type]
+            weight_version=weight_version,
         )
 
 
