@@ -162,7 +162,7 @@ def make_engine(settings: Settings) -> Engine:
         from examples.grpo.vllm_engine import VllmEngine
 
         return VllmEngine(settings.out / "engine", eos_token_id=EOS)
-    return TransformersEngine(settings.out / "initial", eos_token_id=EOS)
+    return TransformersEngine(settings.out / "initial", eos_token_id=EOS, experts=settings.experts)
 
 
 def from_first(action: Callable[[], T]) -> T:

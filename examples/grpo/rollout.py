@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_router_replay import RoutingTrace
 from megatron_router_replay.capture import RoutedExpertsCapturer, token_positions
+from megatron_router_replay.testing import use_modular_moe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +58,26 @@ class TransformersEngine:
     Args:
         checkpoint: a folder with config.json; weights come by `load_weights`.
         dtype: another one than the trainer's makes the router disagreement that replay is for.
+        experts: how the experts run behind the selection: "native", transformers' own, or the "contiguous" or "batched"
+            format of a modular MoE. The same routes, other arithmetic: behind the first MoE layer another kernel is
+            enough for routers to disagree.
     """
 
-    def __init__(self, checkpoint: str | Path, *, eos_token_id: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        eos_token_id: int,
+        dtype: torch.dtype = torch.bfloat16,
+        experts: str = "native",
+    ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.checkpoint = Path(checkpoint)
         self.eos_token_id = eos_token_id
         config = AutoConfig.from_pretrained(checkpoint)
         self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        self.routers = None if experts == "native" else use_modular_moe(self.model, activation_format=experts)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy every tensor into the model; transformers 5 keeps all experts of a layer in one."""
@@ -83,7 +95,7 @@ class TransformersEngine:
         logprobs: list[list[float]] = [[] for _ in requests]
         running = torch.ones(len(requests), dtype=torch.bool)
         generator = torch.Generator().manual_seed(seed)
-        capturer = RoutedExpertsCapturer.create(self.model, max_num_tokens=tokens.numel())
+        capturer = RoutedExpertsCapturer.create(self.model, max_num_tokens=tokens.numel(), routers=self.routers)
         try:
             for index, prompt in enumerate(requests):
                 capturer.add_request(index, num_prompt_tokens=len(prompt))

@@ -10,6 +10,7 @@ from megatron_router_replay.testing import ParallelLayout
 
 REPLAYS = ("off", "r2", "r3")
 ENGINES = ("transformers", "vllm")
+EXPERTS = ("native", "contiguous", "batched")
 RECOMPUTES = ("none", "full", "block", "selective")
 
 
@@ -22,6 +23,7 @@ class Settings:
         replay: "off"; "r2", the routes of the trainer's own old-policy forward; "r3", the rollout engine's.
         fill_missing: with r3, tokens without an engine's route take r2's; else the live router decides them.
         engine: "transformers", embedded, or "vllm", a server of its own.
+        experts: of the embedded engine, "native", "contiguous" or "batched"; see `TransformersEngine`.
         steps: rollouts; each is trained on in `updates` gradient steps.
         prompts, per_prompt: prompts a rollout and answers to each.
         per_microbatch: samples packed into one row of a micro-batch.
@@ -35,6 +37,7 @@ class Settings:
     replay: str = "r3"
     fill_missing: bool = False
     engine: str = "transformers"
+    experts: str = "native"
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     task: ClassTask = field(default_factory=ClassTask)
     steps: int = 30
@@ -56,6 +59,7 @@ class Settings:
         for name, value, allowed in (
             ("replay", self.replay, REPLAYS),
             ("engine", self.engine, ENGINES),
+            ("experts", self.experts, EXPERTS),
             ("recompute", self.recompute, RECOMPUTES),
         ):
             if value not in allowed:
