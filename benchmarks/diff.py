@@ -10,7 +10,6 @@ others use too.
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 
 import megatron_router_replay as mrr
+from benchmarks.measure import peak_bytes
 from megatron_router_replay.diagnostics.diff import diff_sources
 from megatron_router_replay.diagnostics.source import block_rows, open_source
 
@@ -78,8 +78,8 @@ def measure(a: str, b: str, repeats: int) -> dict[str, float]:
 
 
 def peak_mb() -> float:
-    """Peak resident memory of this process, 10^6 bytes; Linux counts in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    """Peak resident memory of this process, 10^6 bytes."""
+    return peak_bytes() / 1e6
 
 
 def main(megabytes: int = 1000) -> str:

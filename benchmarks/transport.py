@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import pickle
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.measure import peak_bytes
 from megatron_router_replay import RoutingTrace, engines
 from megatron_router_replay.transport import (
     DistributedReceiver,
@@ -427,11 +427,8 @@ def block(rows: int) -> torch.Tensor:
 
 
 def peak_gb() -> float:
-    """This process's peak resident memory; ru_maxrss may count what a parent had before this program was loaded."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024 / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    """This process's peak resident memory."""
+    return peak_bytes() / 1e9
 
 
 def _consume(rank: int, queue: Any, port: int) -> None:
