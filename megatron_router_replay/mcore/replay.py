@@ -144,7 +144,8 @@ def replay(
         model_chunks: the model or its chunks on this rank.
         trace: routes for at least every MoE layer of these chunks. Rows without a route, and nothing else, are decided
             by the live router. Moved to the GPU (`trace.to("cuda")`) it takes rows that are there without a host sync.
-        mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ...; else they stay live.
+        mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ...; else they stay live,
+            in recomputes too, where they are not frozen.
         compare_live: take the live top-k beside the replayed routes, in every micro-batch (True) or every n-th: agreement,
             probability mass and expert load by layer, and layers whose capture looks wrong. No host sync.
         verify: compare every routing map that leaves a router with the trace; the report counts, a difference raises.

@@ -242,7 +242,8 @@ def freeze_recompute(model_chunks: Models, *, count_flips: bool = False, verify:
 
     One line before a training loop, for a whole run: it starts at once, needs no call per step, follows any schedule, and
     keeps `topk` bytes per token and layer (two above 256 experts) from a micro-batch's forward until its graph is freed.
-    Evaluation keeps nothing. `record` and `replay` may run inside it.
+    Evaluation keeps nothing. `record` and `replay` may run inside it;
+    with multi-token-prediction layers under recompute they need mtp=True there, or the recompute raises.
 
     Args:
         model_chunks: the model or its chunks on this rank; multi-token-prediction routers are frozen too.
