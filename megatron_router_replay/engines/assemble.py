@@ -7,7 +7,8 @@ False. Payloads are copied once, into the trace's own dtype, in blocks that stay
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,9 @@ from megatron_router_replay.engines.checks import (
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.payload import Array, Source
 from megatron_router_replay.trace import RoutingTrace, index_dtype, spread_experts
+
+Allocate = Callable[[int], Array]
+"""Number of bytes -> that much uninitialised memory, [nbytes] uint8, aligned for any integer."""
 
 _BLOCK_BYTES = 1 << 20
 _MAX_COUNTED_TOKENS = 1 << 20
@@ -63,17 +67,27 @@ class SampleRows:
     sample_id: str | None = None
 
 
-def build_trace(samples: Sequence[SampleRows], *, model: ModelRoutingInfo) -> RoutingTrace:
-    """Return one trace with the samples behind one another; its memory is allocated once.
+def build_trace(
+    samples: Sequence[SampleRows], *, model: ModelRoutingInfo, allocate: Allocate | None = None
+) -> RoutingTrace:
+    """Return one trace with the samples behind one another; the memory of its topk_indices is allocated once.
+
+    Args:
+        allocate: where that memory comes from; None: new memory.
 
     Raises:
         PayloadError: see `checks`; or only some samples have token ids, sample ids or a weight version.
     """
     num_rows = sum(sample.num_tokens for sample in samples)
-    dtype = np.uint8 if index_dtype(model.num_experts) is torch.uint8 else np.int16
+    dtype = np.dtype(np.uint8 if index_dtype(model.num_experts) is torch.uint8 else np.int16)
     for sample in samples:
         _check_shape(sample, model)
-    indices = np.empty((num_rows, len(model.moe_layer_numbers), model.topk), dtype)
+    shape = (num_rows, len(model.moe_layer_numbers), model.topk)
+    indices = (
+        np.empty(shape, dtype)
+        if allocate is None
+        else allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+    )
     mask = np.zeros(num_rows, np.bool_)
     begin = 0
     for sample in samples:
@@ -157,7 +171,8 @@ def _columns(
             return pairs, filler
     elif num_columns == model.num_layers:
         pairs = tuple((number, number - 1) for number in numbers)
-        dense = tuple(i for i in range(model.num_layers) if i + 1 not in set(numbers))
+        routed = set(numbers)
+        dense = tuple(i for i in range(model.num_layers) if i + 1 not in routed)
         return pairs, dense if sample.filler_columns is None else sample.filler_columns
     raise sample.source.error(
         f"has {num_columns} layers, the model has {model.num_layers} ({len(numbers)} of them MoE). "

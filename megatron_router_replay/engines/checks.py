@@ -28,6 +28,7 @@ from megatron_router_replay.errors import PayloadError
 
 MIN_CONSTANT_TOKENS = 32
 _LOST_ROW_BITS = 40
+_WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def check_range(
@@ -64,13 +65,24 @@ def check_range(
 
 
 def has_repeats(rows: Array) -> bool:
-    """Return whether a route of rows [rows, layers, topk] names an expert twice.
+    """Return whether a route of rows [rows, layers, topk] names an expert twice; meant for blocks that fit the cache.
 
-    The columns become contiguous planes, and each comparison takes as many pairs of them as it can: many times faster
-    than sorting short rows. Meant for blocks that fit the cache.
+    For topk 2, 4 and 8 every id is compared with the one `step` behind it, across the ends of routes too, so that
+    nothing has to be moved; one word holds a route's answers, and those across its end are left out once for all routes.
+    For others the columns become contiguous planes. Both are many times faster than sorting short rows.
     """
-    planes = np.ascontiguousarray(rows.reshape(-1, rows.shape[2]).T)
-    return any(bool((planes[step:] == planes[:-step]).any()) for step in range(1, rows.shape[2]))
+    topk = rows.shape[2]
+    if topk not in _WORDS:
+        planes = np.ascontiguousarray(rows.reshape(-1, topk).T)
+        return any(bool((planes[step:] == planes[:-step]).any()) for step in range(1, topk))
+    flat = rows.reshape(-1)
+    same = np.zeros(flat.size, np.bool_)
+    for step in range(1, topk):
+        np.equal(flat[step:], flat[:-step], out=same[:-step])
+        answers = np.bitwise_or.reduce(same.view(_WORDS[topk]))
+        if any(answers.tobytes()[: topk - step]):
+            return True
+    return False
 
 
 def explain_repeats(

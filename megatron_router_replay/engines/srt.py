@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_router_replay.engines.assemble import SampleRows, build_trace
+from megatron_router_replay.engines.assemble import Allocate, SampleRows, build_trace
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
 from megatron_router_replay.engines.payload import Array, Source, as_array, decode_base64, parse_int32
 from megatron_router_replay.engines.tokens import SampleTokens, as_count, get_field, resolve_tokens
@@ -55,7 +55,9 @@ class Options:
     sample_id: str | None = None
 
 
-def decode_one(result: Any, runtime: Runtime, model: ModelLike, options: Options) -> RoutingTrace:
+def decode_one(
+    result: Any, runtime: Runtime, model: ModelLike, options: Options, allocate: Allocate | None = None
+) -> RoutingTrace:
     """Return the trace of a response that holds one sample.
 
     Raises:
@@ -65,7 +67,7 @@ def decode_one(result: Any, runtime: Runtime, model: ModelLike, options: Options
     replies = read_replies(result, runtime, batch=False)
     if len(replies) != 1:
         raise PayloadError(f"{runtime.name}: the response holds {len(replies)} samples: use decode_batch.")
-    return build_trace([_sample(replies[0], info, runtime, options)], model=info)
+    return build_trace([_sample(replies[0], info, runtime, options)], model=info, allocate=allocate)
 
 
 def decode_many(
@@ -81,6 +83,7 @@ def decode_many(
     allow_surplus_rows: bool,
     allow_constant_layers: bool,
     weight_version: int | None,
+    allocate: Allocate | None = None,
 ) -> RoutingTrace:
     """Return one trace of all samples of a response; the sequences hold one value per sample.
 
@@ -114,7 +117,7 @@ def decode_many(
         )
         for i, reply in enumerate(replies)
     ]
-    return build_trace(samples, model=info)
+    return build_trace(samples, model=info, allocate=allocate)
 
 
 def read_replies(result: Any, runtime: Runtime, *, batch: bool) -> list[Reply]:

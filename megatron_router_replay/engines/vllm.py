@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_router_replay.engines.assemble import SampleRows, build_trace
+from megatron_router_replay.engines.assemble import Allocate, SampleRows, build_trace
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
 from megatron_router_replay.engines.payload import Array, Source, as_rows, as_token_ids
 from megatron_router_replay.engines.tokens import SampleTokens, as_count, get_field, resolve_tokens
@@ -64,6 +64,7 @@ def decode(
     allow_constant_layers: bool = False,
     weight_version: int | None = None,
     sample_id: str | None = None,
+    allocate: Allocate | None = None,
 ) -> RoutingTrace:
     """Return the routes of one sample: S rows for its S tokens, the last one (and those before `start`) without a route.
 
@@ -80,6 +81,7 @@ def decode(
         allow_surplus_rows: drop rows behind the last token (speculative decoding with a stop string, 0.22 to 0.31).
         allow_constant_layers: believe a layer that sends all tokens to the same experts.
         weight_version, sample_id: stored in the trace.
+        allocate: where the memory of topk_indices comes from, such as `transport.TraceMemory().take`; None: new memory.
 
     Returns:
         [S, MoE layers, topk] with sequence_lengths (S,) and token_ids where known.
@@ -110,7 +112,7 @@ def decode(
     sample = replace(
         sample, allow_constant_layers=allow_constant_layers, weight_version=weight_version, sample_id=sample_id
     )
-    return build_trace([sample], model=info)
+    return build_trace([sample], model=info, allocate=allocate)
 
 
 def decode_batch(
@@ -126,6 +128,7 @@ def decode_batch(
     allow_constant_layers: bool = False,
     weight_version: int | None = None,
     sample_ids: Sequence[str] | None = None,
+    allocate: Allocate | None = None,
 ) -> RoutingTrace:
     """Return the routes of all choices of a response, or of a list of responses, behind one another.
 
@@ -171,7 +174,7 @@ def decode_batch(
         )
         for i, item in enumerate(choices)
     ]
-    return build_trace(samples, model=info)
+    return build_trace(samples, model=info, allocate=allocate)
 
 
 def _is_split(version: str | None) -> bool:

@@ -18,6 +18,7 @@ visible in its leg times.
 from megatron_router_replay.transport.collect import decode_responses
 from megatron_router_replay.transport.distributed import DistributedReceiver, DistributedSender, open_store
 from megatron_router_replay.transport.errors import TransportError
+from megatron_router_replay.transport.memory import TraceMemory
 from megatron_router_replay.transport.partition import partition_samples
 from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TraceFormat, TransportPlan, plan_routes
 from megatron_router_replay.transport.prefetch import MicrobatchRoutes, prefetch
@@ -34,6 +35,7 @@ __all__ = [
     "Place",
     "RowSource",
     "TraceFormat",
+    "TraceMemory",
     "TraceRows",
     "TransportError",
     "TransportPlan",
