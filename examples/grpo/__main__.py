@@ -24,6 +24,21 @@ def train(
     fill_missing: Annotated[bool, typer.Option(help="With r3: r2's route where the engine sent none.")] = False,
     engine: Annotated[str, typer.Option(help="transformers | vllm (needs `make venv-vllm`)")] = "transformers",
     experts: Annotated[str, typer.Option(help="Of the embedded engine: native | contiguous | batched")] = "native",
+    transport: Annotated[
+        str,
+        typer.Option(
+            help="How routes reach the training ranks. local: rank 0 hands them over. distributed: rollout workers, "
+            "processes of their own, send them over torch.distributed. ray: the workers are Ray actors; Ray is started."
+        ),
+    ] = "local",
+    rollout_workers: Annotated[
+        int | None,
+        typer.Option(
+            help="That share a rollout's prompts; 2, with local 1 (there they are shares that are taken in turn: with the "
+            "same number, a run has the same numbers whatever the transport).",
+            show_default=False,
+        ),
+    ] = None,
     steps: int = 30,
     prompts: int = 8,
     per_prompt: int = 8,
@@ -43,6 +58,9 @@ def train(
     dp: Annotated[int, typer.Option(help="Data-parallel copies of the smallest such layout.")] = 1,
     checkpoint_every: int = 10,
     resume: bool = False,
+    save_routes: Annotated[
+        Path | None, typer.Option(help="File for the last rollout's routes, a trace of all its tokens and layers.")
+    ] = None,
     seed: int = 0,
 ) -> None:
     """Train, on as many processes as the layout needs."""
@@ -52,6 +70,8 @@ def train(
         fill_missing=fill_missing,
         engine=engine,
         experts=experts,
+        transport=transport,
+        rollout_workers=rollout_workers or (1 if transport == "local" else 2),
         layout=ParallelLayout(tp_size=tp, pp_size=pp, vp_size=vpp if vpp > 1 else None, ep_size=ep, cp_size=cp),
         steps=steps,
         prompts=prompts,
@@ -64,6 +84,7 @@ def train(
         recompute=recompute,
         checkpoint_every=checkpoint_every,
         resume=resume,
+        save_routes=save_routes,
         seed=seed,
         progress=True,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.grpo.rollout import Sample
+from examples.grpo.rollout import Text
 from megatron_router_replay.layout import collate_packed, number_rows, split_batch
 from megatron_router_replay.testing import ParallelLayout
 
@@ -16,25 +16,34 @@ Microbatch = dict[str, Any]
 
 
 class RolloutBatch:
-    """A rollout's samples in one numbering: trace row r is token r of all samples behind one another.
+    """A rollout's samples in one numbering: batch row r is token r of all samples behind one another.
 
-    What training knows about a token is a tensor by row. Log-probs, advantages and masks sit at the row that *predicts* the
-    token, one before it; the last row of each sample predicts nothing.
+    What training knows about a token is a tensor by batch row. Log-probs, advantages and masks sit at the row that
+    *predicts* the token, one before it; the last row of each sample predicts nothing. Routes are numbered by themselves:
+    this rank's traces hold the samples that it trains on, behind one another.
 
     Args:
-        samples: in trace order.
+        samples: of the whole rollout.
         advantages: [num_samples].
+        own: the samples that this rank trains on, in the order of its traces; None: all.
     """
 
-    def __init__(self, samples: Sequence[Sample], advantages: Tensor) -> None:
+    def __init__(self, samples: Sequence[Text], advantages: Tensor, own: Sequence[int] | None = None) -> None:
         self.samples = samples
         self.rows = number_rows([len(sample.token_ids) for sample in samples])
         self.num_rows = sum(map(len, self.rows))
+        self.own = range(len(samples)) if own is None else own
+        self.routing_rows = dict(zip(self.own, number_rows([len(self.rows[sample]) for sample in self.own])))
         self.loss_mask = self._predicting([sample.generated.float() for sample in samples])
         self.rollout_logprobs = self._predicting([sample.logprobs for sample in samples])
         self.advantages = torch.cat([advantage.expand(len(rows)) for advantage, rows in zip(advantages, self.rows)])
         self.old_logprobs = torch.zeros(self.num_rows)
         self.ref_logprobs = torch.zeros(self.num_rows)
+
+    @property
+    def own_rows(self) -> Tensor:
+        """[rows of this rank's traces] int64, the batch row of each."""
+        return torch.cat([self.rows[sample] for sample in self.own])
 
     def microbatches(
         self,
@@ -43,18 +52,17 @@ class RolloutBatch:
         *,
         per_microbatch: int,
         max_tokens: int,
-        dp_rank: int,
         dp_size: int,
         cp_rank: int,
     ) -> list[Microbatch]:
-        """Return this rank's micro-batches of the chosen samples, all of one length, [1, total / cp_size] a field.
+        """Return micro-batches of this rank's samples among the chosen, all of one length, [1, total / cp_size] a field.
 
         Args:
             per_microbatch: samples packed into one row.
             max_tokens: of one sample; decides the length.
-            dp_rank, dp_size, cp_rank: this rank's place; data-parallel ranks take every dp_size-th sample.
+            dp_size, cp_rank: of this rank.
         """
-        mine = list(chosen)[dp_rank::dp_size]
+        mine = [sample for sample in chosen if sample in self.routing_rows]
         if len(chosen) % (dp_size * per_microbatch):
             raise ValueError(
                 f"{len(chosen)} samples a gradient step do not fill micro-batches of {per_microbatch} on {dp_size} "
@@ -82,7 +90,13 @@ class RolloutBatch:
             name: getattr(self, name)[rows] for name in ("loss_mask", "advantages", "old_logprobs", "ref_logprobs")
         }
         labels = torch.cat([token_ids[1:], token_ids[:1]])  # the last one has loss_mask 0
-        return {"input_ids": token_ids, "labels": labels, "routing_rows": rows, **by_row}
+        return {
+            "input_ids": token_ids,
+            "labels": labels,
+            "routing_rows": self.routing_rows[sample],
+            "batch_rows": rows,
+            **by_row,
+        }
 
     def _predicting(self, by_token: Sequence[Tensor]) -> Tensor:
         return torch.cat([torch.cat([values[1:], values.new_zeros(1)]) for values in by_token])

@@ -1,7 +1,6 @@
 """One training run, the same code on every rank: roll out, measure, train, log.
 
-Rank 0 rolls out and gives every rank all samples, which is right for one machine. On many, send each rank the routes of its
-own tokens and layers only; `megatron_router_replay.transport` does that.
+Every rank knows all texts, log-probs and rewards, and the routes of its own samples and layers only; `routes.py` brings them.
 """
 
 from __future__ import annotations
@@ -9,11 +8,10 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +19,12 @@ import torch.distributed as dist
 import megatron_router_replay as mrr
 from examples.grpo.batch import RolloutBatch
 from examples.grpo.loss import group_advantages, k3_kl
-from examples.grpo.rollout import Engine, Sample, TransformersEngine
+from examples.grpo.routes import Rollouts, make_rollouts
 from examples.grpo.settings import Settings
-from examples.grpo.task import EOS
 from examples.grpo.trainer import Trainer
 from examples.grpo.weights import CONFIG, gather_hf_weights, random_hf_weights, save_hf_checkpoint
 
 Metrics = dict[str, float]
-T = TypeVar("T")
 
 
 def train(settings: Settings) -> list[Metrics]:
@@ -42,27 +38,22 @@ def train(settings: Settings) -> list[Metrics]:
     trainer = Trainer(settings, initial)
     start = load_checkpoint(trainer, settings.out) if settings.resume else 0
     logger = MetricsLog(settings, start) if is_first else None
-    engine = make_engine(settings) if is_first else None
     try:
-        for step in range(start, settings.steps):
-            metrics = one_step(trainer, engine, step)
-            if logger is not None:
-                logger.write({"step": step, **metrics})
-            if settings.checkpoint_every and (step + 1) % settings.checkpoint_every == 0:
-                save_checkpoint(trainer, settings.out, step + 1)
+        with make_rollouts(settings, trainer) as rollouts:
+            for step in range(start, settings.steps):
+                metrics = one_step(trainer, rollouts, step)
+                if logger is not None:
+                    logger.write({"step": step, **metrics}, note=rollouts.line())
+                if settings.checkpoint_every and (step + 1) % settings.checkpoint_every == 0:
+                    save_checkpoint(trainer, settings.out, step + 1)
     finally:
-        if engine is not None:
-            engine.close()
         if logger is not None:
             logger.close()
     return [] if logger is None else logger.lines
 
 
-def one_step(trainer: Trainer, engine: Engine | None, step: int) -> Metrics:
+def one_step(trainer: Trainer, rollouts: Rollouts, step: int) -> Metrics:
     """Roll out with the current weights, then train on it.
-
-    Args:
-        engine: on rank 0.
 
     Raises:
         RouterReplayError: the engine's routes are damaged; on every rank, before anything is trained.
@@ -71,15 +62,15 @@ def one_step(trainer: Trainer, engine: Engine | None, step: int) -> Metrics:
     seconds: dict[str, float] = defaultdict(float)
     with timed(seconds, "sync"):
         weights = gather_hf_weights(trainer.models, CONFIG)
-        from_first(lambda: engine.load_weights(weights) if engine is not None else None)
+        rollouts.load_weights(weights)
     with timed(seconds, "rollout"):
-        samples: list[Sample] = from_first(lambda: roll_out(settings, engine, step))
-    rewards = torch.tensor([sample.reward for sample in samples])
-    batch = RolloutBatch(samples, group_advantages(rewards, [sample.group for sample in samples]))
-    rollout_trace = mrr.concat_traces([sample.trace for sample in samples])
+        texts = rollouts.generate(step)
+    rewards = torch.tensor([text.reward for text in texts])
+    batch = RolloutBatch(texts, group_advantages(rewards, [text.group for text in texts]), rollouts.own)
 
     with timed(seconds, "old_logprobs"):
         batch.old_logprobs, recorded = trainer.record(batch)
+        rollout_trace = rollouts.receive()
         trace = choose_trace(settings, rollout_trace, recorded)
         if settings.replay == "r3":
             assert trace is not None, "r3 replays"
@@ -90,24 +81,13 @@ def one_step(trainer: Trainer, engine: Engine | None, step: int) -> Metrics:
         metrics = trainer.update(batch, trace)
     metrics |= mismatch(batch) | {
         "reward": float(rewards.mean()),
-        "router_disagreement": disagreement(rollout_trace, recorded),
+        "router_disagreement": trainer.share(*disagreement(rollout_trace, recorded)),
         "tokens": float(batch.loss_mask.sum()),
     }
+    metrics |= rollouts.times.metrics()
+    if settings.save_routes is not None and step == settings.steps - 1:
+        save_routes(settings.save_routes, batch, rollout_trace, is_copy=trainer.is_copy)
     return metrics | {f"seconds/{name}": value for name, value in seconds.items()}
-
-
-def roll_out(settings: Settings, engine: Engine | None, step: int) -> list[Sample]:
-    """Return this step's samples with their rewards."""
-    assert engine is not None, "rank 0 has the engine"
-    seed = settings.seed * 1_000_003 + step
-    prompts = settings.task.prompts(settings.prompts, seed=seed)
-    samples = engine.generate(
-        prompts, per_prompt=settings.per_prompt, max_new_tokens=settings.task.max_new_tokens, seed=seed
-    )
-    return [
-        replace(sample, reward=settings.task.reward(prompts[sample.group], sample.token_ids[sample.generated]))
-        for sample in samples
-    ]
 
 
 def choose_trace(settings: Settings, rollout: mrr.RoutingTrace, recorded: mrr.RoutingTrace) -> mrr.RoutingTrace | None:
@@ -149,35 +129,35 @@ def mismatch(batch: RolloutBatch) -> Metrics:
     }
 
 
-def disagreement(rollout: mrr.RoutingTrace, recorded: mrr.RoutingTrace) -> float:
-    """Return the share of (token, layer) decisions for which the live trainer chose another set of experts."""
+def disagreement(rollout: mrr.RoutingTrace, recorded: mrr.RoutingTrace) -> tuple[int, int]:
+    """Return for how many (token, layer) decisions the live trainer chose another set of experts, and of how many."""
     routed = rollout.replay_mask & recorded.replay_mask
     ours, theirs = recorded.topk_indices[routed].sort(dim=2).values, rollout.topk_indices[routed].sort(dim=2).values
-    return float((ours != theirs).any(dim=2).float().mean())
+    differs = (ours != theirs).any(dim=2)
+    return int(differs.sum()), differs.numel()
 
 
-def make_engine(settings: Settings) -> Engine:
-    """Return rank 0's engine."""
-    if settings.engine == "vllm":
-        from examples.grpo.vllm_engine import VllmEngine
+def save_routes(path: Path, batch: RolloutBatch, own: mrr.RoutingTrace, *, is_copy: bool) -> None:
+    """Write the routes of the whole rollout, all samples and layers; every rank calls it.
 
-        return VllmEngine(settings.out / "engine", eos_token_id=EOS)
-    return TransformersEngine(settings.out / "initial", eos_token_id=EOS, experts=settings.experts)
-
-
-def from_first(action: Callable[[], T]) -> T:
-    """Run `action()` on rank 0 and return its result on every rank; what it raises is raised on every rank."""
-    outcome: list[Any] = [None, None]
+    Args:
+        own: the routes of this rank's samples and layers.
+        is_copy: another rank has the same.
+    """
+    routed = batch.own_rows[own.replay_mask]
+    routes = torch.full((batch.num_rows, own.num_layers, own.topk), -1, dtype=torch.int16)
+    routes[routed] = own.topk_indices[own.replay_mask].short()
+    part = mrr.RoutingTrace(
+        topk_indices=routes,
+        layer_numbers=own.layer_numbers,
+        num_experts=own.num_experts,
+        token_ids=torch.cat([text.token_ids for text in batch.samples]),
+        sequence_lengths=[len(rows) for rows in batch.rows],
+    )
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(None if is_copy else part, ranks if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: T = outcome[0]
-    return result
+        mrr.save_trace(mrr.merge_traces([rank for rank in ranks if rank is not None]), path)
 
 
 def save_checkpoint(trainer: Trainer, out: Path, step: int) -> None:
@@ -218,12 +198,14 @@ class MetricsLog:
         self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         self.progress = _progress(settings, start) if settings.progress else None
 
-    def write(self, metrics: Metrics) -> None:
-        """Append one step."""
+    def write(self, metrics: Metrics, *, note: str = "") -> None:
+        """Append one step; print the note."""
         self.lines.append(metrics)
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         if self.progress is not None:
+            if note:
+                self.progress.console.print(note, highlight=False)
             self.progress.update(
                 self.progress.task_ids[0],
                 advance=1,

@@ -1,32 +1,33 @@
 """Samples of the policy with log-probs and routes, and an engine that draws them: transformers in bf16 on a CPU.
 
-An engine is anything with `load_weights` and `generate`; `vllm_engine.py` has the other one.
+An engine is anything with the methods of `Engine`; `vllm_engine.py` has the other one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from examples.grpo.settings import Settings
 from megatron_router_replay import RoutingTrace
 from megatron_router_replay.capture import RoutedExpertsCapturer, token_positions
 from megatron_router_replay.testing import use_modular_moe
+from megatron_router_replay.transport import LegTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """One sequence that the engine saw: prompt and answer, or all turns of an episode. Tokens and routes stay together.
+class Text:
+    """One sequence that the engine saw: prompt and answer, or all turns of an episode.
 
     Args:
         token_ids: [S] int64.
         generated: [S] bool, True: the engine sampled this token; only these are trained on.
         logprobs: [S] float32, the engine's log-prob of each generated token, 0 elsewhere.
-        trace: routes of the S tokens; the last one was never fed back, so it has none.
         group: index of the prompt; samples of one group are compared with each other.
         reward: of the whole sample.
     """
@@ -34,19 +35,46 @@ class Sample:
     token_ids: Tensor
     generated: Tensor
     logprobs: Tensor
-    trace: RoutingTrace
     group: int
     reward: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample(Text):
+    """A text with its routes.
+
+    Args:
+        trace: routes of the S tokens; the last one was never fed back, so it has none.
+    """
+
+    trace: RoutingTrace
+
+    @property
+    def text(self) -> Text:
+        """The sample without its routes."""
+        return Text(**{name: getattr(self, name) for name in Text.__slots__})
+
+
 class Engine(Protocol):
-    """What the loop asks of a rollout engine."""
+    """What a rollout asks of its engine.
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take new weights, by Hugging Face checkpoint names."""
+    Args:
+        times: where "collect" and "decode" are counted.
+    """
 
-    def generate(self, prompts: Sequence[Tensor], *, per_prompt: int, max_new_tokens: int, seed: int) -> list[Sample]:
-        """Sample `per_prompt` answers to each prompt at temperature 1; the samples of a prompt stand together."""
+    times: LegTimes
+
+    def load_weights(self, weights: Any) -> None:
+        """Take new weights, by Hugging Face checkpoint names; the client of a server takes its address."""
+
+    def generate(
+        self, prompts: Sequence[Tensor], *, per_prompt: int, max_new_tokens: int, seed: int, first_group: int = 0
+    ) -> list[Sample]:
+        """Sample `per_prompt` answers to each prompt at temperature 1; the samples of a prompt stand together.
+
+        Args:
+            first_group: number of the first prompt among those of all workers; it decides the random numbers, too.
+        """
 
     def close(self) -> None:
         """Give back what the engine holds."""
@@ -77,6 +105,7 @@ class TransformersEngine:
         self.eos_token_id = eos_token_id
         config = AutoConfig.from_pretrained(checkpoint)
         self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        self.times = LegTimes("rollout")
         self.routers = None if experts == "native" else use_modular_moe(self.model, activation_format=experts)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -86,7 +115,9 @@ class TransformersEngine:
                 parameter.copy_(_stacked(name, parameter, weights))
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Tensor], *, per_prompt: int, max_new_tokens: int, seed: int) -> list[Sample]:
+    def generate(
+        self, prompts: Sequence[Tensor], *, per_prompt: int, max_new_tokens: int, seed: int, first_group: int = 0
+    ) -> list[Sample]:
         """Return the samples, in the order of the prompts."""
         requests = [prompt for prompt in prompts for _ in range(per_prompt)]
         tokens = _pad_left(requests, self.eos_token_id)
@@ -94,7 +125,7 @@ class TransformersEngine:
         answers: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         running = torch.ones(len(requests), dtype=torch.bool)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed + (first_group << 32))
         capturer = RoutedExpertsCapturer.create(self.model, max_num_tokens=tokens.numel(), routers=self.routers)
         try:
             for index, prompt in enumerate(requests):
@@ -126,17 +157,37 @@ class TransformersEngine:
             samples = []
             for index, prompt in enumerate(requests):
                 ids_of_sample = torch.cat([prompt, torch.tensor(answers[index], dtype=torch.int64)])
-                captured = capturer.finish(index, token_ids=ids_of_sample)
-                assert captured is not None, "every request is captured"
-                samples.append(
-                    make_sample(prompt, ids_of_sample, logprobs[index], captured.trace(), index // per_prompt)
-                )
+                with self.times.leg("decode"):
+                    captured = capturer.finish(index, token_ids=ids_of_sample)
+                    assert captured is not None, "every request is captured"
+                    trace = captured.trace()
+                self.times.add("decode", 0.0, trace.topk_indices.nbytes)
+                group = first_group + index // per_prompt
+                samples.append(make_sample(prompt, ids_of_sample, logprobs[index], trace, group))
         finally:
             capturer.close()
         return samples
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+def roll_out(settings: Settings, engine: Engine, step: int, *, worker: int = 0) -> list[Sample]:
+    """Return a rollout worker's samples of a step, with their rewards."""
+    seed = settings.seed * 1_000_003 + step
+    prompts = settings.task.prompts(settings.prompts, seed=seed)
+    own = settings.prompts_of(worker)
+    samples = engine.generate(
+        prompts[own.start : own.stop],
+        per_prompt=settings.per_prompt,
+        max_new_tokens=settings.task.max_new_tokens,
+        seed=seed,
+        first_group=own.start,
+    )
+    return [
+        replace(sample, reward=settings.task.reward(prompts[sample.group], sample.token_ids[sample.generated]))
+        for sample in samples
+    ]
 
 
 def make_sample(

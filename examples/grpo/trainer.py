@@ -20,6 +20,8 @@ from examples.grpo.batch import Microbatch, RolloutBatch
 from examples.grpo.loss import clipped_loss
 from examples.grpo.settings import Settings
 from megatron_router_replay.testing import load_qwen3_moe
+from megatron_router_replay.transport import ParallelLayout as RoutesLayout
+from megatron_router_replay.transport import Place
 
 LossFunc = Callable[[Microbatch, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -72,12 +74,29 @@ class Trainer:
             use_distributed_optimizer=True,
         )
         self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks, use_gloo_process_groups=False)
-        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.place = Place(
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        )
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        self.cp_rank = parallel_state.get_context_parallel_rank()
-        self.counts_tokens = (
-            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-            and parallel_state.get_tensor_model_parallel_rank() == 0
+        self.routes_layout = self._routes_layout()
+        self.counts_tokens = parallel_state.is_pipeline_last_stage(ignore_virtual=True) and self.place.tp_rank == 0
+
+    def _routes_layout(self) -> RoutesLayout:
+        """Return which MoE layers each pipeline stage has, and the sizes of the groups: who needs which routes."""
+        from megatron_router_replay.mcore import find_routers
+
+        mine = [router.layer_number for model in self.models for router in find_routers(model)]
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (self.place.pp_rank, mine))
+        layers = dict(ranks)
+        return RoutesLayout(
+            stage_layers=tuple(tuple(layers[stage]) for stage in range(self.settings.layout.pp_size)),
+            dp_size=self.dp_size,
+            cp_size=self.settings.layout.cp_size,
+            tp_size=self.settings.layout.tp_size,
         )
 
     def microbatches(self, batch: RolloutBatch, chosen: Sequence[int]) -> list[Microbatch]:
@@ -87,26 +106,29 @@ class Trainer:
             self.settings.layout,
             per_microbatch=self.settings.per_microbatch,
             max_tokens=self.settings.task.max_tokens,
-            dp_rank=self.dp_rank,
             dp_size=self.dp_size,
-            cp_rank=self.cp_rank,
+            cp_rank=self.place.cp_rank,
         )
 
     def record(self, batch: RolloutBatch) -> tuple[Tensor, mrr.RoutingTrace]:
-        """Return the live policy's log-probs by row, and the routes it chose for every token, on every rank."""
+        """Return the live policy's log-probs by batch row, and the routes it chose for this rank's samples and layers."""
+        from megatron.core import parallel_state
+
         with mrr.record(self.models) as recording:  # replay
             logprobs = self._logprobs(self.chunks, batch, recording)
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, recording.trace(num_tokens=batch.num_rows))
+        # Tensor- and context-parallel ranks have each seen some of the tokens.
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, recording.trace(num_tokens=len(batch.own_rows)), group=group)
         return logprobs, mrr.merge_traces(parts)
 
     def logprobs(self, batch: RolloutBatch, trace: mrr.RoutingTrace) -> Tensor:
-        """Return the policy's log-probs by row with a trace's routes."""
+        """Return the policy's log-probs by batch row with a trace's routes."""
         with mrr.replay(self.models, trace) as session:  # replay
             return self._logprobs(self.chunks, batch, session)
 
     def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
-        """Return the initial policy's log-probs by row; its routers are live whatever the policy's do."""
+        """Return the initial policy's log-probs by batch row; its routers are live whatever the policy's do."""
         return self._logprobs(self.reference, batch, None)
 
     def update(self, batch: RolloutBatch, trace: mrr.RoutingTrace | None) -> dict[str, float]:
@@ -115,15 +137,14 @@ class Trainer:
         Returns:
             Metrics; those of the session under `router_replay/`.
         """
-        order = torch.randperm(len(batch.samples), generator=torch.Generator().manual_seed(self.settings.seed))
         sums = torch.zeros(4)
         norms = []
         with mrr.replay(self.models, trace) if trace is not None else nullcontext() as session:  # replay
-            for chosen in order.chunk(self.settings.updates):
+            for chosen in self.settings.gradient_steps():
                 for chunk in self.chunks:
                     chunk.zero_grad_buffer()
                 self.optimizer.zero_grad()
-                for part in self._run(self.chunks, self.microbatches(batch, chosen.tolist()), session, self._loss):
+                for part in self._run(self.chunks, self.microbatches(batch, chosen), session, self._loss):
                     sums += part
                 successful, norm, _ = self.optimizer.step()
                 assert successful, "fp32 has no loss scale to skip a step"
@@ -154,7 +175,7 @@ class Trainer:
         return (loss * mask).sum(), mask.sum().int(), torch.stack(parts)
 
     def _logprobs(self, chunks: Sequence[Any], batch: RolloutBatch, session: Any) -> Tensor:
-        """Run forward only; return the log-prob of the token behind each row, [num_rows], on every rank."""
+        """Run forward only; return the log-prob of the token behind each batch row, [num_rows], on every rank."""
         microbatches = self.microbatches(batch, range(len(batch.samples)))
         by_row = torch.zeros(batch.num_rows)
 
@@ -164,8 +185,8 @@ class Trainer:
         with torch.no_grad():
             outputs = self._run(chunks, microbatches, session, keep, forward_only=True)
         for microbatch, logprobs in zip(microbatches, outputs):
-            rows = microbatch["routing_rows"]
-            by_row[rows[rows >= 0]] = logprobs[rows >= 0]
+            is_token = microbatch["routing_rows"] >= 0
+            by_row[microbatch["batch_rows"][is_token]] = logprobs[is_token]
         return self._summed(by_row)
 
     def _run(
@@ -199,6 +220,17 @@ class Trainer:
         values = values if self.counts_tokens else torch.zeros_like(values)
         dist.all_reduce(values)
         return values
+
+    @property
+    def is_copy(self) -> bool:
+        """Another rank has the same samples and layers: it is not the first of its tensor- and context-parallel group."""
+        return bool(self.place.tp_rank or self.place.cp_rank)
+
+    def share(self, some: int, of_all: int) -> float:
+        """Return a share of router decisions, counted over all samples and layers."""
+        counts = torch.tensor([0, 0] if self.is_copy else [some, of_all])
+        dist.all_reduce(counts)
+        return float(counts[0] / counts[1])
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's parameters and Adam's moments; they load under the same layout."""

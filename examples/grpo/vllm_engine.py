@@ -29,6 +29,7 @@ from torch import Tensor
 from examples.grpo.rollout import Sample, make_sample
 from examples.grpo.weights import save_hf_checkpoint
 from megatron_router_replay import engines
+from megatron_router_replay.transport import LegTimes
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -140,34 +141,30 @@ class VllmServer:
         self.stop()
 
 
-class VllmEngine:
-    """Rank 0's client, and the owner of the server it talks to.
+class VllmClient:
+    """Sends requests to a server that another process may own; several clients may ask one server.
 
     Args:
-        folder: where the weights go that the server reads.
-        server_options: of `VllmServer`.
+        folder: with the config.json of the server's model.
     """
 
-    def __init__(self, folder: Path, *, eos_token_id: int, **server_options: Any) -> None:
+    def __init__(self, folder: Path, *, eos_token_id: int) -> None:
         self.folder = folder
         self.eos_token_id = eos_token_id
-        self.server_options = server_options
-        self.server: VllmServer | None = None
-        self._served: dict[str, Tensor] = {}
+        self.url: str | None = None
+        self.times = LegTimes("rollout")
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Write the weights, and start the server anew on them; one that has just these weights goes on."""
-        if self.server is not None and all(torch.equal(self._served[name], weights[name]) for name in weights):
-            return
-        self.close()
-        save_hf_checkpoint(self.folder, weights)
-        self.server = VllmServer(self.folder, **self.server_options)
-        self._served = dict(weights)
+    def load_weights(self, weights: Any) -> None:
+        """Take the address of the server that has the new weights."""
+        self.url = weights
 
-    def generate(self, prompts: Sequence[Tensor], *, per_prompt: int, max_new_tokens: int, seed: int) -> list[Sample]:
+    def generate(
+        self, prompts: Sequence[Tensor], *, per_prompt: int, max_new_tokens: int, seed: int, first_group: int = 0
+    ) -> list[Sample]:
         """Send one request a prompt, all at once; return the samples in the order of the prompts."""
 
-        def ask(group: int) -> list[Sample]:
+        def ask(index: int) -> list[Sample]:
+            group = first_group + index
             sampling = {
                 "n": per_prompt,
                 "max_tokens": max_new_tokens,
@@ -176,7 +173,7 @@ class VllmEngine:
                 "stop_token_ids": [self.eos_token_id],
                 "logprobs": 0,
             }
-            prompt = prompts[group]
+            prompt = prompts[index]
             body = {"model": "policy", "token_ids": prompt.tolist(), "sampling_params": sampling}
             return self.read(self.post("/inference/v1/generate", body), prompt, group)
 
@@ -189,7 +186,9 @@ class VllmEngine:
         Raises:
             PayloadError: the routes are missing, damaged, or not of these tokens.
         """
-        trace = engines.vllm.decode_batch(response, model=self.folder, prompt_token_ids=prompt.tolist())
+        with self.times.leg("decode"):
+            trace = engines.vllm.decode_batch(response, model=self.folder, prompt_token_ids=prompt.tolist())
+        self.times.add("decode", 0.0, trace.topk_indices.nbytes)
         samples = []
         for choice, of_choice in zip(response["choices"], trace.samples(), strict=True):
             assert of_choice.token_ids is not None, "the response carries token ids"
@@ -203,9 +202,9 @@ class VllmEngine:
         Raises:
             VllmError: there is no server, it does not answer, or it answers with an error.
         """
-        if self.server is None:
-            raise VllmError(f"cannot POST {path}: no server is running. load_weights starts it.")
-        url = self.server.url + path
+        if self.url is None:
+            raise VllmError(f"cannot POST {path}: no server is running. load_weights starts it, or gives its address.")
+        url = self.url + path
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
         try:
@@ -218,10 +217,38 @@ class VllmEngine:
             raise VllmError(f"vLLM did not answer POST {url}: {error}.") from error
 
     def close(self) -> None:
+        """Nothing to give back."""
+
+
+class VllmEngine(VllmClient):
+    """A client that owns its server.
+
+    Args:
+        folder: where the weights go that the server reads.
+        server_options: of `VllmServer`.
+    """
+
+    def __init__(self, folder: Path, *, eos_token_id: int, **server_options: Any) -> None:
+        super().__init__(folder, eos_token_id=eos_token_id)
+        self.server_options = server_options
+        self.server: VllmServer | None = None
+        self._served: dict[str, Tensor] = {}
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Write the weights, and start the server anew on them; one that has just these weights goes on."""
+        if self.server is not None and all(torch.equal(self._served[name], weights[name]) for name in weights):
+            return
+        self.close()
+        save_hf_checkpoint(self.folder, weights)
+        self.server = VllmServer(self.folder, **self.server_options)
+        self.url = self.server.url
+        self._served = dict(weights)
+
+    def close(self) -> None:
         """Stop the server."""
         if self.server is not None:
             self.server.stop()
-            self.server = None
+        self.server = self.url = None
 
 
 def _free_port() -> int:

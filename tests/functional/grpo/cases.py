@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,13 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from examples.grpo.batch import RolloutBatch
-from examples.grpo.loop import make_engine, one_step, roll_out
-from examples.grpo.rollout import Sample, TransformersEngine
+from examples.grpo.loop import one_step
+from examples.grpo.rollout import Sample, TransformersEngine, roll_out
+from examples.grpo.routes import DistributedRollouts, LocalRollouts, RayRollouts, Rollouts, make_rollouts
 from examples.grpo.settings import Settings
 from examples.grpo.task import EOS, ClassTask
 from examples.grpo.trainer import Trainer
-from examples.grpo.vllm_engine import VllmEngine
+from examples.grpo.vllm_engine import VllmClient, VllmEngine
 from examples.grpo.weights import CONFIG, gather_hf_weights, random_hf_weights, save_hf_checkpoint
 from megatron_router_replay.testing import ParallelLayout, load_qwen3_moe
 
@@ -41,7 +45,8 @@ def small(out: Path, **changes: Any) -> Settings:
 
 def without_times(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """Return the metrics that must be the same in another run."""
-    return [{name: value for name, value in step.items() if "seconds" not in name} for step in metrics]
+    measured = ("seconds/", "router_replay/transport/")
+    return [{name: value for name, value in step.items() if not name.startswith(measured)} for step in metrics]
 
 
 def make_trainer(settings: Settings) -> Trainer:
@@ -83,19 +88,45 @@ def rollout_against_megatron(settings: Settings, dtype: torch.dtype) -> dict[str
 
 
 class DamagedEngine(TransformersEngine):
-    """Answers as vLLM does over HTTP, read by the vLLM client, with one layer of one sample lost on the way."""
+    """Answers as vLLM does over HTTP, read by the vLLM client; in step 1, a layer of the last sample is lost on the way."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.out / "initial", eos_token_id=EOS)
+        self.last_group = settings.prompts - 1
 
     def generate(self, prompts: Sequence[Tensor], **options: Any) -> list[Sample]:
         samples = super().generate(prompts, **options)
-        client = VllmEngine(self.checkpoint, eos_token_id=EOS)
+        client = VllmClient(self.checkpoint, eos_token_id=EOS)
         result = []
-        for group, prompt in enumerate(prompts):
+        for group, prompt in enumerate(prompts, options["first_group"]):
             own = [sample for sample in samples if sample.group == group]
             response = vllm_response(own)
-            if group == len(prompts) - 1:
+            if options["seed"] == 1 and group == self.last_group:
                 damage(response)
             result += client.read(response, prompt, group)
         return result
+
+
+class DyingEngine(TransformersEngine):
+    """Ends its process in step 1, in the worker that has the last prompt."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.out / "initial", eos_token_id=EOS)
+        self.settings = settings
+
+    def generate(self, prompts: Sequence[Tensor], **options: Any) -> list[Sample]:
+        if options["seed"] == 1 and options["first_group"] + len(prompts) == self.settings.prompts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().generate(prompts, **options)
+
+
+def rollouts_of(settings: Settings, trainer: Trainer, engine: type[TransformersEngine]) -> Rollouts:
+    """Return the settings' way of routes with another engine."""
+    if settings.transport == "local":
+        is_first = torch.distributed.get_rank() == 0
+        return LocalRollouts(settings, trainer, engine(settings) if is_first else None)
+    ways = {"distributed": DistributedRollouts, "ray": RayRollouts}
+    return ways[settings.transport](settings, trainer, make_engine=engine)
 
 
 def vllm_response(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -132,24 +163,61 @@ def damage(response: dict[str, Any]) -> None:
 
 
 def damaged_step(settings: Settings) -> dict[str, Any]:
-    """Train a step, then one whose routes arrive damaged; return the error and whether anything moved."""
+    """Train a step, then one whose routes arrive damaged, then a good one; return the error and whether anything moved."""
     trainer = make_trainer(settings)
-    is_first = torch.distributed.get_rank() == 0
-    before = flat(trainer)
-    one_step(trainer, make_engine(settings) if is_first else None, 0)
-    trained = flat(trainer)
-    damaged = DamagedEngine(settings.out / "initial", eos_token_id=EOS) if is_first else None
+    states = [flat(trainer)]
+    with rollouts_of(settings, trainer, DamagedEngine) as rollouts:
+        one_step(trainer, rollouts, 0)
+        states.append(flat(trainer))
+        message = refusal(trainer, rollouts, 1)
+        states.append(flat(trainer))
+        one_step(trainer, rollouts, 2)
+        states.append(flat(trainer))
+    return {"message": message, "trained": [not torch.equal(*pair) for pair in pairwise(states)]}
+
+
+def dying_worker(settings: Settings) -> str:
+    """Train a step, then one in which a rollout worker dies; return what is raised."""
+    trainer = make_trainer(settings)
+    try:
+        with rollouts_of(settings, trainer, DyingEngine) as rollouts:
+            one_step(trainer, rollouts, 0)
+            one_step(trainer, rollouts, 1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def steps_with_routes(settings: Settings) -> dict[str, Any]:
+    """Train; return this rank's metrics, its parameters at the end, and the routes it got in every step."""
+    trainer = make_trainer(settings)
+    received = []
+    with make_rollouts(settings, trainer) as rollouts:
+        receive = rollouts.receive
+
+        def receive_and_keep() -> mrr.RoutingTrace:
+            trace = receive()
+            kept = {name: getattr(trace, name) for name in ("layer_numbers", "num_experts")}
+            tensors = {name: getattr(trace, name).clone() for name in ("topk_indices", "replay_mask", "token_ids")}
+            received.append({**kept, **tensors})
+            return trace
+
+        rollouts.receive = receive_and_keep  # type: ignore[method-assign]
+        metrics = [one_step(trainer, rollouts, step) for step in range(settings.steps)]
+        line = rollouts.line()
     return {
-        "message": refusal(trainer, damaged, 1),
-        "first_step_trained": not torch.equal(before, trained),
-        "nothing_trained": torch.equal(trained, flat(trainer)),
+        "place": rollouts.place,
+        "received": received,
+        "metrics": metrics,
+        "line": line,
+        "parameters": flat(trainer),
     }
 
 
-def refusal(trainer: Trainer, engine: Any, step: int) -> str:
+def refusal(trainer: Trainer, rollouts: Rollouts, step: int) -> str:
     """Return what a step raises; empty if it trains."""
     try:
-        one_step(trainer, engine, step)
+        one_step(trainer, rollouts, step)
     except mrr.RouterReplayError as error:
         return str(error)
     return ""
@@ -173,17 +241,14 @@ def vllm_steps(settings: Settings) -> dict[str, Any]:
     engine = None
     if torch.distributed.get_rank() == 0:
         engine = MeddledVllm(settings.out / "engine", eos_token_id=EOS, start_timeout_s=600.0)
-    try:
+    with LocalRollouts(settings, trainer, engine) as rollouts:
         before = flat(trainer)
-        message = refusal(trainer, engine, 0)
+        message = refusal(trainer, rollouts, 0)
         after = flat(trainer)
         if engine is not None:
             engine.damages = False
-        metrics = [one_step(trainer, engine, step) for step in range(settings.steps)]
+        metrics = [one_step(trainer, rollouts, step) for step in range(settings.steps)]
         server = None if engine is None else engine.server
-    finally:
-        if engine is not None:
-            engine.close()
     return {
         "message": message,
         "nothing_trained": torch.equal(before, after),

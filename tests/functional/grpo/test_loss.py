@@ -51,5 +51,9 @@ def test_settings_that_cannot_run_are_refused_by_name(tmp_path):
         Settings(out=tmp_path, replay="R3")
     with pytest.raises(ValueError, match="do not divide into 3 gradient steps"):
         Settings(out=tmp_path, updates=3)
+    with pytest.raises(ValueError, match="transport='nccl' must be one of local, distributed, ray"):
+        Settings(out=tmp_path, transport="nccl")
+    with pytest.raises(ValueError, match=r"rollout_workers=9 must lie in 1\.\.8"):
+        Settings(out=tmp_path, rollout_workers=9, prompts=8)
     with pytest.raises(ValueError, match="needs replay='r3', got 'r2'"):
         Settings(out=tmp_path, replay="r2", fill_missing=True)

@@ -1,0 +1,119 @@
+"""Whatever the transport, every training rank gets the same routes and trains the same; what fails is raised everywhere."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from examples.grpo.loop import train
+from megatron_router_replay.testing import ParallelLayout
+from tests.functional.grpo.cases import damaged_step, dying_worker, small, steps_with_routes, without_times
+
+PP2 = ParallelLayout(pp_size=2)
+STAGES = ((1,), (3, 4))
+"""Layer numbers of both stages: layer 2 of the four is dense."""
+
+TRANSPORTS = ("distributed", pytest.param("ray", marks=pytest.mark.slow))
+
+
+def sharing(out, **changes):
+    """Return settings of a run whose rollouts two workers share."""
+    out.mkdir()
+    return small(out, rollout_workers=2, **changes)
+
+
+def pool_of(transport):
+    if transport == "ray":
+        pytest.importorskip("ray", reason="ray is not installed: pip install 'megatron-router-replay[ray]'")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        pytest.param(PP2, 2, id="pp2"),
+        pytest.param(PP2, 4, id="pp2-dp2", marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(tp_size=2, pp_size=2), 4, id="tp2-pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_every_rank_gets_the_routes_of_the_local_way_and_trains_the_same(
+    transport, layout, world_size, tmp_path, request
+):
+    pool_of(transport)
+    workers = request.getfixturevalue(f"workers_{world_size}")
+    expected = workers.run(steps_with_routes, sharing(tmp_path / "local", layout=layout))
+    ranks = workers.run(steps_with_routes, sharing(tmp_path / transport, layout=layout, transport=transport))
+
+    for rank, local in zip(ranks, expected, strict=True):
+        assert rank["place"] == local["place"]
+        assert without_times(rank["metrics"]) == without_times(local["metrics"])
+        assert torch.equal(rank["parameters"], local["parameters"])
+        assert len(rank["received"]) == len(local["received"]) == 2
+        for received, of_local in zip(rank["received"], local["received"]):
+            assert received["layer_numbers"] == of_local["layer_numbers"] == STAGES[rank["place"].pp_rank]
+            for name in ("topk_indices", "replay_mask", "token_ids"):
+                assert torch.equal(received[name], of_local[name]), name
+    # Nobody got more than its samples: the ranks of a stage share the rows, the last token of each has no route.
+    for step in range(2):
+        of_stage = {
+            rank["place"]: rank["received"][step]
+            for rank in ranks
+            if rank["place"].pp_rank == 0 and rank["place"].tp_rank == 0
+        }
+        assert sum(int((~received["replay_mask"]).sum()) for received in of_stage.values()) == 16
+        assert len(of_stage) == world_size // layout.world_size
+    for rank in ranks:
+        assert rank["line"].startswith("routes: training ")
+        for metrics in rank["metrics"]:
+            assert metrics["router_replay/transport/training_wait_s"] >= 0
+            assert metrics["router_replay/transport/rollout_decode_s"] > 0
+
+
+def test_saved_routes_are_the_whole_rollout_whatever_the_layout_and_transport(workers_1, workers_2, tmp_path):
+    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    workers_1.run(train, sharing(tmp_path / "one", steps=1, save_routes=whole))
+    settings = sharing(tmp_path / "dp2", steps=1, save_routes=parts, transport="distributed")
+    workers_2.run(train, settings)
+    expected, saved = mrr.load_trace(whole), mrr.load_trace(parts)
+    assert expected.layer_numbers == saved.layer_numbers == (1, 3, 4)
+    assert expected.sequence_lengths == saved.sequence_lengths
+    assert len(saved.sequence_lengths) == 16
+    for name in ("topk_indices", "replay_mask", "token_ids"):
+        assert torch.equal(getattr(expected, name), getattr(saved, name)), name
+    assert int((~saved.replay_mask).sum()) == 16
+
+
+@pytest.mark.parametrize("transport", ["local", *TRANSPORTS])
+def test_damaged_routes_stop_the_step_on_every_rank_and_nothing_is_trained(transport, workers_2, tmp_path):
+    pool_of(transport)
+    ranks = workers_2.run(damaged_step, sharing(tmp_path / "run", layout=PP2, transport=transport))
+    for rank in ranks:
+        assert "layer_number 3" in rank["message"], rank["message"]
+        assert rank["trained"] == [True, False, True]
+    assert ranks[0]["message"] == ranks[1]["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "said"), [("distributed", "a rollout worker died"), ("ray", "ActorDied")])
+def test_a_rollout_worker_that_dies_ends_the_run_on_every_rank(transport, said, workers_2, tmp_path):
+    pool_of(transport)
+    ranks = workers_2.run(dying_worker, sharing(tmp_path / "run", layout=PP2, transport=transport))
+    for message in ranks:
+        assert said in message, message
+
+
+def test_gradient_steps_take_every_sample_once_and_the_same_number_from_every_rank(tmp_path):
+    settings = replace(small(tmp_path), seed=5)
+    steps = settings.gradient_steps()
+    assert sorted(sample for samples in steps for sample in samples) == list(range(16))
+    first, second = settings.partition(2)
+    assert sorted(first + second) == list(range(16))
+    for samples in steps:
+        assert len(set(samples) & set(first)) == len(set(samples) & set(second)) == 4
+
+
+def test_workers_share_all_prompts(tmp_path):
+    settings = replace(small(tmp_path), prompts=5, per_prompt=2, rollout_workers=3)
+    assert [list(settings.prompts_of(worker)) for worker in range(3)] == [[0], [1, 2], [3, 4]]
+    assert [list(settings.samples_of(worker)) for worker in range(3)] == [[0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
