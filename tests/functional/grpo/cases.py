@@ -52,9 +52,9 @@ def without_times(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, floa
 def make_trainer(settings: Settings) -> Trainer:
     """Return this rank's trainer with the run's initial weights."""
     settings.layout.initialize(seed=settings.seed)
-    initial = settings.out / f"initial_{torch.distributed.get_rank()}"
-    save_hf_checkpoint(initial, random_hf_weights(settings.seed))
-    save_hf_checkpoint(settings.out / "initial", random_hf_weights(settings.seed))
+    initial = settings.out / "initial"
+    if torch.distributed.get_rank() == 0:
+        save_hf_checkpoint(initial, random_hf_weights(settings.seed))
     torch.distributed.barrier()
     return Trainer(settings, initial)
 
