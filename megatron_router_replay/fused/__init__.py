@@ -11,14 +11,11 @@ sigmoid, where the numbers of elements divide by torch's vector width; elsewhere
 round an element's sigmoid differently, by one unit in the last place. Triton keeps every rounding to the logits' dtype but
 sums in another order: 1e-6 in fp32. A forward and its recompute use the same kernel, hence the same bits.
 
-How it is to be hooked. `megatron.core.transformer.moe.router.topk_routing_with_score_function`, the name that
-`TopKRouter.routing` calls, is replaced while a session is active and put back after it. The replacement lets the session
-choose the indices, live top-k included, and returns `route(...)` of them instead of calling on; calls of routers outside of
-the session go to the original. That happens before `fused=True` could turn to Transformer Engine, so `moe_router_fusion=True`
-is replayed like any other router; and it needs no `router_replay` argument, which Megatron-Core 0.14 and 0.15 lack (there, a
-pre-hook on the router says whose call it is). A forward whose recompute goes through `route` has to go through it as well.
+Sessions use it for routers that do not ask a replay object for their top-k: `mcore/routing_function.py`. A forward whose
+recompute goes through `route` has to go through it as well.
 """
 
 from megatron_router_replay.fused.route import route
+from megatron_router_replay.fused.score import selection_scores
 
-__all__ = ["route"]
+__all__ = ["route", "selection_scores"]

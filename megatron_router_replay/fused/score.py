@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
+from torch import Tensor
+
 from megatron_router_replay.errors import UnsupportedRouterError
 
 
@@ -35,3 +38,24 @@ def parse_score(score_function: str, *, use_pre_softmax: bool, topk: int) -> Sco
     raise UnsupportedRouterError(
         f"cannot route with moe_router_score_function={score_function!r}: fused.route knows 'softmax' and 'sigmoid'."
     )
+
+
+def selection_scores(
+    logits: Tensor, *, score_function: str, use_pre_softmax: bool = False, expert_bias: Tensor | None = None
+) -> Tensor:
+    """Return the scores whose top-k Megatron-Core takes, [num_tokens, num_experts].
+
+    Args:
+        logits: [num_tokens, num_experts], floating point.
+        score_function, use_pre_softmax: as in Megatron-Core.
+        expert_bias: [num_experts] or None; without effect on softmax, as in Megatron-Core.
+
+    Source: Megatron-Core 0.16.1, moe_utils.topk_routing_with_score_function.
+    """
+    score = parse_score(score_function, use_pre_softmax=use_pre_softmax, topk=1)
+    if score is Score.SOFTMAX:
+        return logits
+    if score is Score.PRE_SOFTMAX:
+        return torch.softmax(logits, dim=-1, dtype=torch.float32).type_as(logits)
+    scores = torch.sigmoid(logits.float()).type_as(logits)
+    return scores if expert_bias is None else scores + expert_bias

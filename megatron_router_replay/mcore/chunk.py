@@ -39,29 +39,61 @@ class Microbatch:
         self.recomputes = [0] * num_routers
 
 
-LiveTopk = Callable[[Tensor | None], Tensor]
-"""row positions [n] int64, or None: all -> the experts that the live router would choose for them, [n, topk] int64."""
+class LiveSelection:
+    """What the live router would choose for one micro-batch, worked out only when asked for.
 
-Choose = Callable[["SessionRouter", Microbatch, Tensor, LiveTopk], Tensor]
-"""(router, microbatch, scores, live top-k) -> the experts to use, [num_tokens, topk] in the router's compact dtype."""
+    Args:
+        inputs: [num_tokens, num_experts], what `score` makes scores of.
+        score: inputs of any rows -> the scores that the selection ranks, of the same shape.
+        select: scores of any rows -> the experts it takes, [rows, topk] int64.
+        any_rows: `select` takes some rows as well as all.
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        *,
+        select: Callable[[Tensor], Tensor],
+        score: Callable[[Tensor], Tensor] = lambda scores: scores,
+        any_rows: bool = True,
+    ) -> None:
+        self.inputs = inputs
+        self._score = score
+        self._select = select
+        self._any_rows = any_rows
+
+    def scores(self) -> Tensor:
+        """Return what the selection ranks, [num_tokens, num_experts]."""
+        return self._score(self.inputs)
+
+    def topk(self, rows: Tensor | None = None) -> Tensor:
+        """Return the experts of the rows at these positions ([n] int64; None: of all), [n, topk] int64."""
+        if rows is not None and self._any_rows:
+            return self._select(self._score(self.inputs.index_select(0, rows)))
+        indices = self._select(self.scores())
+        return indices if rows is None else indices.index_select(0, rows)
 
 
-def choose_live(router: SessionRouter, microbatch: Microbatch, scores: Tensor, live_topk: LiveTopk) -> Tensor:
+Choose = Callable[["SessionRouter", Microbatch, LiveSelection], Tensor]
+"""(router, microbatch, live) -> the experts to use, [num_tokens, topk] in the router's compact dtype."""
+
+
+def choose_live(router: SessionRouter, microbatch: Microbatch, live: LiveSelection) -> Tensor:
     """Choose as the router would."""
-    return live_topk(None).to(router.dtype)
+    return live.topk().to(router.dtype)
 
 
-def choose_replayed(router: SessionRouter, microbatch: Microbatch, scores: Tensor, live_topk: LiveTopk) -> Tensor:
+def choose_replayed(router: SessionRouter, microbatch: Microbatch, live: LiveSelection) -> Tensor:
     """Choose what the micro-batch's routes say; live rows as the router would."""
     targets = microbatch.targets
     assert targets is not None, "a replayed micro-batch is queued with targets"
     used = targets.topk_indices[:, router.position]
-    check_fits(used, scores, router.topk)
+    check_fits(used, live.inputs, router.topk)
     if router.live_comparison is not None and router.live_comparison.wants(microbatch.number):
         router.live_comparison.add(
             router.found.layer_number,
-            scores,
-            live=live_topk(None),
+            live.scores(),
+            live=live.topk(),
             replayed=used,
             mask=targets.replayed,
             kind=router.score_kind,
@@ -70,8 +102,8 @@ def choose_replayed(router: SessionRouter, microbatch: Microbatch, scores: Tenso
     if targets.live is None:
         return used
     if targets.live.dtype is torch.bool:
-        return torch.where(targets.live.unsqueeze(1), live_topk(None).to(used.dtype), used)
-    return used.index_copy(0, targets.live, live_topk(targets.live).to(used.dtype))
+        return torch.where(targets.live.unsqueeze(1), live.topk().to(used.dtype), used)
+    return used.index_copy(0, targets.live, live.topk(targets.live).to(used.dtype))
 
 
 class SessionRouter:
@@ -98,7 +130,7 @@ class SessionRouter:
 
     def attach(self) -> None:
         """Take the place of the router's own replay object, which may be None."""
-        self._replaced = self.found.router.router_replay
+        self._replaced = getattr(self.found.router, "router_replay", None)
         self.found.router.router_replay = self
 
     def detach(self) -> None:
@@ -110,7 +142,7 @@ class SessionRouter:
 
     @property
     def attached(self) -> bool:
-        return self.found.router.router_replay is self
+        return getattr(self.found.router, "router_replay", None) is self
 
     @property
     def replay_backward_list(self) -> list[Tensor]:
@@ -128,47 +160,49 @@ class SessionRouter:
     ) -> tuple[Tensor, Tensor]:
         """See `RouterReplay.get_replay_topk`."""
         assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
+        live = LiveSelection(
+            scores,
+            select=lambda scores: default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1],
+            any_rows=not group_topk,  # Megatron's group-limited top-k takes all rows or none
+        )
+        # One operation for forward and recompute: a non-reentrant checkpoint compares what both save for the backward.
+        return gather_topk(scores, self.select(live))
 
-        def live_topk(rows: Tensor | None) -> Tensor:
-            # Megatron's group-limited top-k takes all rows or none.
-            if rows is not None and not group_topk:
-                return default_compute_topk(scores.index_select(0, rows), topk)[1]
-            indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
-            return indices if rows is None else indices.index_select(0, rows)
+    def select(self, live: LiveSelection) -> Tensor:
+        """Return the experts that this forward or recompute uses, [num_tokens, topk] in the compact dtype.
 
+        Raises:
+            ReplayStateError: no routes were queued for this forward, or the micro-batch of a recompute cannot be told.
+        """
         grad_enabled = torch.is_grad_enabled()
         with torch.no_grad():
-            if in_backward():
-                used = self._recompute(scores, live_topk)
-            else:
-                used = self._forward(scores, live_topk, grad_enabled=grad_enabled)
+            used = self._recompute(live) if in_backward() else self._forward(live, grad_enabled=grad_enabled)
         self.last_used = used if self.watched else None
-        # One operation for forward and recompute: a non-reentrant checkpoint compares what both save for the backward.
-        return gather_topk(scores, used)
+        return used
 
-    def _forward(self, scores: Tensor, live_topk: LiveTopk, *, grad_enabled: bool) -> Tensor:
+    def _forward(self, live: LiveSelection, *, grad_enabled: bool) -> Tensor:
         microbatch = self.chunk.microbatch_of_forward(self)
         if microbatch.trains is None:  # a schedule that runs layers without the chunk's own forward
             microbatch.trains = grad_enabled
-        used = self._choose(self, microbatch, scores, live_topk)
+        used = self._choose(self, microbatch, live)
         self.forwards += 1
         microbatch.used[self.position] = used
         microbatch.checkpointed[self.position] = microbatch.trains and not grad_enabled
         self.chunk.router_done(microbatch)
         return used
 
-    def _recompute(self, scores: Tensor, live_topk: LiveTopk) -> Tensor:
+    def _recompute(self, live: LiveSelection) -> Tensor:
         microbatch = self.chunk.microbatch_of_recompute(self)
         used = microbatch.used[self.position]
         if used is None:
             raise ReplayStateError(
                 f"{self.chunk.where(microbatch, self)}: recomputed, but this session saw no forward of it."
             )
-        check_fits(used, scores, self.topk)
+        check_fits(used, live.inputs, self.topk)
         microbatch.recomputes[self.position] += 1
         self.recompute_calls += 1
         if self.counts_flips:
-            flipped = live_topk(None).sort(dim=1).values != used.to(torch.int64).sort(dim=1).values
+            flipped = live.topk().sort(dim=1).values != used.to(torch.int64).sort(dim=1).values
             num_flipped = flipped.any(dim=1).sum()
             self.flips = num_flipped if self.flips is None else self.flips + num_flipped
         return used

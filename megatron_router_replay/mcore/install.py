@@ -1,15 +1,13 @@
 """Make `moe_enable_routing_replay=True` build this package's RouterReplay, and take that back."""
 
+from importlib import import_module
 from types import ModuleType
 
-from megatron.core.transformer.moe import moe_utils, router
-from megatron.core.transformer.moe import router_replay as megatron_router_replay_module
-
-from megatron_router_replay.mcore.compat import check_version
+from megatron_router_replay.mcore.compat import check_router_replay
 from megatron_router_replay.router_replay import RouterReplay, RouterReplayAction
 
 _REPLACEMENTS = {"RouterReplay": RouterReplay, "RouterReplayAction": RouterReplayAction}
-_MODULES: tuple[ModuleType, ...] = (megatron_router_replay_module, router, moe_utils)
+_MODULES = tuple(f"megatron.core.transformer.moe.{name}" for name in ("router_replay", "router", "moe_utils"))
 _originals: dict[tuple[ModuleType, str], object] = {}
 
 
@@ -21,8 +19,8 @@ def install() -> None:
     Raises:
         UnsupportedRouterError: this Megatron-Core has no router replay.
     """
-    check_version()
-    for module in _MODULES:
+    check_router_replay()
+    for module in map(import_module, _MODULES):
         for name, ours in _REPLACEMENTS.items():
             if hasattr(module, name) and (module, name) not in _originals:
                 _originals[module, name] = getattr(module, name)

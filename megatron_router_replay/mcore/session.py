@@ -17,6 +17,7 @@ from megatron_router_replay.mcore.chunk import Choose, Chunk, Microbatch, Sessio
 from megatron_router_replay.mcore.compat import check_version
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, find_routers, unwrap, wrappers
 from megatron_router_replay.mcore.report import SessionReport
+from megatron_router_replay.mcore.routing_function import is_needed, routing_function
 from megatron_router_replay.mcore.support import check_supported
 from megatron_router_replay.mcore.verify import Verifier
 
@@ -56,6 +57,9 @@ class Session:
         self._failed: dict[str, Tensor] = {}  # message -> bool on the device
         self._verifier = Verifier(self._routers()) if verify else None
         self._setup()
+        self._replaces_function = any(is_needed(found.router) for found in routers)
+        if self._replaces_function:
+            routing_function.attach()
         try:
             for chunk in self._chunks:
                 chunk.attach(self._microbatch_done)
@@ -205,7 +209,7 @@ class Session:
 
     def _check_not_nested(self, routers: list[FoundRouter]) -> None:
         for found in routers:
-            outer = found.router.router_replay
+            outer = getattr(found.router, "router_replay", None)
             if isinstance(outer, SessionRouter) and (not self.needs_queue or outer.chunk.needs_queue):
                 raise ReplayStateError(
                     f"{found} is under another session already: leave that first. Only freeze_recompute may surround "
@@ -217,10 +221,14 @@ class Session:
             raise ReplayStateError(f"this {self.kind} session is closed: make a new one.")
 
     def _detach(self) -> None:
+        if self._closed:
+            return
         if self._verifier is not None:
             self._verifier.detach()
         for chunk in self._chunks:
             chunk.detach()
+        if self._replaces_function:
+            routing_function.detach()
         self._closed = True
 
 

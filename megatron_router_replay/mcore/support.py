@@ -13,6 +13,7 @@ from torch import nn
 from megatron_router_replay.errors import UnsupportedRouterError
 from megatron_router_replay.mcore.compat import check_version
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, find_routers
+from megatron_router_replay.mcore.routing_function import is_needed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +113,11 @@ def refusals(router: nn.Module) -> list[str]:
 
 
 def _config_refusals(config: Any, router: TopKRouter) -> Iterator[str]:
-    if config.moe_router_fusion:
-        yield "moe_router_fusion=True: the fused kernel selects experts before replay is looked at; set it to False"
+    if config.moe_router_score_function not in ("softmax", "sigmoid") and is_needed(router):
+        yield (
+            f"moe_router_score_function={config.moe_router_score_function!r}: fused replay knows 'softmax' and 'sigmoid'; "
+            "set moe_router_fusion=False"
+        )
     balancing = config.moe_router_load_balancing_type
     for name in balancing if isinstance(balancing, list) else [balancing]:
         if name in ("sinkhorn", "quantile_balancing"):

@@ -37,6 +37,7 @@ def tiny_gpt_config(layout: ParallelLayout, **overrides: Any) -> Any:
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
+        "mtp_loss_scaling_factor": 0.1,  # Megatron-Core 0.15 has no default
         "normalization": "RMSNorm",
         "layernorm_epsilon": 1e-6,
         "qk_layernorm": True,

@@ -9,8 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -25,6 +27,10 @@ from megatron_router_replay.testing import (
     tiny_gpt_config,
 )
 
+needs_router_replay = pytest.mark.skipif(
+    int(version("megatron-core").split(".")[1]) < 16, reason="Megatron-Core has no RouterReplay before 0.16"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -33,6 +39,7 @@ class Case:
     num_microbatches: int = 4
     batch_size: int = 2
     sequence_length: int = 8
+    fused: bool = False  # moe_router_fusion, set after building: live routing would need Transformer Engine
 
     @property
     def num_tokens(self) -> int:
@@ -46,6 +53,7 @@ def build(case: Case) -> tuple[Any, list[Any], list[dict[str, Any]]]:
     case.layout.initialize()
     config = tiny_gpt_config(case.layout, **case.config)
     chunks = build_tiny_gpt(config, case.layout)
+    set_fusion(chunks, case.fused)
     microbatches = random_microbatches(
         case.num_microbatches,
         batch_size=case.batch_size,
@@ -85,6 +93,20 @@ def moe_routers(chunks: list[Any]) -> list[Any]:
         for name, module in chunk.named_modules()
         if isinstance(module, TopKRouter) and not name.startswith("mtp")
     ]
+
+
+def set_fusion(chunks: list[Any], on: bool) -> None:
+    """Set moe_router_fusion of built chunks."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "config"):
+                module.config.moe_router_fusion = on
+
+
+def left_over(chunks: list[Any]) -> list[Any]:
+    """What a session forgot in the routers."""
+    held = [getattr(router, "router_replay", None) for router in moe_routers(chunks)]
+    return [replay for replay in held if replay is not None]
 
 
 @contextmanager
@@ -171,7 +193,7 @@ def record_and_replay(case: Case) -> dict[str, Any]:
         "forwards": {layer: len(maps) for layer, maps in seen["forward"].items()},
         "recomputes": {layer: len(maps) for layer, maps in seen["recompute"].items()},
         "report": session.report.to_dict(),
-        "left_over": [router.router_replay for router in moe_routers(chunks) if router.router_replay is not None],
+        "left_over": left_over(chunks),
         "loss": None if not live[0] else float(torch.stack([loss.float().mean() for loss in live[0]]).mean()),
     }
 

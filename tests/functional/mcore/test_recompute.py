@@ -74,6 +74,8 @@ CASES = {
     "pp2-full": Case(layout=ParallelLayout(pp_size=2), config=FULL),
     "pp2-vpp2-moe": Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=MOE),
     "tp2-full": Case(layout=ParallelLayout(tp_size=2), config=FULL),
+    "single-full-fused": Case(layout=ParallelLayout(), config=FULL, fused=True),
+    "pp2-vpp2-moe-fused": Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=MOE, fused=True),
 }
 
 

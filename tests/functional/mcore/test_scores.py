@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from tests.functional.mcore.cases import random_routes
+from tests.functional.mcore.cases import needs_router_replay, random_routes
 
 NUM_TOKENS, NUM_EXPERTS, TOPK = 6, 8, 3
 
@@ -136,6 +136,7 @@ def test_in_bf16_drifted_routes_stay_within_its_rounding(workers_1):
     assert errors["probs"] < 2**-8
 
 
+@needs_router_replay
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_replaying_native_routes_is_bit_identical_to_no_replay(mode, dtype, workers_1):

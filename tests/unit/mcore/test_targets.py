@@ -53,18 +53,15 @@ def test_without_a_sync_the_result_is_the_same(rows, mask):
 def test_both_forms_of_live_rows_choose_the_same_experts():
     from types import SimpleNamespace
 
-    from megatron_router_replay.mcore.chunk import Microbatch, choose_replayed
+    from megatron_router_replay.mcore.chunk import LiveSelection, Microbatch, choose_replayed
 
     the_trace = trace(6, torch.tensor([True, False, True, True, False, True]))
     rows = torch.tensor([[5, 4, 3, -1, 1, 0]])
     scores = torch.rand(6, 8)
     router = SimpleNamespace(position=1, topk=3, live_comparison=None)
-
-    def live_topk(positions):
-        return torch.topk(scores if positions is None else scores[positions], 3, dim=1).indices
-
+    live = LiveSelection(scores, select=lambda some: torch.topk(some, 3, dim=1).indices)
     chosen = [
-        choose_replayed(router, Microbatch(0, 2, build(the_trace, rows, may_sync=may_sync)), scores, live_topk)
+        choose_replayed(router, Microbatch(0, 2, build(the_trace, rows, may_sync=may_sync)), live)
         for may_sync in (True, False)
     ]
     assert torch.equal(*chosen)
