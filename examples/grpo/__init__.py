@@ -1,6 +1,7 @@
 """GRPO on Megatron-Core with rollout routing replay, small enough to run on a CPU and to be copied into a trainer.
 
     python -m examples.grpo train --replay r3                 # one run; see --help for layouts, engines, checkpoints
+    python -m examples.grpo train --transport distributed     # rollouts and routes from two processes of their own; or ray
     python -m examples.grpo compare                           # off, r2, r3 from the same start: table and picture
 
 In the order that data moves:
@@ -8,6 +9,9 @@ In the order that data moves:
     task.py          prompts and a reward that code can verify
     rollout.py       samples: tokens, log-probs and routes, from transformers in bf16 with routes captured
     vllm_engine.py   the same from a vLLM server over HTTP
+    worker.py        a rollout worker: rolls out its share, decodes, sends every training rank its routes
+    routes.py        how routes come to the training ranks: handed over by rank 0, or from rollout workers over
+                     torch.distributed or Ray
     batch.py         samples -> packed micro-batches, where routing_rows are one more field
     loss.py          advantages, clipped loss, KL: tensors to tensors
     trainer.py       Megatron-Core: model, optimizer, old-policy pass, update; the lines that replay adds are marked
@@ -15,6 +19,11 @@ In the order that data moves:
     loop.py          one training run;  compare.py, plot.py: several of them side by side
 
 To lift it into a trainer: the lines marked "# replay" in trainer.py, the `routing_rows` field in batch.py, `choose_trace` in
-loop.py. On a CPU Megatron runs over gloo by `megatron_router_replay.testing`, its distributed optimizer too; on GPUs
-neither is needed. The old log-probs are the trainer's: those of its own forward, under r3 with the engine's routes.
+loop.py. Where engines are processes of their own, worker.py and routes.py too: a training rank gets the routes of its
+data-parallel samples and its pipeline stage's layers only, and `routing_rows` count those samples. Each step then prints how
+long training waited for routes, and for what; metrics.jsonl has every leg under `router_replay/transport/`, those of the
+rollout side summed over its workers.
+
+On a CPU Megatron runs over gloo by `megatron_router_replay.testing`, its distributed optimizer too; on GPUs neither is
+needed. The old log-probs are the trainer's: those of its own forward, under r3 with the engine's routes.
 """

@@ -4,11 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from examples.grpo.vllm_engine import REPO, VllmEngine, VllmError, VllmServer
 from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
 from megatron_router_replay.testing import ParallelLayout
-from tests.functional.grpo.cases import small, vllm_steps
+from tests.functional.grpo.cases import small, steps_with_routes, vllm_steps
 
 PYTHON = REPO / ".venv-vllm/bin/python"
 
@@ -29,6 +30,26 @@ def test_three_iterations_of_r3_with_routes_from_vllm_over_http(workers_2, tmp_p
             assert step["router_replay/rows_replayed"] > 16 * 4
             # A server that kept old weights, or garbled new ones, is some 0.1 away.
             assert 0 < step["rollout_kl"] < 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: run `make venv-vllm`")
+def test_rollout_workers_ask_one_vllm_server_and_send_its_routes_to_every_stage(workers_2, tmp_path):
+    settings = small(
+        tmp_path, engine="vllm", transport="distributed", rollout_workers=2, layout=ParallelLayout(pp_size=2)
+    )
+    first, last = workers_2.run(steps_with_routes, settings, timeout_s=1800)
+    for step in range(2):
+        received = first["received"][step], last["received"][step]
+        assert [routes["layer_numbers"] for routes in received] == [(1,), (3, 4)]
+        assert torch.equal(received[0]["token_ids"], received[1]["token_ids"])
+        assert torch.equal(received[0]["replay_mask"], received[1]["replay_mask"])
+        assert int((~received[0]["replay_mask"]).sum()) == 16
+        for rank in (first, last):
+            metrics = rank["metrics"][step]
+            assert metrics["router_replay/rows_live"] == 16
+            assert metrics["router_replay/transport/rollout_decode_s"] > 0
+            assert 0 < metrics["rollout_kl"] < 2e-3
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
