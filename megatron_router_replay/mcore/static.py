@@ -69,7 +69,9 @@ class StaticTargets:
         self.unfilled = num_experts  # the first expert id that does not exist
         shape = (num_slots, len(self.layer_numbers), num_tokens, topk)
         if min(shape) < 1:
-            raise LayoutError(f"cannot make static targets of [num_slots, num_layers, num_tokens, topk] = {list(shape)}.")
+            raise LayoutError(
+                f"cannot make static targets of [num_slots, num_layers, num_tokens, topk] = {list(shape)}."
+            )
         dtype = index_dtype(num_experts + 1)
         self.targets = torch.full(shape, self.unfilled, dtype=dtype, device=device)
         self.used = torch.full_like(self.targets, self.unfilled) if recompute else None
@@ -231,7 +233,9 @@ class StaticRouter:
             RuntimeError: in a run on a CPU, the slot is not filled; on a GPU a device-side assertion.
         """
         if torch.compiler.is_compiling():
-            raise ReplayStateError(f"{self.name}: torch.compile cannot capture static targets; use make_fx or CUDA graphs.")
+            raise ReplayStateError(
+                f"{self.name}: torch.compile cannot capture static targets; use make_fx or CUDA graphs."
+            )
         recompute = in_backward()
         source = self.used if recompute else self.targets
         if source is None:
