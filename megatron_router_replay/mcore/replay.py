@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_router_replay.diagnostics.live import LiveComparison, LiveReport
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
@@ -17,6 +17,8 @@ from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.session import Models, Session
 from megatron_router_replay.mcore.targets import build_targets, padding_ranks
 from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.transport.prefetch import MicrobatchRoutes
+from megatron_router_replay.transport.timing import LegTimes
 
 
 class ReplaySession(Session):
@@ -27,12 +29,47 @@ class ReplaySession(Session):
     needs_queue = True
 
     def __init__(
-        self, model_chunks: Models, trace: RoutingTrace, *, mtp: bool, verify: bool, compare_live: bool | int
+        self,
+        model_chunks: Models,
+        trace: RoutingTrace,
+        *,
+        mtp: bool,
+        verify: bool,
+        compare_live: bool | int,
+        leg_times: LegTimes | None = None,
     ) -> None:
         self._trace = trace
+        self._leg_times = leg_times
+        self._prefetched: RoutingTrace | None = None  # of the micro-batch that is being queued
         self._compare_every = int(compare_live)
         self._comparison: LiveComparison | None = None
         super().__init__(model_chunks, mtp=mtp, verify=verify)
+
+    def microbatch(
+        self, rows: Tensor | MicrobatchRoutes, model: nn.Module | None = None, *, token_ids: Tensor | None = None
+    ) -> None:
+        """Queue the routes of the next forward of a model chunk; call it once before each forward of each chunk.
+
+        Args:
+            rows: `routing_rows` as for every session, or what `transport.prefetch` made of them and this session's trace.
+            model, token_ids: as for every session.
+
+        Raises:
+            LayoutError: as for every session; or the rows were prefetched from another trace.
+            TraceError: they were prefetched without a layer of this chunk.
+            ReplayStateError: the session is closed.
+        """
+        if not isinstance(rows, MicrobatchRoutes):
+            super().microbatch(rows, model, token_ids=token_ids)
+            return
+        if rows.source is not self._trace:
+            raise LayoutError("these routes were prefetched from another trace than this session's.")
+        # Without a row, as when all is padding, any trace will do, but not an empty one.
+        self._prefetched = rows.trace if rows.trace.num_tokens else None
+        try:
+            super().microbatch(rows.routing_rows, model, token_ids=token_ids)
+        finally:
+            self._prefetched = None
 
     def live_report(self, *groups: dist.ProcessGroup | None) -> LiveReport:
         """Return how the live router and the replayed routes agree, added up over groups of ranks with the same layers.
@@ -52,9 +89,12 @@ class ReplaySession(Session):
 
     @property
     def report(self) -> SessionReport:
-        """As of every session; with compare_live also this rank's comparison with the live router."""
-        report = super().report
-        return report if self._comparison is None else replace(report, live=self._comparison.report())
+        """As of every session; where asked for, also this rank's comparison with the live router, and the leg times."""
+        return replace(
+            super().report,
+            live=None if self._comparison is None else self._comparison.report(),
+            leg_times=None if self._leg_times is None else self._leg_times.report(),
+        )
 
     def _setup(self) -> None:
         self._any_live = not bool(self._trace.replay_mask.all())
@@ -86,13 +126,15 @@ class ReplaySession(Session):
 
     def _queue(self, chunk: Chunk, rows: Tensor, token_ids: Tensor | None) -> None:
         trace = self._trace_of[chunk.index]
+        if self._prefetched is not None:
+            trace = self._prefetched.select_layers(trace.layer_numbers)
         rows = rows.to(trace.device)
         outside = (rows < -1) | (rows >= trace.num_tokens)
         self._check(
             outside.any(), f"routing_rows reach outside the trace's rows 0..{trace.num_tokens - 1}; padding is -1."
         )
         if token_ids is not None:
-            self._check_tokens(rows, token_ids.to(trace.device))
+            self._check_tokens(rows, token_ids.to(trace.device), trace.token_ids)
         targets = build_targets(
             trace,
             self._router_view(chunk, rows),
@@ -104,8 +146,7 @@ class ReplaySession(Session):
         self._count(targets.counts)
         chunk.queue(targets)
 
-    def _check_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
-        expected = self._trace.token_ids
+    def _check_tokens(self, rows: Tensor, token_ids: Tensor, expected: Tensor | None) -> None:
         if expected is None:
             raise LayoutError(
                 "token_ids were given for comparison, but the trace has none: make it with token_ids=..., or leave them out."
@@ -134,6 +175,7 @@ def replay(
     mtp: bool = False,
     verify: bool = False,
     compare_live: bool | int = False,
+    leg_times: LegTimes | None = None,
 ) -> ReplaySession:
     """Make the model use the experts of a trace, in every forward and recompute.
 
@@ -149,13 +191,15 @@ def replay(
         compare_live: take the live top-k beside the replayed routes, in every micro-batch (True) or every n-th: agreement,
             probability mass and expert load by layer, and layers whose capture looks wrong. No host sync.
         verify: compare every routing map that leaves a router with the trace; the report counts, a difference raises.
+        leg_times: `receiver.times` of the transport that brought the trace: the report then says what each leg of its
+            way here took since `leg_times.reset()`, on both sides, and which one training waited for.
 
     Raises:
         UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
         TraceError: the trace is of another model.
         ReplayStateError: the model is under another session.
     """
-    return ReplaySession(model_chunks, trace, mtp=mtp, verify=verify, compare_live=compare_live)
+    return ReplaySession(model_chunks, trace, mtp=mtp, verify=verify, compare_live=compare_live, leg_times=leg_times)
 
 
 def _check_model(trace: RoutingTrace, chunk: Chunk) -> None:

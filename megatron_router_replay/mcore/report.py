@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_router_replay.diagnostics.live import LiveReport
+from megatron_router_replay.transport.timing import LegReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,7 @@ class SessionReport:
         decisions_verified: (row, layer) pairs whose routing map was compared on its way out of the router, forwards and
             recomputes; 0 unless verify=True.
         live: the live router beside the replayed routes; None unless compare_live.
+        leg_times: how long each leg of the routes' way here took, on both sides; None unless leg_times was given.
         decisions_wrong: those that did not hold exactly the experts this session chose.
     """
 
@@ -42,6 +44,7 @@ class SessionReport:
     decisions_verified: int = 0
     decisions_wrong: int = 0
     live: LiveReport | None = None
+    leg_times: LegReport | None = None
 
     @property
     def replayed_share(self) -> float:
@@ -50,16 +53,18 @@ class SessionReport:
         return self.rows_replayed / trained if trained else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field, and `replayed_share`; `live` as a dict of its own, and only if there is one."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "live"}
+        """Return every field, and `replayed_share`; `live` and `leg_times` as dicts of their own, where there are any."""
+        apart = {"live": self.live, "leg_times": self.leg_times}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         values["replayed_share"] = self.replayed_share
-        return values if self.live is None else {**values, "live": self.live.to_dict()}
+        return values | {name: part.to_dict() for name, part in apart.items() if part is not None}
 
     def metrics(self, prefix: str = "router_replay/") -> dict[str, float]:
-        """Return the numbers for a training logger, keys under `prefix`."""
+        """Return the numbers for a training logger, keys under `prefix`; leg times under `{prefix}transport/`."""
         numbers = {name: value for name, value in self.to_dict().items() if isinstance(value, int | float)}
         live = {} if self.live is None else self.live.metrics(f"{prefix}live/")
-        return {prefix + name: float(value) for name, value in numbers.items()} | live
+        legs = {} if self.leg_times is None else self.leg_times.metrics(f"{prefix}transport/")
+        return {prefix + name: float(value) for name, value in numbers.items()} | live | legs
 
     def __str__(self) -> str:
         lines = [
@@ -76,4 +81,6 @@ class SessionReport:
             lines.append(f"  recompute flips prevented   {self.recompute_flips:>12,}")
         if self.decisions_verified:
             lines.append(f"  decisions verified / wrong  {self.decisions_verified:>12,} / {self.decisions_wrong:,}")
+        if self.leg_times is not None:
+            lines.append(f"  {self.leg_times}")
         return "\n".join([*lines, *([str(self.live)] if self.live is not None else [])])

@@ -21,13 +21,14 @@ from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.memory import TraceMemory
 from megatron_router_replay.transport.partition import partition_samples
 from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TraceFormat, TransportPlan, plan_routes
-from megatron_router_replay.transport.prefetch import MicrobatchRoutes, prefetch
+from megatron_router_replay.transport.prefetch import MicrobatchRoutes, prefetch, prefetch_batches
 from megatron_router_replay.transport.rows import RowSource, TraceRows
-from megatron_router_replay.transport.timing import LegTimes
+from megatron_router_replay.transport.timing import LegReport, LegTimes
 
 __all__ = [
     "DistributedReceiver",
     "DistributedSender",
+    "LegReport",
     "LegTimes",
     "MicrobatchRoutes",
     "ParallelLayout",
@@ -44,4 +45,5 @@ __all__ = [
     "partition_samples",
     "plan_routes",
     "prefetch",
+    "prefetch_batches",
 ]

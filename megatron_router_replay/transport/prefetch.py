@@ -1,14 +1,23 @@
 """This rank's trace -> the rows of one micro-batch after another, on the device when its forward begins.
 
 A thread gathers the next micro-batch's rows into page-locked memory and a side stream copies them while the present one
-runs. On a CPU the same code runs without streams.
+runs. On a CPU the same code runs without streams. A training loop changes one line:
+
+    with mrr.replay(model_chunks, trace) as session:                        # trace stays on the CPU
+        batches = prefetch_batches(trace, data_iterator, device="cuda")     # instead of data_iterator
+        forward_backward_func(forward_step_func=forward_step, data_iterator=batches, ...)
+
+whose forward_step calls `session.microbatch(batch["routing_rows"], model)` as ever. With virtual pipeline stages each
+chunk's data_iterator is wrapped, best with that chunk's `layer_numbers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,22 +27,57 @@ from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.timing import LegTimes
 
 
-class MicrobatchRoutes(NamedTuple):
-    """The routes of one micro-batch.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicrobatchRoutes:
+    """The routes of one micro-batch; a replay session of `source` takes them for `routing_rows`.
 
     Args:
         trace: the rows that the micro-batch uses, each once, in increasing order, on the device.
-        routing_rows: of the shape that was given, int64 on the CPU, rows of `trace`; -1 stays -1.
+        routing_rows: of the shape that was given, int64 on the device, rows of `trace`; -1 stays -1.
+        source: the trace that they were taken from.
     """
 
     trace: RoutingTrace
     routing_rows: Tensor
+    source: RoutingTrace
+
+
+def prefetch_batches(
+    trace: RoutingTrace,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    key: str = "routing_rows",
+    layer_numbers: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+    times: LegTimes | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Return a data iterator's batches with their rows replaced by their routes, loaded one batch ahead.
+
+    Args:
+        batches: of this trace's step, one a micro-batch, with routing_rows under `key`. One batch more than was asked for
+            is taken: give `itertools.islice(batches, num_microbatches)` of an iterator that goes on with the next step.
+        others: as for `prefetch`.
+
+    Raises:
+        TransportError: rows are outside the trace.
+    """
+    ahead: deque[Mapping[str, Any]] = deque()
+
+    def rows() -> Iterator[Tensor]:
+        for batch in batches:
+            ahead.append(batch)
+            yield batch[key]
+
+    loaded = prefetch(trace, rows(), layer_numbers=layer_numbers, device=device, times=times)
+    # Not a loop of our own: its variable would hold the last batch as long as the schedule holds this iterator.
+    return map(lambda routes: {**ahead.popleft(), key: routes}, loaded)
 
 
 def prefetch(
     trace: RoutingTrace,
     routing_rows: Iterable[Tensor],
     *,
+    layer_numbers: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
     times: LegTimes | None = None,
 ) -> Iterator[MicrobatchRoutes]:
@@ -45,25 +89,27 @@ def prefetch(
     Args:
         trace: this rank's, on the CPU.
         routing_rows: one int tensor a micro-batch, any shape, rows of `trace`, -1 on padding; on the CPU.
+        layer_numbers: the layers to load; None: all of the trace.
         device: where the routers run.
         times: "wait" counts how long the caller had to wait for rows.
 
     Raises:
+        TraceError: the trace has no such layer.
         TransportError: rows are outside the trace.
     """
+    layers = trace if layer_numbers is None else trace.select_layers(layer_numbers)
     target = torch.device(device)
     slots = [_Slot(target), _Slot(target)]
     stream = torch.cuda.Stream(target) if target.type == "cuda" else None  # type: ignore[no-untyped-call]
     times = LegTimes("training") if times is None else times
     with ThreadPoolExecutor(1, thread_name_prefix="routes-prefetch") as worker:
-        following: Future[_Loaded] | None = None
+        pending: deque[Future[_Loaded]] = deque()
         for number, rows in enumerate(routing_rows):
-            loading = worker.submit(_load, trace, rows, slots[number % 2], stream)
-            if following is not None:
-                yield _hand_over(following, times)
-            following = loading
-        if following is not None:
-            yield _hand_over(following, times)
+            pending.append(worker.submit(_load, trace, layers, rows, slots[number % 2], stream))
+            if len(pending) == 2:
+                yield _hand_over(pending.popleft(), times)
+        while pending:
+            yield _hand_over(pending.popleft(), times)
 
 
 class _Loaded(NamedTuple):
@@ -92,7 +138,9 @@ class _Slot:
         return memory[:rows]
 
 
-def _load(trace: RoutingTrace, rows: Tensor, slot: _Slot, stream: torch.cuda.Stream | None) -> _Loaded:
+def _load(
+    source: RoutingTrace, trace: RoutingTrace, rows: Tensor, slot: _Slot, stream: torch.cuda.Stream | None
+) -> _Loaded:
     used, local = torch.unique(rows.detach().to(device="cpu", dtype=torch.int64), return_inverse=True)
     padding = int(used.numel() > 0 and int(used[0]) == -1)
     used, local = used[padding:], local - padding
@@ -106,21 +154,24 @@ def _load(trace: RoutingTrace, rows: Tensor, slot: _Slot, stream: torch.cuda.Str
     for name, value in given.items():
         torch.index_select(value, 0, used, out=memory[name])
     if stream is not None:
+        memory["rows"] = slot.memory("rows", local.view(-1), local.numel())
+        memory["rows"].copy_(local.view(-1))
         with torch.cuda.stream(stream):
             memory = {name: value.to(stream.device, non_blocking=True) for name, value in memory.items()}
             slot.copied = stream.record_event()
+        local = memory.pop("rows").view(local.shape)
     micro = RoutingTrace.from_checked(**memory, layer_numbers=trace.layer_numbers, num_experts=trace.num_experts)
-    return _Loaded(MicrobatchRoutes(micro, local), slot.copied)
+    return _Loaded(MicrobatchRoutes(trace=micro, routing_rows=local, source=source), slot.copied)
 
 
 def _hand_over(following: Future[_Loaded], times: LegTimes) -> MicrobatchRoutes:
     with times.leg("wait"):
         loaded = following.result()
     if loaded.copied is not None:
-        trace = loaded.routes.trace
+        trace, rows = loaded.routes.trace, loaded.routes.routing_rows
         current = torch.cuda.current_stream(trace.device)
         current.wait_event(loaded.copied)
-        for value in (trace.topk_indices, trace.replay_mask, trace.token_ids, trace.weight_version):
+        for value in (rows, trace.topk_indices, trace.replay_mask, trace.token_ids, trace.weight_version):
             if value is not None:
                 value.record_stream(current)  # its memory belongs to the side stream
     return loaded.routes

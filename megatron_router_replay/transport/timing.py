@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 Leg = Literal["collect", "decode", "assemble", "partition", "send", "receive", "wait"]
@@ -26,6 +27,30 @@ _DOING: dict[str, str] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LegReport:
+    """What was counted up to one moment.
+
+    Args:
+        line: for a person: how long this side waited, and which leg to fix, here or on the other side.
+        numbers: `<side>_<leg>_s` for every leg, `_gb_per_s` for those with bytes, of both sides.
+    """
+
+    line: str
+    numbers: Mapping[str, float]
+
+    def metrics(self, prefix: str = "router_replay/transport/") -> dict[str, float]:
+        """Return the numbers for a training logger, keys under `prefix`."""
+        return {prefix + name: value for name, value in self.numbers.items()}
+
+    def to_dict(self) -> dict[str, float | str]:
+        """Return plain values."""
+        return {"line": self.line, **self.numbers}
+
+    def __str__(self) -> str:
+        return self.line
+
+
 class LegTimes:
     """Wall-clock seconds and bytes of each leg; threads that work on the same leg at once count once.
 
@@ -41,7 +66,7 @@ class LegTimes:
         self._seconds: dict[str, float] = {}
         self._bytes: dict[str, int] = {}
         self._since: dict[str, tuple[int, float]] = {}  # leg -> how many threads are in it, since when
-        self._lapped: dict[str, Lap] = {}
+        self._unheard: dict[str, Lap] = {}  # by the other side
         self._other: dict[str, Lap] = {}
 
     @contextmanager
@@ -70,11 +95,7 @@ class LegTimes:
     def lap(self) -> dict[str, Lap]:
         """Return what came since the last lap, for the other side."""
         with self._lock:
-            now = {name: (self._seconds[name], self._bytes[name]) for name in self._seconds}
-            before, self._lapped = self._lapped, now
-        laps = {
-            name: (s - before.get(name, (0.0, 0))[0], b - before.get(name, (0.0, 0))[1]) for name, (s, b) in now.items()
-        }
+            laps, self._unheard = self._unheard, {}
         return {name: values for name, values in laps.items() if values[0] or values[1]}
 
     def hear(self, laps: Mapping[str, Lap]) -> None:
@@ -85,19 +106,23 @@ class LegTimes:
                 self._other[str(name)] = (before[0] + float(seconds), before[1] + int(nbytes))
 
     def reset(self) -> None:
-        """Start again from zero, for numbers of one step."""
+        """Start again from zero, for numbers of one step; what the other side has not heard yet it will hear."""
         with self._lock:
-            self._seconds, self._bytes, self._lapped, self._other = {}, {}, {}, {}
+            self._seconds, self._bytes, self._other = {}, {}, {}
 
     def metrics(self, prefix: str = "router_replay/transport/") -> dict[str, float]:
         """Return `<side>_<leg>_s` for every leg, `_gb_per_s` for those with bytes, of both sides, for a training logger."""
+        return self.report().metrics(prefix)
+
+    def report(self) -> LegReport:
+        """Return what was counted so far, for good: later times do not change it."""
         numbers: dict[str, float] = {}
-        for side, laps in ((self.side, self._own()), (_SIDES[self.side], dict(self._other))):
+        for side, laps in ((self.side, self._own()), (_SIDES[self.side], self._others())):
             for name, (seconds, nbytes) in laps.items():
-                numbers[f"{prefix}{side}_{name}_s"] = seconds
+                numbers[f"{side}_{name}_s"] = seconds
                 if nbytes and seconds:
-                    numbers[f"{prefix}{side}_{name}_gb_per_s"] = nbytes / seconds / 1e9
-        return numbers
+                    numbers[f"{side}_{name}_gb_per_s"] = nbytes / seconds / 1e9
+        return LegReport(line=self.line(), numbers=numbers)
 
     def line(self) -> str:
         """Return one line for a person: how long this side waited, and which leg to fix, here or on the other side."""
@@ -107,7 +132,7 @@ class LegTimes:
         if busy is not None and own[busy][0] >= waited:
             return f"routes: {self.side} spent {_spent(self.side, busy, own[busy])}, waited {waited:.1f} s"
         other_side = _SIDES[self.side]
-        other = {name: laps for name, laps in self._other.items() if name != "wait"}
+        other = {name: laps for name, laps in self._others().items() if name != "wait"}
         slowest = max(other, key=lambda name: other[name][0], default=None)
         text = f"routes: {self.side} waited {waited:.1f} s"
         if slowest is None or other[slowest][0] < 0.1 * waited:
@@ -119,9 +144,15 @@ class LegTimes:
         with self._lock:
             return {name: (self._seconds[name], self._bytes[name]) for name in self._seconds}
 
+    def _others(self) -> dict[str, Lap]:
+        with self._lock:
+            return dict(self._other)
+
     def _add(self, name: str, seconds: float, nbytes: int) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         self._bytes[name] = self._bytes.get(name, 0) + nbytes
+        before = self._unheard.get(name, (0.0, 0))
+        self._unheard[name] = (before[0] + seconds, before[1] + nbytes)
 
 
 def _spent(side: Side, name: str, lap: Lap) -> str:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_router_replay import RoutingTrace, engines
-from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.transport import LegTimes, TransportError, decode_responses, prefetch
+from megatron_router_replay.errors import PayloadError, TraceError
+from megatron_router_replay.transport import LegTimes, TransportError, decode_responses, prefetch, prefetch_batches
 
 
 def _trace(device: str = "cpu") -> RoutingTrace:
@@ -33,13 +33,15 @@ def _check(device: str) -> None:
     for rows, routes in zip(ROWS, prefetch(trace, ROWS, device=device)):
         assert routes.routing_rows.shape == rows.shape
         assert routes.trace.device.type == torch.device(device).type
-        known = rows >= 0
-        assert torch.equal(routes.routing_rows >= 0, known)
-        ids = routes.trace.topk_indices.cpu()[routes.routing_rows[known]]
+        assert routes.routing_rows.device == routes.trace.device
+        assert routes.source is trace
+        known, local = rows >= 0, routes.routing_rows.cpu()
+        assert torch.equal(local >= 0, known)
+        ids = routes.trace.topk_indices.cpu()[local[known]]
         assert torch.equal(ids, trace.topk_indices[rows[known]])
         assert routes.trace.token_ids is not None
-        assert torch.equal(routes.trace.token_ids.cpu()[routes.routing_rows[known]], rows[known].to(torch.int32))
-        assert torch.equal(routes.trace.replay_mask.cpu()[routes.routing_rows[known]], trace.replay_mask[rows[known]])
+        assert torch.equal(routes.trace.token_ids.cpu()[local[known]], rows[known].to(torch.int32))
+        assert torch.equal(routes.trace.replay_mask.cpu()[local[known]], trace.replay_mask[rows[known]])
 
 
 def test_each_microbatch_gets_the_rows_it_uses_once() -> None:
@@ -72,6 +74,31 @@ def test_nothing_is_retained_after_the_step() -> None:
     kept = [weakref.ref(routes.trace.topk_indices) for routes in prefetch(_trace(), ROWS)]
     gc.collect()
     assert [ref() for ref in kept] == [None, None, None]
+
+
+def test_a_schedule_that_never_asks_for_more_than_its_microbatches_retains_nothing_either() -> None:
+    steps = prefetch_batches(_trace(), [{"routing_rows": rows} for rows in ROWS])
+    kept = [weakref.ref(next(steps)["routing_rows"].trace.topk_indices) for _ in ROWS]
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None, None]
+
+
+def test_only_the_layers_asked_for_are_loaded() -> None:
+    trace = _trace()
+    (routes,) = prefetch(trace, [torch.tensor([4, 2])], layer_numbers=[2])
+    assert routes.trace.layer_numbers == (2,)
+    assert torch.equal(routes.trace.topk_indices, trace.topk_indices[[2, 4]][:, 1:])
+    with pytest.raises(TraceError, match="no layer_number 3"):
+        next(prefetch(trace, ROWS, layer_numbers=[3]))
+
+
+def test_a_data_iterator_keeps_its_batches() -> None:
+    batches = [{"tokens": number, "routing_rows": rows} for number, rows in enumerate(ROWS)]
+    loaded = list(prefetch_batches(_trace(), iter(batches)))
+    assert [batch["tokens"] for batch in loaded] == [0, 1, 2]
+    assert loaded[0]["routing_rows"].routing_rows.tolist() == [[1, 0, -1], [0, 2, -1]]
+    assert loaded[0]["routing_rows"].trace.token_ids.tolist() == [1, 3, 7]
+    assert batches[0]["routing_rows"] is ROWS[0], "what was given is as it was"
 
 
 def test_rows_outside_the_trace_raise() -> None:

@@ -56,6 +56,29 @@ def test_laps_are_what_came_since_the_last() -> None:
     assert times.lap() == {}
 
 
+def test_a_reset_loses_nothing_that_the_other_side_has_not_heard() -> None:
+    times = LegTimes("training")
+    times.add("wait", 2.0)
+    times.hear({"decode": (1.0, 10)})
+    times.reset()
+    assert times.metrics("") == {}
+    times.add("wait", 0.5)
+    assert times.metrics("") == {"training_wait_s": 0.5}
+    assert times.lap() == {"wait": (2.5, 0)}
+
+
+def test_a_report_does_not_change_any_more() -> None:
+    times = LegTimes("training")
+    times.add("wait", 2.0)
+    report = times.report()
+    times.add("wait", 1.0)
+    assert report.to_dict() == {
+        "line": "routes: training waited 2.0 s: rollout side generating",
+        "training_wait_s": 2.0,
+    }
+    assert report.metrics("a/") == {"a/training_wait_s": 2.0}
+
+
 def test_threads_on_one_leg_count_their_wall_time_once() -> None:
     times = LegTimes("rollout")
 
