@@ -4,12 +4,13 @@
 
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_MCORE_0_15 ?= .venv-mcore-0.15
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: venv venv-vllm demo grpo test test-slow lint format docs bench clean
+.PHONY: venv venv-vllm demo grpo test test-slow test-mcore-0.15 lint format docs bench clean
 
 venv: $(READY)
 
@@ -28,6 +29,13 @@ $(VENV_VLLM)/.ready: constraints-vllm.txt
 	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# Megatron-Core 0.15 wants a numpy of its own.
+$(VENV_MCORE_0_15)/.ready: setup.py constraints-mcore-0.15.txt
+	$(PYTHON) -m venv $(VENV_MCORE_0_15)
+	$(VENV_MCORE_0_15)/bin/python -m pip install --quiet $(TORCH)
+	$(VENV_MCORE_0_15)/bin/python -m pip install --quiet --constraint constraints-mcore-0.15.txt --editable . pytest
+	touch $@
+
 demo: $(READY)
 	$(BIN)/router-replay demo
 
@@ -39,6 +47,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+test-mcore-0.15: $(VENV_MCORE_0_15)/.ready
+	$(VENV_MCORE_0_15)/bin/python -m pytest tests/functional/mcore
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -61,4 +72,4 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_MCORE_0_15) build dist *.egg-info

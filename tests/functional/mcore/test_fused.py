@@ -180,6 +180,15 @@ def restored() -> dict[str, Any]:
     after = router_module.topk_routing_with_score_function is before
     message = live_message(model, case, microbatch)
 
+    # A session that ends twice, by close and by an exception behind it, counts once.
+    with mrr.freeze_recompute(model):
+        try:
+            with mrr.record(model) as closed:
+                closed.close()
+                raise RuntimeError
+        except RuntimeError:
+            while_outer = router_module.topk_routing_with_score_function is not before
+
     # Another package that wraps the function while a session runs keeps its wrapper.
     session = mrr.freeze_recompute(model)
     wrapped = router_module.topk_routing_with_score_function
@@ -194,6 +203,7 @@ def restored() -> dict[str, Any]:
     router_module.topk_routing_with_score_function = before
     return {
         "while_inner": while_inner,
+        "while_outer": while_outer,
         "after": after,
         "message": message,
         "kept": kept,
@@ -207,6 +217,7 @@ def restored() -> dict[str, Any]:
 def test_when_the_last_session_ends_megatrons_own_function_is_back(workers_1):
     (result,) = workers_1.run(restored)
     assert result["while_inner"]
+    assert result["while_outer"]
     assert result["after"]
     assert result["kept"]
     assert "Please install TE" in result["message"]
