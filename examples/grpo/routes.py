@@ -139,8 +139,7 @@ class WorkerRollouts(Rollouts):
     """Rollout workers in processes of their own; rank 0 is their manager.
 
     Args:
-        format: of the routes that the workers send.
-        make_engine: makes each worker's engine, in its process.
+        worker_engine: makes each worker's engine, in its process.
     """
 
     receivers: Sequence[Any] = ()
@@ -150,11 +149,11 @@ class WorkerRollouts(Rollouts):
         self,
         settings: Settings,
         trainer: Trainer,
-        make_engine: Callable[[Settings], Engine] = make_worker_engine,
+        worker_engine: Callable[[Settings], Engine] = make_worker_engine,
     ) -> None:
         super().__init__(settings, trainer)
         self.is_manager = dist.get_rank() == 0
-        self.make_engine = make_engine
+        self.worker_engine = worker_engine
         self.format = TraceFormat(
             layer_numbers=tuple(sorted(number for stage in self.layout.stage_layers for number in stage)),
             topk=trainer.config.moe_router_topk,
@@ -203,7 +202,7 @@ class WorkerRollouts(Rollouts):
 
     def _worker_arguments(self, sender_of: SenderOf) -> list[tuple[Any, ...]]:
         numbers = range(self.settings.rollout_workers)
-        return [(self.settings, number, self.layout, self.make_engine, sender_of) for number in numbers]
+        return [(self.settings, number, self.layout, self.worker_engine, sender_of) for number in numbers]
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all workers at once and return their results; on rank 0."""

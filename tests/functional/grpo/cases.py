@@ -126,7 +126,7 @@ def rollouts_of(settings: Settings, trainer: Trainer, engine: type[TransformersE
         is_first = torch.distributed.get_rank() == 0
         return LocalRollouts(settings, trainer, engine(settings) if is_first else None)
     ways = {"distributed": DistributedRollouts, "ray": RayRollouts}
-    return ways[settings.transport](settings, trainer, make_engine=engine)
+    return ways[settings.transport](settings, trainer, worker_engine=engine)
 
 
 def vllm_response(samples: Sequence[Sample]) -> dict[str, Any]:
