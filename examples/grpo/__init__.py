@@ -24,6 +24,9 @@ data-parallel samples and its pipeline stage's layers only, and `routing_rows` c
 long training waited for routes, and for what; metrics.jsonl has every leg under `router_replay/transport/`, those of the
 rollout side summed over its workers.
 
+The routes of a trained policy, for `router-replay inspect` or to measure with: train, then add one large rollout, as in
+`train --resume --steps 31 --prompts 128 --per-prompt 16 --save-routes routes.safetensors`.
+
 On a CPU Megatron runs over gloo by `megatron_router_replay.testing`, its distributed optimizer too; on GPUs neither is
 needed. The old log-probs are the trainer's: those of its own forward, under r3 with the engine's routes.
 """

@@ -299,7 +299,8 @@ def _start_ray() -> tuple[str, str | None]:
     """Start a Ray of this machine; return its address, and how it wants to be logged in to: it sets that for itself."""
     import ray
 
-    context: Any = ray.init("local", include_dashboard=False, object_store_memory=200 << 20, **_RAY_OPTIONS)
+    # No CPUs to schedule on: the workers ask for none, and Ray starts no idle processes for them.
+    context: Any = ray.init("local", num_cpus=0, include_dashboard=False, object_store_memory=200 << 20, **_RAY_OPTIONS)
     return context.address_info["address"], os.environ.get(_RAY_AUTH_MODE)
 
 

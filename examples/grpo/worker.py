@@ -206,3 +206,4 @@ if __name__ == "__main__":
     from examples.grpo import worker
 
     worker.serve(Connection(int(sys.argv[1])))
+    os._exit(0)  # the manager is gone: nobody waits for what may still be on its way
