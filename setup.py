@@ -27,7 +27,7 @@ setup(
     package_data={"megatron_router_replay": ["py.typed"], "megatron_router_replay.demo": ["data/*.json", "data/*/*"]},
     # transformer-engine and apex are what Megatron-Core uses on CUDA machines; this package never needs them.
     install_requires=[
-        "megatron-core>=0.15.3,<0.17",
+        "megatron-core>=0.14,<0.17",
         "numpy>=1.26",
         "safetensors>=0.5",
         "torch>=2.6",
