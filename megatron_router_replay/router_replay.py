@@ -36,6 +36,29 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def check_not_captured(scores: Tensor, who: str) -> None:
+    """Raise if what runs now becomes part of a graph that runs again without Python, with the routes of this run.
+
+    Raises:
+        ReplayStateError: a CUDA graph is captured, or make_fx, torch.export or torch.jit.trace trace. torch.compile does not
+            get here: it leaves the choice of experts out of its graphs.
+    """
+    if is_captured(scores):
+        raise ReplayStateError(
+            f"{who} is captured into a graph, which would repeat the routes of the capture. Leave routers out of graphs, or "
+            "give them megatron_router_replay.mcore.static.StaticTargets."
+        )
+
+
+def is_captured(scores: Tensor) -> bool:
+    """Return whether what runs now becomes part of a graph that runs again without Python."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # slow to import, and loaded wherever graphs are made
+
+    if scores.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    return get_proxy_mode() is not None or torch.jit.is_tracing()
+
+
 def gather_topk(scores: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the live scores of the given experts and their indices, as a top-k would.
 
@@ -157,6 +180,8 @@ class RouterReplay:
         """Let the router route live again."""
         self.router_replay_action = None
 
+    # A compiled graph could hold the target, the action or the phase of the call it was made in.
+    @torch._disable_dynamo  # not torch.compiler.disable: that imports Dynamo with this module, in a second
     def get_replay_topk(
         self,
         scores: Tensor,
@@ -177,9 +202,12 @@ class RouterReplay:
             ([num_tokens, topk] scores of the chosen experts, [num_tokens, topk] int64).
 
         Raises:
-            ReplayStateError: a replay without a target, or a target of another shape than this forward's.
+            ReplayStateError: a replay without a target, or a target of another shape than this forward's; a graph other
+                than torch.compile's is captured.
         """
         action = self.router_replay_action
+        if action is not None:
+            check_not_captured(scores, action.name)
         if action is RouterReplayAction.REPLAY_FORWARD and in_backward():
             # The target is the last forward's; this recompute may be of an earlier micro-batch.
             action = RouterReplayAction.REPLAY_BACKWARD

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.find import FoundRouter
 from megatron_router_replay.mcore.targets import Targets
-from megatron_router_replay.router_replay import ComputeTopk, check_fits, gather_topk, in_backward
+from megatron_router_replay.router_replay import ComputeTopk, check_fits, check_not_captured, gather_topk, in_backward
 from megatron_router_replay.trace import index_dtype
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class SessionRouter:
         used = (microbatch.used[self.position] for microbatch in self.chunk.in_flight.values())
         return [indices for indices in used if indices is not None]
 
+    @torch.compiler.disable  # a compiled graph could hold this call's micro-batch, counts or phase
     def get_replay_topk(
         self,
         scores: Tensor,
@@ -172,8 +174,10 @@ class SessionRouter:
         """Return the experts that this forward or recompute uses, [num_tokens, topk] in the compact dtype.
 
         Raises:
-            ReplayStateError: no routes were queued for this forward, or the micro-batch of a recompute cannot be told.
+            ReplayStateError: no routes were queued for this forward, or the micro-batch of a recompute cannot be told; a
+                graph other than torch.compile's is captured.
         """
+        check_not_captured(live.inputs, f"layer {self.found.layer_number} ({self.found.name})")
         grad_enabled = torch.is_grad_enabled()
         with torch.no_grad():
             used = self._recompute(live) if in_backward() else self._forward(live, grad_enabled=grad_enabled)
@@ -320,6 +324,7 @@ class Chunk:
             self.in_flight[number] = Microbatch(number, len(self.routers))
         return self.in_flight[number]
 
+    @torch.compiler.disable
     def _enter(self, module: nn.Module, args: Any) -> None:
         # Another session may have taken the routers for a while; a recompute of the whole chunk is not a forward.
         if not self.routers[0].attached or in_backward():
@@ -332,6 +337,7 @@ class Chunk:
                 router.forwards = self._entered
         self._at(self._entered, f"layer {self.routers[0].found.layer_number}").trains = torch.is_grad_enabled()
 
+    @torch.compiler.disable
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.routers[0].attached or in_backward():
             return
@@ -384,7 +390,13 @@ class _BackwardHook:
         self._chunk = chunk
         self._microbatch = microbatch
 
+    @torch.compiler.disable
     def __call__(self, grad: Tensor) -> None:
+        if compiled_autograd.in_compiled_autograd_region:
+            raise ReplayStateError(
+                "cannot tell recomputes from forwards under compiled autograd: turn it off "
+                "(torch._dynamo.config.compiled_autograd = False) while a session runs."
+            )
         self._chunk.begin_backward(self._microbatch)
 
 

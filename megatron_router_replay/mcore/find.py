@@ -56,14 +56,15 @@ def as_chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the innermost model of wrappers such as DistributedDataParallel and Float16Module."""
+    """Return the innermost model of wrappers such as DistributedDataParallel, Float16Module and torch.compile's."""
     return wrappers(module)[-1]
 
 
 def wrappers(module: nn.Module) -> list[nn.Module]:
     """Return the module and everything it wraps, outermost first."""
     chain = [module]
-    while isinstance(inner := getattr(chain[-1], "module", None), nn.Module):
+    # torch.compile's wrapper answers for the attributes of what it wraps, so its own comes first.
+    while isinstance(inner := getattr(chain[-1], "_orig_mod", getattr(chain[-1], "module", None)), nn.Module):
         chain.append(inner)
     return chain
 

@@ -83,6 +83,7 @@ class RoutingFunction:
         finally:
             self._calling.router = before
 
+    @torch.compiler.disable  # see SessionRouter.get_replay_topk
     def _call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         router = getattr(self._calling, "router", None)
         router_replay = kwargs.get("router_replay") if HAS_ROUTER_REPLAY else getattr(router, "router_replay", None)

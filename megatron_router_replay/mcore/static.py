@@ -30,12 +30,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.find import as_chunks, find_routers
 from megatron_router_replay.mcore.targets import build_targets
-from megatron_router_replay.router_replay import ComputeTopk, check_fits, gather_topk, in_backward
+from megatron_router_replay.router_replay import ComputeTopk, check_fits, gather_topk, in_backward, is_captured
 from megatron_router_replay.trace import RoutingTrace, index_dtype, spread_experts
 
 
@@ -252,14 +251,9 @@ class StaticRouter:
                 indices = torch.where(self.live.unsqueeze(1), chosen, indices)
             if self.used is not None and not recompute:
                 self.used.copy_(indices)
-            if _captured(scores):
+            if is_captured(scores):
                 source.fill_(self.unfilled)
         return gather_topk(scores, indices)
-
-
-def _captured(scores: Tensor) -> bool:
-    """Return whether what runs now becomes part of a graph that runs again without Python."""
-    return get_proxy_mode() is not None or (scores.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _require(holds: Tensor, message: str) -> None:

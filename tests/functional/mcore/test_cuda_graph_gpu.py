@@ -18,9 +18,7 @@ NUM_TOKENS, NUM_EXPERTS, TOPK = 256, 64, 6
 
 def new_trace(seed, replay_mask=None):
     routes = random_routes(1000, 1, TOPK, NUM_EXPERTS, seed=seed)
-    return mrr.RoutingTrace(
-        topk_indices=routes, layer_numbers=[1], num_experts=NUM_EXPERTS, replay_mask=replay_mask
-    )
+    return mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=NUM_EXPERTS, replay_mask=replay_mask)
 
 
 def make_static(**options):
