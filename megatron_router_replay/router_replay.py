@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError, TraceError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 ComputeTopk = Callable[..., tuple[Tensor, Tensor]]
 """(scores [num_tokens, num_experts], topk, num_groups=, group_topk=) -> (values, indices), both [num_tokens, topk]."""
@@ -34,6 +37,12 @@ class RouterReplayAction(Enum):
 def in_backward() -> bool:
     """Return whether this thread runs inside an autograd backward, where a router's forward can only be a recompute."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def not_compiled(function: Function) -> Function:
+    """Keep a function out of torch.compile's graphs: they could hold the micro-batch, the counts or the phase of one call."""
+    # torch.compiler.disable does the same, is untyped, and imports all of Dynamo now instead of with the first call.
+    return cast(Function, _disable_dynamo(function))
 
 
 def check_not_captured(scores: Tensor, who: str) -> None:
@@ -56,7 +65,7 @@ def is_captured(scores: Tensor) -> bool:
 
     if scores.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
-    return get_proxy_mode() is not None or torch.jit.is_tracing()
+    return get_proxy_mode() is not None or bool(torch._C._is_tracing())
 
 
 def gather_topk(scores: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,8 +189,7 @@ class RouterReplay:
         """Let the router route live again."""
         self.router_replay_action = None
 
-    # A compiled graph could hold the target, the action or the phase of the call it was made in.
-    @torch._disable_dynamo  # not torch.compiler.disable: that imports Dynamo with this module, in a second
+    @not_compiled
     def get_replay_topk(
         self,
         scores: Tensor,

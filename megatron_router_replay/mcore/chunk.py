@@ -20,7 +20,14 @@ from torch._dynamo import compiled_autograd
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.find import FoundRouter
 from megatron_router_replay.mcore.targets import Targets
-from megatron_router_replay.router_replay import ComputeTopk, check_fits, check_not_captured, gather_topk, in_backward
+from megatron_router_replay.router_replay import (
+    ComputeTopk,
+    check_fits,
+    check_not_captured,
+    gather_topk,
+    in_backward,
+    not_compiled,
+)
 from megatron_router_replay.trace import index_dtype
 
 if TYPE_CHECKING:
@@ -151,7 +158,7 @@ class SessionRouter:
         used = (microbatch.used[self.position] for microbatch in self.chunk.in_flight.values())
         return [indices for indices in used if indices is not None]
 
-    @torch.compiler.disable  # a compiled graph could hold this call's micro-batch, counts or phase
+    @not_compiled
     def get_replay_topk(
         self,
         scores: Tensor,
@@ -324,7 +331,7 @@ class Chunk:
             self.in_flight[number] = Microbatch(number, len(self.routers))
         return self.in_flight[number]
 
-    @torch.compiler.disable
+    @not_compiled
     def _enter(self, module: nn.Module, args: Any) -> None:
         # Another session may have taken the routers for a while; a recompute of the whole chunk is not a forward.
         if not self.routers[0].attached or in_backward():
@@ -337,7 +344,7 @@ class Chunk:
                 router.forwards = self._entered
         self._at(self._entered, f"layer {self.routers[0].found.layer_number}").trains = torch.is_grad_enabled()
 
-    @torch.compiler.disable
+    @not_compiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.routers[0].attached or in_backward():
             return
@@ -390,7 +397,7 @@ class _BackwardHook:
         self._chunk = chunk
         self._microbatch = microbatch
 
-    @torch.compiler.disable
+    @not_compiled
     def __call__(self, grad: Tensor) -> None:
         if compiled_autograd.in_compiled_autograd_region:
             raise ReplayStateError(

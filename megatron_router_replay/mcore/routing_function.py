@@ -25,6 +25,7 @@ from megatron_router_replay.errors import UnsupportedRouterError
 from megatron_router_replay.fused import route, selection_scores
 from megatron_router_replay.mcore.chunk import LiveSelection, SessionRouter
 from megatron_router_replay.mcore.compat import HAS_ROUTER_REPLAY
+from megatron_router_replay.router_replay import not_compiled
 
 _NAME = "topk_routing_with_score_function"
 
@@ -83,7 +84,7 @@ class RoutingFunction:
         finally:
             self._calling.router = before
 
-    @torch.compiler.disable  # see SessionRouter.get_replay_topk
+    @not_compiled
     def _call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         router = getattr(self._calling, "router", None)
         router_replay = kwargs.get("router_replay") if HAS_ROUTER_REPLAY else getattr(router, "router_replay", None)

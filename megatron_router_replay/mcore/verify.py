@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_router_replay.errors import UnsupportedRouterError
 from megatron_router_replay.mcore.chunk import SessionRouter
+from megatron_router_replay.router_replay import not_compiled
 
 
 class Verifier:
@@ -48,7 +49,7 @@ class Verifier:
         return 0 if self._wrong is None else int(self._wrong)
 
     def _watch(self, router: SessionRouter) -> Callable[[nn.Module, Any, tuple[Tensor, Tensor]], None]:
-        @torch.compiler.disable
+        @not_compiled
         def compare(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
             used, routing_map = router.last_used, output[1]
             if not router.attached or used is None:
