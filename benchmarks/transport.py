@@ -1,9 +1,9 @@
 """What moving routes costs, leg by leg, beside what a user would do instead.
 
-python -m benchmarks.transport                        # everything, writes benchmarks/RESULTS_transport.md
-python -m benchmarks.transport real --gigabytes 0.3   # one part, printed
-python -m benchmarks.transport stream --gigabytes 5
-python -m benchmarks.transport compress
+python -m benchmarks.transport                                # all parts; writes benchmarks/RESULTS_transport.md
+python -m benchmarks.transport real compression               # these parts, about 5 minutes; the others' results stay
+python -m benchmarks.transport streamed --gigabytes 5
+python -m benchmarks.transport compression --routes FILE      # also measures a trace file, of any model's routes
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import os
 import pickle
 import platform
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from math import comb
@@ -31,14 +33,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import peak_bytes
-from megatron_router_replay import RoutingTrace, engines
+from megatron_router_replay import RoutingTrace, engines, load_trace
+from megatron_router_replay.engines import checks, payload
 from megatron_router_replay.transport import (
     DistributedReceiver,
     DistributedSender,
-    LegTimes,
     ParallelLayout,
     Part,
     TraceFormat,
+    TraceMemory,
     TraceRows,
     decode_responses,
     open_store,
@@ -48,7 +51,7 @@ from megatron_router_replay.transport.rows import Memory
 
 RESULTS = Path(__file__).parent / "RESULTS_transport.md"
 CAPTURES = Path(__file__).parent.parent / "tests/unit/data/engine_captures"
-LIMITS = {"timeout": timedelta(minutes=2), "ready_timeout": timedelta(minutes=5)}
+LIMITS = {"timeout": timedelta(minutes=5), "ready_timeout": timedelta(minutes=30)}
 NUM_LAYERS, TOPK, NUM_EXPERTS, SAMPLE = 48, 8, 128, 4096
 MODEL = engines.ModelRoutingInfo(
     num_layers=NUM_LAYERS,
@@ -57,7 +60,11 @@ MODEL = engines.ModelRoutingInfo(
     topk=TOPK,
 )
 STAGES = (tuple(range(1, 25)), tuple(range(25, 49)))
-MESSAGE = 32 << 20
+ROW_BYTES = 24 * TOPK
+"""Of a stage's layers; the mask takes one more."""
+MESSAGE = (32 << 20) // ROW_BYTES * ROW_BYTES
+ROUNDS = 7
+"""Of which the first, when memory is new and connections are made, does not count."""
 SPAWN = multiprocessing.get_context("spawn")
 
 Row = tuple[str, str]
@@ -100,44 +107,84 @@ def _child(function: Callable[..., None], rank: int, queue: Any, args: tuple[Any
     function(rank, queue, *args)
 
 
-# --- the way of this package -----------------------------------------------------------------------------------------
+# --- send to receive -------------------------------------------------------------------------------------------------
 
 
-def _receive(rank: int, queue: Any, port: int, steps: int, reuse: bool) -> None:
+class Exchange:
+    """A way to get the batch from this process to two others; they wait, without work, while others take their turn."""
+
+    def __init__(self, receive: Callable[..., None], *args: Any) -> None:
+        self._store = open_store("127.0.0.1", is_server=True)
+        self._processes, self._queue = children(receive, self._store.port, *args)
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+
+    def step(self) -> None:
+        """Send the batch once; counts the seconds until both have it, and this process's CPU seconds."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.send()
+        self.seconds.append(time.perf_counter() - wall)
+        self.cpu_seconds.append(time.process_time() - cpu)
+
+    def send(self) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> list[Any]:
+        """Return what the receivers say: [check sums, CPU seconds of each round]."""
+        said = [self._queue.get() for _ in self._processes]
+        for process in self._processes:
+            process.join()
+        for checks_of_rank, cpu in said:
+            assert len(checks_of_rank) == 1, "every round brought the same"
+            self.cpu_seconds = [mine + theirs for mine, theirs in zip(self.cpu_seconds, cpu)]
+        return said
+
+    def row(self, what: str, total: int) -> Row:
+        return (
+            what,
+            f"{gb_per_s(total, min(self.seconds[1:]))} best, {gb_per_s(total, statistics.median(self.seconds[1:]))} median; "
+            f"{statistics.median(self.cpu_seconds[1:]) / total * 1e9:.2f} CPU s a GB on both sides",
+        )
+
+
+def _receive(rank: int, queue: Any, port: int, reuse: bool) -> None:
     store = open_store("127.0.0.1", port, is_server=False)
     layout = ParallelLayout(stage_layers=STAGES)
+    sums, cpu = set(), []
     with DistributedReceiver(store, layout, layout.place_of(rank), reuse_memory=reuse, **LIMITS) as receiver:
-        for step in range(steps):
-            if step == steps - 1:
-                receiver.times.reset()
+        for _ in range(ROUNDS):
+            began = time.process_time()
             trace = receiver.receive()
-            queue.put(("sum", rank, int(trace.topk_indices[::997].sum())))
+            cpu.append(time.process_time() - began)
+            sums.add(int(trace.topk_indices[::997].sum()))
             del trace
-    queue.put(("times", rank, receiver.times.metrics(""), receiver.times.line()))
+    queue.put((sums, cpu))
 
 
-def send_all(traces: list[RoutingTrace], steps: int, *, reuse: bool) -> tuple[list[float], dict[str, float], list[Any]]:
-    """Send the batch to two pipeline stages `steps` times; seconds from send to the last receipt, each."""
-    store = open_store("127.0.0.1", is_server=True)
-    processes, queue = children(_receive, store.port, steps, reuse)
-    layout = ParallelLayout(stage_layers=STAGES)
-    seconds = []
-    with DistributedSender(store, layout, bucket_bytes=MESSAGE, **LIMITS) as sender:
-        sender.send(traces)  # connects, and pages are touched for the first time
-        sender.join()
-        for _ in range(steps - 1):
-            sender.times.reset()
-            began = time.perf_counter()
-            sender.send(traces)
-            sender.join()
-            seconds.append(time.perf_counter() - began)
-    said = [queue.get() for _ in range(2 * steps + 2)]
-    for process in processes:
-        process.join()
-    sums = {(said_rank, value) for kind, said_rank, value, *_ in said if kind == "sum"}
-    ids = [sum(int(part.sum()) for part in _every(traces, 997, stage)) for stage in range(2)]
-    assert sums == {(0, ids[0]), (1, ids[1])}, "every rank got its slice"
-    return seconds, sender.times.metrics(""), [item for item in said if item[0] == "times"]
+class Ours(Exchange):
+    """This package's way."""
+
+    def __init__(self, traces: list[RoutingTrace], *, reuse: bool) -> None:
+        super().__init__(_receive, reuse)
+        self._traces = traces
+        self.sender = DistributedSender(
+            self._store,
+            ParallelLayout(stage_layers=STAGES),
+            bucket_bytes=MESSAGE // ROW_BYTES * (ROW_BYTES + 1),
+            **LIMITS,
+        )
+
+    def send(self) -> None:
+        self.sender.times.reset()
+        self.sender.send(self._traces)
+        self.sender.join()
+
+    def finish(self) -> list[Any]:
+        said = super().finish()
+        self.sender.close()
+        expected = [sum(int(part.sum()) for part in _every(self._traces, 997, stage)) for stage in range(2)]
+        assert sorted(sums.pop() for sums, _ in said) == sorted(expected), "every rank got its slice"
+        return said
 
 
 def _every(traces: list[RoutingTrace], step: int, stage: int) -> list[torch.Tensor]:
@@ -148,21 +195,23 @@ def _every(traces: list[RoutingTrace], step: int, stage: int) -> list[torch.Tens
     return parts
 
 
-# --- what it is compared with ----------------------------------------------------------------------------------------
-
-
-def _raw_receive(rank: int, queue: Any, port: int, nbytes: int, steps: int, keep: bool) -> None:
-    group = dist.ProcessGroupGloo(_raw_store(port, rank), 1, 2, timedelta(minutes=2))
-    for _ in range(steps):
-        # `keep`: into memory for all of it, as a receiver needs; else into the same two messages over and over.
-        memory = torch.empty(nbytes if keep else 2 * MESSAGE, dtype=torch.uint8)
-        _two_in_flight(nbytes, lambda i, size, memory=memory: group.recv([_piece(memory, i, size, keep)], 0, 0))
+def _raw_receive(rank: int, queue: Any, port: int, nbytes: int, memory: str) -> None:
+    group = dist.ProcessGroupGloo(_raw_store(port, rank), 1, 2, timedelta(minutes=30))
+    whole = memory != "two messages"
+    into = torch.empty(nbytes if whole else 2 * MESSAGE, dtype=torch.uint8)
+    cpu = []
+    for _ in range(ROUNDS):
+        began = time.process_time()
+        if memory == "new":
+            into = torch.empty(nbytes, dtype=torch.uint8)
+        _two_in_flight(nbytes, lambda i, size, into=into: group.recv([_piece(into, i, size, whole)], 0, 0))
+        cpu.append(time.process_time() - began)
         group.send([torch.zeros(1, dtype=torch.uint8)], 0, 0).wait(timedelta(minutes=1))
-    queue.put(None)
+    queue.put(({0}, cpu))
 
 
-def _piece(memory: torch.Tensor, i: int, size: int, keep: bool) -> torch.Tensor:
-    start = (i if keep else i % 2) * MESSAGE
+def _piece(memory: torch.Tensor, i: int, size: int, whole: bool) -> torch.Tensor:
+    start = (i if whole else i % 2) * MESSAGE
     return memory[start : start + size]
 
 
@@ -181,33 +230,93 @@ def _two_in_flight(nbytes: int, start: Callable[[int, int], Any]) -> None:
         work.wait()
 
 
-def raw_gloo(nbytes: int, *, steps: int = 4, keep: bool) -> list[float]:
-    """Send the same bytes to two processes in messages of the same size; seconds of each time but the first."""
-    import threading
+class Raw(Exchange):
+    """Messages of the same size over the same gloo: of two that lie ready, or of the batch, which has to be gathered."""
 
-    store = open_store("127.0.0.1", is_server=True)
-    processes, queue = children(_raw_receive, store.port, nbytes // 2, steps, keep)
-    groups = [dist.ProcessGroupGloo(_raw_store(store.port, rank), 0, 2, timedelta(minutes=2)) for rank in range(2)]
-    memory = [torch.ones(2 * MESSAGE, dtype=torch.uint8) for _ in range(2)]
+    def __init__(self, traces: list[RoutingTrace], *, memory: str, gathered: bool) -> None:
+        self._nbytes = sum(trace.topk_indices.nbytes for trace in traces) // 2
+        super().__init__(_raw_receive, self._nbytes, memory)
+        self._traces = traces if gathered else None
+        self._groups = [
+            dist.ProcessGroupGloo(_raw_store(self._store.port, rank), 0, 2, timedelta(minutes=30)) for rank in range(2)
+        ]
+        self._memory = [torch.ones(2 * MESSAGE, dtype=torch.uint8) for _ in range(2)]
 
-    def send(rank: int) -> None:
-        group = groups[rank]
-        _two_in_flight(nbytes // 2, lambda i, size: group.send([_piece(memory[rank], i, size, False)], 1, 0))
-        group.recv([torch.zeros(1, dtype=torch.uint8)], 1, 0).wait(timedelta(minutes=1))
-
-    seconds = []
-    for _ in range(steps):
-        began = time.perf_counter()
-        threads = [threading.Thread(target=send, args=(rank,)) for rank in range(2)]
+    def send(self) -> None:
+        threads = [threading.Thread(target=self._send, args=(rank,)) for rank in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        seconds.append(time.perf_counter() - began)
-    for process in processes:
-        queue.get()
-        process.join()
-    return seconds[1:]
+
+    def _send(self, rank: int) -> None:
+        group, rows = self._groups[rank], self._rows(rank)
+
+        def start(i: int, size: int) -> Any:
+            message = _piece(self._memory[rank], i, size, False)
+            if self._traces is not None:
+                at = 0
+                for part in next_rows(rows, size // ROW_BYTES):
+                    message[at : at + part.numel()].view(part.shape).copy_(part)
+                    at += part.numel()
+            return group.send([message], 1, 0)
+
+        _two_in_flight(self._nbytes, start)
+        group.recv([torch.zeros(1, dtype=torch.uint8)], 1, 0).wait(timedelta(minutes=1))
+
+    def _rows(self, rank: int) -> list[torch.Tensor]:
+        return [trace.topk_indices[:, 24 * rank : 24 * rank + 24] for trace in self._traces or []]
+
+
+def next_rows(parts: list[torch.Tensor], count: int) -> Iterator[torch.Tensor]:
+    """Take `count` rows from the front of `parts`."""
+    while count:
+        part = parts.pop(0)
+        if len(part) > count:
+            parts.insert(0, part[count:])
+        yield part[:count]
+        count -= min(count, len(part))
+
+
+def exchange(traces: list[RoutingTrace]) -> list[Row]:
+    """Send the batch in several ways that take turns, so that who else uses the machine slows all of them down."""
+    ways: dict[str, Exchange] = {
+        "**this package**, into new memory": Ours(traces, reuse=False),
+        "raw gloo, nothing gathered, into new memory": Raw(traces, memory="new", gathered=False),
+        "**this package**, into the same memory (`reuse_memory=True`)": Ours(traces, reuse=True),
+        "raw gloo, gathered from the samples, into the same memory": Raw(traces, memory="same", gathered=True),
+        "raw gloo, nothing gathered, the same two messages over and over": Raw(
+            traces, memory="two messages", gathered=False
+        ),
+    }
+    for number in range(ROUNDS):
+        for way in list(ways.values())[:: 1 if number % 2 else -1]:
+            way.step()
+    total = sum(trace.topk_indices.nbytes for trace in traces)
+    rows = []
+    for what, way in ways.items():
+        way.finish()
+        rows.append(way.row(what, total))
+    new, raw_new, same, gathered, ready = ways.values()
+    for what, one, other in (
+        ("**ratio**, new memory", new, raw_new),
+        ("**ratio**, same memory, to raw gloo that gathers as it must", same, gathered),
+        ("**ratio**, same memory, to raw gloo that gathers nothing and keeps nothing", same, ready),
+    ):
+        ratios = [theirs / ours for ours, theirs in zip(one.seconds[1:], other.seconds[1:])]
+        best = min(other.seconds[1:]) / min(one.seconds[1:])
+        rows.append(
+            (what, f"**{statistics.median(ratios):.2f}** median of {len(ratios)} rounds, {best:.2f} of the best")
+        )
+    assert isinstance(same, Ours)
+    legs = same.sender.times.metrics("")
+    rows.append(
+        ("leg partition, beside sending", f"{legs['rollout_partition_gb_per_s']:.2f} GB/s in each of two threads")
+    )
+    return rows
+
+
+# --- what it is compared with ----------------------------------------------------------------------------------------
 
 
 def _load_messages(rank: int, queue: Any, pipe: Any, load: Callable[[bytes], Any]) -> None:
@@ -312,94 +421,146 @@ def as_trace(array: np.ndarray) -> RoutingTrace:
 
 
 def real(gigabytes: float) -> str:
-    """Decode, partition, send and receive, leg by leg."""
+    """Decode, assemble, send and receive, leg by leg."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distinct = [distinct_routes(SAMPLE, NUM_LAYERS, seed=seed) for seed in range(4)]
-    payloads = []
-    for array in distinct:
-        file = io.BytesIO()
-        np.save(file, array[:-1])
-        payloads.append(base64.b64encode(file.getvalue()).decode())
     num_samples = max(4, round(gigabytes * 1e9 / distinct[0].nbytes))
     total = num_samples * distinct[0].nbytes
-    rows: list[Row] = []
-
-    rows.append(("plain memory copy, 1 thread", _copy_rate(distinct[0])))
-    decode = partial(engines.vllm.decode, model=MODEL, num_tokens=SAMPLE)
-    responses = [{"routed_experts": payloads[i % 4]} for i in range(num_samples)]
-    for num_threads in (1, 2):
-        times = LegTimes("rollout")
-        began = time.perf_counter()
-        traces = decode_responses(responses, decode, num_threads=num_threads, times=times)
-        seconds = time.perf_counter() - began
-        rows.append((f"decode, base64 `.npy` of vLLM, checked, {num_threads} thread(s)", gb_per_s(total, seconds)))
-        if num_threads == 1:
-            del traces
-    fill = _assemble_seconds(traces)
-    rows.append(("assemble and partition: rows of both stages into message buffers", gb_per_s(total, fill)))
-    rows.append(("decode (2 threads) + assemble, one behind the other", gb_per_s(total, seconds + fill)))
-
-    # In turns, and the best of several: others may use the machine.
-    fresh, reused, raw_fresh, raw_reused = [], [], [], []
-    for _ in range(2):
-        fresh += send_all(traces, 4, reuse=False)[0]
-        raw_fresh += raw_gloo(total, keep=True)
-        sent, sender_times, receiver_times = send_all(traces, 5, reuse=True)
-        reused += sent[1:]
-        raw_reused += raw_gloo(total, keep=False)
-    for what, ours, raw in (
-        ("into memory new for every batch", fresh, raw_fresh),
-        ("into the same memory every batch (`reuse_memory=True`; raw: the same 2 messages)", reused, raw_reused),
-    ):
-        rows.append((f"**send to receive, this package**, {what}", f"**{gb_per_s(total, min(ours))}**"))
-        rows.append((f"raw gloo, same bytes, {what}", gb_per_s(total, min(raw))))
-        rows.append(("ratio", f"**{min(raw) / min(ours):.2f}**"))
-    rows.append(
-        ("leg partition (in its threads, beside sending)", f"{sender_times['rollout_partition_gb_per_s']:.2f} GB/s")
+    title = (
+        f"{total / 1e9:.2f} GB of routes: {num_samples} samples of {SAMPLE} tokens x {NUM_LAYERS} layers x top-{TOPK} of "
+        f"{NUM_EXPERTS}, uint8; processes on one machine over loopback; base64 by "
+        f"{'pybase64' if payload._pybase64 else 'the standard library'}."
     )
-    for _, rank, metrics, line in sorted(receiver_times):
-        rows.append((f"stage {rank}, leg receive", f'{metrics["training_receive_gb_per_s"]:.2f} GB/s; "{line}"'))
+    decoded, traces = ingest(distinct, num_samples)
+    texts = [
+        title,
+        f"Steps of decoding, CPU seconds a GB of routes, one thread, in the cache as far as it fits:\n\n{steps(distinct[0])}",
+        "From base64 to both stages' message buffers, in turns, best and median of the rounds. New memory: the kernel "
+        f"clears every page first; the same: `TraceMemory`.\n\n{decoded}",
+        f"From the traces to the two stages' processes, in turns, {ROUNDS - 1} rounds:\n\n{table(exchange(traces))}",
+    ]
     del traces
+    texts.append(f"What else a user could do:\n\n{table(others(distinct, num_samples))}")
+    return "\n\n".join(texts)
 
-    some = [distinct[i % 4] for i in range(min(num_samples, 400))]
+
+def as_payload(array: np.ndarray) -> str:
+    """What vLLM sends of a sample: base64 of a `.npy` file, without the last token's row."""
+    file = io.BytesIO()
+    np.save(file, array[:-1])
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def steps(array: np.ndarray) -> str:
+    """Return the steps that decoding one sample takes, each alone."""
+    text, source = as_payload(array), payload.Source(engine="vLLM", field="routed_experts")
+    raw = payload.decode_base64(text, source=source, max_bytes=len(text))
+    rows = payload.parse_npy(raw, source=source)
+    target, memory = np.empty_like(rows), TraceMemory()
+    step = (1 << 20) // (NUM_LAYERS * TOPK)
+
+    def each_block(check: Callable[[Any], Any]) -> None:
+        for begin in range(0, len(rows), step):
+            check(rows[begin : begin + step])
+
+    decode = partial(engines.vllm.decode, {"routed_experts": text}, model=MODEL, num_tokens=SAMPLE)
+    alone: dict[str, Callable[[], Any]] = {
+        "base64": lambda: payload.decode_base64(text, source=source, max_bytes=len(text)),
+        "copy into place": lambda: np.copyto(target, rows),
+        "check of the range": lambda: each_block(
+            lambda block: checks.check_range(block, 0, MODEL.moe_layer_numbers, source, MODEL)
+        ),
+        "check for repeated experts": lambda: each_block(checks.has_repeats),
+        "all of `decode`, into the same memory": lambda: decode(allocate=memory.take),
+        "all of `decode`, into new memory": decode,
+    }
+    return table([(what, f"{_cpu_seconds(run) / array.nbytes * 1e9:.3f}") for what, run in alone.items()])
+
+
+def _cpu_seconds(function: Callable[[], Any], *, repeat: int = 30) -> float:
+    for _ in range(3):
+        function()
+    began = time.thread_time()
+    for _ in range(repeat):
+        function()
+    return (time.thread_time() - began) / repeat
+
+
+def ingest(distinct: list[np.ndarray], num_samples: int) -> tuple[str, list[RoutingTrace]]:
+    """Decode and assemble the batch with one and two threads; returns the table and the traces."""
+    payloads = [as_payload(array) for array in distinct]
+    responses = [{"routed_experts": payloads[i % 4]} for i in range(num_samples)]
+    total = num_samples * distinct[0].nbytes
+    memory = TraceMemory()
+    buffers = [TraceRows([as_trace(distinct[0])]).format.empty(MESSAGE // ROW_BYTES, 24) for _ in range(2)]
+    found: dict[tuple[int, str], list[tuple[float, ...]]] = {}
+    traces: list[RoutingTrace] = []
+    for _ in range(4):
+        for num_threads in (1, 2):
+            for where, allocate in (("the same", memory.take), ("new", None)):
+                del traces
+                decode = partial(engines.vllm.decode, model=MODEL, num_tokens=SAMPLE, allocate=allocate)
+                cpu, began = time.process_time(), time.perf_counter()
+                traces = decode_responses(responses, decode, num_threads=num_threads)
+                decoded = time.perf_counter()
+                assemble(traces, buffers, num_threads=num_threads)
+                end = time.perf_counter()
+                found.setdefault((num_threads, where), []).append(
+                    (decoded - began, end - decoded, end - began, time.process_time() - cpu)
+                )
+    lines: list[tuple[str, ...]] = [("threads", "memory", "decode", "assemble", "both", "CPU s a GB")]
+    for (num_threads, where), rounds in found.items():
+        rates = [
+            f"{total / min(of_leg) / 1e9:.2f}, {total / statistics.median(of_leg) / 1e9:.2f} GB/s"
+            for of_leg in list(zip(*rounds[1:]))[:3]
+        ]
+        cpu_s = statistics.median(seconds[3] for seconds in rounds[1:]) / total * 1e9
+        lines.append((str(num_threads), where, *rates, f"{cpu_s:.2f}"))
+    return table(lines, head=True), traces
+
+
+def assemble(traces: list[RoutingTrace], buffers: list[Memory], *, num_threads: int) -> None:
+    """Gather the rows of both stages into message buffers, as the sender does before it sends each."""
+    source = TraceRows(traces)
+    plan = plan_routes(source.sequence_lengths, layout=ParallelLayout(stage_layers=STAGES), format=source.format)
+    rows = MESSAGE // ROW_BYTES
+
+    def fill(part: Part) -> None:
+        buffer = buffers[part.place.pp_rank]
+        for start in range(0, part.num_rows, rows):
+            stop = min(part.num_rows, start + rows)
+            source.fill(part, start, stop, {name: tensor[: stop - start] for name, tensor in buffer.items()})
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(fill, plan.parts.values()))
+
+
+def others(distinct: list[np.ndarray], num_samples: int) -> list[Row]:
+    """Return the rates of what else a user could do with a part of the batch."""
+    rows: list[Row] = [("plain memory copy, 1 thread", _copy_rate(distinct[0]))]
+    some = [distinct[i % 4] for i in range(min(num_samples, 200))]
     size = sum(array.nbytes for array in some)
     seconds = object_relay(some, partial(pickle.dumps, protocol=5), pickle.loads)
     rows.append((f"pickled list of per-sample arrays through a pipe ({size / 1e9:.2f} GB)", gb_per_s(size, seconds)))
     few = [distinct[0][:512]] * 20
-    size = sum(array.nbytes for array in few)
+    few_bytes = sum(array.nbytes for array in few)
     seconds = object_relay(few, _json_dump, json.loads)
-    rows.append((f"JSON lists through a pipe ({size / 1e6:.0f} MB)", f"{size / seconds / 1e9:.4f} GB/s"))
-    size = sum(array.nbytes for array in some)
-    by_ray = ray_dict(some)
+    rows.append((f"JSON lists through a pipe ({few_bytes / 1e6:.0f} MB)", f"{few_bytes / seconds / 1e9:.4f} GB/s"))
+    try:
+        by_ray = ray_dict(some)
+    except Exception as error:  # it does not start on every machine, and the rest is measured by now
+        return [*rows, ("Ray", f"not measured: {type(error).__name__}: {str(error)[:80]}")]
     if by_ray is None:
-        rows.append(("Ray", "not installed"))
-    else:
-        rows.append((f"Ray put of a dict of per-sample arrays ({size / 1e9:.2f} GB)", gb_per_s(size, by_ray[0])))
-        rows.append((f"this package over Ray ({size / 1e9:.2f} GB)", gb_per_s(size, by_ray[1])))
-    title = (
-        f"{total / 1e9:.2f} GB of routes: {num_samples} samples of {SAMPLE} tokens x {NUM_LAYERS} layers x top-{TOPK} of "
-        f"{NUM_EXPERTS}, uint8; processes on one machine over loopback"
-    )
-    return f"{title}\n\n{table(rows)}"
+        return [*rows, ("Ray", "not installed")]
+    rows.append((f"Ray put of a dict of per-sample arrays ({size / 1e9:.2f} GB)", gb_per_s(size, by_ray[0])))
+    return [*rows, (f"this package over Ray ({size / 1e9:.2f} GB)", gb_per_s(size, by_ray[1]))]
 
 
 def _copy_rate(array: np.ndarray) -> str:
     source = np.concatenate([array] * 64)
     target = np.empty_like(source)
     return gb_per_s(source.nbytes, timed(lambda: np.copyto(target, source)))
-
-
-def _assemble_seconds(traces: list[RoutingTrace]) -> float:
-    source = TraceRows(traces)
-    plan = plan_routes(source.sequence_lengths, layout=ParallelLayout(stage_layers=STAGES), format=source.format)
-    memory = source.format.empty(MESSAGE // 200, 24)
-    began = time.perf_counter()
-    for part in plan.parts.values():
-        for start in range(0, part.num_rows, MESSAGE // 200):
-            stop = min(part.num_rows, start + MESSAGE // 200)
-            source.fill(part, start, stop, {name: tensor[: stop - start] for name, tensor in memory.items()})
-    return time.perf_counter() - began
 
 
 class GeneratedRows:
@@ -460,7 +621,7 @@ def _produce(rank: int, queue: Any, port: int, num_tokens: int) -> None:
     queue.put((seconds, peak_gb()))
 
 
-def stream(gigabytes: float) -> str:
+def streamed(gigabytes: float) -> str:
     """Send a payload that no process could hold, through the same code."""
     num_tokens = round(min(gigabytes * 1e9 / 480, 128e6)) // 1024 * 1024
     store = open_store("127.0.0.1", is_server=True)
@@ -500,24 +661,33 @@ def stream(gigabytes: float) -> str:
     )
 
 
-def compress() -> str:
-    """Ratio and speed of codings, on captured routes (ratio) and on random ones (worst case, speed)."""
+_MOST_CODED = 32 << 20
+"""Bytes of a trace file that are measured, from its beginning."""
+
+
+def compression(routes: Path | None) -> str:
+    """Ratio and speed of codings, on captured routes (ratio), on random ones (worst case, speed), and on a trace file."""
     with np.load(CAPTURES / "vllm_cpu_0.30.0_qwen3moe.npz") as file:
         config = json.loads((CAPTURES / "configs/qwen3moe.json").read_text())
         arrays = [file[f"batch{i}.0"] for i in range(3)]  # the other captures repeat these prompts
     columns = [number - 1 for number in engines.ModelRoutingInfo.from_hf_config(config).moe_layer_numbers]
     captured = np.concatenate(arrays)[:, columns].astype(np.uint8)
     random = distinct_routes(8192, NUM_LAYERS, seed=0)
-    parts = []
-    for name, ids, experts in (
+    measured = [
         (
-            f"captured from vLLM 0.30.0, a tiny Qwen3-MoE ({captured.shape[0]} rows, top-{captured.shape[2]} of "
-            f"{config['num_experts']})",
+            f"captured from vLLM 0.30.0, a tiny untrained Qwen3-MoE ({_kind(captured, config['num_experts'])})",
             captured,
             config["num_experts"],
         ),
-        (f"random, top-{TOPK} of {NUM_EXPERTS} ({random.nbytes / 1e6:.0f} MB)", random, NUM_EXPERTS),
-    ):
+        (f"random ({_kind(random, NUM_EXPERTS)})", random, NUM_EXPERTS),
+    ]
+    if routes is not None:
+        trace = load_trace(routes)
+        ids = trace.topk_indices[trace.replay_mask].numpy()
+        ids = ids[: max(1, _MOST_CODED // ids[0].nbytes)]
+        measured.append((f"{routes.name} ({_kind(ids, trace.num_experts)})", ids, trace.num_experts))
+    parts = []
+    for name, ids, experts in measured:
         lines: list[tuple[str, ...]] = []
         for coding, (encode, decode) in codings(ids.shape[2], experts).items():
             coded = encode(ids)
@@ -542,16 +712,26 @@ def compress() -> str:
     return "\n\n".join(parts)
 
 
+def _kind(ids: np.ndarray, num_experts: int) -> str:
+    return f"{len(ids):,} rows x {ids.shape[1]} layers x top-{ids.shape[2]} of {num_experts}, {ids.nbytes / 1e6:.1f} MB"
+
+
 def codings(topk: int, num_experts: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Name -> (encode, decode); one thread each. Sorted-set coding forgets the order of a row's experts."""
+    """Name -> (encode, decode); one thread each. Sorted-set coding forgets the order of a row's experts.
+
+    Codings of a route as one word are left out where it takes more than 64 bits.
+    """
     import zstandard
 
+    dtype = np.dtype(np.uint8 if num_experts <= 256 else np.int16)
     bits = max(1, (num_experts - 1).bit_length())
     width = -(-topk * bits // 8)
+    num_sets = comb(num_experts, topk)
+    set_width = -(-(num_sets - 1).bit_length() // 8)
     shifts = [np.uint64(bits * k) for k in range(topk)]
-    assert topk * bits <= 64, "a route fits one word"
-    ways = np.array([[comb(n, k + 1) for n in range(num_experts)] for k in range(topk)], dtype=np.uint64)
-    set_width = -(-(comb(num_experts, topk) - 1).bit_length() // 8)
+    ways = np.zeros((topk, num_experts), np.uint64)
+    if num_sets < 1 << 64:
+        ways[:] = [[comb(n, k + 1) for n in range(num_experts)] for k in range(topk)]
 
     def to_bytes(words: Any, width: int) -> Any:
         return np.ascontiguousarray(words.view(np.uint8).reshape(-1, 8)[:, :width])
@@ -570,7 +750,7 @@ def codings(topk: int, num_experts: int) -> dict[str, tuple[Callable[..., Any], 
 
     def unpack(coded: Any, shape: Any) -> Any:
         words, mask = to_words(coded, width), np.uint64((1 << bits) - 1)
-        ids = np.empty((len(words), topk), np.uint8)
+        ids = np.empty((len(words), topk), dtype)
         for k, shift in enumerate(shifts):
             ids[:, k] = (words >> shift) & mask
         return ids.reshape(shape)
@@ -584,7 +764,7 @@ def codings(topk: int, num_experts: int) -> dict[str, tuple[Callable[..., Any], 
 
     def unrank_sets(coded: Any, shape: Any) -> Any:
         words = to_words(coded, set_width)
-        ids = np.empty((len(words), topk), np.uint8)
+        ids = np.empty((len(words), topk), dtype)
         for k in reversed(range(topk)):
             found = np.searchsorted(ways[k], words, side="right") - 1
             ids[:, k] = found
@@ -597,18 +777,21 @@ def codings(topk: int, num_experts: int) -> dict[str, tuple[Callable[..., Any], 
             return coded
 
         def decode(coded: bytes, shape: Any) -> Any:
-            return np.frombuffer(zstandard.ZstdDecompressor().decompress(coded), np.uint8).reshape(shape)
+            return np.frombuffer(zstandard.ZstdDecompressor().decompress(coded), dtype).reshape(shape)
 
         return encode, decode
 
     raw = (lambda ids: np.array(ids), lambda coded, shape: np.array(coded).reshape(shape))
-    return {
-        "raw uint8 (a copy)": raw,
+    found: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        f"raw {dtype} (a copy)": raw,
         "zstd level 1": by_zstd(1),
         "zstd level 3": by_zstd(3),
-        f"bit-packed, {bits} bits an id, {width} bytes a route": (pack, unpack),
-        f"sorted set, {set_width} bytes a route": (rank_sets, unrank_sets),
     }
+    if topk * bits <= 64:
+        found[f"bit-packed, {bits} bits an id, {width} bytes a route"] = (pack, unpack)
+    if num_sets < 1 << 64:
+        found[f"sorted set, {set_width} bytes a route"] = (rank_sets, unrank_sets)
+    return found
 
 
 def table(rows: Sequence[Sequence[str]], *, head: bool = False) -> str:
@@ -622,31 +805,51 @@ def environment() -> str:
     info = Path("/proc/cpuinfo")
     names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
     cpu = names[0] if names else platform.processor()
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return (
-        f"{datetime.date.today()}, {cpu}, {os.cpu_count()} cores, torch {torch.__version__}, Python "
-        f"{platform.python_version()}, no GPU; load average at the start {os.getloadavg()[0]:.1f}"
+        f"{datetime.date.today()}, {cpu}, {os.cpu_count()} cores, torch {torch.__version__}, numpy {np.__version__}, "
+        f"Python {platform.python_version()}, no GPU; load average at the start {load}"
     )
 
 
+def write_results(sections: dict[str, str]) -> None:
+    """Write RESULTS_transport.md: these sections anew, the others as they are there, in the order of PARTS."""
+    kept: dict[str, str] = {}
+    if RESULTS.exists():
+        for text in RESULTS.read_text().split("\n## ")[1:]:
+            title, _, rest = text.partition("\n")
+            kept[title] = rest.strip()
+    kept |= sections
+    head = (
+        "# Transport\n\nMade by `python -m benchmarks.transport`; a part that is run alone replaces its section alone. "
+        "Rates of one table can be compared, also on a machine that others use: what is compared took turns. CPU seconds "
+        "do not count who else runs."
+    )
+    order = [title for title in PARTS.values() if title in kept]
+    RESULTS.write_text("\n\n".join([head, *(f"## {title}\n\n{kept[title]}" for title in order)]) + "\n")
+
+
+PARTS = {"real": "Leg by leg", "compression": "Compression", "streamed": "Streamed"}
+
+
 def main() -> None:
-    """Run one part or all."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", nargs="?", choices=["all", "real", "stream", "compress"], default="all")
-    parser.add_argument("--gigabytes", type=float, help="of routes; default 2.1 for real, 61.5 for stream")
+    """Run some parts or all, and write their sections."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS), help="default: all")
+    parser.add_argument("--gigabytes", type=float, help="of routes; default 1 for real, 61.5 for streamed")
+    parser.add_argument("--routes", type=Path, help="a trace file, for compression")
     options = parser.parse_args()
-    sections = {
-        "real": ("Leg by leg", lambda: real(options.gigabytes or 2.1)),
-        "stream": ("Streamed", lambda: stream(options.gigabytes or 61.5)),
-        "compress": ("Compression", compress),
+    run: dict[str, Callable[[], str]] = {
+        "real": lambda: real(options.gigabytes or 1.0),
+        "compression": lambda: compression(options.routes),
+        "streamed": lambda: streamed(options.gigabytes or 61.5),
     }
-    where = environment()
-    chosen = sections if options.part == "all" else {options.part: sections[options.part]}
-    texts = [f"## {title}\n\n{run()}" for title, run in chosen.values()]
-    text = "\n\n".join([where, *texts])
-    print(text)
-    if options.part == "all":
-        head = "# Transport\n\n`python -m benchmarks.transport`"
-        RESULTS.write_text(f"{head}, {text}\n")
+    for part in options.parts:
+        where, began = environment(), time.monotonic()
+        text = run[part]()
+        where += f"; {(time.monotonic() - began) / 60:.1f} minutes"
+        print(f"## {PARTS[part]}\n\n{where}\n\n{text}\n", flush=True)
+        write_results({PARTS[part]: f"{where}\n\n{text}"})
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.transport.endpoint import Endpoint
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.link import Backend, Link, LinkError, Store
 from megatron_router_replay.transport.partition import Partition
@@ -60,7 +60,7 @@ def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta 
     )
 
 
-class DistributedSender:
+class DistributedSender(Endpoint):
     """The rollout side: sends every place its part, in the background.
 
     Args:
@@ -163,19 +163,8 @@ class DistributedSender:
         for link in list(self._links.values()):
             link.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self.join()
-            else:
-                self.fail(error)
-        finally:
-            self.close()
+    def _finish(self) -> None:
+        self.join()
 
     def _link(self, place: Place) -> Link:
         if place not in self._links:
@@ -244,7 +233,7 @@ class _Sending:
             self._sender.times.hear(self._heard)
 
 
-class DistributedReceiver:
+class DistributedReceiver(Endpoint):
     """The training side: receives this place's part; TP rank 0 passes it on within its TP group.
 
     Args:
@@ -252,8 +241,8 @@ class DistributedReceiver:
         place: of this rank, `layout.place_of(rank)`.
         timeout, ready_timeout: as for the sender; ready_timeout is for the routes to come, and for the TP group.
         pinned: receive into page-locked memory; only with CUDA and gloo.
-        reuse_memory: receive into two blocks in turn, which saves mapping new pages for every batch; a trace is then
-            overwritten while the batch after the next is received.
+        reuse_memory: receive into the memory of earlier traces, once nothing refers to them any more; it spares the kernel
+            clearing new pages for every batch, and keeps as much memory as was in use at once.
     """
 
     def __init__(
@@ -333,16 +322,6 @@ class DistributedReceiver:
         self._broken = self._broken or TransportError("it was closed")
         for link in self._links():
             link.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.fail(error)
-        self.close()
 
     def _receive_trace(self, plan: TransportPlan | None, waits: LegTimes) -> RoutingTrace:
         def sink_of(offer: Offer) -> WholeTrace:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 _ALIGNMENT = 64
 _BLOCK_BYTES = 64 << 20
@@ -24,12 +25,13 @@ class TraceMemory:
 
     Args:
         block_bytes: of a block. One is free again when all its pieces are; a larger piece gets a block of its own.
+        pinned: page-locked memory, from which copies to a GPU run beside its work; only with CUDA.
 
     It holds as much as was in use at once, until it is gone itself: pieces outlive it.
     """
 
-    def __init__(self, block_bytes: int = _BLOCK_BYTES) -> None:
-        self._block_bytes = block_bytes
+    def __init__(self, block_bytes: int = _BLOCK_BYTES, *, pinned: bool = False) -> None:
+        self._block_bytes, self._pinned = block_bytes, pinned
         self._lock = threading.Lock()
         self._free: deque[npt.NDArray[np.uint8]] = deque()  # filled by finalizers, which may run anywhere: no lock
         self._block: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -39,7 +41,8 @@ class TraceMemory:
         """Return uninitialised memory, [nbytes] uint8, aligned to 64 bytes, for as long as something refers to it."""
         with self._lock:
             if self._used + nbytes > self._block.nbytes:
-                self._block, self._used = self._lend(nbytes), 0
+                self._block, self._used = self._block[:0].copy(), 0  # lets go of it: it may be free
+                self._block = self._lend(nbytes)
             start = self._used
             self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
             return self._block[start : start + nbytes]
@@ -48,7 +51,12 @@ class TraceMemory:
         memory = self._of_old(nbytes)
         if memory is None:
             size = -(-max(nbytes, 1) // self._block_bytes) * self._block_bytes
-            memory = np.empty(size + _ALIGNMENT, np.uint8)
+            # numpy asks for huge pages, of which fewer have to be mapped.
+            memory = (
+                torch.empty(size + _ALIGNMENT, dtype=torch.uint8, pin_memory=True).numpy()
+                if self._pinned
+                else np.empty(size + _ALIGNMENT, np.uint8)
+            )
             memory = memory[-memory.ctypes.data % _ALIGNMENT :][:size]
         loan = _Loan(memory)
         weakref.finalize(loan, self._free.append, memory).atexit = False

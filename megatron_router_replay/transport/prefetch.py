@@ -68,9 +68,12 @@ def prefetch_batches(
             ahead.append(batch)
             yield batch[key]
 
+    def with_routes(routes: MicrobatchRoutes) -> dict[str, Any]:
+        return {**ahead.popleft(), key: routes}
+
     loaded = prefetch(trace, rows(), layer_numbers=layer_numbers, device=device, times=times)
     # Not a loop of our own: its variable would hold the last batch as long as the schedule holds this iterator.
-    return map(lambda routes: {**ahead.popleft(), key: routes}, loaded)
+    return map(with_routes, loaded)
 
 
 def prefetch(

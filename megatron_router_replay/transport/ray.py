@@ -10,6 +10,10 @@ gather every place's rows from there, and Ray moves a buffer between machines wh
 actor hands out references only. On one machine the ranks of a TP group share one buffer; across machines Ray fetches it
 once a machine. The memory is free again when the last trace that looks into it is gone.
 
+The death of a training rank is noticed at once if the rank is an actor that has asked for routes before (the mailbox pings
+it while it owes a fetch); of a rank that never asked, or is a driver, by the timeouts. The rollout side's death is noticed
+at once, for the mailbox dies with it.
+
 Call `ray.init` first; these classes never do.
 """
 
@@ -23,8 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import ray  # type: ignore[import-not-found, unused-ignore]
@@ -32,6 +35,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.transport.endpoint import Endpoint
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.partition import Partition
 from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TraceFormat, TransportPlan, plan_routes
@@ -42,6 +46,7 @@ from megatron_router_replay.transport.timing import Lap, LegTimes
 TIMEOUT = timedelta(minutes=2)
 READY_TIMEOUT = timedelta(hours=2)
 _POLL_S = 0.05
+_PING_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +120,10 @@ def _put_part(source: RowSource, plan: TransportPlan, part: Part, laps: Mapping[
 
 
 class Mailbox:
-    """The actor where references wait; it never touches routes. Its waits end by a result, a failure or a timeout."""
+    """The actor where references wait; it never touches routes. Its waits end by a result, a failure or a timeout.
+
+    It keeps handles of the training ranks that are actors, so it keeps these alive until it ends with the sender.
+    """
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -123,15 +131,21 @@ class Mailbox:
         self._left: dict[tuple[int, Place], int] = {}  # ranks of the TP group that have not confirmed
         self._laps: dict[int, dict[str, Lap]] = {}
         self._failed: str | None = None
+        self._ranks: dict[Place, Any] = {}  # training ranks that are actors, once they have asked for routes
+        self._watched: dict[Place, asyncio.Task[None]] = {}
 
     async def offer(self, step: int, place: Place, offer: dict[str, Any], ref: TraceRef, ranks: int) -> None:
         """Take a part for a place, which `ranks` ranks will fetch."""
         self._offers[step, place], self._left[step, place] = (offer, ref), ranks
+        self._watch(place)
         await self._tell()
 
-    async def take(self, step: int, place: Place, timeout_s: float) -> tuple[str | None, Any]:
-        """Return (None, (offer, reference)) when there is one, or (why not, None)."""
+    async def take(self, step: int, place: Place, timeout_s: float, actor: Any = None) -> tuple[str | None, Any]:
+        """Return (None, (offer, reference)) when there is one, or (why not, None); `actor` is the rank, if it is one."""
         key = (step, place._replace(tp_rank=0))
+        if actor is not None:
+            self._ranks[place] = actor
+            self._watch(place)
         came = await self._wait(lambda: key in self._offers, timeout_s)
         if self._failed is not None or not came:
             return self._failed or "nothing came from the rollout side in time", None
@@ -164,6 +178,24 @@ class Mailbox:
         self._offers.clear()
         await self._tell()
 
+    def _watch(self, part: Place) -> None:
+        """Watch the ranks of a part's TP group, as far as they are known, while one of them has not confirmed."""
+        for place in self._ranks:
+            if place._replace(tp_rank=0) == part._replace(tp_rank=0) and place not in self._watched:
+                self._watched[place] = asyncio.ensure_future(self._ping(place))
+
+    async def _ping(self, place: Place) -> None:
+        part = place._replace(tp_rank=0)
+        try:
+            while self._failed is None and any(left for (_, of), left in self._left.items() if of == part):
+                # Waits while the rank is busy, and raises when it is dead.
+                await self._ranks[place].__ray_ready__.remote()
+                await asyncio.sleep(_PING_S)
+        except ray.exceptions.RayActorError as error:
+            await self.fail(f"training side, {place}: its actor died ({_first_line(error)})")
+        finally:
+            del self._watched[place]
+
     async def _tell(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -178,7 +210,7 @@ class Mailbox:
         return True
 
 
-class RaySender:
+class RaySender(Endpoint):
     """The rollout side: puts every place's part into the object store, in the background.
 
     Args:
@@ -276,19 +308,8 @@ class RaySender:
         self._threads.shutdown(wait=False, cancel_futures=True)
         ray.kill(self._mailbox)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self.join()
-            else:
-                self.fail(error)
-        finally:
-            self.close()
+    def _finish(self) -> None:
+        self.join()
 
     def _fetch(self, item: RoutingTrace | TraceRef) -> RoutingTrace:
         if isinstance(item, RoutingTrace):
@@ -321,7 +342,7 @@ class RaySender:
         _call(self._mailbox.offer, step, part.place, offer.to_json(), ref, self.layout.tp_size, timeout=self._timeout)
 
 
-class RayReceiver:
+class RayReceiver(Endpoint):
     """The training side: fetches this place's part.
 
     Args:
@@ -364,7 +385,7 @@ class RayReceiver:
             with self.times.leg("wait"):
                 mailbox = self._find_mailbox()
                 limit = self._ready_timeout.total_seconds()
-                take = (self._step, self.place, limit)
+                take = (self._step, self.place, limit, _own_actor())
                 failed, taken = _call(mailbox.take, *take, timeout=self._ready_timeout + self._timeout)
             if failed:
                 raise TransportError(f"the other side failed: {failed}")
@@ -401,6 +422,11 @@ class RayReceiver:
             with _quietly():
                 _call(self._mailbox.fail, str(error), timeout=self._timeout)
 
+    def close(self) -> None:
+        """Let go of the sender; traces that were received stay as they are."""
+        self._broken = self._broken or TransportError("it was closed")
+        self._mailbox = None
+
     def _find_mailbox(self) -> Any:
         deadline = time.monotonic() + self._ready_timeout.total_seconds()
         while self._mailbox is None:
@@ -411,6 +437,14 @@ class RayReceiver:
                     raise TransportError(f"there is no sender {self._name!r} in this Ray cluster.") from None
                 time.sleep(_POLL_S)
         return self._mailbox
+
+
+def _own_actor() -> Any:
+    """Return the handle of the actor that this code runs in, or None."""
+    try:
+        return ray.get_runtime_context().current_actor
+    except RuntimeError:
+        return None
 
 
 class _quietly:  # noqa: N801  # a context manager

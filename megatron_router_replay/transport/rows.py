@@ -14,7 +14,10 @@ from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.transport.errors import TransportError
+from megatron_router_replay.transport.memory import TraceMemory
 from megatron_router_replay.transport.plan import ParallelLayout, Part, TraceFormat, TransportPlan
+
+_ARENA_BYTES = 1 << 20
 
 Memory = Mapping[str, Tensor]
 """Rows of a part: topk_indices [rows, layers, topk] and the format's values per token [rows]."""
@@ -102,27 +105,23 @@ class TraceRows:
 
 
 class Arena:
-    """Memory that traces are received into: new for every trace, or two blocks in turn.
+    """Memory that traces are received into: new for every trace, or that of earlier ones.
 
     Args:
         device: where the traces shall be.
         pinned: page-locked memory, from which copies to a GPU run beside its work; only with CUDA.
-        reuse: take two blocks in turn. New memory has to be mapped page by page, which can cost more than receiving; but
-            a trace is then overwritten by the one after the next.
+        reuse: take the memory of traces that are gone (see `memory`). On a GPU torch's allocator does so anyway.
     """
 
     def __init__(self, *, device: torch.device, pinned: bool, reuse: bool) -> None:
-        self._device, self._pinned, self._reuse = device, pinned, reuse
-        self._blocks = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._device, self._pinned = device, pinned
+        self._memory = TraceMemory(_ARENA_BYTES, pinned=pinned) if reuse and device.type == "cpu" else None
 
     def take(self, nbytes: int) -> Tensor:
-        """Return flat uint8 memory of at least this size."""
-        block = self._blocks[0]
-        if block.numel() < nbytes:
-            block = torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
-        if self._reuse:
-            self._blocks = [self._blocks[1], block]
-        return block
+        """Return flat uint8 memory of this size."""
+        if self._memory is not None:
+            return torch.from_numpy(self._memory.take(nbytes))
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
 
 
 class WholeTrace:

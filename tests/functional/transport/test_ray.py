@@ -150,10 +150,10 @@ def test_a_rank_that_never_comes_is_an_error_that_names_it(actors: dict[str, lis
 
     case = CASES["dp2"]
     name, ranks = _begin(actors, case.layout)
-    sender = RaySender(case.layout, name=name, timeout=timedelta(seconds=5), ready_timeout=timedelta(seconds=1))
+    sender = RaySender(case.layout, name=name, timeout=timedelta(seconds=10), ready_timeout=timedelta(seconds=1))
     sender.send(case.traces(0))
     ray.get(ranks[0].receive.remote())
-    with pytest.raises(TransportError, match="dp1/pp0/cp0/tp0 did not fetch their routes within 6 s"):
+    with pytest.raises(TransportError, match="dp1/pp0/cp0/tp0 did not fetch their routes within 11 s"):
         sender.join()
 
 
@@ -175,6 +175,32 @@ def test_a_rollout_side_that_dies_makes_the_receiver_raise(actors: dict[str, lis
     with pytest.raises(TransportError, match=r"training side, step 0, dp0/pp0/cp0/tp0: .* the rollout side is gone"):
         ray.get(waiting)
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("when", ["before its routes are there", "after"])
+def test_a_training_rank_that_dies_is_noticed_at_once(actors: dict[str, list[Any]], when: str) -> None:
+    from megatron_router_replay.transport.ray import RaySender
+
+    case = CASES["dp2"]
+    name = f"routes-{next(NAMES)}"
+    ranks = [actors["ranks"][0], ray.remote(Rank).options(num_cpus=0).remote()]
+    ray.get([rank.begin.remote(case.layout, case.layout.place_of(i), name, LIMITS) for i, rank in enumerate(ranks)])
+    sender = RaySender(case.layout, name=name, **LIMITS)
+    sender.send(case.traces(0))
+    ray.get([rank.receive.remote() for rank in ranks])
+    sender.join()
+    if when == "after":
+        sender.send(case.traces(1))
+    time.sleep(1)
+    ray.kill(ranks[1])
+    began = time.monotonic()
+    if when != "after":
+        sender.send(case.traces(1))
+    with pytest.raises(TransportError, match="training side, dp1/pp0/cp0/tp0: its actor died"):
+        sender.join()
+    assert time.monotonic() - began < 20, "far below the timeouts of a minute and more"
+    with pytest.raises(TransportError, match="dp1/pp0/cp0/tp0: its actor died"):
+        ray.get(ranks[0].receive.remote())
 
 
 def test_a_second_send_waits_for_the_first(actors: dict[str, list[Any]]) -> None:

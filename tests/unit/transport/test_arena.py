@@ -1,20 +1,32 @@
-"""Memory to receive into."""
+"""The memory that traces are received into."""
+
+from __future__ import annotations
+
+import gc
 
 import torch
 
 from megatron_router_replay.transport.rows import Arena
 
-
-def test_two_blocks_take_turns_and_grow() -> None:
-    arena = Arena(device=torch.device("cpu"), pinned=False, reuse=True)
-    places = [arena.take(size).data_ptr() for size in (100, 50, 80, 40)]
-    assert places[0] != places[1]
-    assert places[2] == places[0]
-    assert places[3] != places[0]
-    assert arena.take(500).numel() == 500
+CPU = torch.device("cpu")
 
 
-def test_without_reuse_a_trace_has_memory_of_its_own() -> None:
-    arena = Arena(device=torch.device("cpu"), pinned=False, reuse=False)
-    blocks = [arena.take(1000) for _ in range(3)]
-    assert len({block.data_ptr() for block in blocks}) == 3
+def test_memory_is_used_again_once_its_trace_is_gone_and_never_before() -> None:
+    arena = Arena(device=CPU, pinned=False, reuse=True)
+    first, second = arena.take(3 << 20), arena.take(3 << 20)
+    addresses = {first.data_ptr(), second.data_ptr()}
+    assert len(addresses) == 2
+    kept = first[5:]
+    del first, second
+    gc.collect()
+    third = arena.take(3 << 20)
+    assert third.data_ptr() in addresses - {kept.data_ptr() - 5}
+    fourth = arena.take(3 << 20)
+    assert fourth.data_ptr() not in addresses, "the first is still looked into"
+    assert third.shape == fourth.shape == (3 << 20,)
+
+
+def test_without_reuse_every_trace_gets_memory_of_its_own() -> None:
+    arena = Arena(device=CPU, pinned=False, reuse=False)
+    assert arena._memory is None
+    assert arena.take(5).shape == (5,)
