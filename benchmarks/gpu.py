@@ -80,6 +80,8 @@ class Routers(torch.nn.Module):
             if router.expert_bias is not None:
                 router.expert_bias.copy_(torch.rand(router.expert_bias.shape, generator=generator) / 10)
 
+    # Megatron-Core compiles the function that counts tokens for the expert bias, anew for each router: not what is measured.
+    @torch.compiler.set_stance("force_eager")
     def forward(self, logits: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [router.routing(logits.unsqueeze(1)) for router in self.routers]
 
@@ -183,8 +185,8 @@ def formula(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 def check_shape(shape: Shape) -> Iterator[str]:
     """Yield what is wrong: maps that are not the trace's, or values far from the float64 formula and Megatron's replay."""
     expected = formula(shape)
-    # Probabilities are at most 1 and rounded once or twice; gradients are sums of topk products with weights up to 5.
-    limit = 64 * torch.finfo(shape.dtype).eps
+    # Each is rounded to its dtype several times on the way.
+    limit = 16 * torch.finfo(shape.dtype).eps
     with Alternatives(shape) as alternatives:
         theirs = alternatives.prepared_run("Megatron's replay")
         for name in alternatives.functions:
@@ -197,9 +199,10 @@ def check_shape(shape: Shape) -> Iterator[str]:
             if not torch.equal(routing_map, expected[1]):
                 yield f"{where}: the map is not the trace's"
             assert grad is not None
-            errors = [float((a.double() - b).abs().max()) for a, b in ((probs, expected[0]), (grad, expected[2]))]
-            if not max(errors) < limit:
-                yield f"{where}: {errors} from the float64 formula, allowed {limit:.1e}"
+            pairs = ((probs, expected[0]), (grad, expected[2]))
+            errors = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs]
+            if not all(error < limit for error in errors):  # NaN too
+                yield f"{where}: {errors} of the largest value from the float64 formula, allowed {limit:.1e}"
             if name == "replay" and not all(torch.equal(a, b) for a, b in zip((probs, routing_map, grad), theirs)):
                 yield f"{where}: not the bits of Megatron's replay"
         recording = alternatives.sessions["record"]
@@ -259,7 +262,7 @@ def time_rounds(
     Args:
         hide_launches: let the GPU sleep until the host has launched everything; only for what waits for nothing.
     """
-    on_gpu, warm_up = device.type == "cuda", 3
+    on_gpu, warm_up = device.type == "cuda", min(3, repeats)
     of_device: dict[str, list[float]] = {name: [] for name in functions}
     of_host: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(warm_up + repeats):
@@ -314,8 +317,8 @@ def peak_memory(shape: Shape) -> dict[str, float]:
 
 def time_steps(device: torch.device, *, quick: bool, recompute: bool) -> tuple[dict[str, float], list[str]]:
     """Return (ms of a GPT's step by session, what is wrong): 4 micro-batches, forward and backward."""
-    sequence, hidden, experts = (16, 64, 8) if quick else (2048, 1024, 64)
-    fields = {"hidden_size": hidden, "kv_channels": hidden // 4, "num_moe_experts": experts, "moe_router_topk": 2}
+    sequence, hidden, experts = (16, 64, 8) if quick else (2048, 1024, 16)
+    fields = {"hidden_size": hidden, "moe_ffn_hidden_size": hidden // 2, "num_moe_experts": experts}
     layout = ParallelLayout()
     config = tiny_gpt_config(layout, deterministic_mode=False, **fields, **(FULL if recompute else {}))
     (model,) = build_tiny_gpt(config, layout)
@@ -362,7 +365,7 @@ def time_steps(device: torch.device, *, quick: bool, recompute: bool) -> tuple[d
     off, on = step(), replayed()
     if not torch.allclose(off, on, rtol=1e-2):
         wrong.append(f"GPT: losses {on.tolist()} under replay of its own routes, {off.tolist()} without")
-    repeats = 3 if quick else 15
+    repeats = 1 if quick else 15
     return time_rounds(functions, prepare={}, repeats=repeats, device=device, hide_launches=False)[0], wrong
 
 
@@ -418,15 +421,14 @@ def report(device: torch.device, *, quick: bool) -> tuple[str, bool]:
     dtypes = (torch.float32, torch.bfloat16)
     made = [Shape(*what, device) for what in itertools.product(sizes, ROUTERS, dtypes)]
     wrong = [problem for shape in made for problem in check_shape(shape)]
-    waits = (
-        [problem for shape in made if shape.num_tokens == sizes[0] for problem in check_syncs(shape)] if on_gpu else []
-    )
+    smaller = [shape for shape in made if shape.num_tokens == sizes[0]]
+    waits = [problem for shape in smaller for problem in check_syncs(shape)] if on_gpu else []
 
     rows: list[list[object]] = []
     hosts: list[list[object]] = []
     names: list[str] = []
     for shape, backward in itertools.product(made, (False, True)):
-        times, host = time_shape(shape, backward=backward, repeats=2 if quick else 20)
+        times, host = time_shape(shape, backward=backward, repeats=1 if quick else 20)
         names = list(times)
         what = [*shape.name(), "both" if backward else "forward"]
         live = times["live"]
