@@ -117,8 +117,9 @@ def choose_replayed(router: SessionRouter, microbatch: Microbatch, live: LiveSel
 class SessionRouter:
     """What a session puts in place of `router.router_replay`; Megatron-Core calls `get_replay_topk` for its top-k."""
 
-    def __init__(self, chunk: Chunk, position: int, found: FoundRouter, choose: Choose) -> None:
+    def __init__(self, chunk: Chunk, position: int, found: FoundRouter, choose: Choose, *, in_trace: bool) -> None:
         self.chunk = chunk
+        self.in_trace = in_trace  # False: its selection stays live, and is frozen in recomputes only
         self.position = position
         self.found = found
         self.topk = int(found.router.topk)
@@ -133,7 +134,7 @@ class SessionRouter:
         self.score_kind: Literal["logits", "probabilities"] = "logits" if is_logits else "probabilities"
         self.watched = False
         self.last_used: Tensor | None = None  # of the forward or recompute that runs, for a Verifier that watches
-        self._choose = choose
+        self._choose = choose if in_trace else choose_live
         self._replaced: object = None
 
     def attach(self) -> None:
@@ -223,11 +224,23 @@ class Chunk:
     """A model chunk's routers and its micro-batches in flight."""
 
     def __init__(
-        self, index: int, module: nn.Module, routers: list[FoundRouter], choose: Choose, rank: int, queued: bool
+        self,
+        index: int,
+        module: nn.Module,
+        routers: list[FoundRouter],
+        choose: Choose,
+        rank: int,
+        queued: bool,
+        mtp: bool = True,
     ) -> None:
         self.index = index
         self.module = module
-        self.routers = [SessionRouter(self, position, found, choose) for position, found in enumerate(routers)]
+        # By layer number, so that routers in the trace come first.
+        self.routers = [
+            SessionRouter(self, position, found, choose, in_trace=mtp or not found.is_mtp)
+            for position, found in enumerate(routers)
+        ]
+        self.in_trace = [router for router in self.routers if router.in_trace]
         self.in_flight: dict[int, Microbatch] = {}
         self.closed = False
         self._rank = rank

@@ -43,6 +43,7 @@ class RecordSession(Session):
                 f"{chunk.where(microbatch, chunk.routers[0])}: the router routed {used[0].shape[0]} tokens, routing_rows "
                 f"has {rows.numel()} on this rank."
             )
+        used = used[: len(chunk.in_trace)]
         self._recorded[chunk.index].append((rows, used))
 
     def trace(self, *, num_tokens: int | None = None) -> RoutingTrace:
@@ -58,7 +59,7 @@ class RecordSession(Session):
             TraceError: the same row was routed twice to different experts, or in some layers only; a row is num_tokens
                 or more.
         """
-        parts = [self._part(chunk) for chunk in self._chunks if chunk.routers]
+        parts = [self._part(chunk) for chunk in self._chunks if chunk.in_trace]
         length = max((int(rows.max()) + 1 for rows, _ in parts if rows.numel()), default=0)
         if num_tokens is not None and num_tokens < length:
             raise TraceError(f"cannot return {num_tokens} rows: row {length - 1} was recorded.")
@@ -70,7 +71,7 @@ class RecordSession(Session):
                 raise TraceError(
                     f"row {row} was routed in some of this rank's chunks only: run every chunk, then read."
                 )
-        numbers = [router.found.layer_number for router in self._routers()]
+        numbers = [router.found.layer_number for router in self._routers() if router.in_trace]
         indices = torch.cat([self._empty(length), *(part for part, _ in placed)], dim=1)
         return RoutingTrace(
             topk_indices=indices[:, sorted(range(len(numbers)), key=numbers.__getitem__)],
@@ -92,7 +93,7 @@ class RecordSession(Session):
         """Return what a chunk recorded: rows [n] int64 and routes [n, its layers, topk], padding left out, on the CPU."""
         microbatches = self._recorded[chunk.index]
         if not microbatches:
-            return torch.empty(0, dtype=torch.int64), self._empty(0).expand(0, len(chunk.routers), -1)
+            return torch.empty(0, dtype=torch.int64), self._empty(0).expand(0, len(chunk.in_trace), -1)
         rows = torch.cat([rows for rows, _ in microbatches]).cpu()
         used = torch.cat([torch.stack(layers, dim=1) for _, layers in microbatches]).cpu()
         return rows[rows >= 0], used[rows >= 0]
@@ -135,7 +136,8 @@ def record(model_chunks: Models, *, mtp: bool = False, verify: bool = False) -> 
 
     Args:
         model_chunks: the model or its chunks on this rank.
-        mtp: also record multi-token-prediction layers, as layer_number num_layers + 1, ...
+        mtp: also record multi-token-prediction layers, as layer_number num_layers + 1, ...; their recomputes use what
+            the forward chose either way.
         verify: compare every routing map that leaves a router with what is recorded.
 
     Raises:

@@ -102,13 +102,13 @@ class ReplaySession(Session):
         for chunk in self._chunks:
             _check_model(self._trace, chunk)
             self._trace_of[chunk.index] = self._trace.select_layers(
-                [router.found.layer_number for router in chunk.routers]
+                [router.found.layer_number for router in chunk.in_trace]
             )
         if self._compare_every:
             self._compare()
 
     def _compare(self) -> None:
-        routers = self._routers()
+        routers = [router for router in self._routers() if router.in_trace]
         self._comparison = LiveComparison(
             sorted(router.found.layer_number for router in routers),
             num_experts=self._trace.num_experts,
@@ -186,8 +186,8 @@ def replay(
         model_chunks: the model or its chunks on this rank.
         trace: routes for at least every MoE layer of these chunks. Rows without a route, and nothing else, are decided
             by the live router. Moved to the GPU (`trace.to("cuda")`) it takes rows that are there without a host sync.
-        mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ...; else they stay live,
-            in recomputes too, where they are not frozen.
+        mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ...; else their forwards stay
+            live and their recomputes use what the forward chose.
         compare_live: take the live top-k beside the replayed routes, in every micro-batch (True) or every n-th: agreement,
             probability mass and expert load by layer, and layers whose capture looks wrong. No host sync.
         verify: compare every routing map that leaves a router with the trace; the report counts, a difference raises.
@@ -203,7 +203,7 @@ def replay(
 
 
 def _check_model(trace: RoutingTrace, chunk: Chunk) -> None:
-    for router in chunk.routers:
+    for router in chunk.in_trace:
         for name, of_model, of_trace in (
             ("num_experts", router.num_experts, trace.num_experts),
             ("topk", router.topk, trace.topk),
@@ -221,7 +221,7 @@ def _check_model(trace: RoutingTrace, chunk: Chunk) -> None:
         if isinstance(layer, MultiTokenPredictionLayer)
         for inner in layer.modules()
     }
-    with_router = {router.found.layer_number for router in chunk.routers}
+    with_router = {router.found.layer_number for router in chunk.in_trace}
     for layer in chunk.module.modules():
         if isinstance(layer, TransformerLayer) and id(layer) not in in_mtp:
             number = layer.layer_number

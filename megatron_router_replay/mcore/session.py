@@ -39,13 +39,13 @@ class Session:
     def __init__(self, model_chunks: Models, *, mtp: bool, verify: bool) -> None:
         check_version()
         modules = as_chunks(model_chunks)
-        found = [[router for router in find_routers(module) if mtp or not router.is_mtp] for module in modules]
+        found = [find_routers(module) for module in modules]
         routers = [router for of_chunk in found for router in of_chunk]
         check_supported(routers)
         self._check_not_nested(routers)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._chunks = [
-            Chunk(index, unwrap(module), of_chunk, self.choose, self._rank, self.needs_queue)
+            Chunk(index, unwrap(module), of_chunk, self.choose, self._rank, self.needs_queue, mtp)
             for index, (module, of_chunk) in enumerate(zip(modules, found))
         ]
         self._chunk_of = {
@@ -250,8 +250,7 @@ def freeze_recompute(model_chunks: Models, *, count_flips: bool = False, verify:
 
     One line before a training loop, for a whole run: it starts at once, needs no call per step, follows any schedule, and
     keeps `topk` bytes per token and layer (two above 256 experts) from a micro-batch's forward until its graph is freed.
-    Evaluation keeps nothing. `record` and `replay` may run inside it;
-    with multi-token-prediction layers under recompute they need mtp=True there, or the recompute raises.
+    Evaluation keeps nothing. `record` and `replay` may run inside it.
 
     Args:
         model_chunks: the model or its chunks on this rank; multi-token-prediction routers are frozen too.

@@ -44,7 +44,7 @@ class RouterSupport:
     def __str__(self) -> str:
         verdict = "replayed" if self.replayable else f"refused: {self.reason}"
         if self.replayable and self.is_mtp:
-            verdict = "live, unless mtp=True asks for it"
+            verdict = "live and frozen for recomputes, unless mtp=True replays it"
         experts = f"top-{self.topk} of {self.num_experts}"
         return f"chunk {self.chunk}  layer {self.layer_number:>3}  {experts:<14}  {self.name}: {verdict}"
 

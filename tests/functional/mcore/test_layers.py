@@ -1,5 +1,6 @@
 """Every router gets its own layer: identity comes from the modules, never from counts."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -113,3 +114,50 @@ def test_an_mtp_router_is_replayed_as_the_layer_behind_the_last_when_asked(worke
     assert result["routes used"]
     assert all(used == [3] for used in result["routes used"])
     assert result["recorded layers"] == (1, 2, 3)
+
+
+def noisy_mtp_recomputes(kind: str) -> dict[str, Any]:
+    """Replay or record decoder layers alone, while logits differ in recomputes; which experts do MTP recomputes use?"""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    case = Case(layout=ParallelLayout(), config={"mtp_num_layers": 1, "num_layers": 2} | FULL, num_microbatches=2)
+    config, (model,), microbatches = build(case)
+    ((_, router),) = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, TopKRouter) and name.startswith("mtp")
+    ]
+    gating, maps = router.gating, {"forward": [], "recompute": []}
+
+    def in_recompute() -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def noisy(hidden: torch.Tensor) -> torch.Tensor:
+        logits = gating(hidden)
+        return logits.flip(-1) if in_recompute() else logits
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        maps["recompute" if in_recompute() else "forward"].append(output[1].clone())
+
+    router.gating = noisy
+    router.register_forward_hook(hook)
+    routes = random_routes(case.num_tokens, 2, config.moe_router_topk, config.num_moe_experts)
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1, 2], num_experts=config.num_moe_experts)
+    with contextlib.ExitStack() as stack:
+        if kind.startswith("freeze"):
+            stack.enter_context(mrr.freeze_recompute(model))
+        session = stack.enter_context(
+            mrr.record(model, verify=True) if kind.endswith("record") else mrr.replay(model, trace, verify=True)
+        )
+        run([model], case, microbatches, session)
+    return {
+        "layers": session.trace().layer_numbers if kind.endswith("record") else trace.layer_numbers,
+        "recomputes": len(maps["recompute"]),
+        "flips": sum(int((a != b).any(dim=1).sum()) for a, b in zip(maps["forward"], maps["recompute"], strict=True)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["record", "replay", "freeze and record", "freeze and replay"])
+def test_an_mtp_router_that_stays_live_is_frozen_in_recomputes(kind, workers_1):
+    (result,) = workers_1.run(noisy_mtp_recomputes, kind)
+    assert result == {"layers": (1, 2), "recomputes": 2, "flips": 0}
