@@ -1,26 +1,47 @@
-"""`make bench`: run the benchmarks and write benchmarks/RESULTS.md, with date, hardware and versions."""
+"""`make bench`: measure, keep the samples in benchmarks/raw/, and write benchmarks/RESULTS.md from them.
+
+python -m benchmarks                 everything, about 20 minutes on two cores
+python -m benchmarks router step     these parts; the other sections of RESULTS.md stay
+python -m benchmarks --render        nothing is measured: RESULTS.md anew from the samples
+"""
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import json
 import os
 import platform
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks import capture, fused, router
+from benchmarks import capture, growth, ingest, memory, profile, router, step
 
-RESULTS = Path(__file__).parent / "RESULTS.md"
-PARTS = {
-    "Router: one layer's selection, ratios to live routing (fp32 logits)": router.main,
-    "Fused: probabilities and map of given experts in one pass, not yet used by sessions": fused.main,
-    "Capture: generation with and without": capture.main,
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "RESULTS.md"
+RAW = FOLDER / "raw"
+PARTS: dict[str, Any] = {
+    "router": router,
+    "step": step,
+    "memory": memory,
+    "ingest": ingest,
+    "growth": growth,
+    "profile": profile,
+    "capture": capture,
 }
+
+# The allocator keeps freed memory: fresh pages cost more than the arithmetic, and come to whoever asks first. (Without
+# this, ratios of single routers move by a factor of three, mostly in our favour.)
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 
 
 def environment() -> str:
-    """One line: date, processor, versions."""
+    """Return one line: date, processor, versions, and how busy the machine is."""
     import megatron.core
 
     cpu = platform.processor() or platform.machine()
@@ -28,23 +49,59 @@ def environment() -> str:
     if info.exists():
         names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
         cpu = names[0] if names else cpu
+    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
     return (
-        f"{datetime.date.today()}, {cpu}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"megatron-core {megatron.core.__version__}, no GPU"
+        f"{datetime.date.today()}, {cpu}, {os.cpu_count()} cores, no GPU, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, megatron-core {megatron.core.__version__}; load average at the start {load}"
     )
 
 
-def main() -> None:
-    """Write the results of all parts."""
-    sections = ["# Benchmark results", "Made by `make bench`. Every figure is a ratio taken in one process, medians."]
-    sections += [
-        "`python -m benchmarks.transport` and `python -m benchmarks.diff` take longer and are run by themselves."
+def measure(name: str) -> None:
+    """Measure a part in this process and keep its samples."""
+    where = environment()
+    start = time.monotonic()
+    raw = PARTS[name].main().raw
+    kept = {"environment": where, "minutes": round((time.monotonic() - start) / 60, 1), "raw": raw}
+    RAW.mkdir(exist_ok=True)
+    (RAW / f"{name}.json").write_text(json.dumps(kept, separators=(",", ":")) + "\n")
+
+
+def results() -> str:
+    """Return RESULTS.md of all samples there are."""
+    sections = [
+        "# Benchmark results",
+        "Made by `make bench` from the samples in `raw/`, the seconds of every repeat. Every figure is a ratio of "
+        "alternatives that ran in turns in one process, or says what else it is.",
+        "`python -m benchmarks.transport` and `python -m benchmarks.diff` are run by themselves: "
+        "[RESULTS_transport.md](RESULTS_transport.md), [RESULTS_diff.md](RESULTS_diff.md).",
     ]
-    sections += [environment()]
-    for title, part in PARTS.items():
-        print(f"{title} ...", flush=True)
-        sections += [f"## {title}", part()]
-    RESULTS.write_text("\n\n".join(sections) + "\n")
+    for name, part in PARTS.items():
+        path = RAW / f"{name}.json"
+        if path.exists():
+            kept = json.loads(path.read_text())
+            sections += [f"## {part.TITLE}", f"{kept['environment']}. {kept['minutes']} minutes."]
+            sections.append(part.render(kept["raw"]))
+    return "\n\n".join(sections) + "\n"
+
+
+def main() -> None:
+    """Measure each part in a process of its own, then write the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; none: all")
+    parser.add_argument("--render", action="store_true", help="only write RESULTS.md from the samples there are")
+    parser.add_argument("--measure", choices=PARTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}")
+    if args.measure:
+        measure(args.measure)
+        return
+    for name in [] if args.render else args.parts or PARTS:
+        print(f"{name} ...", flush=True)
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "--measure", name]
+        subprocess.run(command, cwd=FOLDER.parent, env=os.environ | ENVIRONMENT, check=True)
+        RESULTS.write_text(results())
+    RESULTS.write_text(results())
     print(RESULTS.read_text())
 
 

@@ -1,7 +1,5 @@
 """What capturing routes costs a generation: two of them in one process, one captured, one not, step by step in turns.
 
-python -m benchmarks.capture
-
 A transformers Qwen3-MoE of random weights on one thread; both generations use the same weights and make the same tokens. A
 ratio is the median over pairs of a captured and a plain step that ran one right after the other, everything included:
 announcing the requests, the forward with its hooks, choosing tokens, copying and sorting the routes. CPU time of the
@@ -15,7 +13,7 @@ import copy
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +22,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from benchmarks.measure import Section, table
 from megatron_router_replay.capture import RoutedExpertsCapturer, token_positions
+
+TITLE = "Capture: generation with and without"
 
 Seconds = tuple[float, float]
 """(wall, CPU time of this thread)."""
@@ -108,8 +109,8 @@ def own_seconds(model: Any, size: Size, length: int) -> float:
     return statistics.median(cpu for _, cpu in times)
 
 
-def measure(size: Size, repeats: int) -> list[Sequence[str]]:
-    """Return a row of the table for the prefill and one for the decode step."""
+def measure_size(size: Size, repeats: int) -> list[dict[str, Any]]:
+    """Return the samples of the prefill and of the decode step."""
     model = build(size)
     # Hooks are on one of two models that share every weight.
     plain = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
@@ -132,30 +133,40 @@ def measure(size: Size, repeats: int) -> list[Sequence[str]]:
         for enable in (True, False):
             assert next(runs[enable], None) is None
         capturers[True].close()
-    rows = []
-    parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    for name, length in (("prefill", size.prompt), ("decode step", 1)):
-        on, off = pairs[name][True], pairs[name][False]
-        wall, cpu = (statistics.median(a[i] / b[i] for a, b in zip(on, off)) for i in (0, 1))
-        plain_cpu = statistics.median(cpu for _, cpu in off)
-        own = own_seconds(model, size, length) / plain_cpu
-        values = [f"{plain_cpu * 1e3:.1f}", f"{cpu:.3f}", f"{wall:.3f}", f"{own:.2%}", str(len(on))]
-        rows.append([f"{parameters:.0f} M, {size.layers}, {size.batch}", name, *values])
-    return rows
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return [
+        {
+            "parameters": parameters,
+            "layers": size.layers,
+            "batch": size.batch,
+            "part": name,
+            "on": [[float(f"{value:.4g}") for value in pair] for pair in pairs[name][True]],
+            "off": [[float(f"{value:.4g}") for value in pair] for pair in pairs[name][False]],
+            "own": own_seconds(model, size, length),
+        }
+        for name, length in (("prefill", size.prompt), ("decode step", 1))
+    ]
 
 
-def main(repeats: int = 10) -> str:
-    """Return the table as Markdown."""
-    num_threads = torch.get_num_threads()
+def measure(repeats: int = 10) -> list[dict[str, Any]]:
+    """Measure every size on one thread."""
     torch.set_num_threads(1)
-    try:
-        rows = [row for size in SIZES for row in measure(size, repeats)]
-    finally:
-        torch.set_num_threads(num_threads)
+    return [part for size in SIZES for part in measure_size(size, repeats)]
+
+
+def render(raw: list[dict[str, Any]]) -> str:
+    """Return the table."""
+    rows = []
+    for part in raw:
+        wall, cpu = (statistics.median(a[i] / b[i] for a, b in zip(part["on"], part["off"])) for i in (0, 1))
+        plain_cpu = statistics.median(cpu for _, cpu in part["off"])
+        model = f"{part['parameters'] / 1e6:.0f} M, {part['layers']}, {part['batch']}"
+        ratios = [f"{cpu:.3f}", f"{wall:.3f}", f"{part['own'] / plain_cpu:.2%}", len(part["on"])]
+        rows.append([model, part["part"], f"{plain_cpu * 1e3:.1f}", *ratios])
     head = ["parameters, layers, batch", "part", "off, ms", "on / off", "on / off, wall", "own", "pairs"]
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(head, rows)
 
 
-if __name__ == "__main__":
-    print(main())
+def main() -> Section:
+    raw = measure()
+    return Section(title=TITLE, text=render(raw), raw=raw)

@@ -1,23 +1,116 @@
-"""Time alternatives side by side in one process: taken in turns, medians, ratios."""
+"""What all parts share: timing alternatives side by side, ratios with their spread, raw samples, Markdown tables."""
+
+from __future__ import annotations
 
 import resource
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+Seconds = dict[str, list[float]]
+"""Alternative -> seconds of each round; entry i of all alternatives was measured in the same round."""
 
 
-def medians(alternatives: Mapping[str, Callable[[], object]], *, repeats: int, warm_up: int = 2) -> dict[str, float]:
-    """Return the median seconds of each alternative; rounds alternate their order."""
-    seconds: dict[str, list[float]] = {name: [] for name in alternatives}
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of RESULTS.md: its title, its tables as Markdown, and the raw samples they are made of (JSON values)."""
+
+    title: str
+    text: str
+    raw: Any
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Of one alternative to another: median and quartiles of the ratios within each round."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def rounds(
+    alternatives: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int,
+    warm_up: int = 10,
+    prepare: Mapping[str, Callable[[], object]] | None = None,
+    clock: Callable[[], float] = time.thread_time,
+) -> Seconds:
+    """Run all alternatives once a round, in an order drawn anew for each, and return their seconds.
+
+    Args:
+        alternatives: name -> what is timed.
+        repeats: rounds that count; `warm_up` more come first, until the allocator has all the pages it will need.
+        prepare: name -> what runs right before it, not timed.
+        clock: processor time of this thread, which on a quiet machine is the time, and on a busy one does not count who
+            else runs; what waits for other processes needs time.perf_counter.
+    """
+    seconds: Seconds = {name: [] for name in alternatives}
     names = list(alternatives)
+    order = Random(0)  # the same on every rank
     for repeat in range(warm_up + repeats):
-        for name in names if repeat % 2 else reversed(names):
-            start = time.perf_counter()
+        order.shuffle(names)
+        for name in names:
+            if prepare and name in prepare:
+                prepare[name]()
+            start = clock()
             alternatives[name]()
+            spent = clock() - start
             if repeat >= warm_up:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+                seconds[name].append(float(f"{spent:.4g}"))
+    return seconds
+
+
+def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> Ratio:
+    """Return name / base. Ratios within a round, because what slows a machine down slows the whole round down."""
+    of_rounds = [one / other for one, other in zip(seconds[name], seconds[base], strict=True)]
+    if len(of_rounds) == 1:
+        return Ratio(*of_rounds * 3)
+    low, median, high = statistics.quantiles(of_rounds, n=4, method="inclusive")
+    return Ratio(median, low, high)
+
+
+def verdict(what: str, found: Ratio, limit: float) -> str:
+    """Return one line: a target, what was found, met or not."""
+    return f"- {what} <= {limit:.2f}: {'met' if found.median <= limit else 'not met'}, {found}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [list(head), ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+@contextmanager
+def single_process() -> Iterator[None]:
+    """Be the one rank of a gloo group, with Megatron-Core on the CPU and one thread; layouts are left to initialise."""
+    import torch.distributed as dist
+
+    from megatron_router_replay.testing import megatron_on_cpu, reset_megatron_state
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            with megatron_on_cpu():
+                yield
+                reset_megatron_state()
+        finally:
+            dist.destroy_process_group()
 
 
 def peak_bytes() -> int:

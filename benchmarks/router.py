@@ -1,119 +1,228 @@
-"""What the hook costs: one router's selection, live, with Megatron-Core's own replay and with ours, as ratios to live.
+"""What the hook costs: one router's selection, live, with Megatron-Core's own replay, with ours and with `fused.route`.
 
-python -m benchmarks.router
+Everything goes through the function that Megatron-Core's routers call, `topk_routing_with_score_function`, with a real
+session around it. Queuing the micro-batch is not timed here; parts step, growth and profile have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import megatron_router_replay as mrr
-from benchmarks.measure import medians
-from megatron_router_replay.diagnostics.live import LiveComparison
-from megatron_router_replay.testing import megatron_on_cpu
+from benchmarks.measure import Seconds, Section, ratio, rounds, single_process, table, verdict
+from megatron_router_replay.fused import route
+from megatron_router_replay.testing import ParallelLayout, tiny_gpt_config
 
-SHAPES = [(4096, 64, 6), (8192, 128, 8), (4096, 256, 8), (4096, 512, 10)]
-
-
-@contextmanager
-def session_router(
-    num_tokens: int,
-    num_experts: int,
-    topk: int,
-    *,
-    live_rows: bool = False,
-    kind: str = "replay",
-    compare: bool = False,
-) -> Iterator[Any]:
-    """Yield what a session puts in place of router.router_replay, and a function that queues a micro-batch for it."""
-    from megatron_router_replay.mcore.chunk import Chunk, choose_live, choose_replayed
-    from megatron_router_replay.mcore.find import FoundRouter
-    from megatron_router_replay.mcore.targets import build_targets
-
-    config = SimpleNamespace(moe_router_score_function="softmax", moe_router_pre_softmax=False)
-    router = SimpleNamespace(topk=topk, num_experts=num_experts, router_replay=None, config=config)
-    found = FoundRouter(name="router", router=router, layer_number=1, is_mtp=False)
-    choose = choose_replayed if kind == "replay" else choose_live
-    chunk = Chunk(0, torch.nn.Identity(), [found], choose, 0, True)
-    routes = torch.rand(num_tokens, 1, num_experts).argsort(dim=2)[:, :, :topk]
-    mask = torch.ones(num_tokens, dtype=torch.bool)
-    mask[::1024] = not live_rows
-    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=num_experts, replay_mask=mask)
-    rows = torch.arange(num_tokens)
-    targets = build_targets(trace, rows, torch.zeros_like(rows), device=torch.device("cpu"), with_replayed=compare)
-    if compare:
-        chunk.routers[0].live_comparison = LiveComparison([1], num_experts=num_experts, topk=topk)
-
-    def queue() -> Any:
-        chunk.in_flight.clear()
-        chunk.queue(targets if kind == "replay" else None, rows=rows)
-        (session_router,) = chunk.routers
-        session_router.forwards = chunk._queued - 1
-        return session_router
-
-    yield queue
+TITLE = "Router: one layer's selection, as ratios to live routing"
+SOFTMAX: dict[str, Any] = {}
+SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+}
+ROUTERS = {"64, 6": SOFTMAX, "128, 8": SOFTMAX, "256, 8, sigmoid in groups": SIGMOID, "512, 10": SOFTMAX}
+AIM = (8192, "128, 8")
+SHAPES = [AIM, *itertools.product((4096, 16384), ROUTERS)]
+AIM_REPEATS, REPEATS = 101, 25
 
 
-def selection(logits: torch.Tensor, topk: int, backward: bool, router_replay: Callable[[], Any] = lambda: None) -> None:
-    """One call of Megatron's routing function, softmax behind the top-k."""
-    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+class Routers(torch.nn.Module):
+    """Megatron's routers without the model around them: the forward is only their selection, layer by layer.
 
-    leaf = logits.detach().requires_grad_(backward)
-    probs, _ = topk_routing_with_score_function(leaf, topk, router_replay=router_replay())
-    if backward:
-        probs.backward(torch.ones_like(probs))
+    Args:
+        config: TransformerConfig.
+        num_layers: routers, each on the same logits.
+        recompute: select again in the backward, as a checkpoint around the routers would.
+    """
+
+    def __init__(self, config: Any, num_layers: int = 1, *, recompute: bool = False) -> None:
+        from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        super().__init__()
+        self.config = config
+        groups = get_default_pg_collection()
+        self.routers = torch.nn.ModuleList(TopKRouter(config, pg_collection=groups) for _ in range(num_layers))
+        for number, router in enumerate(self.routers, 1):
+            router.set_layer_number(number)
+        self.recompute = recompute
+
+    def forward(self, logits: Tensor) -> list[Tensor]:
+        if self.recompute:
+            return [_Recomputed.apply(logits, partial(self.select, router)) for router in self.routers]
+        return [self.select(router, logits) for router in self.routers]
+
+    def select(self, router: Any, logits: Tensor) -> Tensor:
+        """Return the probabilities of one router, [num_tokens, num_experts]."""
+        from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+        probs, _ = topk_routing_with_score_function(
+            logits,
+            router.topk,
+            num_groups=self.config.moe_router_num_groups,
+            group_topk=self.config.moe_router_group_topk,
+            score_function=router.score_function,
+            expert_bias=router.expert_bias,
+            router_replay=router.router_replay,
+        )
+        return probs
 
 
-def measure(num_tokens: int, num_experts: int, topk: int, *, backward: bool, repeats: int) -> dict[str, float]:
-    """Ratios to live routing, by alternative."""
+class _Recomputed(torch.autograd.Function):
+    """Select in the forward, and once more in the backward; with its own backward where `backward_too` says so."""
+
+    backward_too = False
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, select: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.logits, ctx.select = logits.detach(), select
+        return select(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        with torch.enable_grad():
+            probs = ctx.select(ctx.logits.requires_grad_(_Recomputed.backward_too))
+        if _Recomputed.backward_too:
+            probs.backward(grad)
+        return None, None
+
+
+def router_config(experts_and_topk: str, **overrides: Any) -> Any:
+    """Return a TransformerConfig whose routers are as a key of ROUTERS says."""
+    num_experts, topk = map(int, experts_and_topk.split(",")[:2])
+    fields = {"num_moe_experts": num_experts, "moe_router_topk": topk, **ROUTERS[experts_and_topk], **overrides}
+    return tiny_gpt_config(ParallelLayout(), deterministic_mode=False, **fields)
+
+
+def random_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int) -> Tensor:
+    """Return [num_tokens, num_layers, topk] int64, distinct in each row."""
+    routes = [torch.rand(num_tokens, num_experts).topk(topk, dim=1).indices for _ in range(num_layers)]
+    return torch.stack(routes, dim=1)
+
+
+def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward: bool, repeats: int) -> Seconds:
+    """Time every alternative for one shape."""
     from megatron.core.transformer.moe import router_replay as theirs
 
-    logits = torch.randn(num_tokens, num_experts)
-    own = theirs.RouterReplay()
-    own.set_target_indices(torch.rand(num_tokens, num_experts).argsort(dim=1)[:, :topk].contiguous())
+    config = router_config(router)
+    num_experts, topk = config.num_moe_experts, config.moe_router_topk
+    logits = torch.randn(num_tokens, num_experts).to(dtype)
+    grad = torch.randn(num_tokens, num_experts).to(dtype)
+    routes = random_routes(num_tokens, 1, topk, num_experts)
+    rows = torch.arange(num_tokens)
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=num_experts)
+    mask = rows % 1024 != 0
+    with_live_rows = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=num_experts, replay_mask=mask)
+    _Recomputed.backward_too = backward
+
+    def run(model: Callable[[Tensor], list[Tensor]]) -> Tensor:
+        (probs,) = model(logits.detach().requires_grad_(backward))
+        if backward:
+            probs.backward(grad)
+        return probs.detach()
+
+    live, megatron, frozen = Routers(config), Routers(config), Routers(config, recompute=True)
+    own = megatron.routers[0].router_replay = theirs.RouterReplay()
+    own.set_target_indices(routes[:, 0].contiguous())
     own.set_router_replay_action(theirs.RouterReplayAction.REPLAY_FORWARD)
-    sizes = (num_tokens, num_experts, topk)
-    with (
-        session_router(*sizes) as replay,
-        session_router(*sizes, live_rows=True) as replay_live,
-        session_router(*sizes, compare=True) as replay_compared,
-        session_router(*sizes, kind="record") as record,
-    ):
-        run = partial(selection, logits, topk, backward)
-        seconds = medians(
-            {
-                "live": run,
-                "Megatron's replay": partial(run, lambda: own),
-                "replay": partial(run, replay),
-                "replay, live rows": partial(run, replay_live),
-                "replay, compare_live": partial(run, replay_compared),
-                "record": partial(run, record),
-            },
-            repeats=repeats,
-        )
-    return {name: value / seconds["live"] for name, value in seconds.items()} | {"live ms": seconds["live"] * 1000}
+    bias = live.routers[0].expert_bias
+    fused = partial(
+        route, topk_indices=trace.topk_indices[:, 0], score_function=config.moe_router_score_function, expert_bias=bias
+    )
+    alternatives = {
+        "live": partial(run, live),
+        "Megatron's replay": partial(run, megatron),
+        "fused.route": partial(run, lambda leaf: [fused(leaf)[0]]),
+    }
+    prepare: dict[str, Callable[[], object]] = {}
+    with ExitStack() as sessions:
+
+        def add(name: str, open_session: Callable[[Any], Any]) -> None:
+            model = Routers(config)
+            session = sessions.enter_context(open_session(model))
+            alternatives[name] = partial(run, model)
+            prepare[name] = partial(session.microbatch, rows)
+
+        add("replay", lambda model: mrr.replay(model, trace))
+        add("replay, live rows", lambda model: mrr.replay(model, with_live_rows))
+        add("replay, compare_live", lambda model: mrr.replay(model, trace, compare_live=True))
+        add("record", mrr.record)
+        sessions.enter_context(mrr.freeze_recompute(frozen))
+        forward: list[Tensor] = []
+        prepare["freeze, recompute"] = lambda: forward.extend(frozen(logits.detach().requires_grad_()))
+        alternatives["freeze, recompute"] = lambda: forward.pop().backward(grad)
+
+        prepare["replay"]()
+        reference = alternatives["Megatron's replay"]()
+        assert torch.equal(alternatives["replay"](), reference)
+        assert torch.allclose(alternatives["fused.route"](), reference, atol=1e-6)
+        return rounds(alternatives, repeats=repeats, prepare=prepare)
 
 
-def main(repeats: int = 15) -> str:
-    """Return the table as Markdown."""
-    lines = []
-    with megatron_on_cpu():
-        for backward in (False, True):
-            for sizes in SHAPES:
-                ratios = measure(*sizes, backward=backward, repeats=repeats)
-                if not lines:
-                    lines = ["| tokens, experts, topk | pass | " + " | ".join(ratios) + " |"]
-                    lines.append("|---" * (2 + len(ratios)) + "|")
-                values = " | ".join(f"{value:.2f}" for value in ratios.values())
-                lines.append(f"| {', '.join(map(str, sizes))} | {'both' if backward else 'forward'} | {values} |")
-    return "\n".join(lines)
+def measure(*, aim_repeats: int = AIM_REPEATS, repeats: int = REPEATS) -> list[dict[str, Any]]:
+    """Time every shape, dtype and pass."""
+    raw = []
+    with single_process():
+        ParallelLayout().initialize()
+        for dtype, backward, shape in itertools.product((torch.float32, torch.bfloat16), (False, True), SHAPES):
+            num_rounds = aim_repeats if shape == AIM else repeats
+            seconds = measure_shape(*shape, dtype, backward=backward, repeats=num_rounds)
+            what = {"tokens": shape[0], "router": shape[1], "logits": str(dtype).removeprefix("torch.")}
+            raw.append({**what, "pass": "both" if backward else "forward", "seconds": seconds})
+    return raw
 
 
-if __name__ == "__main__":
-    print(main())
+def render(raw: list[dict[str, Any]]) -> str:
+    """Return the table, and the targets under it."""
+    names = ["Megatron's replay", "replay", "replay, live rows", "replay, compare_live"]
+    names += ["record", "freeze, recompute", "fused.route"]
+    rows = []
+    for case in raw:
+        seconds = case["seconds"]
+        ms = sorted(seconds["live"])[len(seconds["live"]) // 2] * 1000
+        record = ratio(seconds, "record", "live")
+        cells = {name: f"{ratio(seconds, name, 'live').median:.2f}" for name in names}
+        cells["record"] = f"{record.median:.3f} ({record.low:.2f} to {record.high:.2f})"
+        shown = [f"{case['tokens']}, {case['router']}", case["logits"], case["pass"], f"{ms:.2f}", *cells.values()]
+        rows.append([*shown, *(f"{ratio(seconds, n, names[0]).median:.2f}" for n in ("replay", "fused.route"))])
+    head = ["tokens, experts, topk", "logits", "pass", "live ms", *names]
+    head += ["replay / Megatron's", "fused / Megatron's"]
+    aim = {
+        case["pass"]: case["seconds"]
+        for case in raw
+        if (case["tokens"], case["router"], case["logits"]) == (*AIM, "float32")
+    }
+    targets = [
+        verdict("replay / Megatron's replay, forward", ratio(aim["forward"], "replay", names[0]), 1.05),
+        verdict("replay / Megatron's replay, both", ratio(aim["both"], "replay", names[0]), 1.05),
+        verdict("record / live, forward", ratio(aim["forward"], "record", "live"), 1.03),
+        verdict("record / live, both", ratio(aim["both"], "record", "live"), 1.03),
+        verdict("fused.route / Megatron's replay, forward", ratio(aim["forward"], "fused.route", names[0]), 0.50),
+        verdict("fused.route / Megatron's replay, both", ratio(aim["both"], "fused.route", names[0]), 0.60),
+    ]
+    return "\n".join(
+        [
+            "One thread, its processor time. A ratio is the median of the ratios within a round; quartiles in brackets.",
+            "Targets are int64 for Megatron's replay, uint8 or int16 for ours. *live rows*: one row in 1024 has no route.",
+            "*freeze, recompute*: the selection in a recompute under `freeze_recompute`.",
+            "",
+            table(head, rows),
+            "",
+            f"Targets, at {AIM[0]}, {AIM[1]}, float32:",
+            "",
+            *targets,
+        ]
+    )
+
+
+def main() -> Section:
+    raw = measure()
+    return Section(title=TITLE, text=render(raw), raw=raw)

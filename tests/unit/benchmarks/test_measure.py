@@ -1,0 +1,55 @@
+import pytest
+
+from benchmarks.growth import exponent
+from benchmarks.measure import Ratio, ratio, rounds, table, verdict
+
+
+def test_a_ratio_is_taken_within_each_round():
+    seconds = {"ours": [2.0, 30.0, 1.0], "theirs": [1.0, 10.0, 1.0]}
+    # 2, 3 and 1; the quartiles of these lie at 1.5 and 2.5.
+    assert ratio(seconds, "ours", "theirs") == Ratio(2.0, 1.5, 2.5)
+
+
+def test_a_ratio_needs_the_same_rounds():
+    with pytest.raises(ValueError):
+        ratio({"ours": [1.0, 2.0], "theirs": [1.0]}, "ours", "theirs")
+
+
+def test_each_round_runs_every_alternative_once_behind_its_preparation():
+    calls = []
+    ticks = iter(range(100))
+    seconds = rounds(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")},
+        repeats=3,
+        warm_up=1,
+        prepare={"b": lambda: calls.append("before b")},
+        clock=lambda: next(ticks),
+    )
+    assert seconds == {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0]}
+    assert calls.count("a") == 4
+    assert all(calls[i - 1] == "before b" for i, name in enumerate(calls) if name == "b")
+
+
+def test_what_is_prepared_is_not_timed():
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    alternatives = {"a": lambda: spend(2.0)}
+    prepare = {"a": lambda: spend(50.0)}
+    assert rounds(alternatives, repeats=2, prepare=prepare, clock=lambda: now[0]) == {"a": [2.0, 2.0]}
+
+
+def test_a_target_is_met_up_to_its_limit():
+    assert verdict("replay", Ratio(1.05, 1.0, 1.1), 1.05) == "- replay <= 1.05: met, 1.050 (1.000 to 1.100)"
+    assert "not met" in verdict("replay", Ratio(1.06, 1.0, 1.1), 1.05)
+
+
+def test_the_exponent_is_the_slope_on_logarithmic_scales():
+    assert exponent([1, 2, 4], [3.0, 12.0, 48.0]) == pytest.approx(2.0)
+    assert exponent([1, 2, 4], [5.0, 5.0, 5.0]) == pytest.approx(0.0)
+
+
+def test_a_table_has_a_head_and_a_row_a_line():
+    assert table(["a", "b"], [[1, "x"]]) == "| a | b |\n| --- | --- |\n| 1 | x |"
