@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
@@ -139,12 +140,22 @@ def test_a_compiled_model_under_sessions_is_the_eager_one(compile_parts, recompu
         assert report["decisions_verified"] > 0
 
 
-def noisy_recomputes_of_compiled_routers() -> int:
-    """Routing maps of recomputes that are not their forward's, in a compiled model whose recomputes see other logits."""
-    torch._dynamo.reset()
-    case = Case(layout=CASE.layout, config={**CASE.config, **FULL}, num_microbatches=4, batch_size=1)
-    _, (model,), microbatches = build(case)
-    add_noise_in_recompute([model], scale=2.0)
+class OneRouter(torch.nn.Module):
+    """A router, inside a non-reentrant checkpoint if asked for."""
+
+    def __init__(self, router: Any, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.router = router
+        self.checkpointed = checkpointed
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.checkpointed:
+            return checkpoint(self.router, hidden, use_reentrant=False)[0]
+        return self.router(hidden)[0]
+
+
+def maps_seen(routers: list[Any]) -> dict[tuple[int, bool], list[Tensor]]:
+    """(layer number, is a recompute) -> routing maps in order, filled by hooks that are never compiled."""
     seen: dict[tuple[int, bool], list[Tensor]] = {}
 
     @torch.compiler.disable
@@ -152,8 +163,39 @@ def noisy_recomputes_of_compiled_routers() -> int:
         is_recompute = torch._C._current_graph_task_id() != -1
         seen.setdefault((router.layer_number, is_recompute), []).append(output[1].clone())
 
-    for router in moe_routers([model]):
+    for router in routers:
         router.register_forward_hook(hook)
+    return seen
+
+
+def checkpoint_inside_the_compiled_module(backend: str) -> list[bool]:
+    """For two micro-batches in flight, with noise in recomputes: is each recompute its forward?"""
+    torch._dynamo.reset()
+    _, (model,), _ = build(CASE)
+    add_noise_in_recompute([model], scale=2.0)
+    router = moe_routers([model])[0]
+    seen = maps_seen([router])
+    module = OneRouter(router, checkpointed=True)
+    compiled = torch.compile(module, backend=backend)
+    with mrr.freeze_recompute(compiled), set_checkpoint_early_stop(False):
+        losses = [compiled(torch.randn(8, 1, 64, requires_grad=True)).square().sum() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+    torch._dynamo.reset()
+    return [torch.equal(*pair) for pair in zip(seen[1, False], seen[1, True], strict=True)]
+
+
+def test_a_recompute_inside_a_compiled_module_uses_its_forwards_experts(workers_1):
+    assert workers_1.run(checkpoint_inside_the_compiled_module, "eager") == [[True, True]]
+
+
+def noisy_recomputes_of_compiled_routers() -> int:
+    """Routing maps of recomputes that are not their forward's, in a compiled model whose recomputes see other logits."""
+    torch._dynamo.reset()
+    case = Case(layout=CASE.layout, config={**CASE.config, **FULL}, num_microbatches=4, batch_size=1)
+    _, (model,), microbatches = build(case)
+    add_noise_in_recompute([model], scale=2.0)
+    seen = maps_seen(moe_routers([model]))
     compile_routers(model, "eager")
     with mrr.freeze_recompute(model):
         step(model, microbatches)
@@ -172,14 +214,14 @@ def test_recomputes_of_compiled_routers_use_their_forwards_experts(workers_1):
 def what_is_said(kind: str) -> str:
     """The error of a session whose router goes into one graph, or whose backward is compiled."""
     torch._dynamo.reset()
-    _, (model,), microbatches = build(CASE)
+    config, (model,), microbatches = build(CASE)
     trace = mrr.RoutingTrace(
         topk_indices=random_routes(CASE.num_tokens, NUM_LAYERS, 2, 8),
         layer_numbers=range(1, NUM_LAYERS + 1),
         num_experts=8,
     )
     hidden = torch.zeros(8, 1, 64, requires_grad=True)
-    router = moe_routers([model])[0]
+    router, other_router = moe_routers([model])[0], moe_routers(build_tiny_gpt(config, CASE.layout))[0]
     with pytest.raises(Exception) as raised, mrr.replay(model, trace) as session:  # noqa: PT012
         session.microbatch(microbatches[0]["routing_rows"])
         if kind == "fullgraph":
@@ -194,12 +236,10 @@ def what_is_said(kind: str) -> str:
                 torch.fx.experimental.proxy_tensor.make_fx(router)(hidden)
         else:
             assert kind == "compiled autograd"
-            session._chunks[0].routers = session._chunks[0].routers[:1]
-            session._chunks[0]._enter(model, ())
-            loss = router(hidden)[0].square().sum()
-            session._chunks[0]._leave(model, (), loss)
-            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-                loss.backward()
+            with mrr.freeze_recompute(OneRouter(other_router)) as freeze:
+                loss = freeze._chunks[0].module(hidden).square().sum()
+                with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+                    loss.backward()
     torch._dynamo.reset()
     return f"{type(raised.value).__name__}: {raised.value}"
 
