@@ -23,13 +23,13 @@ def decode_responses(
 ) -> list[RoutingTrace]:
     """Return one trace per response, in order; decoding begins while later responses are still on their way.
 
-    Threads hide the wait for responses; they decode little faster than one (1.1 to 1.3 times with two on two cores), for
-    base64 and the allocation of every trace are done one thread at a time. To decode on many cores, do it in the rollout
-    workers' own processes.
+    Copies and checks, most of the work, run in all threads at once; base64 and parsing JSON do not (see
+    benchmarks/RESULTS_transport.md). For more than a few cores decode in the rollout workers' own processes.
 
     Args:
         responses: consumed one by one; waiting for the next one is the leg "collect".
-        decode: such as `functools.partial(engines.vllm.decode, model=config)`.
+        decode: such as `functools.partial(engines.vllm.decode, model=config, allocate=memory.take)`, where `memory`, a
+            `TraceMemory` made once, spares the kernel clearing new pages for every batch.
         num_threads: that decode.
         times: where "collect" and "decode" are counted.
 
