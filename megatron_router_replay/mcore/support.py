@@ -152,6 +152,6 @@ def _cuda_graph_refusals(config: Any) -> Iterator[str]:
     captured = sorted(scopes & {"full", "full_iteration", "moe", "moe_router"})
     if captured:
         yield (
-            f"cuda_graph_impl={implementation!r} with cuda_graph_scope {captured}: a captured router would "
-            "repeat the routes of the capture"
+            f"cuda_graph_impl={implementation!r} with cuda_graph_scope {captured}: a captured router would repeat the "
+            "routes of the capture. Leave the router out of the graph, or capture it yourself with mcore.static.StaticTargets"
         )

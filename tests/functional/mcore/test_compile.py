@@ -247,7 +247,7 @@ def what_is_said(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "error", "said"),
     [
-        ("fullgraph", "Unsupported", "get_replay_topk"),
+        ("fullgraph", "Unsupported", "`SessionRouter.get_replay_topk`"),
         ("make_fx", "ReplayStateError", "layer 1 (decoder.layers.0.mlp.router) is captured into a graph"),
         ("compiled autograd", "ReplayStateError", "compiled autograd: turn it off"),
     ],
@@ -263,11 +263,13 @@ def test_the_drop_in_follows_its_target_inside_a_compiled_function():
     replay = mrr.RouterReplay()
     mrr.RouterReplay.clear_global_router_replay_instances()
 
+    def live_topk(scores: Tensor, topk: int, **groups: Any) -> tuple[Tensor, Tensor]:
+        assert not torch.compiler.is_compiling()
+        return scores.topk(topk)
+
     @torch.compile(backend="eager")
     def route(scores: Tensor) -> Tensor:
-        _, indices = replay.get_replay_topk(
-            scores * 2, 2, default_compute_topk=lambda scores, topk, **groups: scores.topk(topk)
-        )
+        _, indices = replay.get_replay_topk(scores * 2, 2, default_compute_topk=live_topk)
         return torch.zeros_like(scores, dtype=torch.bool).scatter(1, indices, True)
 
     scores = torch.rand(16, 8)
@@ -282,10 +284,28 @@ def test_the_drop_in_follows_its_target_inside_a_compiled_function():
         replay.clear_router_replay_action()
 
 
-def test_the_drop_in_refuses_to_be_captured():
+class Selection(torch.nn.Module):
+    def __init__(self, replay: Any) -> None:
+        super().__init__()
+        self.replay = replay
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return self.replay.get_replay_topk(scores, 2)[0]
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [
+        lambda module, scores: torch.fx.experimental.proxy_tensor.make_fx(module)(scores),
+        lambda module, scores: torch.jit.trace(module, (scores,)),
+        lambda module, scores: torch.export.export(module, (scores,), strict=False),
+    ],
+    ids=["make_fx", "jit.trace", "export"],
+)
+def test_the_drop_in_refuses_to_be_captured(capture):
     replay = mrr.RouterReplay()
     mrr.RouterReplay.clear_global_router_replay_instances()
     replay.set_target_indices(random_routes(16, 1, 2, 8)[:, 0])
     replay.set_router_replay_action(mrr.RouterReplayAction.REPLAY_FORWARD)
     with pytest.raises(ReplayStateError, match="REPLAY_FORWARD is captured into a graph"):
-        torch.fx.experimental.proxy_tensor.make_fx(lambda scores: replay.get_replay_topk(scores, 2))(torch.rand(16, 8))
+        capture(Selection(replay), torch.rand(16, 8))
