@@ -6,6 +6,7 @@ import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_router_replay import engines
@@ -87,14 +88,16 @@ def test_threads_never_get_the_same_memory() -> None:
         assert all(threads.map(work, range(8)))
 
 
-def test_decoded_traces_lie_in_it() -> None:
-    model = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=8, topk=2)
-    wide = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=300, topk=2)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("num_experts", [8, 300])
+def test_decoded_traces_lie_in_it(engine: str, num_experts: int) -> None:
+    model = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=num_experts, topk=2)
     rows = np.stack([np.random.default_rng(i).permutation(8)[:2] for i in range(12)]).reshape(6, 2, 2)
+    decoder = getattr(engines, engine)
     memory = TraceMemory(block_bytes=1024)
-    for info in (model, wide):
-        trace = engines.vllm.decode(rows, model=info, num_tokens=7, allocate=memory.take)
-        block = memory._block
-        assert _address(block) <= trace.topk_indices.data_ptr() < _address(block) + 1024
+    alone = decoder.decode(rows, model=model, num_tokens=7, allocate=memory.take)
+    batch = decoder.decode_batch([rows, rows], model=model, num_tokens=[7, 7], allocate=memory.take)
+    for trace in (alone, batch):
+        assert _address(memory._block) <= trace.topk_indices.data_ptr() < _address(memory._block) + 1024
         assert torch.equal(trace.topk_indices[:6].to(torch.int64), torch.from_numpy(rows))
-        assert trace.topk_indices.dtype == (torch.uint8 if info is model else torch.int16)
+        assert trace.topk_indices.dtype == (torch.uint8 if num_experts == 8 else torch.int16)
