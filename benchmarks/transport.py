@@ -472,8 +472,7 @@ def steps(array: np.ndarray) -> str:
             lambda block: checks.check_range(block, 0, MODEL.moe_layer_numbers, source, MODEL)
         ),
         "check for repeated experts": lambda: each_block(checks.has_repeats),
-        "all of `decode`, into the same memory": lambda: decode(allocate=memory.take),
-        "all of `decode`, into new memory": decode,
+        "all of `decode`, with `TraceMemory`": lambda: decode(allocate=memory.take),
     }
     return table([(what, f"{_cpu_seconds(run) / array.nbytes * 1e9:.3f}") for what, run in alone.items()])
 
@@ -709,6 +708,7 @@ def compression(routes: Path | None) -> str:
             )
         head = ("coding", "ratio", "encode GB/s", "decode GB/s", "wins on links slower than")
         parts.append(f"{name}:\n\n" + table([head, *lines], head=True))
+    parts.append("The transports send raw bytes: a coding pays only on links slower than its last column.")
     return "\n\n".join(parts)
 
 
