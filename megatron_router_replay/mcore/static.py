@@ -34,7 +34,14 @@ from torch import Tensor, nn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.find import as_chunks, find_routers
 from megatron_router_replay.mcore.targets import build_targets
-from megatron_router_replay.router_replay import ComputeTopk, check_fits, gather_topk, in_backward, is_captured
+from megatron_router_replay.router_replay import (
+    ComputeTopk,
+    check_fits,
+    gather_topk,
+    in_backward,
+    is_captured,
+    not_compiled,
+)
 from megatron_router_replay.trace import RoutingTrace, index_dtype, spread_experts
 
 
@@ -88,7 +95,8 @@ class StaticTargets:
             model: the modules to capture, with Megatron-Core's TopKRouters in them.
 
         Raises:
-            ReplayStateError: there is no such slot, or it waits for a run of its graph.
+            ReplayStateError: there is no such slot, or it waits for a run of its graph; at the end: a router of the model
+                was not captured.
             TraceError: a router is of a layer that is not in `layer_numbers`.
         """
         routers = [found for module in as_chunks(model) for found in find_routers(module)]
@@ -105,6 +113,12 @@ class StaticTargets:
             for found, reader in zip(routers, readers):
                 found.router.router_replay = reader
             yield
+            missing = [reader.name for reader in readers if not reader.captured]
+            if missing:
+                raise ReplayStateError(
+                    f"{missing[0]}: its router was not captured, so later runs would route live. Capture CUDA graphs (or "
+                    "make_fx graphs) here; torch.compile leaves routers out of its own."
+                )
         finally:
             for found, replaced in zip(routers, before):
                 found.router.router_replay = replaced
@@ -170,7 +184,7 @@ class StaticTargets:
         self._check_unfilled(slot)
         self.targets[slot].copy_(targets.topk_indices.transpose(0, 1), non_blocking=True)
         if self.live is not None:
-            self.live[slot].copy_(live.expand_as(self.live[slot]), non_blocking=True)
+            self.live[slot].copy_(live.to(self.live.device, non_blocking=True).expand_as(self.live[slot]))
 
     def clear(self, slot: int) -> None:
         """Make a slot unfilled, whatever still waits for it; for a forward whose backward will not run.
@@ -216,7 +230,9 @@ class StaticRouter:
         self.used = used
         self.live = live
         self.unfilled = unfilled
+        self.captured = False
 
+    @not_compiled
     def get_replay_topk(
         self,
         scores: Tensor,
@@ -231,10 +247,6 @@ class StaticRouter:
             ReplayStateError: the forward routes other shapes than the slot's, or a recompute without recompute=True.
             RuntimeError: in a run on a CPU, the slot is not filled; on a GPU a device-side assertion.
         """
-        if torch.compiler.is_compiling():
-            raise ReplayStateError(
-                f"{self.name}: torch.compile cannot capture static targets; use make_fx or CUDA graphs."
-            )
         recompute = in_backward()
         source = self.used if recompute else self.targets
         if source is None:
@@ -252,6 +264,7 @@ class StaticRouter:
             if self.used is not None and not recompute:
                 self.used.copy_(indices)
             if is_captured(scores):
+                self.captured = True
                 source.fill_(self.unfilled)
         return gather_topk(scores, indices)
 

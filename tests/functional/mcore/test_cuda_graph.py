@@ -89,6 +89,23 @@ def captured_routers():
     return wrong, wrong_probs, left_over
 
 
+@torch.no_grad()
+def nothing_captured():
+    _, (model,), _ = build(Case(layout=ParallelLayout()))
+    static = StaticTargets(num_slots=1, num_tokens=NUM_TOKENS, layer_numbers=LAYERS, num_experts=NUM_EXPERTS, topk=TOPK)
+    routers = moe_routers([model])
+    with pytest.raises(ReplayStateError) as raised, static.capturing(0, model):
+        torch.compile(routers[0], backend="eager")(torch.zeros(4, 2, 64))
+    torch._dynamo.reset()
+    return str(raised.value), [router.router_replay for router in routers]
+
+
+def test_capturing_without_a_capture_raises_also_under_torch_compile(workers_1):
+    ((message, left_over),) = workers_1.run(nothing_captured)
+    assert "slot 0, layer 1: its router was not captured, so later runs would route live" in message
+    assert left_over == [None] * 4
+
+
 def test_captured_routers_of_a_model_use_what_their_slot_was_filled_with(workers_1):
     assert workers_1.run(captured_routers) == [(0, 0, [])]
 
