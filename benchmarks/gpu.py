@@ -61,29 +61,27 @@ SLEEP_CYCLES = 20_000_000  # about 10 ms, longer than any alternative takes to l
 LIVE_EVERY = 1024  # rows between two without a route: the last tokens of samples
 
 
-class Routers(torch.nn.Module):
-    """Megatron's TopKRouters without a model around them: the forward routes the same logits in each layer."""
+class OneRouter(torch.nn.Module):
+    """Megatron's TopKRouter without a model around it: logits [num_tokens, num_experts] -> (probabilities, map)."""
 
-    def __init__(self, config: Any, device: torch.device, num_layers: int = 1) -> None:
+    def __init__(self, config: Any, device: torch.device) -> None:
         from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
         from megatron.core.transformer.moe.router import TopKRouter
 
         super().__init__()
         self.config = config
-        groups = get_default_pg_collection()
-        self.routers = torch.nn.ModuleList(TopKRouter(config, pg_collection=groups) for _ in range(num_layers))
-        for number, router in enumerate(self.routers, 1):
-            router.set_layer_number(number)
+        self.router = TopKRouter(config, pg_collection=get_default_pg_collection())
+        self.router.set_layer_number(1)
         self.to(device)
-        generator = torch.Generator().manual_seed(3)
-        for router in self.routers:
-            if router.expert_bias is not None:
-                router.expert_bias.copy_(torch.rand(router.expert_bias.shape, generator=generator) / 10)
+        bias = self.router.expert_bias
+        if bias is not None:
+            bias.copy_(torch.rand(bias.shape, generator=torch.Generator().manual_seed(3)) / 10)
 
     # Megatron-Core compiles the function that counts tokens for the expert bias, anew for each router: not what is measured.
     @torch.compiler.set_stance("force_eager")
-    def forward(self, logits: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [router.routing(logits.unsqueeze(1)) for router in self.routers]
+    def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        routed: tuple[Tensor, Tensor] = self.router.routing(logits.unsqueeze(1))
+        return routed
 
 
 class Shape:
@@ -127,12 +125,12 @@ class Alternatives:
         from megatron.core.transformer.moe import router_replay as theirs
 
         shape = self.shape
-        live, megatron = Routers(shape.config, shape.device), Routers(shape.config, shape.device)
-        own = megatron.routers[0].router_replay = theirs.RouterReplay()
+        live, megatron = OneRouter(shape.config, shape.device), OneRouter(shape.config, shape.device)
+        own = megatron.router.router_replay = theirs.RouterReplay()
         own.set_target_indices(shape.topk_indices.long())
         own.set_router_replay_action(theirs.RouterReplayAction.REPLAY_FORWARD)
-        self.functions["live"] = lambda logits: live(logits)[0]
-        self.functions["Megatron's replay"] = lambda logits: megatron(logits)[0]
+        self.functions["live"] = live
+        self.functions["Megatron's replay"] = megatron
         self._add("replay", lambda model: mrr.replay(model, shape.trace))
         self._add("replay, live rows", lambda model: mrr.replay(model, shape.trace_with_live_rows))
         self._add("replay, compare_live", lambda model: mrr.replay(model, shape.trace, compare_live=True))
@@ -141,7 +139,7 @@ class Alternatives:
             route,
             topk_indices=shape.topk_indices,
             score_function=shape.config.moe_router_score_function,
-            expert_bias=live.routers[0].expert_bias,
+            expert_bias=live.router.expert_bias,
         )
         self.functions["fused.route, torch"] = partial(fused, backend="torch")
         if shape.device.type == "cuda":
@@ -152,9 +150,9 @@ class Alternatives:
         self._stack.__exit__(*error)
 
     def _add(self, name: str, open_session: Callable[[Any], Any]) -> None:
-        model = Routers(self.shape.config, self.shape.device)
+        model = OneRouter(self.shape.config, self.shape.device)
         session = self.sessions[name] = self._stack.enter_context(open_session(model))
-        self.functions[name] = lambda logits: model(logits)[0]
+        self.functions[name] = model
         self.prepare[name] = lambda: session.microbatch(self.shape.rows)
 
     def run(self, name: str, *, backward: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
