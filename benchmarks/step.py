@@ -129,7 +129,7 @@ class Trainer:
 
     def step(self, kind: str) -> None:
         """Run one training step; note the time of the schedule and the optimizer alone."""
-        with self._session(kind) as session:
+        with self.session(kind) as session:
             start = self.clock()
             self.losses[kind] = self.run(session)
             self.optimizer.step()
@@ -137,7 +137,8 @@ class Trainer:
             if kind == "record":
                 session.trace()
 
-    def _session(self, kind: str) -> Any:
+    def session(self, kind: str) -> Any:
+        """Return a session of a kind of KINDS, to be entered."""
         if kind == "record":
             return mrr.record(self.chunks)
         if kind == "replay":
