@@ -223,7 +223,7 @@ def render(raw: list[dict[str, Any]]) -> str:
             f"{'; '.join(described)}; fp32, SGD with momentum. A step is all micro-batches and the optimizer. *Opened and "
             "closed*: with a session for this step alone, which finds and checks the routers and verifies at the end; record "
             "also makes its trace. Median and quartiles of the ratios within a round; processor time of the one thread, "
-            "under PP2 the time of the slower of two processes. Peaks are of fresh processes.",
+            "under PP2 the time of the slower of two processes. Peaks are of fresh processes and vary by tens of MB.",
             "",
             table(head, rows),
             "",
