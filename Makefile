@@ -33,7 +33,7 @@ $(VENV_VLLM)/.ready: constraints-vllm.txt
 $(VENV_MCORE_0_15)/.ready: setup.py constraints-mcore-0.15.txt
 	$(PYTHON) -m venv $(VENV_MCORE_0_15)
 	$(VENV_MCORE_0_15)/bin/python -m pip install --quiet $(TORCH)
-	$(VENV_MCORE_0_15)/bin/python -m pip install --quiet --constraint constraints-mcore-0.15.txt --editable . pytest
+	$(VENV_MCORE_0_15)/bin/python -m pip install --quiet --constraint constraints-mcore-0.15.txt --editable . pytest hypothesis
 	touch $@
 
 demo: $(READY)

@@ -79,7 +79,22 @@ def gather_topk(scores: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
         ([num_tokens, topk] of scores' dtype, [num_tokens, topk] int64 on scores' device).
     """
     indices = topk_indices.to(device=scores.device, dtype=torch.int64, non_blocking=True)
-    return scores.gather(1, indices), indices
+    values: Tensor = _Gather.apply(scores, indices)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return values, indices
+
+
+class _Gather(torch.autograd.Function):
+    """`scores.gather(1, indices)` that keeps for its backward what a top-k keeps: the indices, not the dense scores."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.shape = scores.shape
+        return scores.gather(1, indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.shape).scatter_(1, ctx.saved_tensors[0], grad), None
 
 
 class RouterReplay:

@@ -79,7 +79,7 @@ def read_megatron_config(values: dict[str, Any], file: Path) -> dict[str, Any]:
 def _notes(config: Any, unread: list[str]) -> list[str]:
     notes = []
     if config.mtp_num_layers:
-        notes.append(f"{config.mtp_num_layers} multi-token-prediction layers stay live (recomputes use what their forward chose) unless replay(..., mtp=True)")
+        notes.append(f"{config.mtp_num_layers} multi-token-prediction layers stay live unless replay(..., mtp=True)")
     if unread:
         shown = ", ".join(unread[:6]) + (", ..." if len(unread) > 6 else "")
         notes.append(f"not read, being no field of this Megatron-Core's TransformerConfig: {shown}")

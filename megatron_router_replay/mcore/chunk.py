@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
@@ -47,6 +48,14 @@ class Microbatch:
         self.recomputes = [0] * num_routers
 
 
+def select_topk(scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:
+    """Return Megatron-Core's unfused top-k of any rows, [rows, topk] int64."""
+    if not group_topk:
+        return torch.topk(scores, k=topk, dim=1)[1]
+    indices: Tensor = group_limited_topk(scores, topk, *scores.shape, num_groups, group_topk)[1]
+    return indices
+
+
 class LiveSelection:
     """What the live router would choose for one micro-batch, worked out only when asked for.
 
@@ -54,7 +63,6 @@ class LiveSelection:
         inputs: [num_tokens, num_experts], what `score` makes scores of.
         score: inputs of any rows -> the scores that the selection ranks, of the same shape.
         select: scores of any rows -> the experts it takes, [rows, topk] int64.
-        any_rows: `select` takes some rows as well as all.
     """
 
     def __init__(
@@ -63,12 +71,10 @@ class LiveSelection:
         *,
         select: Callable[[Tensor], Tensor],
         score: Callable[[Tensor], Tensor] = lambda scores: scores,
-        any_rows: bool = True,
     ) -> None:
         self.inputs = inputs
         self._score = score
         self._select = select
-        self._any_rows = any_rows
 
     def scores(self) -> Tensor:
         """Return what the selection ranks, [num_tokens, num_experts]."""
@@ -76,10 +82,7 @@ class LiveSelection:
 
     def topk(self, rows: Tensor | None = None) -> Tensor:
         """Return the experts of the rows at these positions ([n] int64; None: of all), [n, topk] int64."""
-        if rows is not None and self._any_rows:
-            return self._select(self._score(self.inputs.index_select(0, rows)))
-        indices = self._select(self.scores())
-        return indices if rows is None else indices.index_select(0, rows)
+        return self._select(self.scores() if rows is None else self._score(self.inputs.index_select(0, rows)))
 
 
 Choose = Callable[["SessionRouter", Microbatch, LiveSelection], Tensor]
@@ -170,13 +173,14 @@ class SessionRouter:
     ) -> tuple[Tensor, Tensor]:
         """See `RouterReplay.get_replay_topk`."""
         assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
-        live = LiveSelection(
-            scores,
-            select=lambda scores: default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1],
-            any_rows=not group_topk,  # Megatron's group-limited top-k takes all rows or none
-        )
+
+        def select(some: Tensor) -> Tensor:
+            if group_topk and some is not scores:  # the default knows how many rows all scores have
+                return select_topk(some, topk, num_groups, group_topk)
+            return default_compute_topk(some, topk, num_groups=num_groups, group_topk=group_topk)[1]
+
         # One operation for forward and recompute: a non-reentrant checkpoint compares what both save for the backward.
-        return gather_topk(scores, self.select(live))
+        return gather_topk(scores, self.select(LiveSelection(scores, select=select)))
 
     def select(self, live: LiveSelection) -> Tensor:
         """Return the experts that this forward or recompute uses, [num_tokens, topk] in the compact dtype.

@@ -76,20 +76,18 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
         LayoutError: two routers have the same layer number, or a router has none.
     """
     model = unwrap(chunk)
-    mtp_layer_of = {
-        id(router): layer
-        for layer in model.modules()
-        if isinstance(layer, MultiTokenPredictionLayer)
-        for router in layer.modules()
-    }
-    names = {id(module): name for name, module in model.named_modules()}
-    # A router that an MoE layer uses without being a Router is found too: it must be refused, not overlooked.
-    modules = {
-        id(router): router
-        for module in model.modules()
-        for router in ([module.router] if isinstance(module, BaseMoELayer) else [module])
-        if isinstance(module, BaseMoELayer | Router)
-    }
+    names: dict[int, str] = {}
+    modules: dict[int, Any] = {}
+    mtp_layer_of: dict[int, Any] = {}
+    for name, module in model.named_modules():  # one walk: a model has thousands of modules, and every session walks
+        names[id(module)] = name
+        if isinstance(module, MultiTokenPredictionLayer):
+            mtp_layer_of.update((id(inner), module) for inner in module.modules())
+        elif isinstance(module, BaseMoELayer):
+            # A router that an MoE layer uses without being a Router is found too: it must be refused, not overlooked.
+            modules[id(module.router)] = module.router
+        elif isinstance(module, Router):
+            modules[id(module)] = module
     found = []
     for key, router in modules.items():
         mtp_layer = mtp_layer_of.get(key)

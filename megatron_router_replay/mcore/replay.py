@@ -215,14 +215,12 @@ def _check_model(trace: RoutingTrace, chunk: Chunk) -> None:
                 f"{router.found} has no routes: the trace has layers {list(trace.layer_numbers)}. Layer numbers are "
                 "Megatron's, from 1, and count dense layers too."
             )
+    modules = list(chunk.module.modules())
     in_mtp = {
-        id(inner)
-        for layer in chunk.module.modules()
-        if isinstance(layer, MultiTokenPredictionLayer)
-        for inner in layer.modules()
+        id(inner) for layer in modules if isinstance(layer, MultiTokenPredictionLayer) for inner in layer.modules()
     }
     with_router = {router.found.layer_number for router in chunk.in_trace}
-    for layer in chunk.module.modules():
+    for layer in modules:
         if isinstance(layer, TransformerLayer) and id(layer) not in in_mtp:
             number = layer.layer_number
             if number in trace.layer_numbers and number not in with_router:

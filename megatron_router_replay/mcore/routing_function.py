@@ -15,15 +15,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.transformer.moe import router as router_module
-from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_router_replay.errors import UnsupportedRouterError
 from megatron_router_replay.fused import route, selection_scores
-from megatron_router_replay.mcore.chunk import LiveSelection, SessionRouter
+from megatron_router_replay.mcore.chunk import LiveSelection, SessionRouter, select_topk
 from megatron_router_replay.mcore.compat import HAS_ROUTER_REPLAY
 from megatron_router_replay.router_replay import not_compiled
 
@@ -121,17 +119,10 @@ def _routed(
             f"{session_router.found}: Megatron-Core routes with {sorted(unknown)}, which fused replay does not know. Use "
             "a version up to 0.16, or moe_router_fusion=False."
         )
-
-    def select(scores: Tensor) -> Tensor:
-        if not group_topk:
-            return torch.topk(scores, k=topk, dim=1)[1]
-        num_tokens, num_experts = scores.shape
-        indices: Tensor = group_limited_topk(scores, topk, num_tokens, num_experts, num_groups, group_topk)[1]
-        return indices
-
     score = partial(
         selection_scores, score_function=score_function, use_pre_softmax=use_pre_softmax, expert_bias=expert_bias
     )
+    select = partial(select_topk, topk=topk, num_groups=num_groups, group_topk=group_topk)
     return route(
         logits,
         session_router.select(LiveSelection(logits, score=score, select=select)),

@@ -21,7 +21,8 @@ class Targets:
     """What one model chunk replays in one micro-batch.
 
     Args:
-        topk_indices: [num_tokens, num_layers, topk] uint8 or int16 on the routers' device; live rows hold filler.
+        topk_indices: [num_tokens, num_layers, topk] uint8 or int16 on the routers' device; live rows hold filler. In memory
+            one layer behind another, so that each router reads its own in one piece, twice under recompute.
         live: the rows that the live router decides, on the same device: [num_live] int64 positions where the host
             knows them, else [num_tokens] bool; None: there are none.
         replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: not asked for.
@@ -72,8 +73,9 @@ def build_targets(
         indices = torch.where(padding.view(-1, 1, 1), filler, indices)
     # On a GPU, asking which rows are live would wait for it; there every micro-batch of such a trace pays a full top-k.
     positions = live.nonzero().squeeze(1) if may_sync else live
+    by_layer = indices.transpose(0, 1).contiguous()
     return Targets(
-        topk_indices=indices.to(device, non_blocking=True),
+        topk_indices=by_layer.to(device, non_blocking=True).transpose(0, 1),
         live=positions.to(device, non_blocking=True) if any_live and positions.numel() else None,
         replayed=(~live & ~padding).to(device, non_blocking=True) if with_replayed else None,
         counts=counts,

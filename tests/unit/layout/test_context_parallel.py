@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_router_replay.errors import LayoutError
@@ -34,7 +34,6 @@ def test_a_group_of_one_keeps_the_same_tensor():
     assert split_context_parallel(rows, cp_rank=0, cp_size=1) is rows
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3), st.integers(0, 40), st.integers(1, 4), st.sampled_from(["zigzag", "contiguous"]))
 def test_padded_batches_round_trip_or_say_what_to_pad_to(b, s, cp_size, style):
     rows = torch.arange(b * s).view(b, s)
@@ -47,7 +46,6 @@ def test_padded_batches_round_trip_or_say_what_to_pad_to(b, s, cp_size, style):
     assert torch.equal(merge_context_parallel(parts, style=style), rows)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 4))
 def test_packed_rows_round_trip_and_each_rank_has_as_many(lengths, cp_size, total_multiple):
     rows, _, bounds = pack_rows(lengths, sequence_multiple=2 * cp_size, total_multiple=total_multiple)
