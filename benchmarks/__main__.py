@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import capture, growth, ingest, memory, profile, router, step
+from benchmarks import breakdown, capture, growth, ingest, memory, router, step
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "RESULTS.md"
@@ -31,7 +31,7 @@ PARTS: dict[str, Any] = {
     "memory": memory,
     "ingest": ingest,
     "growth": growth,
-    "profile": profile,
+    "breakdown": breakdown,
     "capture": capture,
 }
 

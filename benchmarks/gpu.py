@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # Run as a script, python puts this folder first, where profile.py hides the standard library's.
+    # Run as a script, python looks in this folder, not in the one with the package.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch

@@ -1,7 +1,7 @@
 """What the hook costs: one router's selection, live, with Megatron-Core's own replay, with ours and with `fused.route`.
 
 Everything goes through the function that Megatron-Core's routers call, `topk_routing_with_score_function`, with a real
-session around it. Queuing the micro-batch is not timed here; parts step, growth and profile have it.
+session around it. Queuing the micro-batch is not timed here; parts step, growth and breakdown have it.
 """
 
 from __future__ import annotations

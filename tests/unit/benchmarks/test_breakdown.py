@@ -4,7 +4,7 @@ import pstats
 import torch
 
 import megatron_router_replay as mrr
-from benchmarks.profile import entries, own_parts
+from benchmarks.breakdown import entries, own_parts
 
 
 def test_each_second_of_the_package_is_counted_once():
