@@ -31,7 +31,9 @@ SIGMOID = {
 ROUTERS = {"64, 6": SOFTMAX, "128, 8": SOFTMAX, "256, 8, sigmoid in groups": SIGMOID, "512, 10": SOFTMAX}
 AIM = (8192, "128, 8")
 SHAPES = [AIM, *itertools.product((4096, 16384), ROUTERS)]
-AIM_REPEATS, REPEATS = 101, 25
+NUM_LAYERS = 4
+"""Routers of the one model chunk: what a session does once a chunk and micro-batch is shared, as in a model."""
+AIM_REPEATS, REPEATS = 51, 13
 
 
 class Routers(torch.nn.Module):
@@ -43,7 +45,7 @@ class Routers(torch.nn.Module):
         recompute: select again in the backward, as a checkpoint around the routers would.
     """
 
-    def __init__(self, config: Any, num_layers: int = 1, *, recompute: bool = False) -> None:
+    def __init__(self, config: Any, num_layers: int = NUM_LAYERS, *, recompute: bool = False) -> None:
         from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
         from megatron.core.transformer.moe.router import TopKRouter
 
@@ -116,31 +118,37 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
     num_experts, topk = config.num_moe_experts, config.moe_router_topk
     logits = torch.randn(num_tokens, num_experts).to(dtype)
     grad = torch.randn(num_tokens, num_experts).to(dtype)
-    routes = random_routes(num_tokens, 1, topk, num_experts)
+    routes = random_routes(num_tokens, NUM_LAYERS, topk, num_experts)
     rows = torch.arange(num_tokens)
-    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=num_experts)
+    layers = range(1, NUM_LAYERS + 1)
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=layers, num_experts=num_experts)
     mask = rows % 1024 != 0
-    with_live_rows = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=num_experts, replay_mask=mask)
+    with_live_rows = mrr.RoutingTrace(
+        topk_indices=routes, layer_numbers=layers, num_experts=num_experts, replay_mask=mask
+    )
     _Recomputed.backward_too = backward
 
+    def backwards(probs: list[Tensor]) -> None:
+        torch.autograd.backward(probs, [grad] * len(probs))
+
     def run(model: Callable[[Tensor], list[Tensor]]) -> Tensor:
-        (probs,) = model(logits.detach().requires_grad_(backward))
+        probs = model(logits.detach().requires_grad_(backward))
         if backward:
-            probs.backward(grad)
-        return probs.detach()
+            backwards(probs)
+        return probs[-1].detach()
 
     live, megatron, frozen = Routers(config), Routers(config), Routers(config, recompute=True)
-    own = megatron.routers[0].router_replay = theirs.RouterReplay()
-    own.set_target_indices(routes[:, 0].contiguous())
-    own.set_router_replay_action(theirs.RouterReplayAction.REPLAY_FORWARD)
+    for layer, router_module in enumerate(megatron.routers):
+        own = router_module.router_replay = theirs.RouterReplay()
+        own.set_target_indices(routes[:, layer].contiguous())
+        own.set_router_replay_action(theirs.RouterReplayAction.REPLAY_FORWARD)
     bias = live.routers[0].expert_bias
-    fused = partial(
-        route, topk_indices=trace.topk_indices[:, 0], score_function=config.moe_router_score_function, expert_bias=bias
-    )
+    by_layer = trace.topk_indices.transpose(0, 1).contiguous()  # as a session keeps a micro-batch's routes
+    fused = partial(route, score_function=config.moe_router_score_function, expert_bias=bias)
     alternatives = {
         "live": partial(run, live),
         "Megatron's replay": partial(run, megatron),
-        "fused.route": partial(run, lambda leaf: [fused(leaf)[0]]),
+        "fused.route": partial(run, lambda leaf: [fused(leaf, indices)[0] for indices in by_layer]),
     }
     prepare: dict[str, Callable[[], object]] = {}
     with ExitStack() as sessions:
@@ -158,7 +166,7 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
         sessions.enter_context(mrr.freeze_recompute(frozen))
         forward: list[Tensor] = []
         prepare["freeze, recompute"] = lambda: forward.extend(frozen(logits.detach().requires_grad_()))
-        alternatives["freeze, recompute"] = lambda: forward.pop().backward(grad)
+        alternatives["freeze, recompute"] = lambda: (backwards(forward), forward.clear())
 
         prepare["replay"]()
         reference = alternatives["Megatron's replay"]()
@@ -187,7 +195,7 @@ def render(raw: list[dict[str, Any]]) -> str:
     rows = []
     for case in raw:
         seconds = case["seconds"]
-        ms = sorted(seconds["live"])[len(seconds["live"]) // 2] * 1000
+        ms = sorted(seconds["live"])[len(seconds["live"]) // 2] * 1000 / NUM_LAYERS
         record = ratio(seconds, "record", "live")
         cells = {name: f"{ratio(seconds, name, 'live').median:.2f}" for name in names}
         cells["record"] = f"{record.median:.3f} ({record.low:.2f} to {record.high:.2f})"
@@ -210,7 +218,8 @@ def render(raw: list[dict[str, Any]]) -> str:
     ]
     return "\n".join(
         [
-            "One thread, its processor time. A ratio is the median of the ratios within a round; quartiles in brackets.",
+            f"{NUM_LAYERS} routers of one chunk, time a router. One thread, its processor time. A ratio is the median of the",
+            "ratios within a round; quartiles in brackets.",
             "Targets are int64 for Megatron's replay, uint8 or int16 for ours. *live rows*: one row in 1024 has no route.",
             "*freeze, recompute*: the selection in a recompute under `freeze_recompute`.",
             "",

@@ -10,6 +10,7 @@ Source: Megatron-Core 0.16.1, transformer/moe/router_replay.py (interface), moe_
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar, TypeVar, cast
@@ -61,11 +62,10 @@ def check_not_captured(scores: Tensor, who: str) -> None:
 
 def is_captured(scores: Tensor) -> bool:
     """Return whether what runs now becomes part of a graph that runs again without Python."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # slow to import, and loaded wherever graphs are made
-
     if scores.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
-    return get_proxy_mode() is not None or bool(torch._C._is_tracing())
+    proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")  # slow to import; loaded wherever it traces
+    return bool(proxy_tensor and proxy_tensor.get_proxy_mode() is not None) or bool(torch._C._is_tracing())
 
 
 def gather_topk(scores: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,10 +76,12 @@ class LiveSelection:
         self._score = score
         self._select = select
 
+    @torch.no_grad()
     def scores(self) -> Tensor:
         """Return what the selection ranks, [num_tokens, num_experts]."""
         return self._score(self.inputs)
 
+    @torch.no_grad()
     def topk(self, rows: Tensor | None = None) -> Tensor:
         """Return the experts of the rows at these positions ([n] int64; None: of all), [n, topk] int64."""
         return self._select(self.scores() if rows is None else self._score(self.inputs.index_select(0, rows)))
@@ -173,13 +175,17 @@ class SessionRouter:
     ) -> tuple[Tensor, Tensor]:
         """See `RouterReplay.get_replay_topk`."""
         assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
+        if self._choose is choose_live and not group_topk and not in_backward():
+            # For the backward a top-k keeps what the gather of a recompute keeps: non-reentrant checkpoints compare that.
+            values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            self.select(LiveSelection(scores, select=lambda some: indices))
+            return values, indices
 
         def select(some: Tensor) -> Tensor:
             if group_topk and some is not scores:  # the default knows how many rows all scores have
                 return select_topk(some, topk, num_groups, group_topk)
             return default_compute_topk(some, topk, num_groups=num_groups, group_topk=group_topk)[1]
 
-        # One operation for forward and recompute: a non-reentrant checkpoint compares what both save for the backward.
         return gather_topk(scores, self.select(LiveSelection(scores, select=select)))
 
     def select(self, live: LiveSelection) -> Tensor:
@@ -190,14 +196,13 @@ class SessionRouter:
                 graph other than torch.compile's is captured.
         """
         check_not_captured(live.inputs, f"layer {self.found.layer_number} ({self.found.name})")
-        grad_enabled = torch.is_grad_enabled()
-        with torch.no_grad():
-            used = self._recompute(live) if in_backward() else self._forward(live, grad_enabled=grad_enabled)
+        used = self._recompute(live) if in_backward() else self._forward(live)
         self.last_used = used if self.watched else None
         return used
 
-    def _forward(self, live: LiveSelection, *, grad_enabled: bool) -> Tensor:
+    def _forward(self, live: LiveSelection) -> Tensor:
         microbatch = self.chunk.microbatch_of_forward(self)
+        grad_enabled = torch.is_grad_enabled()
         if microbatch.trains is None:  # a schedule that runs layers without the chunk's own forward
             microbatch.trains = grad_enabled
         used = self._choose(self, microbatch, live)
