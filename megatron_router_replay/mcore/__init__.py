@@ -6,6 +6,7 @@ from megatron_router_replay.mcore.record import RecordSession, record
 from megatron_router_replay.mcore.replay import ReplaySession, replay
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.session import FreezeSession, Session, freeze_recompute
+from megatron_router_replay.mcore.static import StaticTargets
 from megatron_router_replay.mcore.support import Explanation, RouterSupport, explain
 from megatron_router_replay.mcore.targets import broadcast_routing_rows
 
@@ -18,6 +19,7 @@ __all__ = [
     "RouterSupport",
     "Session",
     "SessionReport",
+    "StaticTargets",
     "broadcast_routing_rows",
     "explain",
     "find_routers",
