@@ -1,6 +1,6 @@
 """`make bench`: measure, keep the samples in benchmarks/raw/, and write benchmarks/RESULTS.md from them.
 
-python -m benchmarks                 everything, about 20 minutes on two cores
+python -m benchmarks                 everything, about 25 minutes on two cores
 python -m benchmarks router step     these parts; the other sections of RESULTS.md stay
 python -m benchmarks --render        nothing is measured: RESULTS.md anew from the samples
 """
@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import breakdown, capture, growth, ingest, memory, router, step
+from benchmarks import allocator, breakdown, capture, growth, ingest, memory, router, step
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "RESULTS.md"
 RAW = FOLDER / "raw"
 PARTS: dict[str, Any] = {
     "router": router,
+    "allocator": allocator,
     "step": step,
     "memory": memory,
     "ingest": ingest,
@@ -99,7 +100,8 @@ def main() -> None:
     for name in [] if args.render else args.parts or PARTS:
         print(f"{name} ...", flush=True)
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "--measure", name]
-        subprocess.run(command, cwd=FOLDER.parent, env=os.environ | ENVIRONMENT, check=True)
+        environment_of_part = getattr(PARTS[name], "ENVIRONMENT", ENVIRONMENT)
+        subprocess.run(command, cwd=FOLDER.parent, env=os.environ | environment_of_part, check=True)
         RESULTS.write_text(results())
     RESULTS.write_text(results())
     print(RESULTS.read_text())

@@ -708,8 +708,14 @@ def compression(routes: Path | None) -> str:
             )
         head = ("coding", "ratio", "encode GB/s", "decode GB/s", "wins on links slower than")
         parts.append(f"{name}:\n\n" + table([head, *lines], head=True))
-    parts.append("The transports send raw bytes: a coding pays only on links slower than its last column.")
+    parts.append(SLOW_LINKS)
     return "\n\n".join(parts)
+
+
+SLOW_LINKS = (
+    "The transports send raw bytes: a coding pays only on links slower than its last column. For those there is "
+    '`store.encode_envelope(trace, compression="zstd")`; `--routes FILE` tells what it does to routes of your model.'
+)
 
 
 def _kind(ids: np.ndarray, num_experts: int) -> str:
