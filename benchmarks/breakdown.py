@@ -186,7 +186,7 @@ DONE = """What was done about the largest parts so far, each measured before and
 - recording gathered what its top-k had returned: 1.045 of live routing at 8192, 128, 8; now 1.006;
 - a row without a route cost a top-k of all rows in group-limited routers: 1.03 of live; now 0.12;
 - a router's routes lay scattered in memory; now one layer behind another;
-- autograd kept every router's dense scores: 520 bytes a token and layer at 128 experts; now 8, for a little time in the backward.
+- autograd kept all dense scores: 520 bytes a token and layer at 128 experts; now 8, for a little time in the backward.
 
 What is left is Python, a few tenths of a percent of the larger model's step."""
 
