@@ -21,8 +21,9 @@ from torch import Tensor
 
 from megatron_router_replay.errors import UnsupportedRouterError
 from megatron_router_replay.fused import route, selection_scores
-from megatron_router_replay.mcore.chunk import LiveSelection, SessionRouter, select_topk
+from megatron_router_replay.mcore.chunk import SessionRouter
 from megatron_router_replay.mcore.compat import HAS_ROUTER_REPLAY
+from megatron_router_replay.mcore.selection import LiveSelection, select_topk
 from megatron_router_replay.router_replay import not_compiled
 
 _NAME = "topk_routing_with_score_function"

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.expert_ids import index_dtype, spread_experts
 from megatron_router_replay.mcore.find import as_chunks, find_routers
 from megatron_router_replay.mcore.targets import build_targets
 from megatron_router_replay.router_replay import (
@@ -42,7 +43,7 @@ from megatron_router_replay.router_replay import (
     is_captured,
     not_compiled,
 )
-from megatron_router_replay.trace import RoutingTrace, index_dtype, spread_experts
+from megatron_router_replay.trace import RoutingTrace
 
 
 class StaticTargets:

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from megatron_router_replay.errors import StoreError
+from megatron_router_replay.expert_ids import index_dtype
 from megatron_router_replay.store.codecs import compress, decode_base64, decompress, encode_base64
 from megatron_router_replay.store.file import header_of
 from megatron_router_replay.store.format import (
@@ -41,7 +42,7 @@ from megatron_router_replay.store.format import (
     load_json,
 )
 from megatron_router_replay.store.reader import check_bool, checked_trace
-from megatron_router_replay.trace import RoutingTrace, index_dtype
+from megatron_router_replay.trace import RoutingTrace
 
 FORMAT = "megatron_router_replay.envelope"
 VERSION = 1

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.trace import RoutingTrace, index_dtype, spread_experts
+from megatron_router_replay.expert_ids import index_dtype, spread_experts
+from megatron_router_replay.trace import RoutingTrace
 
 _BLOCK_BYTES = 16 << 20
 """Temporary memory of one step of a merge is a few times this, in bytes."""

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_router_replay.errors import StoreError, TraceError
+from megatron_router_replay.expert_ids import check_topk_indices, index_dtype
 from megatron_router_replay.store.format import FORMAT, MAX_HEADER_BYTES, Header, decode_header
-from megatron_router_replay.trace import RoutingTrace, check_topk_indices, index_dtype
+from megatron_router_replay.trace import RoutingTrace
 
 _DTYPES = {"U8": torch.uint8, "BOOL": torch.bool, "I16": torch.int16, "I32": torch.int32, "U32": torch.uint32}
 

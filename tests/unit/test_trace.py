@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_router_replay import RouterReplayError, RoutingTrace, concat_traces
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.trace import index_dtype, spread_experts
+from megatron_router_replay.expert_ids import index_dtype, spread_experts
 
 # Three tokens, two MoE layers (2 and 4), top-2 of 4 experts.
 ROUTES = [[[0, 1], [2, 3]], [[3, 0], [1, 2]], [[2, 1], [0, 3]]]

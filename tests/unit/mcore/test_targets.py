@@ -53,7 +53,8 @@ def test_without_a_sync_the_result_is_the_same(rows, mask):
 def test_both_forms_of_live_rows_choose_the_same_experts():
     from types import SimpleNamespace
 
-    from megatron_router_replay.mcore.chunk import LiveSelection, Microbatch, choose_replayed
+    from megatron_router_replay.mcore.chunk import Microbatch, choose_replayed
+    from megatron_router_replay.mcore.selection import LiveSelection
 
     the_trace = trace(6, torch.tensor([True, False, True, True, False, True]))
     rows = torch.tensor([[5, 4, 3, -1, 1, 0]])

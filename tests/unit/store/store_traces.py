@@ -2,7 +2,8 @@
 
 import torch
 
-from megatron_router_replay.trace import RoutingTrace, check_topk_indices
+from megatron_router_replay.expert_ids import check_topk_indices
+from megatron_router_replay.trace import RoutingTrace
 
 FIELDS = (
     "topk_indices",
