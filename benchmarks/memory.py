@@ -47,7 +47,7 @@ class Held:
         gc.collect()
         alive = dict(self.saved)
         for item in gc.get_objects():
-            if issubclass(type(item), Tensor):
+            if type(item) in (Tensor, torch.nn.Parameter):  # others, such as torch.compile's fake ones, have no memory
                 storage = item.untyped_storage()
                 alive[storage.data_ptr()] = storage.nbytes()
         return sum(alive.values())
