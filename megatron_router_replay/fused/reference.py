@@ -1,8 +1,9 @@
 """`route` in plain torch: one gather, one scatter into probabilities, one into the map; the backward the same way round.
 
-Every step is the operation that Megatron-Core runs, on the same values in the same dtype, so that results keep its
-rounding. Only its detours are gone: scatters that copy what they write into, the map by way of int32, and scores of
-experts that nobody chose.
+With exact=True every step is the operation that Megatron-Core runs, on the same values in the same dtype, so that results
+keep its rounding. Only its detours are gone: scatters that copy what they write into, the map by way of int32, and scores of
+experts that nobody chose. Otherwise the softmax over the chosen experts runs down columns, not along rows of topk entries,
+which takes a ninth of the time on a CPU and rounds some results differently, by one unit in the last place.
 
 Source: Megatron-Core 0.16.1, moe_utils.topk_routing_with_score_function, and what autograd makes of it.
 """
@@ -16,13 +17,14 @@ from megatron_router_replay.fused.score import Score
 
 
 def route_forward(
-    logits: Tensor, topk_indices: Tensor, score: Score, scaling_factor: float | None
+    logits: Tensor, topk_indices: Tensor, score: Score, scaling_factor: float | None, *, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return probabilities, map and what the backward needs: float32 scores.
 
     Args:
         logits: [num_tokens, num_experts].
         topk_indices: [num_tokens, topk], any integer dtype.
+        exact: round as Megatron-Core does.
 
     Returns:
         (routing_probs and routing_map [num_tokens, num_experts]; scores [num_tokens, topk], or [num_tokens, num_experts] for
@@ -33,7 +35,12 @@ def route_forward(
         scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
         probs = scores.gather(1, indices).to(logits.dtype)
     elif score is Score.SOFTMAX:
-        scores = torch.softmax(logits.gather(1, indices), dim=-1, dtype=torch.float32)
+        chosen_logits = logits.gather(1, indices)
+        scores = (
+            torch.softmax(chosen_logits, dim=-1, dtype=torch.float32)
+            if exact
+            else torch.softmax(chosen_logits.t(), dim=0, dtype=torch.float32).t()
+        )
         probs = scores.to(logits.dtype)
     else:
         scores = torch.sigmoid(logits.gather(1, indices).float())
@@ -50,7 +57,13 @@ def route_forward(
 
 
 def route_backward(
-    grad_probs: Tensor, topk_indices: Tensor, scores: Tensor, score: Score, scaling_factor: float | None
+    grad_probs: Tensor,
+    topk_indices: Tensor,
+    scores: Tensor,
+    score: Score,
+    scaling_factor: float | None,
+    *,
+    exact: bool,
 ) -> Tensor:
     """Return the gradient of the logits, [num_tokens, num_experts] of grad_probs' dtype."""
     indices = topk_indices.to(torch.int64)
@@ -62,7 +75,9 @@ def route_backward(
         dense = torch.zeros_like(scores).scatter_(1, indices, grad.float())
         return _softmax_backward(dense, scores).to(grad.dtype)
     if score is Score.SOFTMAX:
-        grad = _softmax_backward(grad.float(), scores)
+        grad = (
+            _softmax_backward(grad.float(), scores) if exact else _softmax_backward(grad.float().t(), scores.t(), 0).t()
+        )
     else:
         if score is Score.NORMALISED_SIGMOID:
             grad = _normalised_backward(grad, scores.to(grad.dtype))
@@ -70,8 +85,8 @@ def route_backward(
     return torch.zeros_like(grad_probs).scatter_(1, indices, grad.to(grad_probs.dtype))
 
 
-def _softmax_backward(grad: Tensor, softmax: Tensor) -> Tensor:
-    result: Tensor = torch.ops.aten._softmax_backward_data(grad, softmax, -1, softmax.dtype)
+def _softmax_backward(grad: Tensor, softmax: Tensor, dim: int = -1) -> Tensor:
+    result: Tensor = torch.ops.aten._softmax_backward_data(grad, softmax, dim, softmax.dtype)
     return result
 
 

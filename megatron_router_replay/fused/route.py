@@ -24,6 +24,7 @@ def route(
     expert_bias: Tensor | None = None,
     scaling_factor: float | None = None,
     backend: Literal["torch", "triton"] | None = None,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the probabilities and the map that Megatron-Core's routing makes of these experts.
 
@@ -36,6 +37,8 @@ def route(
         score_function, use_pre_softmax, scaling_factor: as in Megatron-Core; 0 and None scale nothing.
         expert_bias: [num_experts]; moves only the selection, which is made already: without effect, as in Megatron-Core.
         backend: None takes Triton for logits on a GPU where it is installed, else torch.
+        exact: with torch, round as Megatron-Core's unfused path does, for a softmax over the chosen experts that takes nine
+            times as long on a CPU. Triton's kernel rounds in one way.
 
     Returns:
         (routing_probs [num_tokens, num_experts] of logits' dtype, 0 where not chosen; routing_map of the same shape, bool).
@@ -56,7 +59,7 @@ def route(
     if backend is None:
         backend = "triton" if HAVE_TRITON and logits.is_cuda and logits.dtype != torch.float64 else "torch"
     routed: tuple[Tensor, Tensor] = _Route.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        logits, topk_indices, score, scaling_factor, backend == "triton"
+        logits, topk_indices, score, scaling_factor, backend == "triton", exact
     )
     return routed
 
@@ -64,23 +67,33 @@ def route(
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, topk_indices: Tensor, score: Score, scaling_factor: float | None, triton: bool
+        ctx: Any,
+        logits: Tensor,
+        topk_indices: Tensor,
+        score: Score,
+        scaling_factor: float | None,
+        triton: bool,
+        exact: bool,
     ) -> tuple[Tensor, Tensor]:
         if triton:
             from megatron_router_replay.fused import launch
 
             routing_probs, routing_map, scores = launch.route_forward(logits, topk_indices, score, scaling_factor)
         else:
-            routing_probs, routing_map, scores = reference.route_forward(logits, topk_indices, score, scaling_factor)
+            routing_probs, routing_map, scores = reference.route_forward(
+                logits, topk_indices, score, scaling_factor, exact=exact
+            )
         # The indices as they came: an eighth of what the scatters take.
         ctx.save_for_backward(topk_indices, scores)
-        ctx.score, ctx.scaling_factor, ctx.triton = score, scaling_factor, triton
+        ctx.score, ctx.scaling_factor, ctx.triton, ctx.exact = score, scaling_factor, triton, exact
         ctx.mark_non_differentiable(routing_map)
         ctx.set_materialize_grads(False)
         return routing_probs, routing_map
 
     @staticmethod
-    def backward(ctx: Any, grad_probs: Tensor | None, grad_map: None) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad_probs: Tensor | None, grad_map: None
+    ) -> tuple[Tensor | None, None, None, None, None, None]:
         # Grad mode is on here with create_graph=True only; a compiled graph refuses second derivatives by itself.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UnsupportedRouterError(
@@ -88,13 +101,13 @@ class _Route(torch.autograd.Function):
                 "gradients through Megatron-Core's unfused routing."
             )
         if grad_probs is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         saved = (*ctx.saved_tensors, ctx.score, ctx.scaling_factor)
         if ctx.triton:
             from megatron_router_replay.fused import launch
 
-            return launch.route_backward(grad_probs, *saved), None, None, None, None
-        return reference.route_backward(grad_probs, *saved), None, None, None, None
+            return launch.route_backward(grad_probs, *saved), None, None, None, None, None
+        return reference.route_backward(grad_probs, *saved, exact=ctx.exact), None, None, None, None, None
 
 
 def _check(logits: Tensor, topk_indices: Tensor) -> None:

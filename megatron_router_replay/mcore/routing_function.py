@@ -130,4 +130,5 @@ def _routed(
         score_function=score_function,
         use_pre_softmax=use_pre_softmax,
         scaling_factor=scaling_factor,
+        exact=not fused,
     )

@@ -101,6 +101,18 @@ def test_probabilities_map_and_gradients_equal_the_unfused_path(mode, workers_1)
         assert (largest["as replayed"] == 0) == (name != "record")
 
 
+def largest_difference(one: Any, other: Any) -> float:
+    """Of losses and gradients, the latter relative to the largest of their parameter."""
+    (losses_one, grads_one), (losses_other, grads_other) = one, other
+    of_losses = [float((a - b).abs().max()) for a, b in zip(losses_one, losses_other, strict=True)]
+    assert grads_one.keys() == grads_other.keys()
+    of_gradients = [
+        float((grads_one[name] - grads_other[name]).abs().max() / grads_one[name].abs().max().clamp(min=1e-6))
+        for name in grads_one
+    ]
+    return max(*of_losses, *of_gradients)
+
+
 def replayed_in_training(case: Case) -> dict[str, Any]:
     """The same random routes unfused and fused on this rank: losses and gradients, and the maps that left the routers."""
     config, chunks, microbatches = build(case)
@@ -126,8 +138,8 @@ def replayed_in_training(case: Case) -> dict[str, Any]:
         for microbatch, routing_map in zip(microbatches, maps, strict=True)
     )
     return {
-        "fused_is_unfused": same(unfused, fused),
-        "nested_is_unfused": same(unfused, nested),
+        "largest_difference": largest_difference(unfused, fused),
+        "nested_is_fused": same(fused, nested),
         "replay_is_recording": same(recorded, replayed_again),
         "wrong": wrong,
         "report": session.report.to_dict(),
@@ -146,11 +158,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_with_fused_routers_is_that_with_unfused_ones_to_the_last_bit(name, request):
-    case = CASES[name]  # softmax behind the selection, where both paths round alike
+def test_training_with_fused_routers_is_that_with_unfused_ones(name, request):
+    case = CASES[name]
     for rank in request.getfixturevalue(f"workers_{case.layout.world_size}").run(replayed_in_training, case):
-        assert rank["fused_is_unfused"]
-        assert rank["nested_is_unfused"]
+        assert rank["largest_difference"] < 1e-5  # behind four layers; each router alone is within 1e-6
+        assert rank["nested_is_fused"]
         assert rank["replay_is_recording"]
         assert rank["wrong"] == 0
         assert rank["report"]["decisions_verified"] > 0

@@ -30,7 +30,7 @@ def replaying(topk_indices) -> RouterReplay:
 def test_softmaxes_are_bit_identical_to_megatrons_replay(mode, shape, dtype):
     logits, topk_indices, weights = inputs(*shape, dtype)
     theirs = outcome(megatrons(mode, shape[2], replaying(topk_indices)), logits, weights)
-    ours = outcome(lambda leaf: route(leaf, topk_indices, **mode), logits, weights)
+    ours = outcome(lambda leaf: route(leaf, topk_indices, exact=True, **mode), logits, weights)
     assert [tensor.dtype for tensor in ours] == [dtype, torch.bool, dtype]
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
@@ -85,7 +85,7 @@ def test_native_indices_give_what_live_routing_gives(mode, groups, dtype):
     outcome(megatrons(mode | groups, 4, recorder), logits, weights)
     live = outcome(megatrons(mode | groups, 4, None), logits, weights)
     native = recorder.get_recorded_indices().to(torch.uint8)
-    ours = outcome(lambda leaf: route(leaf, native, **mode), logits, weights)
+    ours = outcome(lambda leaf: route(leaf, native, exact=True, **mode), logits, weights)
     assert all(torch.equal(a, b) for a, b in zip(ours, live))
 
 
@@ -115,11 +115,11 @@ def test_no_gradient_is_made_where_none_is_asked_for():
 
 def test_deterministic_mode_changes_nothing():
     logits, topk_indices, weights = inputs(64, 32, 4, torch.float32)
-    expected = outcome(lambda leaf: route(leaf, topk_indices), logits, weights)
+    expected = outcome(lambda leaf: route(leaf, topk_indices, exact=True), logits, weights)
     torch.use_deterministic_algorithms(True)
     try:
         theirs = outcome(megatrons({}, 4, replaying(topk_indices)), logits, weights)
-        ours = outcome(lambda leaf: route(leaf, topk_indices), logits, weights)
+        ours = outcome(lambda leaf: route(leaf, topk_indices, exact=True), logits, weights)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(ours, expected, theirs))
@@ -128,7 +128,9 @@ def test_deterministic_mode_changes_nothing():
 def test_a_model_in_float64_keeps_its_dtype():
     logits, topk_indices, weights = inputs(64, 32, 4, torch.float64)
     theirs = outcome(megatrons({}, 4, replaying(topk_indices)), logits, weights)
-    assert all(torch.equal(a, b) for a, b in zip(outcome(lambda x: route(x, topk_indices), logits, weights), theirs))
+    ours = outcome(lambda leaf: route(leaf, topk_indices, exact=True), logits, weights)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    assert route(logits, topk_indices)[0].dtype == torch.float64
 
 
 def test_it_serves_a_checkpoint_that_compares_what_forward_and_recompute_save():
