@@ -49,7 +49,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 test-mcore-0.15: $(VENV_MCORE_0_15)/.ready
-	$(VENV_MCORE_0_15)/bin/python -m pytest tests/functional/mcore
+	$(VENV_MCORE_0_15)/bin/python -m pytest -m "not slow" tests/functional/mcore
 
 lint: $(READY)
 	$(BIN)/ruff check .
