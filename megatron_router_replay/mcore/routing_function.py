@@ -48,7 +48,11 @@ class RoutingFunction:
             self._users += 1
             if self._users == 1:
                 self._original, self._original_routing = getattr(router_module, _NAME), TopKRouter.routing
-                self._ours, self._our_routing = self._call, self._naming_the_router(TopKRouter.routing)
+                # With its original: one that is left behind in another's wrapper must not call on to that wrapper.
+                self._ours, self._our_routing = (
+                    partial(self._call, self._original),
+                    self._naming_the_router(TopKRouter.routing),
+                )
                 setattr(router_module, _NAME, self._ours)
                 if not HAS_ROUTER_REPLAY:
                     TopKRouter.routing = self._our_routing
@@ -84,12 +88,12 @@ class RoutingFunction:
             self._calling.router = before
 
     @not_compiled
-    def _call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def _call(self, original: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         router = getattr(self._calling, "router", None)
         router_replay = kwargs.get("router_replay") if HAS_ROUTER_REPLAY else getattr(router, "router_replay", None)
         if isinstance(router_replay, SessionRouter) and is_needed(router_replay.found.router):
             return _routed(router_replay, *args, **{**kwargs, "router_replay": router_replay})
-        routed: tuple[Tensor, Tensor] = self._original(*args, **kwargs)
+        routed: tuple[Tensor, Tensor] = original(*args, **kwargs)
         return routed
 
 

@@ -212,6 +212,8 @@ def restored() -> dict[str, Any]:
     session.close()
     kept = router_module.topk_routing_with_score_function is theirs
     passes_on = live_message(model, case, microbatch)
+    with mrr.freeze_recompute(model):  # around their wrapper, which calls what the last session left
+        foreign = router_module.topk_routing_with_score_function(torch.randn(5, 8), 2)[1]
     router_module.topk_routing_with_score_function = before
     return {
         "while_inner": while_inner,
@@ -220,6 +222,7 @@ def restored() -> dict[str, Any]:
         "message": message,
         "kept": kept,
         "passes_on": passes_on,
+        "chosen": int(foreign.sum()),
     }
 
 
@@ -234,6 +237,7 @@ def test_when_the_last_session_ends_megatrons_own_function_is_back(workers_1):
     assert result["kept"]
     assert "Please install TE" in result["message"]
     assert "Please install TE" in result["passes_on"]
+    assert result["chosen"] == 5 * 2
 
 
 def other_calls() -> dict[str, str]:
