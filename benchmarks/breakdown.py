@@ -180,7 +180,7 @@ def render(raw: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", DONE])
 
 
-DONE = """What was done about the largest parts so far, each measured before and after (2026-11-21):
+DONE = """What was done about the largest parts so far (2026-11-21), with figures where before and after were measured:
 
 - opening a session walked over the model's modules four times: 4.8 ms for 921 modules; one walk: 2.5 ms;
 - recording gathered what its top-k had returned: 1.045 of live routing at 8192, 128, 8; now 1.006;
