@@ -9,11 +9,11 @@ backward, and what a micro-batch keeps lives exactly as long as its graph.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
@@ -44,6 +44,7 @@ class Microbatch:
         self.rows = rows
         self.trains: bool | None = None  # None: the chunk's forward has not begun
         self.used: list[Tensor | None] = [None] * num_routers  # [num_tokens, topk], compact dtype
+        self.missing = num_routers  # how many of them are still None
         self.checkpointed = [False] * num_routers
         self.recomputes = [0] * num_routers
 
@@ -61,7 +62,7 @@ def choose_replayed(router: SessionRouter, microbatch: Microbatch, live: LiveSel
     """Choose what the micro-batch's routes say; live rows as the router would."""
     targets = microbatch.targets
     assert targets is not None, "a replayed micro-batch is queued with targets"
-    used = targets.topk_indices[:, router.position]
+    used = targets.layers[router.position]
     check_fits(used, live.inputs, router.topk)
     if router.live_comparison is not None and router.live_comparison.wants(microbatch.number):
         router.live_comparison.add(
@@ -137,7 +138,6 @@ class SessionRouter:
         """See `RouterReplay.get_replay_topk`."""
         assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
         if self._choose is choose_live and not group_topk and not in_backward():
-            # For the backward a top-k keeps what the gather of a recompute keeps: non-reentrant checkpoints compare that.
             values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             self.select(LiveSelection(scores, select=lambda some: indices))
             return values, indices
@@ -147,7 +147,8 @@ class SessionRouter:
                 return select_topk(some, topk, num_groups, group_topk)
             return default_compute_topk(some, topk, num_groups=num_groups, group_topk=group_topk)[1]
 
-        return gather_topk(scores, self.select(LiveSelection(scores, select=select)))
+        used = self.select(LiveSelection(scores, select=select))
+        return gather_topk(scores, used, like_topk=self._choose is choose_live)
 
     def select(self, live: LiveSelection) -> Tensor:
         """Return the experts that this forward or recompute uses, [num_tokens, topk] in the compact dtype.
@@ -156,7 +157,7 @@ class SessionRouter:
             ReplayStateError: no routes were queued for this forward, or the micro-batch of a recompute cannot be told; a
                 graph other than torch.compile's is captured.
         """
-        check_not_captured(live.inputs, f"layer {self.found.layer_number} ({self.found.name})")
+        check_not_captured(live.inputs, self.found)
         used = self._recompute(live) if in_backward() else self._forward(live)
         self.last_used = used if self.watched else None
         return used
@@ -211,6 +212,11 @@ class Chunk:
             for position, found in enumerate(routers)
         ]
         self.in_trace = [router for router in self.routers if router.in_trace]
+        self.tp_rank, self.tp_size, self.sequence_parallel = 0, 1, False  # how its routers share tokens, read once
+        if routers:
+            router = routers[0].router
+            self.tp_rank, self.tp_size = get_pg_rank(router.tp_group), get_pg_size(router.tp_group)
+            self.sequence_parallel = bool(router.config.sequence_parallel)
         self.in_flight: dict[int, Microbatch] = {}
         self.closed = False
         self._rank = rank
@@ -271,8 +277,9 @@ class Chunk:
         return self._in_backward
 
     def router_done(self, microbatch: Microbatch) -> None:
-        """Hand the micro-batch on once every router has forwarded it."""
-        if all(used is not None for used in microbatch.used):
+        """Count one router more that has forwarded the micro-batch; hand it on once all have."""
+        microbatch.missing -= 1
+        if not microbatch.missing:
             if self._on_done is not None:
                 self._on_done(self, microbatch)
             microbatch.targets = None
@@ -349,8 +356,6 @@ class Chunk:
         hook = _BackwardHook(self, microbatch)
         for tensor in tensors:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        # A graph that is dropped without a backward takes its micro-batch along.
-        weakref.finalize(hook, self.in_flight.pop, number, None).atexit = False
 
     def begin_backward(self, microbatch: Microbatch) -> None:
         """Note whose recomputes come next; called by autograd before the micro-batch's first gradient."""
@@ -379,6 +384,10 @@ class _BackwardHook:
     def __init__(self, chunk: Chunk, microbatch: Microbatch) -> None:
         self._chunk = chunk
         self._microbatch = microbatch
+
+    def __del__(self) -> None:
+        # A graph that is dropped without a backward takes its micro-batch along.
+        self._chunk.in_flight.pop(self._microbatch.number, None)
 
     @not_compiled
     def __call__(self, grad: Tensor) -> None:

@@ -27,9 +27,9 @@ class RecordSession(Session):
         self._tokens: list[tuple[Tensor, Tensor]] = []
 
     def _queue(self, chunk: Chunk, rows: Tensor, token_ids: Tensor | None) -> None:
-        self._check((rows < -1).any(), "routing_rows hold a row below -1; padding is -1.")
+        padded = self._may_be_padded(rows)
         view = self._router_view(chunk, rows)
-        padding = (view < 0).sum()
+        padding = (view < 0).sum() if padded else rows.new_zeros(())
         self._count(torch.stack([torch.zeros_like(padding), view.numel() - padding, padding]))
         if token_ids is not None:
             self._tokens.append((view, self._router_view(chunk, token_ids)))

@@ -129,16 +129,13 @@ class ReplaySession(Session):
         if self._prefetched is not None:
             trace = self._prefetched.select_layers(trace.layer_numbers)
         rows = rows.to(trace.device)
-        outside = (rows < -1) | (rows >= trace.num_tokens)
-        self._check(
-            outside.any(), f"routing_rows reach outside the trace's rows 0..{trace.num_tokens - 1}; padding is -1."
-        )
+        padded = self._may_be_padded(rows, trace.num_tokens)
         if token_ids is not None:
             self._check_tokens(rows, token_ids.to(trace.device), trace.token_ids)
         targets = build_targets(
             trace,
             self._router_view(chunk, rows),
-            self._router_view(chunk, padding_ranks(rows)),
+            self._router_view(chunk, padding_ranks(rows)) if padded else None,
             device=chunk.routers[0].found.router.weight.device,
             any_live=self._any_live,
             with_replayed=self._comparison is not None,

@@ -8,7 +8,6 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError
@@ -97,8 +96,8 @@ class Session:
             as_2d = (1, -1) if rows.dim() == 1 else rows.shape
             self._queue(
                 chunk,
-                rows.detach().to(torch.int64).view(as_2d),
-                None if token_ids is None else token_ids.detach().to(rows.device, torch.int64).view(as_2d),
+                rows.to(torch.int64).view(as_2d),
+                None if token_ids is None else token_ids.to(rows.device, torch.int64).view(as_2d),
             )
 
     @property
@@ -182,17 +181,33 @@ class Session:
         elif bool(failed):
             raise LayoutError(message)
 
+    def _may_be_padded(self, rows: Tensor, num_tokens: int | None = None) -> bool:
+        """Check the range of rows; return whether there is padding among them, True also where asking would wait for a GPU.
+
+        Raises:
+            LayoutError: a row is below -1, or num_tokens or more.
+        """
+        message = "routing_rows hold a row below -1; padding is -1."
+        if num_tokens is not None:
+            message = f"routing_rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1."
+        if rows.device.type != "cpu":
+            outside = rows < -1
+            self._check((outside if num_tokens is None else outside | (rows >= num_tokens)).any(), message)
+            return True
+        if not rows.numel():
+            return False
+        lowest, highest = map(int, rows.aminmax())
+        if lowest < -1 or (num_tokens is not None and highest >= num_tokens):
+            raise LayoutError(message)
+        return lowest < 0
+
     def _routers(self) -> list[SessionRouter]:
         return [router for chunk in self._chunks for router in chunk.routers]
 
     def _router_view(self, chunk: Chunk, values: Tensor) -> Tensor:
         """Return [b, s] values as this rank's routers see their tokens: s-major, and this rank's sequence-parallel part."""
-        router = chunk.routers[0].found.router
         return rows_for_router(
-            values,
-            tp_rank=get_pg_rank(router.tp_group),
-            tp_size=get_pg_size(router.tp_group),
-            sequence_parallel=bool(router.config.sequence_parallel),
+            values, tp_rank=chunk.tp_rank, tp_size=chunk.tp_size, sequence_parallel=chunk.sequence_parallel
         )
 
     def _find_chunk(self, model: nn.Module | None) -> Chunk:

@@ -186,7 +186,7 @@ class StaticTargets:
         if self.live is None:
             _require(~live.any(), f"slot {slot}: rows without a route; make the static targets with live_rows=True")
         self._check_unfilled(slot)
-        self.targets[slot].copy_(targets.topk_indices.transpose(0, 1), non_blocking=True)
+        self.targets[slot].copy_(torch.stack(targets.layers), non_blocking=True)
         if self.live is not None:
             self.live[slot].copy_(live.to(self.live.device, non_blocking=True).expand_as(self.live[slot]))
 

@@ -21,15 +21,15 @@ class Targets:
     """What one model chunk replays in one micro-batch.
 
     Args:
-        topk_indices: [num_tokens, num_layers, topk] uint8 or int16 on the routers' device; live rows hold filler. In memory
-            one layer behind another, so that each router reads its own in one piece, twice under recompute.
+        layers: [num_tokens, topk] uint8 or int16 for each layer, on the routers' device; live rows hold filler. Views of one
+            tensor, one layer behind another, so that each router reads its own in one piece, twice under recompute.
         live: the rows that the live router decides, on the same device: [num_live] int64 positions where the host
             knows them, else [num_tokens] bool; None: there are none.
         replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: not asked for.
         counts: [3] int64 on the device where rows and trace met: rows replayed, live, padding.
     """
 
-    topk_indices: Tensor
+    layers: tuple[Tensor, ...]
     live: Tensor | None
     replayed: Tensor | None
     counts: Tensor
@@ -38,7 +38,7 @@ class Targets:
 def build_targets(
     trace: RoutingTrace,
     rows: Tensor,
-    padding_rank: Tensor,
+    padding_rank: Tensor | None,
     *,
     device: torch.device,
     any_live: bool = True,
@@ -51,35 +51,53 @@ def build_targets(
         trace: the chunk's layers only.
         rows: [num_tokens] int64 on the trace's device, rows of the trace, -1 on padding, as the router sees the tokens.
         padding_rank: [num_tokens] int64, how many paddings of the micro-batch come before each token, over all
-            tensor-parallel ranks: it spreads paddings over all experts evenly.
+            tensor-parallel ranks: it spreads paddings over all experts evenly. None: there is none.
         device: where the routers run.
-        any_live: False: the trace has a route for every row, known beforehand.
+        any_live: False: do not look for live rows; the trace has a route for every row, or the caller finds them.
         with_replayed: fill `Targets.replayed`.
         may_sync: the host may read values of `rows`; None: if they are on the CPU, where that waits for nothing.
 
     Source: PITFALLS "Payloads": paddings that all take the same experts overload them.
     """
-    padding = rows < 0
-    known = rows.clamp(min=0)
-    indices = trace.topk_indices.index_select(0, known)
-    live = ~trace.replay_mask.index_select(0, known) & ~padding
-    num_padding, num_live = padding.sum(), live.sum()
-    counts = torch.stack([rows.numel() - num_padding - num_live, num_live, num_padding])
     if may_sync is None:
         may_sync = rows.device.type == "cpu"
-    if not may_sync or bool(num_padding):
+    padding = live = None
+    known = rows
+    if padding_rank is not None:
+        padding = rows < 0
+        known = rows.clamp(min=0)
+    indices = trace.topk_indices.index_select(0, known)
+    if padding is not None and padding_rank is not None:
         slots = padding_rank.unsqueeze(1) * trace.topk + torch.arange(trace.topk, device=rows.device)
         filler = (slots % trace.num_experts).to(indices.dtype).unsqueeze(1)
         indices = torch.where(padding.view(-1, 1, 1), filler, indices)
+    if any_live:
+        live = ~trace.replay_mask.index_select(0, known)
+        live = live if padding is None else live & ~padding
+    replayed = None
+    if with_replayed:
+        replayed = torch.ones_like(rows, dtype=torch.bool)
+        for other in (live, padding):
+            replayed = replayed if other is None else replayed & ~other
+        replayed = replayed.to(device, non_blocking=True)
+    counts = _counts(rows, live, padding)
     # On a GPU, asking which rows are live would wait for it; there every micro-batch of such a trace pays a full top-k.
-    positions = live.nonzero().squeeze(1) if may_sync else live
-    by_layer = indices.transpose(0, 1).contiguous()
+    if live is not None and may_sync:
+        live = live.nonzero().squeeze(1)
     return Targets(
-        topk_indices=by_layer.to(device, non_blocking=True).transpose(0, 1),
-        live=positions.to(device, non_blocking=True) if any_live and positions.numel() else None,
-        replayed=(~live & ~padding).to(device, non_blocking=True) if with_replayed else None,
+        layers=indices.transpose(0, 1).contiguous().to(device, non_blocking=True).unbind(),
+        live=live.to(device, non_blocking=True) if live is not None and live.numel() else None,
+        replayed=replayed,
         counts=counts,
     )
+
+
+def _counts(rows: Tensor, live: Tensor | None, padding: Tensor | None) -> Tensor:
+    """Return [3] int64: rows replayed, live, padding."""
+    if live is None and padding is None:
+        return torch.tensor([rows.numel(), 0, 0], device=rows.device)
+    num_live, num_padding = (rows.new_zeros(()) if some is None else some.sum() for some in (live, padding))
+    return torch.stack([rows.numel() - num_padding - num_live, num_live, num_padding])
 
 
 def padding_ranks(rows: Tensor) -> Tensor:

@@ -95,6 +95,20 @@ def test_a_recompute_is_recognised_without_setting_replay_backward():
     assert used == [TARGET.tolist(), TARGET.flip(1).tolist(), TARGET.tolist(), TARGET.flip(1).tolist()]
 
 
+def test_a_recorded_forward_is_replayed_in_a_checkpoint_that_compares_what_the_two_keep():
+    from torch.utils.checkpoint import checkpoint
+
+    replay = RouterReplay()
+    replay.set_router_replay_action(RouterReplayAction.RECORD)
+    scores = SCORES.clone().requires_grad_()
+    loss = checkpoint(lambda scores: route(replay, scores)[0].square().sum(), scores, use_reentrant=False)
+    replay.set_target_indices(replay.get_recorded_indices())
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+    loss.backward()
+    assert replay.replay_backward_list == []
+    assert torch.equal(scores.grad, torch.tensor([[0.0, 0.8, 0.6, 0.0], [0.8, 0.0, 0.0, 0.6]]))
+
+
 def test_a_replay_without_a_target_raises():
     replay = RouterReplay()
     replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)

@@ -135,7 +135,7 @@ def bytes_held(num_experts: int) -> dict[str, float]:
         storages: dict[int, int] = {}
         for microbatch in chunk.in_flight.values():
             targets = microbatch.targets
-            for tensor in [*microbatch.used, targets and targets.topk_indices]:
+            for tensor in [*microbatch.used, *(targets.layers if targets else [])]:
                 if tensor is not None:
                     storage = tensor.untyped_storage()
                     storages[storage.data_ptr()] = storage.nbytes()

@@ -21,16 +21,21 @@ def build(the_trace, rows, **options):
     return build_targets(the_trace, rows.t().reshape(-1), ranks, device=CPU, **options)
 
 
+def by_token(targets):
+    """[num_tokens, num_layers, topk]"""
+    return torch.stack(targets.layers, dim=1)
+
+
 def test_each_position_gets_its_rows_routes_and_padding_is_spread():
     the_trace = trace(4, torch.tensor([True, False, True, True]))
     targets = build(the_trace, torch.tensor([[3, -1, 0], [1, -1, -1]]))  # s-major: 3 1, -1 -1, 0 -1
-    assert torch.equal(targets.topk_indices[0], the_trace.topk_indices[3])
-    assert torch.equal(targets.topk_indices[4], the_trace.topk_indices[0])
-    assert targets.topk_indices[[2, 3, 5], 0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
-    assert targets.topk_indices[[2, 3, 5], 1].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
+    assert torch.equal(by_token(targets)[0], the_trace.topk_indices[3])
+    assert torch.equal(by_token(targets)[4], the_trace.topk_indices[0])
+    assert by_token(targets)[[2, 3, 5], 0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
+    assert by_token(targets)[[2, 3, 5], 1].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
     assert targets.live.tolist() == [1]
     assert targets.counts.tolist() == [2, 1, 3]
-    assert targets.topk_indices.dtype is torch.uint8
+    assert targets.layers[0].dtype is torch.uint8
 
 
 def test_without_live_rows_no_live_top_k_is_asked_for():
@@ -44,7 +49,7 @@ def test_without_a_sync_the_result_is_the_same(rows, mask):
     the_trace = trace(10, torch.tensor(mask))
     batch = torch.tensor(rows[: len(rows) // 2 * 2]).view(2, -1)
     waiting, not_waiting = build(the_trace, batch), build(the_trace, batch, may_sync=False)
-    assert torch.equal(waiting.topk_indices, not_waiting.topk_indices)
+    assert torch.equal(by_token(waiting), by_token(not_waiting))
     assert torch.equal(waiting.counts, not_waiting.counts)
     positions = [] if waiting.live is None else waiting.live.tolist()
     assert not_waiting.live.nonzero().squeeze(1).tolist() == positions
