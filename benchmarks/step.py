@@ -67,14 +67,19 @@ TINY = Model(name="tiny", hidden=64, layers=4, experts=8, topk=2, vocab=320, bat
 LARGER = Model(
     name="larger", hidden=512, layers=8, experts=32, topk=4, vocab=1024, batch=1, sequence=512, microbatches=2
 )
+MANY_EXPERTS = Model(
+    name="many experts", hidden=256, layers=4, experts=128, topk=8, vocab=1024, batch=1, sequence=1024, microbatches=2
+)
 CASES = [
     Case(model=TINY, repeats=41),
     Case(model=TINY, repeats=41, recompute=True),
     Case(model=TINY, repeats=41, pp_size=2),
     Case(model=TINY, repeats=41, pp_size=2, recompute=True),
-    Case(model=LARGER, repeats=9, peak=True),
-    Case(model=LARGER, repeats=9, recompute=True, peak=True),
-    Case(model=LARGER, repeats=7, pp_size=2),
+    Case(model=LARGER, repeats=15, peak=True),
+    Case(model=LARGER, repeats=15, recompute=True, peak=True),
+    Case(model=LARGER, repeats=15, pp_size=2),
+    Case(model=MANY_EXPERTS, repeats=25, peak=True),
+    Case(model=MANY_EXPERTS, repeats=15, recompute=True, peak=True),
 ]
 
 
