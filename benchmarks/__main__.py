@@ -8,19 +8,16 @@ python -m benchmarks --render        nothing is measured: RESULTS.md anew from t
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import allocator, breakdown, capture, growth, ingest, memory, router, step
+from benchmarks.measure import environment
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "RESULTS.md"
@@ -39,22 +36,6 @@ PARTS: dict[str, Any] = {
 # The allocator keeps freed memory: fresh pages cost more than the arithmetic, and come to whoever asks first. (Without
 # this, ratios of single routers move by a factor of three, mostly in our favour.)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
-
-
-def environment() -> str:
-    """Return one line: date, processor, versions, and how busy the machine is."""
-    import megatron.core
-
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
-    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
-    return (
-        f"{datetime.date.today()}, {cpu}, {os.cpu_count()} cores, no GPU, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, megatron-core {megatron.core.__version__}; load average at the start {load}"
-    )
 
 
 def measure(name: str) -> None:

@@ -1,7 +1,10 @@
-"""What all parts share: timing alternatives side by side, ratios with their spread, raw samples, Markdown tables."""
+"""What all parts share: timing alternatives side by side, ratios with their spread, Markdown tables, the machine's name."""
 
 from __future__ import annotations
 
+import datetime
+import os
+import platform
 import resource
 import statistics
 import tempfile
@@ -9,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -111,6 +115,21 @@ def single_process() -> Iterator[None]:
                 reset_megatron_state()
         finally:
             dist.destroy_process_group()
+
+
+def environment() -> str:
+    """Return one line: date, processor, versions, and how busy the machine is."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = names[0] if names else cpu
+    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "megatron-core"))
+    return (
+        f"{datetime.date.today()}, {cpu}, {os.cpu_count()} cores, no GPU, Python {platform.python_version()}, "
+        f"{versions}; load average at the start {load}"
+    )
 
 
 def peak_bytes() -> int:

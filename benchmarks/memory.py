@@ -209,8 +209,8 @@ def render(raw: dict[str, Any]) -> str:
         lines += [
             "",
             f"Without recompute, {4 * EXPERTS} of the bytes of a replay ({' and '.join(whose)}) are the router's float32 "
-            "scores: autograd keeps the input of a gather, not that of a top-k. So it is with a softmax behind the top-k; other "
-            "score functions keep their scores without replay, too.",
+            "scores: autograd keeps the input of a gather, not that of a top-k. So it is with a softmax behind the top-k; "
+            "other score functions keep their scores without replay, too.",
         ]
     return "\n".join(lines)
 

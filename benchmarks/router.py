@@ -171,7 +171,8 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
         prepare["replay"]()
         reference = alternatives["Megatron's replay"]()
         assert torch.equal(alternatives["replay"](), reference)
-        assert torch.allclose(alternatives["fused.route"](), reference, atol=1e-6)
+        one_step = torch.finfo(dtype).eps if dtype is not torch.float32 else 0.0  # what rounds a float32 near a tie
+        assert torch.allclose(alternatives["fused.route"](), reference, rtol=one_step, atol=1e-6)
         return rounds(alternatives, repeats=repeats, prepare=prepare)
 
 

@@ -1,0 +1,1 @@
+"""What moving routes costs: `python -m benchmarks.transport`."""

@@ -1,0 +1,119 @@
+"""Send a payload that no process could hold."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.measure import peak_bytes
+from benchmarks.transport.common import LIMITS, MESSAGE, Row, children, gb_per_s, table
+from megatron_router_replay import RoutingTrace
+from megatron_router_replay.transport import (
+    DistributedReceiver,
+    DistributedSender,
+    ParallelLayout,
+    Part,
+    TraceFormat,
+    open_store,
+)
+from megatron_router_replay.transport.rows import Memory
+
+
+class GeneratedRows:
+    """Routes that exist only while they are sent: 60 layers, a block of distinct ids shifted by the row."""
+
+    format = TraceFormat(layer_numbers=tuple(range(1, 61)), topk=8, num_experts=256)
+
+    def __init__(self, num_tokens: int) -> None:
+        self.sequence_lengths = (num_tokens // 1024,) * 1024
+        self.block = block(1 << 16)
+
+    def fill(self, part: Part, start: int, stop: int, memory: Memory) -> None:
+        at = start
+        while at < stop:
+            count = min(stop - at, len(self.block) - at % len(self.block))
+            begin = at % len(self.block)
+            memory["topk_indices"][at - start : at - start + count] = self.block[begin : begin + count]
+            at += count
+        memory["replay_mask"].fill_(True)
+
+
+def block(rows: int) -> torch.Tensor:
+    first = torch.randint(0, 32, (rows, 60, 1), generator=torch.Generator().manual_seed(0))
+    return (first + 32 * torch.arange(8)).to(torch.uint8)
+
+
+def peak_gb() -> float:
+    """This process's peak resident memory."""
+    return peak_bytes() / 1e9
+
+
+def _consume(rank: int, queue: Any, port: int) -> None:
+    expected, seen = block(1 << 16), [0, 0]
+    store = open_store("127.0.0.1", port, is_server=False)
+    layout = ParallelLayout(stage_layers=(GeneratedRows.format.layer_numbers,))
+
+    def consume(start: int, trace: RoutingTrace) -> None:
+        assert start == seen[0], "buckets come in order"
+        rows = torch.arange(start, start + trace.num_tokens, 101)
+        assert torch.equal(trace.topk_indices[::101], expected[rows % len(expected)])
+        seen[0] += trace.num_tokens
+        seen[1] += trace.topk_indices.nbytes
+
+    with DistributedReceiver(store, layout, layout.place_of(0), **LIMITS) as receiver:
+        receiver.stream(consume)
+    queue.put((*seen, peak_gb()))
+
+
+def _produce(rank: int, queue: Any, port: int, num_tokens: int) -> None:
+    store = open_store("127.0.0.1", port, is_server=False)
+    layout = ParallelLayout(stage_layers=(GeneratedRows.format.layer_numbers,))
+    source = GeneratedRows(num_tokens)
+    with DistributedSender(store, layout, bucket_bytes=MESSAGE, **LIMITS) as sender:
+        began = time.perf_counter()
+        sender.send(source)
+        sender.join()
+        seconds = time.perf_counter() - began
+    queue.put((seconds, peak_gb()))
+
+
+def streamed(gigabytes: float) -> str:
+    """Send a payload that no process could hold, through the same code."""
+    num_tokens = round(min(gigabytes * 1e9 / 480, 128e6)) // 1024 * 1024
+    store = open_store("127.0.0.1", is_server=True)
+    receivers, received = children(_consume, store.port, ranks=1)
+    senders, sent = children(_produce, store.port, num_tokens, ranks=1)
+    seconds, sender_gb = sent.get()
+    rows, nbytes, receiver_gb = received.get()
+    for process in (*receivers, *senders):
+        process.join()
+    assert (rows, nbytes) == (num_tokens, num_tokens * 480)
+    assert max(sender_gb, receiver_gb) < 1.0, f"peak resident memory {sender_gb:.2f} and {receiver_gb:.2f} GB"
+    rate = nbytes / seconds
+    measured: list[Row] = [
+        ("tokens x layers x topk", f"{num_tokens / 1e6:.1f} M x 60 x 8"),
+        ("bytes of routes", f"{nbytes / 1e9:.1f} GB"),
+        ("seconds, rate", f"{seconds:.1f} s, {gb_per_s(nbytes, seconds)}"),
+        ("peak resident memory, sender / receiver (asserted below 1 GB)", f"{sender_gb:.2f} / {receiver_gb:.2f} GB"),
+    ]
+    payloads: list[Row] = []
+    for what, tokens, layers, ranks in (
+        ("Qwen3-30B-A3B, 1024 x 16k", 1024 * 16384, 48, 8),
+        ("60 layers, 512 x 32k", 512 * 32768, 60, 8),
+        ("60 layers, 1024 x 128k", 1024 * 131072, 60, 32),
+    ):
+        size = tokens * layers * 8
+        per_rank = size / ranks
+        payloads.append(
+            (
+                f"{what}: {tokens / 1e6:.0f} M tokens x {layers} layers x 8 x 1 byte",
+                f"{size / 1e9:.1f} GB in all, {per_rank / 1e9:.2f} GB to each of {ranks} (data rank, stage)s; one sender at "
+                f"the rate above {size / rate:.0f} s, at 50 GB/s {size / 50e9:.1f} s",
+            )
+        )
+    return (
+        f"{table(measured)}\n\nOn paper, bytes = tokens x layers x topk (x 2 above 256 experts) + 1 a token and stage for "
+        f"the mask; the 50 GB/s is an assumed link, not measured:\n\n{table(payloads)}"
+    )
