@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from examples.grpo.task import VOCAB_SIZE
 from megatron_router_replay.testing.global_parameters import is_expert, iterate_global_parameters, merge_parameter
+from megatron_router_replay.testing.qwen3_moe import EXPERT, LAYER, LAYER_NAMES, NAMES
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -49,23 +49,6 @@ CONFIG: dict[str, Any] = {
 }
 """The tiny policy: four layers, the second one dense, eight experts and top-2 in the others."""
 
-_NAMES = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.router.weight": "mlp.gate.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-}
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
-_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)\.weight$")
-
 
 def gather_hf_weights(chunks: Sequence[Any], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the whole model by Hugging Face names on rank 0, an empty dict elsewhere; every rank calls it.
@@ -95,13 +78,13 @@ def hf_tensors(name: str, whole: Tensor, config: Mapping[str, Any]) -> Iterator[
 
     The inverse of `megatron_router_replay.testing.load_qwen3_moe`, where one parameter is made of these tensors.
     """
-    match = _LAYER.match(name)
+    match = LAYER.match(name)
     if match is None:
-        yield _NAMES[name], whole
+        yield NAMES[name], whole
         return
     prefix, rest = f"model.layers.{match[1]}.", match[2]
-    if rest in _LAYER_NAMES:
-        yield prefix + _LAYER_NAMES[rest], whole
+    if rest in LAYER_NAMES:
+        yield prefix + LAYER_NAMES[rest], whole
     elif rest == "self_attention.linear_qkv.weight":
         groups, head = config["num_key_value_heads"], config["head_dim"]
         heads_per_group = config["num_attention_heads"] // groups
@@ -111,7 +94,7 @@ def hf_tensors(name: str, whole: Tensor, config: Mapping[str, Any]) -> Iterator[
     elif rest == "mlp.linear_fc1.weight":
         for part, tensor in zip(("gate", "up"), whole.chunk(2)):
             yield f"{prefix}mlp.{part}_proj.weight", tensor
-    elif expert := _EXPERT.match(rest):
+    elif expert := EXPERT.match(rest):
         prefix = f"{prefix}mlp.experts.{expert[1]}."
         parts_of = {"fc1": ("gate", "up"), "fc2": ("down",)}[expert[2]]
         for part, tensor in zip(parts_of, whole.chunk(len(parts_of))):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_router_replay.engines.assemble import Allocate
 from megatron_router_replay.engines.model_info import ModelLike
 from megatron_router_replay.engines.srt import Options, Runtime, decode_many, decode_one
 from megatron_router_replay.trace import RoutingTrace
@@ -30,6 +31,7 @@ def decode(
     allow_constant_layers: bool = False,
     weight_version: int | None = None,
     sample_id: str | None = None,
+    allocate: Allocate | None = None,
 ) -> RoutingTrace:
     """Return the routes of one sample: S rows for its S tokens, the last one (and those before `start`) without a route.
 
@@ -45,6 +47,7 @@ def decode(
         allow_surplus_rows: drop rows behind the last token.
         allow_constant_layers: believe a layer that sends all tokens to the same experts.
         weight_version, sample_id: stored in the trace.
+        allocate: where the memory of topk_indices comes from, such as `transport.TraceMemory().take`; None: new memory.
 
     Returns:
         [S, MoE layers, topk] with sequence_lengths (S,) and token_ids where known.
@@ -62,7 +65,7 @@ def decode(
         weight_version=weight_version,
         sample_id=sample_id,
     )
-    return decode_one(result, _RUNTIME, model, options)
+    return decode_one(result, _RUNTIME, model, options, allocate)
 
 
 def decode_batch(
@@ -77,6 +80,7 @@ def decode_batch(
     allow_surplus_rows: bool = False,
     allow_constant_layers: bool = False,
     weight_version: int | None = None,
+    allocate: Allocate | None = None,
 ) -> RoutingTrace:
     """Return the routes of all samples of a response (several prompts, n > 1), or of a list of results, in order.
 
@@ -101,4 +105,5 @@ def decode_batch(
         allow_surplus_rows=allow_surplus_rows,
         allow_constant_layers=allow_constant_layers,
         weight_version=weight_version,
+        allocate=allocate,
     )

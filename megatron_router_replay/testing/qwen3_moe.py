@@ -21,12 +21,13 @@ from megatron_router_replay.testing.global_parameters import load_global_paramet
 from megatron_router_replay.testing.layout import ParallelLayout
 from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
-_NAMES = {
+# GPTModel's names of parameters and the checkpoint's; of a layer, behind its prefix.
+NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
 }
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -35,8 +36,8 @@ _LAYER_NAMES = {
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
-_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)\.weight$")
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)\.weight$")
 
 
 def qwen3_moe_config(checkpoint_dir: str | Path, layout: ParallelLayout, **overrides: Any) -> Any:
@@ -144,20 +145,20 @@ def _checkpoint_reader(folder: Path) -> Callable[[str], Tensor]:
 
 def _megatron_parameter(name: str, read: Callable[[str], Tensor], *, num_query_groups: int) -> Tensor:
     """Return an unsplit GPTModel parameter, by global name, from checkpoint tensors."""
-    if name in _NAMES:
-        return read(_NAMES[name])
-    match = _LAYER.match(name)
+    if name in NAMES:
+        return read(NAMES[name])
+    match = LAYER.match(name)
     if match is None:
         raise RouterReplayError(f"a Qwen3-MoE checkpoint has nothing for the parameter {name}.")
     prefix, rest = f"model.layers.{match[1]}.", match[2]
-    if rest in _LAYER_NAMES:
-        return read(prefix + _LAYER_NAMES[rest])
+    if rest in LAYER_NAMES:
+        return read(prefix + LAYER_NAMES[rest])
     if rest == "self_attention.linear_qkv.weight":
         heads = [read(f"{prefix}self_attn.{part}_proj.weight").chunk(num_query_groups) for part in "qkv"]
         return torch.cat([part[group] for group in range(num_query_groups) for part in heads])
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([read(f"{prefix}mlp.gate_proj.weight"), read(f"{prefix}mlp.up_proj.weight")])
-    if expert := _EXPERT.match(rest):
+    if expert := EXPERT.match(rest):
         prefix = f"{prefix}mlp.experts.{expert[1]}."
         if expert[2] == "fc2":
             return read(f"{prefix}down_proj.weight")

@@ -88,7 +88,7 @@ def test_threads_never_get_the_same_memory() -> None:
         assert all(threads.map(work, range(8)))
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "sglang_jax"])
 @pytest.mark.parametrize("num_experts", [8, 300])
 def test_decoded_traces_lie_in_it(engine: str, num_experts: int) -> None:
     model = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=num_experts, topk=2)
