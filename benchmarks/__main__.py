@@ -37,6 +37,11 @@ PARTS: dict[str, Any] = {
 # this, ratios of single routers move by a factor of three, mostly in our favour.)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 
+NO_GPU = (
+    "Empty: nothing was run on a GPU so far. `python benchmarks/gpu.py > benchmarks/raw/gpu.md` on one, then "
+    "`python -m benchmarks --render`, and its report stands here."
+)
+
 
 def measure(name: str) -> None:
     """Measure a part in this process and keep its samples."""
@@ -63,6 +68,9 @@ def results() -> str:
             kept = json.loads(path.read_text())
             sections += [f"## {part.TITLE}", f"{kept['environment']}. {kept['minutes']} minutes."]
             sections.append(part.render(kept["raw"]))
+    report = RAW / "gpu.md"
+    sections += ["## GPU: routing, launches, memory and steps on a CUDA device"]
+    sections += [report.read_text().strip() if report.exists() else NO_GPU]
     return "\n\n".join(sections) + "\n"
 
 

@@ -1,6 +1,6 @@
 """What replay costs on a GPU: one router's routing and a small GPT's step, correctness first. About 5 minutes on one GPU.
 
-    python benchmarks/gpu.py                        one Markdown report on stdout
+    python benchmarks/gpu.py                        one Markdown report on stdout; saved as raw/gpu.md, part of RESULTS.md
     python benchmarks/gpu.py --device cpu --quick   the same code on a CPU and small shapes, as its test runs it
 
 Needs torch, triton, megatron-core and this package, nothing else; Transformer Engine is used where Megatron-Core finds it.

@@ -4,7 +4,8 @@ Two legs: *batch*, response -> routes of the whole batch; *targets*, batch -> in
 each layer, one micro-batch a sample. verl's own functions run where the environment variable `VERL` names a folder with it:
 
     pip install --target FOLDER --no-deps verl==0.9.1 tensordict pyvers torchdata
-    pip install --target FOLDER hydra-core codetiming dill orjson datasets fastapi uvicorn prometheus_client
+    pip install --target FOLDER cachetools cloudpickle codetiming datasets dill fastapi hydra-core orjson prometheus_client \\
+        uvicorn
 """
 
 from __future__ import annotations

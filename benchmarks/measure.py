@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import platform
 import resource
@@ -34,7 +35,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of one alternative to another: median and quartiles of the ratios within each round."""
+    """Of one alternative to another: the median of the ratios within each round, and its 95% confidence interval."""
 
     median: float
     low: float
@@ -79,16 +80,30 @@ def rounds(
 
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> Ratio:
     """Return name / base. Ratios within a round, because what slows a machine down slows the whole round down."""
-    of_rounds = [one / other for one, other in zip(seconds[name], seconds[base], strict=True)]
-    if len(of_rounds) == 1:
-        return Ratio(*of_rounds * 3)
-    low, median, high = statistics.quantiles(of_rounds, n=4, method="inclusive")
-    return Ratio(median, low, high)
+    of_rounds = sorted(one / other for one, other in zip(seconds[name], seconds[base], strict=True))
+    outside = outside_interval(len(of_rounds))
+    return Ratio(statistics.median(of_rounds), of_rounds[outside], of_rounds[-1 - outside])
+
+
+def outside_interval(samples: int) -> int:
+    """Return how many of the smallest samples, and of the largest, lie outside the median's 95% confidence interval.
+
+    The number of samples below the true median is binomial, whatever their distribution. Fewer than six samples are too few
+    for 95%: the interval is their range.
+    """
+    below = 0.5**samples  # the chance that at most `outside` samples lie below the median
+    outside = 0
+    while below <= 0.025:
+        outside += 1
+        below += math.comb(samples, outside) * 0.5**samples
+    return max(0, outside - 1)
 
 
 def verdict(what: str, found: Ratio, limit: float) -> str:
-    """Return one line: a target, what was found, met or not."""
-    return f"- {what} <= {limit:.2f}: {'met' if found.median <= limit else 'not met'}, {found}"
+    """Return one line: a target, what was found, met or not, and whether that is more than noise."""
+    met = "met" if found.median <= limit else "not met"
+    noise = ", within the noise" if found.low <= limit < found.high else ""
+    return f"- {what} <= {limit:.2f}: {met}{noise}, {found}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

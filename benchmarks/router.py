@@ -220,7 +220,7 @@ def render(raw: list[dict[str, Any]]) -> str:
     return "\n".join(
         [
             f"{NUM_LAYERS} routers of one chunk, time a router. One thread, its processor time. A ratio is the median of the",
-            "ratios within a round; quartiles in brackets.",
+            "ratios within a round; its 95% confidence interval in brackets.",
             "Targets are int64 for Megatron's replay, uint8 or int16 for ours. *live rows*: one row in 1024 has no route.",
             "*freeze, recompute*: the selection in a recompute under `freeze_recompute`.",
             "",

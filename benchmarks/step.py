@@ -71,10 +71,10 @@ MANY_EXPERTS = Model(
     name="many experts", hidden=256, layers=4, experts=128, topk=8, vocab=1024, batch=1, sequence=1024, microbatches=2
 )
 CASES = [
-    Case(model=TINY, repeats=41),
-    Case(model=TINY, repeats=41, recompute=True),
-    Case(model=TINY, repeats=41, pp_size=2),
-    Case(model=TINY, repeats=41, pp_size=2, recompute=True),
+    Case(model=TINY, repeats=101),
+    Case(model=TINY, repeats=101, recompute=True),
+    Case(model=TINY, repeats=101, pp_size=2),
+    Case(model=TINY, repeats=101, pp_size=2, recompute=True),
     Case(model=LARGER, repeats=15, peak=True),
     Case(model=LARGER, repeats=15, recompute=True, peak=True),
     Case(model=LARGER, repeats=15, pp_size=2),
@@ -227,8 +227,9 @@ def render(raw: list[dict[str, Any]]) -> str:
         [
             f"{'; '.join(described)}; fp32, SGD with momentum. A step is all micro-batches and the optimizer. *Opened and "
             "closed*: with a session for this step alone, which finds and checks the routers and verifies at the end; record "
-            "also makes its trace. Median and quartiles of the ratios within a round; processor time of the one thread, "
-            "under PP2 the time of the slower of two processes. Peaks are of fresh processes and vary by tens of MB.",
+            "also makes its trace. Median of the ratios within a round and its 95% confidence interval; processor time of "
+            "the one thread, under PP2 the time of the slower of two processes. Peaks are of fresh processes and vary by "
+            "tens of MB.",
             "",
             table(head, rows),
             "",

@@ -1,13 +1,19 @@
 import pytest
 
 from benchmarks.growth import exponent
-from benchmarks.measure import Ratio, ratio, rounds, table, verdict
+from benchmarks.measure import Ratio, outside_interval, ratio, rounds, table, verdict
 
 
 def test_a_ratio_is_taken_within_each_round():
     seconds = {"ours": [2.0, 30.0, 1.0], "theirs": [1.0, 10.0, 1.0]}
-    # 2, 3 and 1; the quartiles of these lie at 1.5 and 2.5.
-    assert ratio(seconds, "ours", "theirs") == Ratio(2.0, 1.5, 2.5)
+    # 2, 3 and 1; the interval of so few is their range.
+    assert ratio(seconds, "ours", "theirs") == Ratio(2.0, 1.0, 3.0)
+
+
+@pytest.mark.parametrize(("samples", "rank"), [(1, 1), (5, 1), (6, 1), (9, 2), (15, 4), (25, 8), (41, 14)])
+def test_the_confidence_interval_of_a_median(samples, rank):
+    # Ranks from the sign test's table, two-sided 5%: (rank)th smallest to (rank)th largest.
+    assert outside_interval(samples) == rank - 1
 
 
 def test_a_ratio_needs_the_same_rounds():
@@ -42,8 +48,13 @@ def test_what_is_prepared_is_not_timed():
 
 
 def test_a_target_is_met_up_to_its_limit():
-    assert verdict("replay", Ratio(1.05, 1.0, 1.1), 1.05) == "- replay <= 1.05: met, 1.050 (1.000 to 1.100)"
-    assert "not met" in verdict("replay", Ratio(1.06, 1.0, 1.1), 1.05)
+    assert verdict("replay", Ratio(1.05, 1.04, 1.05), 1.05) == "- replay <= 1.05: met, 1.050 (1.040 to 1.050)"
+    assert "not met, 1.060" in verdict("replay", Ratio(1.06, 1.055, 1.1), 1.05)
+
+
+def test_a_target_inside_the_interval_is_not_told_apart_from_noise():
+    assert "met, within the noise, 1.040" in verdict("replay", Ratio(1.04, 1.0, 1.1), 1.05)
+    assert "not met, within the noise, 1.060" in verdict("replay", Ratio(1.06, 1.0, 1.1), 1.05)
 
 
 def test_the_exponent_is_the_slope_on_logarithmic_scales():
