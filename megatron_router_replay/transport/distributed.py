@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.transport.endpoint import Endpoint
 from megatron_router_replay.transport.errors import TransportError
-from megatron_router_replay.transport.link import Backend, Link, LinkError, Store
+from megatron_router_replay.transport.link import Backend, Link, LinkError, Store, start_thread
 from megatron_router_replay.transport.partition import Partition
 from megatron_router_replay.transport.plan import ParallelLayout, Place, TransportPlan, plan_routes
 from megatron_router_replay.transport.rows import (
@@ -175,12 +175,15 @@ class DistributedSender(Endpoint):
                 backend=self._backend,
                 device=self._device,
                 timeout=self._timeouts.ready,
+                failure=self._failure,
             )
-            if self._broken is not None:
-                # It failed or was closed while this thread was connecting.
-                self._links[place].fail(f"rollout side: {self._broken}")
-                raise TransportError(f"this transport failed before: {self._broken}")
+            if (failure := self._failure()) is not None:  # just while this thread was connecting
+                self._links[place].fail(failure)
+                raise TransportError(failure)
         return self._links[place]
+
+    def _failure(self) -> str | None:
+        return None if self._broken is None else f"rollout side: {type(self._broken).__name__}: {self._broken}"
 
 
 class _Sending:
@@ -196,7 +199,7 @@ class _Sending:
         self._heard: dict[str, Lap] = {}
         for place in plan.parts:
             # The source is held by these threads alone: it is gone when they are.
-            threading.Thread(target=self._send, args=(source, place), name=f"routes-{place}", daemon=True).start()
+            start_thread(self._send, source, place, name=f"routes-{place}")
 
     def _send(self, source: RowSource, place: Place) -> None:
         sender = self._sender
@@ -386,8 +389,19 @@ class DistributedReceiver(Endpoint):
 
     def _link(self, name: str, *, side: int) -> Link:
         return Link(
-            self._store, name, side=side, backend=self._backend, device=self._device, timeout=self._timeouts.ready
+            self._store,
+            name,
+            side=side,
+            backend=self._backend,
+            device=self._device,
+            timeout=self._timeouts.ready,
+            failure=self._failure,
         )
+
+    def _failure(self) -> str | None:
+        if self._broken is None:
+            return None
+        return f"training side, {self.place}: {type(self._broken).__name__}: {self._broken}"
 
     def _links(self) -> list[Link]:
         return [*([self._up] if self._up is not None else []), *self._down]
@@ -399,8 +413,7 @@ class _Posted:
     def __init__(self, receive: Callable[[], RoutingTrace]) -> None:
         self._result: RoutingTrace | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(receive,), name="routes-receive", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, receive, name="routes-receive")
 
     def _run(self, receive: Callable[[], RoutingTrace]) -> None:
         try:

@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -35,17 +36,38 @@ _CANARY_TIMEOUT = timedelta(days=365)
 _GRACE_S = 1.0
 """For a message that came before the peer closed to be noticed."""
 _POLL_S = 0.05
+_LONGEST_POLL_S = 0.5
+"""While one side waits for the other to appear, which may take hours, at hundreds of places."""
+_CONNECT_TIMEOUT = timedelta(minutes=1)
+"""Once both sides are there."""
 _NOTE_TIMEOUT = timedelta(seconds=5)
 
 
 _open_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_exiting = threading.Event()
+
+
+def start_thread(target: Callable[..., None], *args: Any, name: str) -> threading.Thread:
+    """Start a daemon thread that works with links; the end of the process ends it.
+
+    One that comes back from C++ while the interpreter shuts down would abort the process.
+    """
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
+    return thread
 
 
 @atexit.register
-def _close_links() -> None:
-    """Close what nobody closed, while its threads can still end."""
+def _end() -> None:
+    """Close what nobody closed, and wait for the threads while they can still end."""
+    _exiting.set()
     for link in list(_open_links):
         link.close()
+    deadline = time.monotonic() + 2 * _GRACE_S
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class LinkError(RouterReplayError):
@@ -64,11 +86,9 @@ class _Waits:
         self._lost: RuntimeError | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=target, args=args, name="routes-link", daemon=True)
-            for target, args in ((self._watch, (canary,)), (self._serve, ()))
+            start_thread(self._watch, canary, name="routes-link"),
+            start_thread(self._serve, name="routes-link"),
         ]
-        for thread in self._threads:
-            thread.start()
 
     def wait(self, work: Any, timeout: timedelta) -> None:
         """Wait for one message; RuntimeError as gloo raises it."""
@@ -84,10 +104,7 @@ class _Waits:
                 raise self._lost
 
     def end(self) -> None:
-        """Wait for the threads to end, now that the connection is closed; one in the middle of a message takes longer.
-
-        A thread that comes back from C++ while the interpreter shuts down would abort the process.
-        """
+        """Wait for the threads to end, now that the connection is closed; one in the middle of a message takes longer."""
         self._jobs.put(None)
         for thread in self._threads:
             thread.join(_GRACE_S)
@@ -128,13 +145,22 @@ class Link:
         backend: "nccl" needs a GPU on each side, and messages in its memory.
         device: of messages that the link makes itself.
         timeout: for the other side to appear.
+        failure: asked while it has not; what it returns ends the wait, and the other side is told when it comes.
 
     Raises:
-        LinkError: it did not appear.
+        LinkError: it did not appear, or failed before.
     """
 
     def __init__(
-        self, store: Store, name: str, *, side: int, backend: Backend, device: torch.device, timeout: timedelta
+        self,
+        store: Store,
+        name: str,
+        *,
+        side: int,
+        backend: Backend,
+        device: torch.device,
+        timeout: timedelta,
+        failure: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._name, self._side, self._backend, self._device = name, side, backend, device
         self._group: Any = None
@@ -142,12 +168,35 @@ class Link:
         try:
             # A clone, for a store's client serves one blocking call at a time.
             self._store = dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
-            self._group = self._connect(timeout)
+            self._meet(timeout, failure)
+            self._group = self._connect(min(timeout, _CONNECT_TIMEOUT))
             if backend == "gloo":
                 self._waits = _Waits(self.irecv(torch.empty(1, dtype=torch.uint8), _CANARY))
             _open_links.add(self)
         except RuntimeError as error:
             raise LinkError(f"cannot connect {name}: {self._reason(error, timeout)}") from error
+        if _exiting.is_set():
+            self.close()  # nobody else will
+
+    def _meet(self, timeout: timedelta, failure: Callable[[], str | None]) -> None:
+        """Wait until the other side is there, too. gloo would wait for it in C++, where nothing could end the wait."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        pause = _POLL_S
+        self._store.set(f"here/{self._side}", "")
+        while True:
+            said = self._peer_said()
+            failed = "this process ends" if _exiting.is_set() else failure()
+            if said is not None:
+                raise LinkError(f"cannot connect {self._name}: the other side failed: {said}")
+            if self._store.check([f"here/{1 - self._side}"]):
+                return
+            if failed is not None:
+                self._store.set(f"failed/{self._side}", failed)
+                raise LinkError(f"cannot connect {self._name}: {failed}")
+            if time.monotonic() > deadline:
+                raise LinkError(f"cannot connect {self._name}: {_nothing_came(timeout)}")
+            _exiting.wait(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
 
     def _connect(self, timeout: timedelta) -> Any:
         rendezvous = dist.PrefixStore("group", self._store)  # type: ignore[attr-defined]
@@ -269,7 +318,11 @@ class Link:
             return f"the other side failed: {said}"
         text = str(error).split("\n")[0]
         if "imed out" in text or "imeout" in text:
-            return f"nothing came from the other side within {timeout.total_seconds():g} s"
+            return _nothing_came(timeout)
         if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
             return "the other side died or closed the connection"
         return f"{type(error).__name__}: {text}"
+
+
+def _nothing_came(timeout: timedelta) -> str:
+    return f"nothing came from the other side within {timeout.total_seconds():g} s"
