@@ -39,7 +39,7 @@ _POLL_S = 0.05
 _LONGEST_POLL_S = 0.5
 """While one side waits for the other to appear, which may take hours, at hundreds of places."""
 _CONNECT_TIMEOUT = timedelta(minutes=1)
-"""Once both sides are there."""
+"""Once both sides are there; each wait for a message has a timeout of its own."""
 _NOTE_TIMEOUT = timedelta(seconds=5)
 
 
@@ -169,7 +169,7 @@ class Link:
             # A clone, for a store's client serves one blocking call at a time.
             self._store = dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
             self._meet(timeout, failure)
-            self._group = self._connect(min(timeout, _CONNECT_TIMEOUT))
+            self._group = self._connect(timeout)
             if backend == "gloo":
                 self._waits = _Waits(self.irecv(torch.empty(1, dtype=torch.uint8), _CANARY))
             _open_links.add(self)
@@ -182,13 +182,15 @@ class Link:
         """Wait until the other side is there, too. gloo would wait for it in C++, where nothing could end the wait."""
         deadline = time.monotonic() + timeout.total_seconds()
         pause = _POLL_S
+        other = 1 - self._side
+        self._store.set_timeout(_CONNECT_TIMEOUT)
         self._store.set(f"here/{self._side}", "")
         while True:
-            said = self._peer_said()
             failed = "this process ends" if _exiting.is_set() else failure()
-            if said is not None:
+            if self._store.check([f"failed/{other}"]):
+                said = self._store.get(f"failed/{other}").decode()
                 raise LinkError(f"cannot connect {self._name}: the other side failed: {said}")
-            if self._store.check([f"here/{1 - self._side}"]):
+            if self._store.check([f"here/{other}"]):
                 return
             if failed is not None:
                 self._store.set(f"failed/{self._side}", failed)
@@ -201,7 +203,7 @@ class Link:
     def _connect(self, timeout: timedelta) -> Any:
         rendezvous = dist.PrefixStore("group", self._store)  # type: ignore[attr-defined]
         if self._backend == "gloo":
-            return dist.ProcessGroupGloo(rendezvous, self._side, 2, timeout)
+            return dist.ProcessGroupGloo(rendezvous, self._side, 2, min(timeout, _CONNECT_TIMEOUT))
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         torch.cuda.set_device(self._device)  # of this thread
