@@ -1,6 +1,6 @@
 """`make bench`: measure, keep the samples in benchmarks/raw/, and write benchmarks/RESULTS.md from them.
 
-python -m benchmarks                 everything, about 35 minutes on two cores
+python -m benchmarks                 everything, about 45 minutes on two cores
 python -m benchmarks router step     these parts; the other sections of RESULTS.md stay
 python -m benchmarks --render        nothing is measured: RESULTS.md anew from the samples
 """
