@@ -70,11 +70,12 @@ def test_every_rank_gets_its_slice(workers_4: GlooWorkers, name: str) -> None:
 
 
 def test_closing_leaves_no_thread_behind(workers_4: GlooWorkers) -> None:
+    before = set(threading.enumerate())  # other tests' links that nobody closed
     check_delivery(lambda case: deliver_over(workers_4, case), CASES["dp2 pp2"])
     deadline = time.monotonic() + 20
 
     def ours() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name.startswith("routes")]
+        return [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("routes")]
 
     while ours() and time.monotonic() < deadline:
         time.sleep(0.05)
