@@ -58,7 +58,7 @@ class Case:
     model: Model
     repeats: int
     runs: int = 1
-    """In new processes, each of `repeats` rounds: one process's own luck is up to 0.03 of a tiny step."""
+    """In new processes, each of `repeats` rounds: one process's own luck is up to 0.04 of a tiny step."""
     pp_size: int = 1
     recompute: bool = False
     peak: bool = False
@@ -233,7 +233,7 @@ def render(raw: list[dict[str, Any]]) -> str:
             "closed*: with a session for this step alone, which finds and checks the routers and verifies at the end; record "
             "also makes its trace. Median of the ratios within a round and its 95% confidence interval; processor time of "
             "the one thread, under PP2 the time of the slower of two processes. The tiny model's rounds are of several runs "
-            "in new processes, which differ by up to 0.03. Peaks are of fresh processes and vary by tens of MB.",
+            "in new processes, which differ by up to 0.04. Peaks are of fresh processes and vary by tens of MB.",
             "",
             table(head, rows),
             "",

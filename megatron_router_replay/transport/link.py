@@ -39,7 +39,7 @@ _POLL_S = 0.05
 _LONGEST_POLL_S = 0.5
 """While one side waits for the other to appear, which may take hours, at hundreds of places."""
 _CONNECT_TIMEOUT = timedelta(minutes=1)
-"""Once both sides are there; each wait for a message has a timeout of its own."""
+"""For each request to the store, and for gloo once both sides are there; waits for messages have timeouts of their own."""
 _NOTE_TIMEOUT = timedelta(seconds=5)
 
 
@@ -160,7 +160,7 @@ class Link:
         backend: Backend,
         device: torch.device,
         timeout: timedelta,
-        failure: Callable[[], str | None] = lambda: None,
+        failure: Callable[[], str | None],
     ) -> None:
         self._name, self._side, self._backend, self._device = name, side, backend, device
         self._group: Any = None
@@ -174,7 +174,8 @@ class Link:
                 self._waits = _Waits(self.irecv(torch.empty(1, dtype=torch.uint8), _CANARY))
             _open_links.add(self)
         except RuntimeError as error:
-            raise LinkError(f"cannot connect {name}: {self._reason(error, timeout)}") from error
+            reason = self._reason(error, min(timeout, _CONNECT_TIMEOUT))
+            raise LinkError(f"cannot connect {name}: {reason}") from error
         if _exiting.is_set():
             self.close()  # nobody else will
 

@@ -285,6 +285,10 @@ def test_close_ends_a_posted_receive_and_tells_a_sender_that_comes_late() -> Non
     store = open_store("127.0.0.1", is_server=True)
     receiver = DistributedReceiver(store, ONE, ONE.place_of(0), **LIMITS)
     receiver.post()
+    deadline = time.monotonic() + PROMPTLY_S
+    while not store.check(["routes/dp0/pp0/cp0/tp0/here/1"]):
+        assert time.monotonic() < deadline, "the posted receive did not come to the store"
+        time.sleep(0.05)
     receiver.close()
     with pytest.raises(TransportError, match="it was closed"):
         receiver.receive()

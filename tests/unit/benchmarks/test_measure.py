@@ -53,7 +53,7 @@ def test_a_target_is_met_up_to_its_limit():
 
 
 def test_a_target_inside_the_interval_is_not_told_apart_from_noise():
-    assert "met, within the noise, 1.040" in verdict("replay", Ratio(1.04, 1.0, 1.1), 1.05)
+    assert ": met, within the noise, 1.040" in verdict("replay", Ratio(1.04, 1.0, 1.1), 1.05)
     assert "not met, within the noise, 1.060" in verdict("replay", Ratio(1.06, 1.0, 1.1), 1.05)
 
 
