@@ -61,7 +61,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 # The API reference, from docstrings; packages with lazy names are listed one by one.
-API := trace expert_ids errors router_replay mcore engines capture store layout transport diagnostics fused testing
+API := trace ids runs merge errors router_replay mcore engines capture store layout transport diagnostics fused testing
 
 docs: $(READY)
 	$(BIN)/python -W ignore -m pdoc --docformat google --output-directory build/api \

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from megatron_router_replay import engines
     from megatron_router_replay.diagnostics import diff_traces
     from megatron_router_replay.mcore import explain, freeze_recompute, install, record, replay, uninstall
+    from megatron_router_replay.merge import merge_traces
     from megatron_router_replay.router_replay import RouterReplay, RouterReplayAction
-    from megatron_router_replay.store import load_trace, merge_traces, save_trace
+    from megatron_router_replay.store import load_trace, save_trace
 
 __version__ = "0.1.0"
 
@@ -27,7 +28,7 @@ _LAZY = {
     "freeze_recompute": "mcore",
     "install": "mcore",
     "load_trace": "store",
-    "merge_traces": "store",
+    "merge_traces": "merge",
     "record": "mcore",
     "replay": "mcore",
     "save_trace": "store",

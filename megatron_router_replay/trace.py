@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.expert_ids import check_topk_indices, index_dtype, spread_experts
+from megatron_router_replay.ids import check_topk_indices, index_dtype, spread_experts
+from megatron_router_replay.runs import as_slice
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -76,8 +77,10 @@ class RoutingTrace:
             raise TraceError(f"topk_indices has topk={topk}, which must lie in 1..num_experts={num_experts}.")
         layer_numbers = _as_layer_numbers(self.layer_numbers, num_layers)
         mask = _as_replay_mask(self.replay_mask, indices)
+        index_dtype(num_experts)  # refuses a number of experts that no dtype holds
+        # Checked as they came, before narrowing: a cast would wrap 300 to 44, and 256 to expert 0.
+        check_topk_indices(indices, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=mask)
         indices = _as_stored_indices(indices, mask, num_experts)
-        check_topk_indices(indices, num_experts=num_experts, layer_numbers=layer_numbers)
 
         per_token = {
             name: _as_per_token(name, getattr(self, name), num_tokens) for name in ("token_ids", "weight_version")
@@ -142,12 +145,9 @@ class RoutingTrace:
         Raises:
             TraceError: the trace has no such layer.
         """
-        indices = [self._layer_index(number) for number in sorted(layer_numbers)]
-        start = indices[0] if indices else 0
-        neighbours = indices == list(range(start, start + len(indices)))
-        chosen = slice(start, start + len(indices)) if neighbours else indices
-        selected = self.topk_indices[:, chosen]
-        return self._with(topk_indices=selected, layer_numbers=tuple(sorted(layer_numbers)))
+        numbers = tuple(sorted(layer_numbers))
+        indices = as_slice([self._layer_index(number) for number in numbers])
+        return self._with(topk_indices=self.topk_indices[:, indices], layer_numbers=numbers)
 
     def slice_rows(self, start: int, stop: int) -> RoutingTrace:
         """Return rows start..stop-1 as a view; sample metadata is dropped.
@@ -343,19 +343,7 @@ def _as_replay_mask(value: Any, indices: Tensor) -> Tensor:
 
 
 def _as_stored_indices(indices: Tensor, mask: Tensor, num_experts: int) -> Tensor:
-    dtype = index_dtype(num_experts)
-    if indices.dtype is not dtype:
-        # Checked before narrowing: a cast would wrap 300 to 44.
-        routed = indices if bool(mask.all()) else indices[mask]
-        if routed.numel() and not (0 <= int(routed.min()) and int(routed.max()) < num_experts):
-            bad = mask & ((indices < 0) | (indices >= num_experts)).flatten(1).any(dim=1)
-            row = int(bad.nonzero()[0])
-            raise TraceError(
-                f"row {row} of topk_indices is {indices[row].tolist()}: an id lies outside 0..{num_experts - 1}. "
-                "A row without a route is -1 in every layer; an engine under expert load balancing may send "
-                "physical ids."
-            )
-    stored = indices.to(dtype) if indices.dtype is not dtype else indices.clone()
+    stored = indices.to(index_dtype(num_experts), copy=True)
     unused = (~mask).nonzero()[:, 0]
     if unused.numel():
         spread = spread_experts(0, stored.shape[0], topk=stored.shape[2], num_experts=num_experts).to(stored.device)

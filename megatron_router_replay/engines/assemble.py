@@ -23,7 +23,7 @@ from megatron_router_replay.engines.checks import (
 )
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.payload import Array, Source
-from megatron_router_replay.expert_ids import index_dtype, spread_experts
+from megatron_router_replay.ids import index_dtype, spread_experts
 from megatron_router_replay.trace import RoutingTrace
 
 Allocate = Callable[[int], Array]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.expert_ids import spread_experts
+from megatron_router_replay.ids import spread_experts
 from megatron_router_replay.trace import RoutingTrace
 
 _MIN_COMPARED = 64

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.expert_ids import index_dtype
+from megatron_router_replay.ids import index_dtype
 from megatron_router_replay.mcore.find import FoundRouter
 from megatron_router_replay.mcore.selection import LiveSelection, select_topk
 from megatron_router_replay.mcore.targets import Targets

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import ReplayStateError, TraceError
-from megatron_router_replay.expert_ids import index_dtype
+from megatron_router_replay.ids import index_dtype
 from megatron_router_replay.mcore.chunk import Chunk, Microbatch, choose_live
 from megatron_router_replay.mcore.find import unwrap
 from megatron_router_replay.mcore.session import Models, Session

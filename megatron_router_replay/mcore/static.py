@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.expert_ids import index_dtype, spread_experts
+from megatron_router_replay.ids import index_dtype, spread_experts
 from megatron_router_replay.mcore.compat import check_router_replay
 from megatron_router_replay.mcore.find import as_chunks, find_routers
 from megatron_router_replay.mcore.targets import build_targets

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 from megatron_router_replay.errors import StoreError
+from megatron_router_replay.merge import merge_traces
 from megatron_router_replay.store.atomic import naming, replacing, sync
 from megatron_router_replay.store.file import load_trace, save_trace
 from megatron_router_replay.store.format import canonical_json, load_json
-from megatron_router_replay.store.merge import merge_traces
 from megatron_router_replay.trace import RoutingTrace
 
 _FORMAT = "megatron_router_replay.manifest"

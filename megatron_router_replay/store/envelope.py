@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from megatron_router_replay.errors import StoreError
-from megatron_router_replay.expert_ids import index_dtype
+from megatron_router_replay.ids import index_dtype
 from megatron_router_replay.store.codecs import compress, decode_base64, decompress, encode_base64
 from megatron_router_replay.store.file import header_of
 from megatron_router_replay.store.format import (

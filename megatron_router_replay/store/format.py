@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.expert_ids import index_dtype
+from megatron_router_replay.ids import index_dtype
 
 FORMAT = "megatron_router_replay.trace"
 VERSION = 1

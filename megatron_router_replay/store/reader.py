@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.expert_ids import check_topk_indices, index_dtype
+from megatron_router_replay.ids import check_topk_indices, index_dtype
 from megatron_router_replay.store.format import FORMAT, MAX_HEADER_BYTES, Header, decode_header
 from megatron_router_replay.trace import RoutingTrace
 

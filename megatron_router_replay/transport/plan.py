@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_router_replay.expert_ids import index_dtype
+from megatron_router_replay.ids import index_dtype
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.partition import Partition, partition_samples

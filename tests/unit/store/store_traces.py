@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_router_replay.expert_ids import check_topk_indices
+from megatron_router_replay.ids import check_topk_indices
 from megatron_router_replay.trace import RoutingTrace
 
 FIELDS = (

@@ -3,10 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_router_replay import merge as merge_module
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.layout import rows_for_router, split_context_parallel
-from megatron_router_replay.store import merge as merge_module
-from megatron_router_replay.store import merge_traces
+from megatron_router_replay.merge import merge_traces
 from megatron_router_replay.trace import RoutingTrace
 from tests.unit.store.store_traces import assert_same, assert_valid, full_trace, make_trace
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.expert_ids import index_dtype, spread_experts
+from megatron_router_replay.ids import index_dtype, spread_experts
+from megatron_router_replay.runs import as_slice
 from megatron_router_replay.trace import RoutingTrace
 
 _BLOCK_BYTES = 16 << 20
@@ -99,7 +100,7 @@ def _merge_rows(parts: Sequence[RoutingTrace], layer_numbers: tuple[int, ...], r
         taken = slice(rows.start, rows.start + count)
         recorded = part.replay_mask[taken].to(merged.device).unsqueeze(1)
         routes = part.topk_indices[taken].to(merged.device)
-        columns = _columns(part.layer_numbers, layer_numbers)
+        columns = as_slice([layer_numbers.index(number) for number in part.layer_numbers])
         known = owner[:count, columns] >= 0
         if bool((known & recorded).any()):
             _check_equal(i, part, rows.start, merged[:count, columns], routes, owner[:count, columns], known & recorded)
@@ -111,12 +112,6 @@ def _merge_rows(parts: Sequence[RoutingTrace], layer_numbers: tuple[int, ...], r
         merged[:count, columns] = torch.where(known.unsqueeze(2), merged[:count, columns], routes)
         owner[:count, columns] = torch.where(new, i, owner[:count, columns])
     return owner >= 0
-
-
-def _columns(numbers: tuple[int, ...], layer_numbers: tuple[int, ...]) -> slice | list[int]:
-    columns = [layer_numbers.index(number) for number in numbers]
-    neighbours = columns == list(range(columns[0], columns[0] + len(columns)))
-    return slice(columns[0], columns[0] + len(columns)) if neighbours else columns
 
 
 def _check_equal(

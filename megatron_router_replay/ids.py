@@ -1,0 +1,162 @@
+"""Expert ids: the compact dtype that holds them, filler for rows without a route, the one check that they can be routes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron_router_replay.errors import TraceError
+
+MAX_EXPERTS = 32768
+"""What int16 holds."""
+
+_CHECK_BYTES = 2 << 20
+"""What one step of a check reads, in bytes, whatever the size of the trace: it fits into a processor's cache."""
+
+_WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""The unsigned word of `topk` bytes: it holds the answers of all columns of one route."""
+
+
+def index_dtype(num_experts: int) -> torch.dtype:
+    """Return the smallest dtype that holds every expert id: uint8 up to 256 experts, else int16.
+
+    Raises:
+        TraceError: num_experts is below 1 or above 32768.
+    """
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise TraceError(f"cannot store expert ids of num_experts={num_experts}: it must lie in 1..{MAX_EXPERTS}.")
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
+def spread_experts(start: int, num_rows: int, *, topk: int, num_experts: int) -> Tensor:
+    """Return `topk` distinct expert ids for each of `num_rows` rows without a route, spread evenly over all experts.
+
+    Row i takes the ids (start + i) * topk .. + topk - 1, modulo num_experts: no expert gets more than
+    ceil(num_rows * topk / num_experts) of them.
+
+    Returns:
+        [num_rows, topk] of `index_dtype(num_experts)`.
+    """
+    ids = torch.arange(start * topk, (start + num_rows) * topk, dtype=torch.int64) % num_experts
+    return ids.view(num_rows, topk).to(index_dtype(num_experts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class InvalidRoutes:
+    """Routes that no router can have chosen, and where they stand.
+
+    Args:
+        cause: "outside" (an id is no expert's) or "repeated" (a route names an expert twice).
+        rows: [rows, layers, topk], what was looked at.
+        invalid: [rows, layers] bool, True: this route is at fault. At least one is.
+        num_experts: experts in each layer.
+    """
+
+    cause: str
+    rows: npt.NDArray[Any]
+    invalid: npt.NDArray[np.bool_]
+    num_experts: int
+
+    def describe(self, layer_numbers: Sequence[int], *, first_row: int = 0) -> str:
+        """Return what is wrong and where: the first row and layer, its ids, how many such routes there are.
+
+        Args:
+            layer_numbers: of each entry of axis 1.
+            first_row: the caller's number of row 0.
+        """
+        row, layer = (int(i) for i in np.argwhere(self.invalid)[0])
+        layers = [layer_numbers[i] for i in np.flatnonzero(self.invalid.any(axis=0)).tolist()]
+        listed = str(layers) if len(layers) <= 8 else f"{str(layers[:8])[:-1]}, ... {len(layers)} in all]"
+        outside = f"an id lies outside 0..{self.num_experts - 1}"
+        problem = "an expert is named twice" if self.cause == "repeated" else outside
+        return (
+            f"row {first_row + row}, layer {layer_numbers[layer]} of topk_indices is {self.rows[row, layer].tolist()}: "
+            f"{problem} ({int(self.invalid.sum())} such routes in layers {listed})."
+        )
+
+
+def find_invalid_routes(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidRoutes | None:
+    """Return the routes that no router can have chosen, or None; ids outside the range come before repeats.
+
+    Args:
+        rows: [rows, layers, topk], any integer dtype; a block that fits the cache, since it is read several times.
+    """
+    if not rows.size:
+        return None
+    if int(rows.min()) < 0 or int(rows.max()) >= num_experts:
+        outside = np.asarray(((rows < 0) | (rows >= num_experts)).any(axis=2))
+        return InvalidRoutes(cause="outside", rows=rows, invalid=outside, num_experts=num_experts)
+    # Every id is an expert's, so the narrow dtype holds it; comparing fewer bytes is faster.
+    narrow = rows.astype(np.uint8 if num_experts <= 256 else np.int16, copy=False)
+    if has_repeats(narrow):
+        ordered = np.sort(narrow, axis=2)
+        repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
+        return InvalidRoutes(cause="repeated", rows=rows, invalid=repeated, num_experts=num_experts)
+    return None
+
+
+def has_repeats(rows: npt.NDArray[Any]) -> bool:
+    """Return whether a route of rows [rows, layers, topk] names an expert twice; meant for blocks that fit the cache.
+
+    For topk 2, 4 and 8 every id is compared with the one `step` behind it, across the ends of routes too, so that
+    nothing has to be moved; one word holds a route's answers, and those across its end are left out once for all routes.
+    For others the columns become contiguous planes. Both are many times faster than sorting short rows, or than the
+    same in torch, which copies such short rows slowly.
+    """
+    topk = rows.shape[2]
+    if topk not in _WORDS:
+        planes = np.ascontiguousarray(rows.reshape(-1, topk).T)
+        return any(bool((planes[step:] == planes[:-step]).any()) for step in range(1, topk))
+    flat = rows.reshape(-1)
+    same = np.zeros(flat.size, np.bool_)
+    for step in range(1, topk):
+        np.equal(flat[step:], flat[:-step], out=same[:-step])
+        answers = np.bitwise_or.reduce(same.view(_WORDS[topk]))
+        # Bytes beyond the first topk - step compare a route with the one behind it.
+        if any(answers.tobytes()[: topk - step]):
+            return True
+    return False
+
+
+def check_topk_indices(
+    indices: Tensor, *, num_experts: int, layer_numbers: Sequence[int], replay_mask: Tensor | None = None
+) -> None:
+    """Raise unless every id is an expert's and no row names an expert twice; bounded temporary memory.
+
+    Args:
+        indices: [num_tokens, num_layers, topk], any integer dtype, on any device.
+        replay_mask: [num_tokens] bool, False: this row is not looked at. Default: all rows are.
+
+    Raises:
+        TraceError: names the first layer and row at fault.
+    """
+    num_tokens, num_layers, topk = indices.shape
+    step = max(1, _CHECK_BYTES // max(1, num_layers * topk * indices.element_size()))
+    for start in range(0, num_tokens, step):
+        rows = indices[start : start + step].cpu().numpy()
+        place = np.arange(start, start + len(rows))
+        if replay_mask is not None:
+            mask = replay_mask[start : start + step].cpu().numpy()
+            if not mask.all():
+                rows, place = rows[mask], place[mask]
+        fault = find_invalid_routes(rows, num_experts=num_experts)
+        if fault is None:
+            continue
+        first = int(np.flatnonzero(fault.invalid.any(axis=1))[0])
+        if fault.cause == "repeated":
+            advice = (
+                "The usual cause is lost data, sent as zeros; mark rows without a route with -1 or replay_mask instead."
+            )
+        else:
+            advice = (
+                "Is num_experts right? An engine under expert load balancing may send physical ids. A row without a route "
+                "is -1 in every layer."
+            )
+        # Masked rows are left out of `rows`, so the distance to the row's own place differs from row to row.
+        raise TraceError(f"{fault.describe(layer_numbers, first_row=int(place[first]) - first)} {advice}")
