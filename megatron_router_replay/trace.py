@@ -99,14 +99,27 @@ class RoutingTrace:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def from_checked(cls, **values: Any) -> RoutingTrace:
+    def from_checked(
+        cls,
+        *,
+        topk_indices: Tensor,
+        layer_numbers: tuple[int, ...],
+        num_experts: int,
+        replay_mask: Tensor,
+        token_ids: Tensor | None = None,
+        weight_version: Tensor | None = None,
+        # Any: a type checker takes **tensors for every keyword, these two as well.
+        sequence_lengths: Any = None,
+        sample_ids: Any = None,
+    ) -> RoutingTrace:
         """Make a trace of values that are proven valid, without a copy and without a check; for parts of this package.
 
-        `topk_indices` and `replay_mask` are as a checked trace stores them; missing keywords are None.
+        All values are as a checked trace stores them.
         """
         trace = object.__new__(cls)
-        for field in fields(cls):
-            object.__setattr__(trace, field.name, values.get(field.name))
+        values = locals()
+        for name in _FIELDS:
+            object.__setattr__(trace, name, values[name])
         return trace
 
     @property
@@ -231,7 +244,7 @@ class RoutingTrace:
         return self._with(**taken, **metadata)
 
     def _with(self, **changes: Any) -> RoutingTrace:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
         return RoutingTrace.from_checked(**(values | changes))
 
     def _layer_index(self, layer_number: int) -> int:
@@ -250,6 +263,7 @@ class RoutingTrace:
         return starts, lengths
 
 
+_FIELDS = tuple(field.name for field in fields(RoutingTrace))
 _TENSOR_FIELDS = ("topk_indices", "replay_mask", "token_ids", "weight_version")
 
 

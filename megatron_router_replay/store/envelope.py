@@ -30,17 +30,9 @@ import numpy as np
 import torch
 
 from megatron_router_replay.errors import StoreError
-from megatron_router_replay.ids import index_dtype
+from megatron_router_replay.header import TraceHeader, as_integers
 from megatron_router_replay.store.codecs import compress, decode_base64, decompress, encode_base64
-from megatron_router_replay.store.file import header_of
-from megatron_router_replay.store.format import (
-    Header,
-    as_integers,
-    as_strings,
-    canonical_json,
-    check_json_size,
-    load_json,
-)
+from megatron_router_replay.store.format import canonical_json, check_json_size, load_json
 from megatron_router_replay.store.reader import check_bool, checked_trace
 from megatron_router_replay.trace import RoutingTrace
 
@@ -85,7 +77,7 @@ def encode_envelope(
     metadata = dict(metadata or {})
     if any(not isinstance(text, str) for pair in metadata.items() for text in pair):
         raise StoreError(f"cannot encode an envelope with metadata {metadata}: strings only, please.")
-    header = header_of(trace)
+    header = TraceHeader.of(trace)
     raw = b"".join(
         getattr(trace, name).cpu().contiguous().numpy().astype(dtype, copy=False).tobytes()
         for name, dtype in _dtypes(header).items()
@@ -123,7 +115,7 @@ def decode_envelope(envelope: Mapping[str, Any] | str | bytes, *, max_bytes: int
     try:
         content = _parse(envelope, max_bytes)
         header = _header(content)
-        nbytes = _nbytes(header)
+        nbytes = header.num_bytes
         if content["tensors"] != list(_dtypes(header)) or content["nbytes"] != nbytes:
             raise StoreError(f"tensors {content['tensors']} of its shape take {nbytes} bytes, not {content['nbytes']}.")
         if nbytes > max_bytes:
@@ -155,51 +147,43 @@ def _parse(envelope: Mapping[str, Any] | str | bytes, max_bytes: int) -> dict[st
     return dict(envelope)
 
 
-def _header(content: dict[str, Any]) -> Header:
+def _header(content: dict[str, Any]) -> TraceHeader:
     """Return the checked sizes; what is not of the right type raises ValueError."""
-    shape = as_integers(content["shape"])
-    lengths, names = content["sequence_lengths"], content["sample_ids"]
+    shape = as_integers("shape", content["shape"])
     metadata = content["metadata"]
     if len(shape) != 3 or not isinstance(metadata, dict) or not isinstance(content["tensors"], list):
         raise ValueError(f"shape {shape}, metadata or tensors")
     if any(not isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata holds something else than strings")
-    header = Header(
-        num_tokens=shape[0],
-        topk=shape[2],
-        num_experts=as_integers([content["num_experts"]])[0],
-        layer_numbers=as_integers(content["layer_numbers"]),
-        has_token_ids="token_ids" in content["tensors"],
-        has_weight_version="weight_version" in content["tensors"],
-        sequence_lengths=None if lengths is None else as_integers(lengths),
-        sample_ids=None if names is None else as_strings(names),
+    header = TraceHeader.from_json(
+        {
+            **content,
+            "num_tokens": shape[0],
+            "topk": shape[2],
+            "has_token_ids": "token_ids" in content["tensors"],
+            "has_weight_version": "weight_version" in content["tensors"],
+        }
     )
-    if shape[1] != len(header.layer_numbers) or content["dtype"] != _dtype_name(header):
+    if shape[1] != header.num_layers or content["dtype"] != _dtype_name(header):
         raise StoreError(f"dtype {content['dtype']!r}, shape {list(shape)}, layer_numbers and num_experts disagree.")
     return header
 
 
-def _dtype_name(header: Header) -> str:
-    return str(index_dtype(header.num_experts)).removeprefix("torch.")
+def _dtype_name(header: TraceHeader) -> str:
+    return str(header.index_dtype).removeprefix("torch.")
 
 
-def _dtypes(header: Header) -> dict[str, np.dtype[Any]]:
+def _dtypes(header: TraceHeader) -> dict[str, np.dtype[Any]]:
     """Return the tensors in the order of `data`, with the dtypes that they have there."""
     names = {"topk_indices": _dtype_name(header)}
-    names |= {name: str(dtype).removeprefix("torch.") for name, dtype in header.per_token().items()}
+    names |= {name: str(dtype).removeprefix("torch.") for name, dtype in header.per_token.items()}
     return {name: np.dtype(dtype).newbyteorder("<") for name, dtype in names.items()}
 
 
-def _nbytes(header: Header) -> int:
-    per_row = {name: dtype.itemsize for name, dtype in _dtypes(header).items()}
-    per_row["topk_indices"] *= len(header.layer_numbers) * header.topk
-    return header.num_tokens * sum(per_row.values())
-
-
-def _trace(header: Header, raw: bytes) -> RoutingTrace:
+def _trace(header: TraceHeader, raw: bytes) -> RoutingTrace:
     tensors, start = {}, 0
     for name, dtype in _dtypes(header).items():
-        columns = (len(header.layer_numbers), header.topk) if name == "topk_indices" else ()
+        columns = (header.num_layers, header.topk) if name == "topk_indices" else ()
         values = np.frombuffer(raw, dtype, header.num_tokens * prod(columns), start)
         start += values.nbytes
         # A copy in this machine's byte order: the bytes of the envelope are read-only.

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_router_replay.errors import StoreError
+from megatron_router_replay.header import TraceHeader
 from megatron_router_replay.store.atomic import naming, replacing
-from megatron_router_replay.store.format import FORMAT, Header, encode_header
+from megatron_router_replay.store.format import FORMAT, FileHeader, encode_header
 from megatron_router_replay.store.reader import Reader, checked_trace
 from megatron_router_replay.trace import RoutingTrace
 
@@ -30,7 +31,7 @@ def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
     """
     path = Path(path)
     with naming(path, "save"), replacing(path) as temporary:
-        header = header_of(trace)
+        header = FileHeader(**TraceHeader.of(trace).to_json())
         text = encode_header(header)
         save_file(_tensors(trace, header, text), temporary, metadata={FORMAT: text})
     return path
@@ -63,24 +64,10 @@ def load_trace(
     return trace if torch.device(device) == trace.device else trace.to(device)
 
 
-def header_of(trace: RoutingTrace) -> Header:
-    """Return the header of a file that holds this trace."""
-    return Header(
-        num_tokens=trace.num_tokens,
-        topk=trace.topk,
-        num_experts=trace.num_experts,
-        layer_numbers=trace.layer_numbers,
-        has_token_ids=trace.token_ids is not None,
-        has_weight_version=trace.weight_version is not None,
-        sequence_lengths=trace.sequence_lengths,
-        sample_ids=trace.sample_ids,
-    )
-
-
-def _tensors(trace: RoutingTrace, header: Header, text: str) -> dict[str, Tensor]:
+def _tensors(trace: RoutingTrace, header: FileHeader, text: str) -> dict[str, Tensor]:
     routes = trace.topk_indices.cpu().transpose(0, 1).contiguous()
     values = {f"topk_indices.{number}": routes[i] for i, number in enumerate(trace.layer_numbers)}
-    values |= {name: getattr(trace, name).cpu().contiguous() for name in header.per_token()}
+    values |= {name: getattr(trace, name).cpu().contiguous() for name in header.per_token}
     blocks = range(0, header.num_tokens, header.block_rows)
     table = [
         zlib.crc32(values[name][at : at + header.block_rows].numpy().data) for name in header.tensors() for at in blocks

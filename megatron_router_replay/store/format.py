@@ -30,14 +30,13 @@ file every value is checked on reading.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.ids import index_dtype
+from megatron_router_replay.errors import StoreError
+from megatron_router_replay.header import TraceHeader, as_integer
 
 FORMAT = "megatron_router_replay.trace"
 VERSION = 1
@@ -52,69 +51,44 @@ MAX_BLOCK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """What a trace file says of itself; its tensors' names, dtypes and shapes follow from these values."""
+class FileHeader(TraceHeader):
+    """What a trace file says of itself; its tensors' names, dtypes and shapes follow from these values.
 
-    num_tokens: int
-    topk: int
-    num_experts: int
-    layer_numbers: tuple[int, ...]
-    has_token_ids: bool = False
-    has_weight_version: bool = False
-    sequence_lengths: tuple[int, ...] | None = None
-    sample_ids: tuple[str, ...] | None = None
+    Args:
+        block_rows: rows that one checksum covers.
+    """
+
     block_rows: int = BLOCK_ROWS
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 0 or not 1 <= self.block_rows <= MAX_BLOCK_ROWS:
-            raise StoreError(f"num_tokens={self.num_tokens} or block_rows={self.block_rows} is out of range.")
-        try:
-            index_dtype(self.num_experts)
-        except TraceError as error:
-            raise StoreError(str(error)) from None
-        if not 1 <= self.topk <= self.num_experts:
-            raise StoreError(f"topk={self.topk} must lie in 1..num_experts={self.num_experts}.")
-        numbers = self.layer_numbers
-        if (numbers and numbers[0] < 1) or any(a >= b for a, b in pairwise(numbers)):
-            raise StoreError(f"layer_numbers must increase from 1 or more, got {list(numbers)[:100]}.")
-        if len(numbers) > MAX_LAYERS:
-            raise StoreError(f"{len(numbers)} layers are more than {MAX_LAYERS}.")
-        lengths = self.sequence_lengths
-        if lengths is not None and (sum(lengths) != self.num_tokens or any(length < 0 for length in lengths)):
-            raise StoreError(f"sequence_lengths add up to {sum(lengths)}, the file has {self.num_tokens} tokens.")
-        if self.sample_ids is not None and (lengths is None or len(lengths) != len(self.sample_ids)):
-            raise StoreError("sample_ids do not name one sample for each of sequence_lengths.")
+        TraceHeader.__post_init__(self)
+        if not 1 <= self.block_rows <= MAX_BLOCK_ROWS:
+            raise StoreError(f"block_rows={self.block_rows} must lie in 1..{MAX_BLOCK_ROWS}.")
+        if self.num_layers > MAX_LAYERS:
+            raise StoreError(f"{self.num_layers} layers are more than {MAX_LAYERS}.")
 
     @property
     def num_blocks(self) -> int:
         return -(-self.num_tokens // self.block_rows)
 
-    def per_token(self) -> dict[str, torch.dtype]:
-        """Return the dtypes of the tensors that hold one value a row."""
-        dtypes = {"replay_mask": torch.bool}
-        if self.has_token_ids:
-            dtypes["token_ids"] = torch.int32
-        if self.has_weight_version:
-            dtypes["weight_version"] = torch.int32
-        return dtypes
-
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each tensor but crc32, in the order of the checksums."""
         tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for number in self.layer_numbers:
-            tensors[f"topk_indices.{number}"] = (index_dtype(self.num_experts), (self.num_tokens, self.topk))
-        for name, dtype in self.per_token().items():
+            tensors[f"topk_indices.{number}"] = (self.index_dtype, (self.num_tokens, self.topk))
+        for name, dtype in self.per_token.items():
             tensors[name] = (dtype, (self.num_tokens,))
         return tensors
 
 
-def encode_header(header: Header) -> str:
+def encode_header(header: FileHeader) -> str:
     """Return the JSON text.
 
     Raises:
         StoreError: it is longer than a header may be; too many samples for one file.
     """
-    text = canonical_json({"version": VERSION} | asdict(header)).decode("ascii")
+    values = {"version": VERSION, **header.to_json(), "block_rows": header.block_rows}
+    text = canonical_json(values).decode("ascii")
     check_json_size(text)
     size = len(json.dumps(text))
     if size > MAX_METADATA_BYTES:
@@ -122,7 +96,7 @@ def encode_header(header: Header) -> str:
     return text
 
 
-def decode_header(text: str) -> Header:
+def decode_header(text: str) -> FileHeader:
     """Return the header that this text encodes.
 
     Raises:
@@ -132,21 +106,8 @@ def decode_header(text: str) -> Header:
         values = load_json(text)
         if values["version"] != VERSION:
             raise StoreError(f"it has version {str(values['version'])[:40]}; this package reads version {VERSION}.")
-        num_tokens, topk, num_experts, block_rows = as_integers(
-            [values[name] for name in ("num_tokens", "topk", "num_experts", "block_rows")]
-        )
-        lengths, names = values["sequence_lengths"], values["sample_ids"]
-        header = Header(
-            num_tokens=num_tokens,
-            topk=topk,
-            num_experts=num_experts,
-            layer_numbers=as_integers(values["layer_numbers"]),
-            has_token_ids=values["has_token_ids"] is True,
-            has_weight_version=values["has_weight_version"] is True,
-            sequence_lengths=None if lengths is None else as_integers(lengths),
-            sample_ids=None if names is None else as_strings(names),
-            block_rows=block_rows,
-        )
+        block_rows = as_integer("block_rows", values["block_rows"])
+        header = FileHeader(**TraceHeader.from_json(values).to_json(), block_rows=block_rows)
         same = encode_header(header) == text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"it has no header of a trace file ({type(error).__name__}: {str(error)[:200]}).") from None
@@ -176,17 +137,3 @@ def check_json_size(text: str | bytes) -> None:
     marks: tuple[Any, ...] = (",", "[", "{", ":") if isinstance(text, str) else (b",", b"[", b"{", b":")
     if sum(text.count(mark) for mark in marks) > MAX_JSON_VALUES:
         raise StoreError(f"its JSON holds more than {MAX_JSON_VALUES} values: save fewer samples.")
-
-
-def as_integers(values: Any) -> tuple[int, ...]:
-    """Return a list of JSON's integers, or raise ValueError."""
-    if not isinstance(values, list) or any(type(value) is not int or abs(value) >= 1 << 50 for value in values):
-        raise ValueError(f"not a list of integers: {str(values)[:100]}")
-    return tuple(values)
-
-
-def as_strings(values: Any) -> tuple[str, ...]:
-    """Return a list of JSON's strings, or raise ValueError."""
-    if not isinstance(values, list) or any(type(value) is not str for value in values):
-        raise ValueError(f"not a list of strings: {str(values)[:100]}")
-    return tuple(values)

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.ids import check_topk_indices, index_dtype
-from megatron_router_replay.store.format import FORMAT, MAX_HEADER_BYTES, Header, decode_header
+from megatron_router_replay.header import TraceHeader
+from megatron_router_replay.ids import check_topk_indices
+from megatron_router_replay.store.format import FORMAT, MAX_HEADER_BYTES, FileHeader, decode_header
 from megatron_router_replay.trace import RoutingTrace
 
 _DTYPES = {"U8": torch.uint8, "BOOL": torch.bool, "I16": torch.int16, "I32": torch.int32, "U32": torch.uint32}
@@ -31,7 +32,7 @@ class Reader:
     """
 
     file: Any
-    header: Header
+    header: FileHeader
     checksums: dict[str, npt.NDArray[np.uint32]]
 
     @classmethod
@@ -73,8 +74,8 @@ class Reader:
     def read(self, layer_numbers: tuple[int, ...], start: int, stop: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return rows start..stop-1: topk_indices [rows, layers, topk] and the other tensors by name, [rows] each."""
         header, rows = self.header, stop - start
-        indices = torch.empty((rows, len(layer_numbers), header.topk), dtype=index_dtype(header.num_experts))
-        per_token = {name: torch.empty(rows, dtype=dtype) for name, dtype in header.per_token().items()}
+        per_token = header.empty(rows, len(layer_numbers))
+        indices = per_token.pop("topk_indices")
         for block in range(start // header.block_rows, -(-stop // header.block_rows) if rows else 0):
             at = block * header.block_rows
             taken = slice(max(start - at, 0), min(stop - at, header.block_rows))
@@ -113,7 +114,12 @@ def check_bool(name: str, values: Tensor) -> None:
 
 
 def checked_trace(
-    header: Header, layer_numbers: tuple[int, ...], topk_indices: Tensor, per_token: dict[str, Tensor], *, whole: bool
+    header: TraceHeader,
+    layer_numbers: tuple[int, ...],
+    topk_indices: Tensor,
+    per_token: dict[str, Tensor],
+    *,
+    whole: bool,
 ) -> RoutingTrace:
     """Return the trace of values whose shapes and dtypes follow from a checked header, after checking the ids.
 

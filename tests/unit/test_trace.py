@@ -218,3 +218,18 @@ def test_valid_routes_come_out_as_they_went_in(data):
     trace = RoutingTrace(topk_indices=routes, layer_numbers=range(1, shape[1] + 1), num_experts=num_experts)
     assert trace.topk_indices.tolist() == routes.tolist()
     assert bool(trace.replay_mask.all())
+
+
+def test_values_that_are_proven_already_are_taken_as_they_are_and_by_their_names_only():
+    trace = make(token_ids=[7, 8, 9])
+    values = {name: getattr(trace, name) for name in ("topk_indices", "layer_numbers", "num_experts", "replay_mask")}
+    again = RoutingTrace.from_checked(**values, token_ids=trace.token_ids)
+    assert again.topk_indices is trace.topk_indices
+    assert again.token_ids is trace.token_ids
+    assert again.weight_version is None
+    # A typo once made a trace without token ids; a missing mask one that had none.
+    with pytest.raises(TypeError, match="tokens_ids"):
+        RoutingTrace.from_checked(**values, tokens_ids=trace.token_ids)
+    for name in values:
+        with pytest.raises(TypeError, match=name):
+            RoutingTrace.from_checked(**{key: value for key, value in values.items() if key != name})

@@ -118,7 +118,7 @@ def test_the_decoded_trace_shares_no_memory_with_the_envelope():
         ({"num_experts": 3}, r"outside 0\.\.2"),
         ({"shape": [2, 1, 2]}, "disagree"),
         ({"shape": [2, 2]}, "damaged"),
-        ({"shape": [2, 2, 2.0]}, "not a list of integers"),
+        ({"shape": [2, 2, 2.0]}, "shape is .2.0., not an integer"),
         ({"shape": [-2, 2, 2], "sequence_lengths": None, "sample_ids": None}, "num_tokens=-2"),
         ({"shape": [2, 2, 2], "layer_numbers": [3, 1]}, "must increase"),
         ({"sequence_lengths": [3]}, "add up to 3"),

@@ -279,7 +279,7 @@ SHAPE_OF_LAYER_3 = b'"shape":[2,2],"data_offsets":[32,36]'
         ({"metadata": changed(b'"topk":2', b'"topk":2,"topk":2')}, "not as this package writes it"),
         ({"metadata": changed(b'"topk":2', b'"topk":true')}, "no header of a trace file"),
         ({"metadata": changed(b'"topk":2', b'"top":2')}, "no header of a trace file"),
-        ({"metadata": changed(b'token_ids":true', b'token_ids":1')}, "not as this package writes it"),
+        ({"metadata": changed(b'token_ids":true', b'token_ids":1')}, "has_token_ids is .1., not true or false"),
         ({"metadata": changed(b'rows":4096', b'rows":0')}, "block_rows=0"),
         ({"metadata": changed(b'rows":4096', b'rows":1')}, "not those that its metadata asks for"),
         ({"metadata": changed(b'tokens":2', b'tokens":9')}, "add up to 2"),
