@@ -1,57 +1,71 @@
 """Record which experts a Mixture-of-Experts model used, and make Megatron-Core use exactly those again.
 
-Importing this package loads torch and numpy only; everything else is loaded when its name is first used.
+Importing this package loads none of its parts, not even torch: each public name is loaded when it is first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_router_replay.errors import RouterReplayError
-from megatron_router_replay.trace import RoutingTrace, concat_traces
 
 if TYPE_CHECKING:
-    from megatron_router_replay import engines
+    from megatron_router_replay import capture, diagnostics, engines, layout, mcore, store, transport
     from megatron_router_replay.diagnostics import diff_traces
     from megatron_router_replay.mcore import explain, freeze_recompute, install, record, replay, uninstall
     from megatron_router_replay.merge import merge_traces
     from megatron_router_replay.router_replay import RouterReplay, RouterReplayAction
     from megatron_router_replay.store import load_trace, save_trace
+    from megatron_router_replay.trace import RoutingTrace, concat_traces
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "RouterReplay": "router_replay",
     "RouterReplayAction": "router_replay",
+    "RoutingTrace": "trace",
+    "capture": "capture",
+    "concat_traces": "trace",
+    "diagnostics": "diagnostics",
     "diff_traces": "diagnostics",
     "engines": "engines",
     "explain": "mcore",
     "freeze_recompute": "mcore",
     "install": "mcore",
+    "layout": "layout",
     "load_trace": "store",
+    "mcore": "mcore",
     "merge_traces": "merge",
     "record": "mcore",
     "replay": "mcore",
     "save_trace": "store",
+    "store": "store",
+    "transport": "transport",
     "uninstall": "mcore",
 }
-"""Public name -> the module that has it."""
+"""Public name -> the module that has it, or that it is."""
 
 __all__ = [
     "RouterReplay",
     "RouterReplayAction",
     "RouterReplayError",
     "RoutingTrace",
+    "capture",
     "concat_traces",
+    "diagnostics",
     "diff_traces",
     "engines",
     "explain",
     "freeze_recompute",
     "install",
+    "layout",
     "load_trace",
+    "mcore",
     "merge_traces",
     "record",
     "replay",
     "save_trace",
+    "store",
+    "transport",
     "uninstall",
 ]
 
@@ -64,4 +78,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Submodules that something else has imported, and what this file needs for itself, are no public names.
+    return sorted([*__all__, "__version__"])

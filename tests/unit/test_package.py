@@ -4,12 +4,15 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import megatron_router_replay as mrr
 
 PUBLIC = (
     "RoutingTrace RouterReplay RouterReplayAction record replay freeze_recompute explain install uninstall save_trace "
     "load_trace concat_traces merge_traces diff_traces engines RouterReplayError"
 ).split()
+PACKAGES = "capture diagnostics engines layout mcore store transport".split()
 
 
 def in_a_fresh_interpreter(code: str) -> object:
@@ -17,25 +20,57 @@ def in_a_fresh_interpreter(code: str) -> object:
     return json.loads(done.stdout)
 
 
-def test_importing_it_loads_neither_megatron_nor_ray_nor_matplotlib():
-    loaded = in_a_fresh_interpreter(
-        "import json, sys, megatron_router_replay; "
-        "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules} & "
-        "{'megatron', 'ray', 'matplotlib', 'transformers', 'typer', 'rich', 'safetensors'})))"
-    )
-    assert loaded == []
+def loaded_by(statement: str) -> set[str]:
+    """Return the top-level packages that a statement loads."""
+    code = f"import json, sys; import megatron_router_replay as mrr; {statement}; print(json.dumps(list(sys.modules)))"
+    return {name.split(".")[0] for name in in_a_fresh_interpreter(code)}
 
 
-def test_importing_it_takes_under_50_ms_beyond_torch():
+def test_importing_it_loads_none_of_its_parts():
+    heavy = {"megatron", "ray", "matplotlib", "transformers", "typer", "rich", "safetensors", "torch", "numpy"}
+    assert not loaded_by("pass") & heavy
+
+
+@pytest.mark.parametrize("name", ["RoutingTrace", "merge_traces", "load_trace", "engines", "layout", "store"])
+def test_the_core_without_sessions_loads_no_megatron_nor_ray_nor_matplotlib(name):
+    assert not loaded_by(f"mrr.{name}") & {"megatron", "ray", "matplotlib", "transformers", "typer", "rich"}
+
+
+@pytest.mark.parametrize("name", ["transport", "capture", "diagnostics"])
+def test_the_rooms_load_no_megatron_nor_ray_nor_matplotlib(name):
+    assert not loaded_by(f"mrr.{name}") & {"megatron", "ray", "matplotlib", "typer", "rich"}
+
+
+def test_importing_it_takes_under_50_ms():
     code = (
-        "import json, time, torch; start = time.perf_counter(); import megatron_router_replay; "
+        "import json, time; start = time.perf_counter(); import megatron_router_replay; "
         "print(json.dumps(time.perf_counter() - start))"
     )
     assert min(in_a_fresh_interpreter(code) for _ in range(3)) < 0.050
 
 
 def test_every_public_name_is_there_and_listed():
-    for name in PUBLIC:
+    for name in [*PUBLIC, *PACKAGES]:
         assert getattr(mrr, name) is not None
         assert name in mrr.__all__
         assert name in dir(mrr)
+
+
+def test_its_packages_resolve_without_an_import_of_their_own():
+    names = in_a_fresh_interpreter(
+        "import json, megatron_router_replay as mrr; "
+        f"print(json.dumps([getattr(mrr, name).__name__ for name in {PACKAGES}]))"
+    )
+    assert names == [f"megatron_router_replay.{name}" for name in PACKAGES]
+
+
+def test_dir_shows_public_names_alone():
+    import megatron_router_replay.testing  # noqa: F401  # no public name of the package
+
+    assert dir(mrr) == sorted([*mrr.__all__, "__version__"])
+    assert len(set(mrr.__all__)) == len(mrr.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'rekord'"):
+        _ = mrr.rekord
