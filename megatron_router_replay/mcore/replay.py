@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -16,9 +17,11 @@ from megatron_router_replay.mcore.chunk import Chunk, Microbatch, choose_replaye
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.session import Models, Session
 from megatron_router_replay.mcore.targets import build_targets, padding_ranks
+from megatron_router_replay.routes import MicrobatchRoutes
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.transport.prefetch import MicrobatchRoutes
-from megatron_router_replay.transport.timing import LegTimes
+
+if TYPE_CHECKING:  # a room, which the core does not load
+    from megatron_router_replay.transport.timing import LegTimes
 
 
 class ReplaySession(Session):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_router_replay.diagnostics.live import LiveReport
-from megatron_router_replay.transport.timing import LegReport
+
+if TYPE_CHECKING:  # a room, which the core does not load
+    from megatron_router_replay.transport.timing import LegReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

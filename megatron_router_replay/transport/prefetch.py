@@ -16,30 +16,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_router_replay.routes import MicrobatchRoutes
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.timing import LegTimes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicrobatchRoutes:
-    """The routes of one micro-batch; a replay session of `source` takes them for `routing_rows`.
-
-    Args:
-        trace: the rows that the micro-batch uses, each once, in increasing order, on the device.
-        routing_rows: of the shape that was given, int64 on the device, rows of `trace`; -1 stays -1.
-        source: the trace that they were taken from.
-    """
-
-    trace: RoutingTrace
-    routing_rows: Tensor
-    source: RoutingTrace
 
 
 def prefetch_batches(
