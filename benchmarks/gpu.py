@@ -72,6 +72,7 @@ class OneRouter(torch.nn.Module):
         self.config = config
         self.router = TopKRouter(config, pg_collection=get_default_pg_collection())
         self.router.set_layer_number(1)
+        self.router.gating = lambda logits: logits
         self.to(device)
         bias = self.router.expert_bias
         if bias is not None:
@@ -80,7 +81,7 @@ class OneRouter(torch.nn.Module):
     # Megatron-Core compiles the function that counts tokens for the expert bias, anew for each router: not what is measured.
     @torch.compiler.set_stance("force_eager")
     def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        routed: tuple[Tensor, Tensor] = self.router.routing(logits.unsqueeze(1))
+        routed: tuple[Tensor, Tensor] = self.router(logits.unsqueeze(1))
         return routed
 
 

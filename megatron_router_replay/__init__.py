@@ -11,7 +11,16 @@ from megatron_router_replay.errors import RouterReplayError
 if TYPE_CHECKING:
     from megatron_router_replay import capture, diagnostics, engines, layout, mcore, store, transport
     from megatron_router_replay.diagnostics import diff_traces
-    from megatron_router_replay.mcore import explain, freeze_recompute, install, record, replay, uninstall
+    from megatron_router_replay.mcore import (
+        attach,
+        close_sessions,
+        explain,
+        freeze_recompute,
+        install,
+        record,
+        replay,
+        uninstall,
+    )
     from megatron_router_replay.merge import merge_traces
     from megatron_router_replay.router_replay import RouterReplay, RouterReplayAction
     from megatron_router_replay.store import load_trace, save_trace
@@ -23,7 +32,9 @@ _LAZY = {
     "RouterReplay": "router_replay",
     "RouterReplayAction": "router_replay",
     "RoutingTrace": "trace",
+    "attach": "mcore",
     "capture": "capture",
+    "close_sessions": "mcore",
     "concat_traces": "trace",
     "diagnostics": "diagnostics",
     "diff_traces": "diagnostics",
@@ -49,7 +60,9 @@ __all__ = [
     "RouterReplayAction",
     "RouterReplayError",
     "RoutingTrace",
+    "attach",
     "capture",
+    "close_sessions",
     "concat_traces",
     "diagnostics",
     "diff_traces",

@@ -27,3 +27,7 @@ class UnsupportedRouterError(RouterReplayError):
 
 class ReplayStateError(RouterReplayError):
     """Forwards, recomputes and micro-batches did not match one to one."""
+
+
+class ReplayDataError(ReplayStateError, ValueError):
+    """Routes for another number of routers; a ValueError too, which Megatron-Core's own class raises."""

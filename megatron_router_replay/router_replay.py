@@ -1,49 +1,43 @@
-"""RouterReplay: what one router records and replays, behind Megatron-Core's own interface.
+"""RouterReplay: Megatron-Core's own replay object, with its interface, and without what goes wrong there in silence.
 
-A drop-in for `megatron.core.transformer.moe.router_replay` (0.16.1): whoever drives that class can drive this one.
-It differs where the original goes wrong in silence: targets are checked, a recording is a copy, a replay without a
-target raises. Most users never touch it; `megatron_router_replay.replay` and `record` do all of this for them.
-
-Source: Megatron-Core 0.16.1, transformer/moe/router_replay.py (interface), moe_utils.topk_routing_with_score_function
-(the only caller of `get_replay_topk`).
+Whoever drives Megatron-Core's class can drive this one: the same names, the same FIFO for recomputes that are announced by
+hand. But inside a backward the FIFO decides nothing: a recompute uses what its own forward used (see `recompute`), whatever
+the action says by then, and raises if that forward is not known.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
-from torch._compile import _disable_dynamo
+from torch import Tensor, nn
 
-from megatron_router_replay.errors import ReplayStateError, TraceError
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from megatron_router_replay.errors import ReplayDataError, ReplayStateError, TraceError, UnsupportedRouterError
+from megatron_router_replay.recompute import Selection, recall, remember
+from megatron_router_replay.torch_private import Surroundings, is_captured, not_compiled, surroundings
 
 ComputeTopk = Callable[..., tuple[Tensor, Tensor]]
 """(scores [num_tokens, num_experts], topk, num_groups=, group_topk=) -> (values, indices), both [num_tokens, topk]."""
 
 
 class RouterReplayAction(Enum):
-    """What a router's RouterReplay does in the next forward."""
+    """What a router's RouterReplay does in the next forward; equal to Megatron-Core's member of the same name."""
 
     RECORD = "record"
     REPLAY_FORWARD = "replay_forward"
     REPLAY_BACKWARD = "replay_backward"
 
+    def __eq__(self, other: object) -> bool:
+        # By name and value: a trainer that imported Megatron-Core's enum before install() holds members of that one.
+        same_enum = type(other).__name__ == "RouterReplayAction" and isinstance(other, Enum)
+        return other is self or (same_enum and cast(Enum, other).value == self.value)
 
-def in_backward() -> bool:
-    """Return whether this thread runs inside an autograd backward, where a router's forward can only be a recompute."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def not_compiled(function: Function) -> Function:
-    """Keep a function out of torch.compile's graphs: they could hold the micro-batch, the counts or the phase of one call."""
-    # torch.compiler.disable does the same, is untyped, and imports all of Dynamo now instead of with the first call.
-    return cast(Function, _disable_dynamo(function))
+    def __hash__(self) -> int:
+        return hash(self._name_)  # as every Enum, so that equal members are equal keys
 
 
 def check_not_captured(scores: Tensor, who: object) -> None:
@@ -58,14 +52,6 @@ def check_not_captured(scores: Tensor, who: object) -> None:
             f"{who} is captured into a graph, which would repeat the routes of the capture. Leave routers out of graphs, or "
             "give them megatron_router_replay.mcore.static.StaticTargets."
         )
-
-
-def is_captured(scores: Tensor) -> bool:
-    """Return whether what runs now becomes part of a graph that runs again without Python."""
-    if scores.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True
-    proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")  # slow to import; loaded wherever it traces
-    return bool(proxy_tensor and proxy_tensor.get_proxy_mode() is not None) or bool(torch._C._is_tracing())
 
 
 def gather_topk(scores: Tensor, topk_indices: Tensor, *, like_topk: bool = False) -> tuple[Tensor, Tensor]:
@@ -106,41 +92,75 @@ class RouterReplay:
     """The routes one TopKRouter records, and those it replays.
 
     Attributes:
-        target_topk_idx: [num_tokens, topk] the routes the next REPLAY_FORWARD uses, or None.
-        recorded_topk_idx: [num_tokens, topk] int64, a copy of what the last RECORD forward chose, or None.
+        target_topk_idx: [num_tokens, topk] the routes the next REPLAY_FORWARD uses, or None. Setting it checks and copies.
+        recorded_topk_idx: [num_tokens, topk] int64, a copy of what the last RECORD forward chose, or None; with a static
+            buffer the part of the buffer that was written.
         router_replay_action: what the next forward does; None: route live.
-        replay_backward_list: FIFO of what recomputes use, oldest first; filled by `set_target_indices`.
+        replay_backward_list: FIFO of targets for REPLAY_BACKWARD forwards outside a backward, oldest first; filled by
+            `set_target_indices`. Recomputes inside a backward use what their forward used, and take their entry out.
+        static_buffer: [max_tokens, topk] that recordings are written into, or None.
+        layer_number: Megatron-Core sets it from 0.17 on.
     """
 
-    global_router_replay_instances: ClassVar[list[RouterReplay]] = []
+    global_router_replay_instances: ClassVar[list[Any]] = []
     """Every instance, in order of construction; also orphans of rebuilt models, until cleared. Sessions ignore it."""
 
+    find_refusals: ClassVar[Callable[[nn.Module], list[str]] | None] = None
+    """Tells why a router's selection cannot be replayed; set by `install`, which knows Megatron-Core."""
+
     def __init__(self) -> None:
-        self.target_topk_idx: Tensor | None = None
-        self.recorded_topk_idx: Tensor | None = None
-        self.router_replay_action: RouterReplayAction | None = None
-        self.replay_backward_list: list[Tensor] = []
+        # Megatron-Core gives no hint of which router this is for, but TopKRouter.__init__ is the caller.
+        builder = sys._getframe(1).f_locals.get("self")
+        self._router = weakref.ref(builder) if isinstance(builder, nn.Module) else None
+        self._start()
         RouterReplay.global_router_replay_instances.append(self)
+
+    def _start(self) -> None:
+        self._target: Tensor | None = None
+        self._action: RouterReplayAction | None = None
+        self._alive: dict[weakref.ref[Selection], None] = {}
+        self.recorded_topk_idx: Tensor | None = None
+        self.replay_backward_list: list[Tensor] = []
+        self.static_buffer: Tensor | None = None
+        self.layer_number: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A model may be copied or pickled; its graphs and weak references are not.
+        return vars(self) | {"_router": None, "_alive": {}}
+
+    @classmethod
+    def adopt(cls, instance: Any) -> None:
+        """Turn an instance of Megatron-Core's class into one of this class, with what it holds."""
+        held = dict(vars(instance))
+        vars(instance).clear()
+        instance.__class__ = cls
+        instance._router = None
+        instance._start()
+        if held.get("target_topk_idx") is not None:
+            instance.target_topk_idx = held["target_topk_idx"]
+        instance.router_replay_action = held.get("router_replay_action")
+        for name in ("recorded_topk_idx", "replay_backward_list", "static_buffer", "layer_number"):
+            if name in held:
+                setattr(instance, name, held[name])
 
     @staticmethod
     def set_replay_data(all_layers_topk_indices: list[Tensor]) -> None:
         """Give every instance its target, in order of construction.
 
         Raises:
-            ReplayStateError: not one tensor an instance.
+            ReplayStateError: not one tensor an instance; it is a ValueError too, as Megatron-Core's.
             TraceError: see `set_target_indices`; nothing is set then.
         """
         instances = RouterReplay.global_router_replay_instances
         if len(all_layers_topk_indices) != len(instances):
-            raise ReplayStateError(
+            raise ReplayDataError(
                 f"cannot distribute {len(all_layers_topk_indices)} replay tensors over {len(instances)} routers: one "
                 "each, in order of construction. Routers of another or of a rebuilt model may still be listed: call "
                 "RouterReplay.clear_global_router_replay_instances() before building, or use a session."
             )
-        for topk_indices in all_layers_topk_indices:
-            _check_target(topk_indices)
-        for instance, topk_indices in zip(instances, all_layers_topk_indices):
-            instance._set_checked_target(topk_indices)
+        targets = [as_target(topk_indices) for topk_indices in all_layers_topk_indices]
+        for instance, target in zip(instances, targets):
+            instance.set_target_indices(target)
 
     @staticmethod
     def get_recorded_data() -> list[Tensor | None]:
@@ -170,44 +190,122 @@ class RouterReplay:
         """Forget every instance; routers keep theirs."""
         RouterReplay.global_router_replay_instances.clear()
 
-    def set_target_indices(self, topk_indices: Tensor) -> None:
+    @staticmethod
+    def set_global_static_buffers(static_buffer: Tensor) -> None:
+        """Give every instance its part of one buffer to record into.
+
+        Args:
+            static_buffer: [max_tokens, num_layers, topk], a layer an instance, in order of construction.
+
+        Raises:
+            ReplayStateError: not one layer an instance.
+
+        Source: Megatron-Core 0.17.1, RouterReplay.set_global_static_buffers.
+        """
+        instances = RouterReplay.global_router_replay_instances
+        if static_buffer.dim() != 3 or static_buffer.shape[1] != len(instances):
+            raise ReplayDataError(
+                f"cannot record {len(instances)} routers into a static buffer of {list(static_buffer.shape)}: it must be "
+                "[max_tokens, num_layers, topk] with a layer a router."
+            )
+        for position, instance in enumerate(instances):
+            instance.set_static_buffer(static_buffer[:, position, :])
+
+    @staticmethod
+    def clear_global_static_buffers() -> None:
+        """Let every instance record into memory of its own again."""
+        for instance in RouterReplay.global_router_replay_instances:
+            instance.clear_static_buffer()
+
+    @property
+    def target_topk_idx(self) -> Tensor | None:
+        return self._target
+
+    @target_topk_idx.setter
+    def target_topk_idx(self, topk_indices: Any) -> None:
+        self._target = None if topk_indices is None else as_target(topk_indices)
+
+    @property
+    def router_replay_action(self) -> RouterReplayAction | None:
+        return self._action
+
+    @router_replay_action.setter
+    def router_replay_action(self, action: Any) -> None:
+        if action is None:
+            self._action = None
+            return
+        ours = next((member for member in RouterReplayAction if member == action), None)
+        if ours is None:
+            raise ReplayStateError(f"{action!r} is no RouterReplayAction.")
+        self._check_asks()
+        self._action = ours
+
+    def set_target_indices(self, topk_indices: Tensor | Sequence[Any]) -> None:
         """Set the routes of the next micro-batch and queue them for its recompute.
 
         Args:
-            topk_indices: [num_tokens, topk], any integer dtype, in the order the router sees the tokens.
+            topk_indices: [num_tokens, topk], any integer dtype, in the order the router sees the tokens; a tensor, an
+                array or lists. Copied.
 
         Raises:
             TraceError: not two-dimensional integers, an id is negative, or a row names an expert twice. On a GPU the
                 values are checked without waiting for them: a device-side assertion follows.
         """
-        _check_target(topk_indices)
-        self._set_checked_target(topk_indices)
-
-    def _set_checked_target(self, topk_indices: Tensor) -> None:
         self.target_topk_idx = topk_indices
-        self.replay_backward_list.append(topk_indices)
+        assert self._target is not None, "the setter has set it"
+        self.replay_backward_list.append(self._target)
 
     def get_recorded_indices(self) -> Tensor | None:
         """Return what the last RECORD forward chose, [num_tokens, topk] int64, or None."""
         return self.recorded_topk_idx
 
     def record_indices(self, topk_indices: Tensor) -> None:
-        """Keep a copy of what a forward chose."""
-        self.recorded_topk_idx = topk_indices.detach().clone()
+        """Keep a copy of what a forward chose; in the static buffer, if there is one.
+
+        Raises:
+            ReplayStateError: the static buffer is too small.
+        """
+        if self.static_buffer is None:
+            self.recorded_topk_idx = topk_indices.detach().clone()
+            return
+        num_tokens, topk = topk_indices.shape
+        if self.static_buffer.shape[0] < num_tokens or self.static_buffer.shape[1] != topk:
+            raise ReplayStateError(
+                f"cannot record [{num_tokens}, {topk}] routes into a static buffer of {list(self.static_buffer.shape)}."
+            )
+        self.static_buffer[:num_tokens].copy_(topk_indices)
+        self.recorded_topk_idx = self.static_buffer[:num_tokens]
+
+    def set_static_buffer(self, buffer: Tensor) -> None:
+        """Record into this memory from now on, which a CUDA graph may hold.
+
+        Args:
+            buffer: [max_tokens, topk], any integer dtype that holds the ids.
+        """
+        self.static_buffer = buffer
+
+    def clear_static_buffer(self) -> None:
+        """Record into memory of its own again."""
+        self.static_buffer = None
 
     def clear_indices(self) -> None:
         """Drop target, recording and FIFO."""
-        self.target_topk_idx = None
+        self._target = None
         self.recorded_topk_idx = None
         self.replay_backward_list = []
 
     def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
-        """Set what the next forwards do."""
+        """Set what the next forwards do.
+
+        Raises:
+            UnsupportedRouterError: the router never asks for its top-k, or what it asks decides not all (`install` is needed
+                to know).
+        """
         self.router_replay_action = router_replay_action
 
     def clear_router_replay_action(self) -> None:
-        """Let the router route live again."""
-        self.router_replay_action = None
+        """Let the router route live again; recomputes of earlier forwards still use what these used."""
+        self._action = None
 
     @not_compiled
     def get_replay_topk(
@@ -230,39 +328,89 @@ class RouterReplay:
             ([num_tokens, topk] scores of the chosen experts, [num_tokens, topk] int64).
 
         Raises:
-            ReplayStateError: a replay without a target, or a target of another shape than this forward's; a graph other
-                than torch.compile's is captured.
+            ReplayStateError: a replay without a target, or a target of another shape than this forward's; a recompute under a
+                replay action whose forward is not known; a graph other than torch.compile's is captured.
         """
-        action = self.router_replay_action
-        if action is not None:
-            check_not_captured(scores, action.name)
-        if action is RouterReplayAction.REPLAY_FORWARD and in_backward():
-            # The target is the last forward's; this recompute may be of an earlier micro-batch.
-            action = RouterReplayAction.REPLAY_BACKWARD
-        if action is RouterReplayAction.REPLAY_FORWARD:
-            if self.target_topk_idx is None:
-                raise ReplayStateError(
-                    "REPLAY_FORWARD without a target: call set_target_indices or RouterReplay.set_replay_data first."
-                )
-            target = self.target_topk_idx
-        elif action is RouterReplayAction.REPLAY_BACKWARD:
-            if not self.replay_backward_list:
-                raise ReplayStateError(
-                    "REPLAY_BACKWARD with an empty replay_backward_list: every recompute needs one set_target_indices, "
-                    "in the order of the forwards."
-                )
-            target = self.replay_backward_list.pop(0)
-        else:
+
+        def live() -> tuple[Tensor, Tensor]:
             assert default_compute_topk is not None, "routing live needs default_compute_topk"
-            values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            # A recompute must not overwrite what its forward recorded.
-            if action is RouterReplayAction.RECORD and not in_backward():
-                self.record_indices(indices)
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
+        action = self._action
+        if action is None and not self._alive:
+            return live()  # switched off: nothing of ours runs
+        if action is not None and not (action == RouterReplayAction.RECORD and self.static_buffer is not None):
+            check_not_captured(scores, action.name)
+        place = surroundings()
+        if place.in_backward:
+            selection = recall(place, self)
+            if selection is not None:
+                self._forget_target(selection.topk_indices)
+                check_fits(selection.topk_indices, scores, topk)
+                return gather_topk(scores, selection.topk_indices, like_topk=True)
+            if action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
+                raise ReplayStateError(
+                    f"{action and action.name} in a recompute whose forward is not known: it ran without an action, or in a "
+                    "kind of checkpoint that is not known."
+                )
+            return live()  # its forward was live too, and a recompute must not overwrite what a forward recorded
+        if action is None:
+            return live()
+        if action == RouterReplayAction.RECORD:
+            values, indices = live()
+            self.record_indices(indices)
+            self._remember(place, indices)
             return values, indices
+        target = self._next_target(action)
         check_fits(target, scores, topk)
         if not target.is_cuda and target.numel() and int(target.max()) >= scores.shape[1]:
             raise TraceError(f"a replay target names expert {int(target.max())} of {scores.shape[1]} experts.")
+        self._remember(place, target)
+        if not place.inside and not torch.is_grad_enabled():
+            self._forget_target(target)  # forward only: no recompute follows
         return gather_topk(scores, target, like_topk=True)  # a recompute may be of a forward that recorded
+
+    def _next_target(self, action: RouterReplayAction) -> Tensor:
+        if action == RouterReplayAction.REPLAY_FORWARD:
+            if self._target is None:
+                raise ReplayStateError(
+                    "REPLAY_FORWARD without a target: call set_target_indices or RouterReplay.set_replay_data first."
+                )
+            return self._target
+        if not self.replay_backward_list:
+            raise ReplayStateError(
+                "REPLAY_BACKWARD with an empty replay_backward_list: every recompute needs one set_target_indices, "
+                "in the order of the forwards."
+            )
+        return self.replay_backward_list.pop(0)
+
+    def _remember(self, place: Surroundings, topk_indices: Tensor) -> None:
+        if place.inside:
+            selection = Selection(topk_indices, self)
+            # Kept while its graph lives, so that the recompute asks for it even if the action is cleared by then.
+            self._alive[weakref.ref(selection, self._freed)] = None
+            remember(place, self, selection)
+
+    def _freed(self, reference: weakref.ref[Selection]) -> None:
+        self._alive.pop(reference, None)
+
+    def _forget_target(self, used: Tensor) -> None:
+        """Take the entry of what was used out of the FIFO; of a recording's recompute, the oldest if it is announced."""
+        for position, target in enumerate(self.replay_backward_list):
+            if target is used:
+                del self.replay_backward_list[position]
+                return
+        if self._action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
+            self.replay_backward_list.pop(0)
+
+    def _check_asks(self) -> None:
+        router = None if self._router is None else self._router()
+        find_refusals = RouterReplay.find_refusals
+        if router is None or find_refusals is None or not hasattr(router, "config"):
+            return
+        reasons = find_refusals(router)
+        if reasons:
+            raise UnsupportedRouterError(f"cannot replay {type(router).__name__} exactly: " + "; ".join(reasons))
 
 
 def check_fits(target: Tensor, scores: Tensor, topk: int) -> None:
@@ -278,18 +426,32 @@ def check_fits(target: Tensor, scores: Tensor, topk: int) -> None:
         )
 
 
-def _check_target(topk_indices: Tensor) -> None:
-    if topk_indices.dim() != 2 or topk_indices.is_floating_point() or topk_indices.dtype is torch.bool:
+def as_target(topk_indices: Any) -> Tensor:
+    """Return a checked copy of a replay target, [num_tokens, topk]; of the dtype given, unsigned ones widened.
+
+    Raises:
+        TraceError: not two-dimensional integers, an id is negative, or a row names an expert twice.
+    """
+    try:
+        target = torch.as_tensor(topk_indices).detach().clone()
+    except (TypeError, ValueError, RuntimeError) as error:
         raise TraceError(
-            f"a replay target must be [num_tokens, topk] integers, got {list(topk_indices.shape)} {topk_indices.dtype}."
+            f"a replay target must be [num_tokens, topk] integers, got {type(topk_indices).__name__}: {error}"
+        ) from error
+    if target.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch sorts none of these
+        target = target.to(torch.int64)
+    if target.dim() != 2 or target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
+        raise TraceError(
+            f"a replay target must be [num_tokens, topk] integers, got {list(target.shape)} {target.dtype}."
         )
-    ordered = topk_indices.sort(dim=1).values
+    ordered = target.sort(dim=1).values
     distinct = (ordered[:, 1:] != ordered[:, :-1]).all() & (ordered >= 0).all()
-    if topk_indices.is_cuda:
+    if target.is_cuda:
         torch._assert_async(distinct, "a replay target holds a negative or a repeated expert id")
     elif not bool(distinct):
         bad = int(((ordered[:, 1:] == ordered[:, :-1]).any(dim=1) | (ordered < 0).any(dim=1)).nonzero()[0])
         raise TraceError(
-            f"row {bad} of the replay target is {topk_indices[bad].tolist()}: ids must be distinct and not negative; "
+            f"row {bad} of the replay target is {target[bad].tolist()}: ids must be distinct and not negative; "
             "rows without a route are for a session, which lets the live router decide them."
         )
+    return target

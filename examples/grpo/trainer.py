@@ -62,6 +62,9 @@ class Trainer:
         )
         self.models = load()
         self.reference = load() if settings.kl_coef else []
+        for models in (self.models, self.reference):
+            if models:
+                mrr.attach(models)  # the forward step hands them the routing rows, replay on or off
         self.config = self.models[0].config
         self.config.finalize_model_grads_func = finalize_model_grads
         ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -115,21 +118,19 @@ class Trainer:
         from megatron.core import parallel_state
 
         with mrr.record(self.models) as recording:  # replay
-            logprobs = self._logprobs(self.chunks, batch, recording)
+            logprobs = self._logprobs(self.chunks, batch)
         # Tensor- and context-parallel ranks have each seen some of the tokens.
         group = parallel_state.get_tensor_and_context_parallel_group()
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, recording.trace(num_tokens=len(batch.own_rows)), group=group)
-        return logprobs, mrr.merge_traces(parts)
+        return logprobs, recording.gather(group, num_tokens=len(batch.own_rows))
 
     def logprobs(self, batch: RolloutBatch, trace: mrr.RoutingTrace) -> Tensor:
         """Return the policy's log-probs by batch row with a trace's routes."""
-        with mrr.replay(self.models, trace) as session:  # replay
-            return self._logprobs(self.chunks, batch, session)
+        with mrr.replay(self.models, trace):  # replay
+            return self._logprobs(self.chunks, batch)
 
     def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
         """Return the initial policy's log-probs by batch row; its routers are live whatever the policy's do."""
-        return self._logprobs(self.reference, batch, None)
+        return self._logprobs(self.reference, batch)
 
     def update(self, batch: RolloutBatch, trace: mrr.RoutingTrace | None) -> dict[str, float]:
         """Train on a rollout in several gradient steps, with the routes replayed or (trace None) live.
@@ -144,7 +145,7 @@ class Trainer:
                 for chunk in self.chunks:
                     chunk.zero_grad_buffer()
                 self.optimizer.zero_grad()
-                for part in self._run(self.chunks, self.microbatches(batch, chosen), session, self._loss):
+                for part in self._run(self.chunks, self.microbatches(batch, chosen), self._loss):
                     sums += part
                 successful, norm, _ = self.optimizer.step()
                 assert successful, "fp32 has no loss scale to skip a step"
@@ -174,7 +175,7 @@ class Trainer:
         # Megatron divides the sum over all micro-batches and ranks by the number of tokens in them.
         return (loss * mask).sum(), mask.sum().int(), torch.stack(parts)
 
-    def _logprobs(self, chunks: Sequence[Any], batch: RolloutBatch, session: Any) -> Tensor:
+    def _logprobs(self, chunks: Sequence[Any], batch: RolloutBatch) -> Tensor:
         """Run forward only; return the log-prob of the token behind each batch row, [num_rows], on every rank."""
         microbatches = self.microbatches(batch, range(len(batch.samples)))
         by_row = torch.zeros(batch.num_rows)
@@ -183,7 +184,7 @@ class Trainer:
             return token_losses.sum(), torch.tensor(1), -token_losses
 
         with torch.no_grad():
-            outputs = self._run(chunks, microbatches, session, keep, forward_only=True)
+            outputs = self._run(chunks, microbatches, keep, forward_only=True)
         for microbatch, logprobs in zip(microbatches, outputs):
             is_token = microbatch["routing_rows"] >= 0
             by_row[microbatch["batch_rows"][is_token]] = logprobs[is_token]
@@ -193,7 +194,6 @@ class Trainer:
         self,
         chunks: Sequence[Any],
         microbatches: list[Microbatch],
-        session: Any,
         loss_func: LossFunc,
         *,
         forward_only: bool = False,
@@ -204,7 +204,7 @@ class Trainer:
         length = microbatches[0]["input_ids"].shape[1] * self.settings.layout.cp_size
         iterators = [iter(microbatches) for _ in chunks]
         outputs = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, session=session, loss_func=loss_func),
+            forward_step_func=partial(forward_step, loss_func=loss_func),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(microbatches),
@@ -250,14 +250,12 @@ class Trainer:
         self.optimizer.reload_model_params()
 
 
-def forward_step(
-    data_iterator: Iterator[Microbatch], model: Any, *, session: Any, loss_func: LossFunc
-) -> tuple[Tensor, Any]:
-    """Megatron's forward step."""
+def forward_step(data_iterator: Iterator[Microbatch], model: Any, *, loss_func: LossFunc) -> tuple[Tensor, Any]:
+    """Megatron's forward step; the model is attached, so it takes the rows, replay on or off."""
     microbatch = next(data_iterator)
-    if session is not None:
-        session.microbatch(microbatch["routing_rows"], model, token_ids=microbatch["input_ids"])  # replay
     output = model(
+        routing_rows=microbatch["routing_rows"],
+        routing_padding=microbatch["routing_padding"],
         input_ids=microbatch["input_ids"],
         position_ids=microbatch["position_ids"],
         attention_mask=None,

@@ -119,7 +119,7 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any, *, session: An
     """Megatron's forward step; the line with the session is all that replay adds to a trainer."""
     batch = next(data_iterator)
     if session is not None:
-        session.microbatch(batch["routing_rows"], model, token_ids=batch["tokens"])
+        session.microbatch(batch["routing_rows"], model, padding=batch["routing_padding"])
     output = model(
         input_ids=batch["tokens"],
         position_ids=batch["position_ids"],

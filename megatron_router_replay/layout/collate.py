@@ -20,7 +20,7 @@ from megatron_router_replay.layout.rows import PADDING_ROW, Side, number_rows, p
 Sample = Mapping[str, Tensor]
 """`input_ids` [length] and any more values of the same length; `routing_rows` if the samples are not in trace order."""
 
-_FILL = {"routing_rows": PADDING_ROW, "labels": -100, "position_ids": 0, "loss_mask": 0}
+_FILL = {"routing_rows": PADDING_ROW, "routing_padding": True, "labels": -100, "position_ids": 0, "loss_mask": 0}
 
 
 def collate_padded(
@@ -31,11 +31,12 @@ def collate_padded(
     side: Side = "right",
     multiple: int = 1,
 ) -> dict[str, Tensor]:
-    """Return a padded batch, [b, s] each: the samples' fields, position_ids and routing_rows.
+    """Return a padded batch, [b, s] each: the samples' fields, position_ids, routing_rows and routing_padding.
 
     Args:
         samples: without `routing_rows`, sample i's tokens are the trace rows behind those of sample i - 1.
         pad_token_id: input_ids of padding; labels are padded with -100, routing_rows with -1, all else with 0.
+            routing_padding (bool) is True on padding: a session's `padding=`.
         seq_length, side, multiple: as for `pad_sequences`.
 
     Raises:
@@ -107,6 +108,7 @@ def _lay_out(
     fields = {name: [sample[name] for sample in samples] for name in (samples[0] if samples else ())}
     fields.setdefault("position_ids", [torch.arange(length) for length in lengths])
     fields.setdefault("routing_rows", number_rows(lengths))
+    fields.setdefault("routing_padding", [torch.zeros(length, dtype=torch.bool) for length in lengths])
     fill = _FILL | {"input_ids": pad_token_id}
     return {name: lay_out(values, fill.get(name, 0)) for name, values in fields.items()}
 

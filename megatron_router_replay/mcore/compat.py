@@ -11,6 +11,12 @@ HAS_ROUTER_REPLAY = "router_replay" in inspect.signature(moe_utils.topk_routing_
 """Routers ask a replay object for their top-k, since 0.16; before, sessions replay at the routing function."""
 
 
+TOPK_ORDER_FOLLOWS_GRAD = "sorted=torch.is_grad_enabled()" in inspect.getsource(
+    moe_utils.topk_routing_with_score_function
+)
+"""The live top-k is sorted only where gradients are on, since 0.18."""
+
+
 def check_version() -> None:
     """Raise unless routers have a routing function that sessions can replay at.
 

@@ -55,6 +55,22 @@ def as_chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return chunks
 
 
+def check_has_experts(modules: Sequence[nn.Module], found: Sequence[Sequence[FoundRouter]]) -> None:
+    """Raise for a module that cannot have routers; a pipeline stage of an MoE model may rightly have none.
+
+    Raises:
+        LayoutError: a module has no router, and its config says of no experts (or it has no config).
+    """
+    for module, routers in zip(modules, found):
+        config = getattr(unwrap(module), "config", None)
+        if not routers and not getattr(config, "num_moe_experts", None):
+            said = "it has no config" if config is None else "its config has num_moe_experts=None"
+            raise LayoutError(
+                f"{type(unwrap(module)).__name__} is no Megatron-Core model with experts: it has no router, and {said}. Pass "
+                "the model, or the list of its chunks on this rank."
+            )
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the innermost model of wrappers such as DistributedDataParallel, Float16Module and torch.compile's."""
     return wrappers(module)[-1]

@@ -1,34 +1,57 @@
 """Make `moe_enable_routing_replay=True` build this package's RouterReplay, and take that back."""
 
-from importlib import import_module
+from __future__ import annotations
+
+import sys
 from types import ModuleType
+from typing import Any
+
+from megatron.core.transformer.moe import router_replay as upstream
 
 from megatron_router_replay.mcore.compat import check_router_replay
+from megatron_router_replay.mcore.support import refusals
 from megatron_router_replay.router_replay import RouterReplay, RouterReplayAction
 
 _REPLACEMENTS = {"RouterReplay": RouterReplay, "RouterReplayAction": RouterReplayAction}
-_MODULES = tuple(f"megatron.core.transformer.moe.{name}" for name in ("router_replay", "router", "moe_utils"))
-_originals: dict[tuple[ModuleType, str], object] = {}
+_ORIGINALS = {"RouterReplay": upstream.RouterReplay, "RouterReplayAction": upstream.RouterReplayAction}
+_replaced: dict[tuple[ModuleType, str], object] = {}
 
 
 def install() -> None:
-    """Let models built from now on use our RouterReplay where Megatron-Core would use its own; twice is once.
+    """Let our RouterReplay and RouterReplayAction be what Megatron-Core uses; a second call changes nothing more.
 
-    Sessions do not need it: they work on any model, with the config flag on or off.
+    Every loaded `megatron` module that holds the originals gets ours, inference modules too. Both classes then share one
+    list of instances, so the static helpers of either reach all, and the instances of models that were built before become
+    ours. Sessions do not need it: they work on any model, with the config flag on or off.
 
     Raises:
         UnsupportedRouterError: this Megatron-Core has no router replay.
     """
     check_router_replay()
-    for module in map(import_module, _MODULES):
-        for name, ours in _REPLACEMENTS.items():
-            if hasattr(module, name) and (module, name) not in _originals:
-                _originals[module, name] = getattr(module, name)
-                setattr(module, name, ours)
+    RouterReplay.find_refusals = refusals
+    _share_instances()
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] != "megatron" or module is None:
+            continue
+        for name, original in _ORIGINALS.items():
+            if vars(module).get(name) is original:
+                _replaced[module, name] = original
+                setattr(module, name, _REPLACEMENTS[name])
 
 
 def uninstall() -> None:
-    """Put Megatron-Core's own classes back; models already built keep what they have."""
-    while _originals:
-        (module, name), original = _originals.popitem()
+    """Put Megatron-Core's own classes back; models already built keep what they have, and either class reaches them."""
+    while _replaced:
+        (module, name), original = _replaced.popitem()
         setattr(module, name, original)
+
+
+def _share_instances() -> None:
+    original: Any = _ORIGINALS["RouterReplay"]
+    shared: list[Any] = original.global_router_replay_instances
+    if RouterReplay.global_router_replay_instances is not shared:
+        shared.extend(RouterReplay.global_router_replay_instances)
+        RouterReplay.global_router_replay_instances = shared
+    for instance in shared:
+        if type(instance) is original:
+            RouterReplay.adopt(instance)

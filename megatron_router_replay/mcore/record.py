@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_router_replay.errors import ReplayStateError, TraceError
+from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.ids import index_dtype
-from megatron_router_replay.mcore.chunk import Chunk, Microbatch, choose_live
+from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.find import unwrap
-from megatron_router_replay.mcore.session import Models, Session
+from megatron_router_replay.mcore.ledger import Microbatch
+from megatron_router_replay.mcore.session import MicrobatchInputs, Models, Session
+from megatron_router_replay.mcore.targets import check_padding
+from megatron_router_replay.merge import merge_traces
+from megatron_router_replay.routes import MicrobatchRoutes
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -19,52 +24,78 @@ class RecordSession(Session):
     """Forwards are recorded, recomputes use what their forward chose; see `record`."""
 
     kind = "record"
-    choose = staticmethod(choose_live)
-    needs_queue = True
+    queued = True
 
-    def _setup(self) -> None:
-        self._recorded: dict[int, list[tuple[Tensor, list[Tensor]]]] = {chunk.index: [] for chunk in self._chunks}
-        self._tokens: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, model_chunks: Models, *, mtp: bool, verify: bool, group: dist.ProcessGroup | None) -> None:
+        super().__init__(model_chunks, mtp=mtp, verify=verify, group=group)
+        # (rows [n], routes of each layer [n, topk], token ids [n] or None) of each micro-batch
+        self._recorded: dict[int, list[tuple[Tensor, list[Tensor], Tensor | None]]] = {
+            chunk.index: [] for chunk in self._chunks
+        }
+        self._length: int | None = None  # rows of the whole batch, agreed upon when the session is closed
 
-    def _queue(self, chunk: Chunk, rows: Tensor, token_ids: Tensor | None) -> None:
-        padded = self._may_be_padded(rows)
-        view = self._router_view(chunk, rows)
-        padding = (view < 0).sum() if padded else rows.new_zeros(())
-        self._count(torch.stack([torch.zeros_like(padding), view.numel() - padding, padding]))
-        if token_ids is not None:
-            self._tokens.append((view, self._router_view(chunk, token_ids)))
-        chunk.queue(rows=view)
+    def _queue(self, inputs: MicrobatchInputs, routes: MicrobatchRoutes | None) -> None:
+        chunk, rows = inputs.chunk, inputs.rows
+        assert chunk.ledger is not None, "the chunk has routers to record"
+        if routes is not None:
+            raise LayoutError("prefetched routes are for a replay of their trace; a recording takes routing_rows.")
+        self._may_be_unrouted(rows)
+        check_padding(rows, inputs.padding, self._check)
+        if inputs.trained is not None:
+            self._check(
+                (inputs.trained & (rows < 0)).any(),
+                "a trained position has row -1, so its route would not be recorded.",
+            )
+        view = chunk.router_view(rows)
+        padding = rows.new_zeros(()) if inputs.padding is None else chunk.router_view(inputs.padding).sum()
+        chunk.ledger.queue(
+            Microbatch(
+                chunk.ledger.num_queued,
+                len(chunk.in_trace),
+                shape=chunk.router_shape(rows),
+                rows=rows,
+                router_rows=view,
+                token_ids=inputs.token_ids,
+                counts=torch.stack([torch.zeros_like(padding), view.numel() - padding, padding]),
+            )
+        )
+
+    def _check_input(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor) -> None:
+        super()._check_input(chunk, microbatch, input_ids)
+        if microbatch.token_ids is None:
+            microbatch.token_ids = input_ids.to(torch.int64, copy=True).view(microbatch.rows.shape)
 
     def _microbatch_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         super()._microbatch_done(chunk, microbatch)
-        rows, used = microbatch.rows, [indices for indices in microbatch.used if indices is not None]
-        assert rows is not None, "a recorded micro-batch is queued with rows"
-        if rows.numel() != used[0].shape[0]:
-            raise ReplayStateError(
-                f"{chunk.where(microbatch, chunk.routers[0])}: the router routed {used[0].shape[0]} tokens, routing_rows "
-                f"has {rows.numel()} on this rank."
-            )
-        used = used[: len(chunk.in_trace)]
-        self._recorded[chunk.index].append((rows, used))
+        assert microbatch.router_rows is not None, "a recorded micro-batch is queued with its routers' rows"
+        tokens = None if microbatch.token_ids is None else chunk.router_view(microbatch.token_ids)
+        used = [indices for indices in microbatch.used if indices is not None]
+        self._recorded[chunk.index].append((microbatch.router_rows, used, tokens))
 
     def trace(self, *, num_tokens: int | None = None) -> RoutingTrace:
         """Return this rank's part of the recording: its layers, and the routes of the rows that it routed.
 
-        Rows that this rank did not route (sequence or context parallelism) have replay_mask False; `merge_traces` joins
-        the parts of all ranks. A rank without MoE layers returns a trace of no layers.
+        Rows that this rank did not route (sequence, context or data parallelism) have replay_mask False; `merge_traces`
+        joins the parts of all ranks, and `gather` does so over process groups. A rank without MoE layers returns a trace
+        of no layers.
 
         Args:
-            num_tokens: rows of the whole batch; None: up to the last row seen here.
+            num_tokens: rows of the whole batch; None: up to the highest row that any rank of the session's group queued,
+                so the same on all of them. They agree on it when the session is left, so leave it first.
 
         Raises:
             TraceError: the same row was routed twice to different experts, or in some layers only; a row is num_tokens
                 or more.
+            ReplayStateError: num_tokens is None, there are several ranks, and the session is still open or was left by an
+                exception.
         """
         parts = [self._part(chunk) for chunk in self._chunks if chunk.in_trace]
         length = max((int(rows.max()) + 1 for rows, _ in parts if rows.numel()), default=0)
-        if num_tokens is not None and num_tokens < length:
+        if num_tokens is None:
+            num_tokens = self._agreed_length()
+        if num_tokens < length:
             raise TraceError(f"cannot return {num_tokens} rows: row {length - 1} was recorded.")
-        length = length if num_tokens is None else num_tokens
+        length = num_tokens
         placed = [_place(rows, used, length) for rows, used in parts]
         for _, seen in placed[1:]:
             if not torch.equal(seen, placed[0][1]):
@@ -72,7 +103,7 @@ class RecordSession(Session):
                 raise TraceError(
                     f"row {row} was routed in some of this rank's chunks only: run every chunk, then read."
                 )
-        numbers = [router.found.layer_number for router in self._routers() if router.in_trace]
+        numbers = [router.found.layer_number for chunk in self._chunks for router in chunk.in_trace]
         indices = torch.cat([self._empty(length), *(part for part, _ in placed)], dim=1)
         return RoutingTrace(
             topk_indices=indices[:, sorted(range(len(numbers)), key=numbers.__getitem__)],
@@ -81,6 +112,42 @@ class RecordSession(Session):
             replay_mask=placed[0][1] if placed else torch.ones(length, dtype=torch.bool),
             token_ids=self._token_ids(length),
         )
+
+    def gather(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> RoutingTrace:
+        """Return the whole recording, on every rank of these groups: all of its rows and layers.
+
+        A collective: every rank of each group calls it, in this order of groups. It is needed wherever a trace is replayed
+        by ranks that did not record all of its rows: regrouped micro-batches under sequence, context or data parallelism.
+
+        Args:
+            groups: for example the tensor-, context-, pipeline- and data-parallel groups; none given: all ranks of the job.
+            num_tokens: as for `trace`.
+
+        Raises:
+            TraceError: as `trace`; or two ranks recorded the same row with different experts.
+        """
+        trace = self.trace(num_tokens=num_tokens)
+        if not dist.is_initialized():
+            return trace
+        for group in groups or (None,):
+            parts: list[RoutingTrace | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, trace, group=group)
+            trace = merge_traces([part for part in parts if part is not None], allow_gaps=True)
+        return trace
+
+    def _judge(self, everyone: dict[int, list[int]]) -> list[str]:
+        self._length = max(length for *_, length in everyone.values())
+        return []
+
+    def _agreed_length(self) -> int:
+        if self._length is not None:
+            return self._length
+        if dist.is_initialized() and dist.get_world_size(self._group) > 1:
+            raise ReplayStateError(
+                "the ranks agree on the recording's number of rows when the session is left: leave it before trace() or "
+                "gather(), or pass num_tokens."
+            )
+        return 0 if self._num_rows is None else int(self._num_rows)
 
     @property
     def _config(self) -> Any:
@@ -95,18 +162,20 @@ class RecordSession(Session):
         microbatches = self._recorded[chunk.index]
         if not microbatches:
             return torch.empty(0, dtype=torch.int64), self._empty(0).expand(0, len(chunk.in_trace), -1)
-        rows = torch.cat([rows for rows, _ in microbatches]).cpu()
-        used = torch.cat([torch.stack(layers, dim=1) for _, layers in microbatches]).cpu()
+        rows = torch.cat([rows for rows, _, _ in microbatches]).cpu()
+        used = torch.cat([torch.stack(layers, dim=1) for _, layers, _ in microbatches]).cpu()
         return rows[rows >= 0], used[rows >= 0]
 
     def _token_ids(self, length: int) -> Tensor | None:
-        if not self._tokens:
-            return None
         token_ids = torch.full((length,), -1, dtype=torch.int32)
-        for rows, tokens in self._tokens:
-            known = (rows >= 0).cpu()
-            token_ids[rows.cpu()[known]] = tokens.cpu()[known].to(torch.int32)
-        return token_ids
+        any_known = False
+        for microbatches in self._recorded.values():
+            for rows, _, tokens in microbatches:
+                if tokens is not None:
+                    any_known = True
+                    known = (rows >= 0).cpu()
+                    token_ids[rows.cpu()[known]] = tokens.cpu()[known].to(torch.int32)
+        return token_ids if any_known else None
 
 
 def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +198,9 @@ def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return placed, seen
 
 
-def record(model_chunks: Models, *, mtp: bool = False, verify: bool = False) -> RecordSession:
+def record(
+    model_chunks: Models, *, mtp: bool = False, verify: bool = False, group: dist.ProcessGroup | None = None
+) -> RecordSession:
     """Record which experts the model uses; `recording.trace()` returns them.
 
     Call `recording.microbatch(rows, model)` before each forward of each chunk. Under activation checkpointing the forward
@@ -140,9 +211,12 @@ def record(model_chunks: Models, *, mtp: bool = False, verify: bool = False) -> 
         mtp: also record multi-token-prediction layers, as layer_number num_layers + 1, ...; their recomputes use what
             the forward chose either way.
         verify: compare every routing map that leaves a router with what is recorded.
+        group: the ranks that agree on the number of rows when the session is left, in one all_gather of five numbers; all
+            of them must have such a session. None: every rank of the job.
 
     Raises:
         UnsupportedRouterError: a router's selection cannot be recorded exactly; names the config field.
-        ReplayStateError: the model is under another session.
+        LayoutError: the model has no experts.
+        ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return RecordSession(model_chunks, mtp=mtp, verify=verify)
+    return RecordSession(model_chunks, mtp=mtp, verify=verify, group=group).start()

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_router_replay.diagnostics.live import LiveComparison, LiveReport
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.layout import check_rows
-from megatron_router_replay.mcore.chunk import Chunk, Microbatch, choose_replayed
+from megatron_router_replay.mcore.chunk import Chunk
+from megatron_router_replay.mcore.ledger import Microbatch
 from megatron_router_replay.mcore.report import SessionReport
-from megatron_router_replay.mcore.session import Models, Session
-from megatron_router_replay.mcore.targets import build_targets, padding_ranks
+from megatron_router_replay.mcore.router import choose_replayed
+from megatron_router_replay.mcore.session import MicrobatchInputs, Models, Session
+from megatron_router_replay.mcore.targets import build_targets, check_padding, padding_ranks
 from megatron_router_replay.routes import MicrobatchRoutes
 from megatron_router_replay.trace import RoutingTrace
 
-if TYPE_CHECKING:  # a room, which the core does not load
+if TYPE_CHECKING:
+    from megatron_router_replay.diagnostics.live import LiveComparison, LiveReport
     from megatron_router_replay.transport.timing import LegTimes
 
 
@@ -29,7 +33,7 @@ class ReplaySession(Session):
 
     kind = "replay"
     choose = staticmethod(choose_replayed)
-    needs_queue = True
+    queued = True
 
     def __init__(
         self,
@@ -39,40 +43,20 @@ class ReplaySession(Session):
         mtp: bool,
         verify: bool,
         compare_live: bool | int,
-        leg_times: LegTimes | None = None,
+        min_replayed: float | None,
+        leg_times: LegTimes | None,
+        group: dist.ProcessGroup | None,
     ) -> None:
+        super().__init__(model_chunks, mtp=mtp, verify=verify, group=group)
         self._trace = trace
         self._leg_times = leg_times
-        self._prefetched: RoutingTrace | None = None  # of the micro-batch that is being queued
-        self._compare_every = int(compare_live)
-        self._comparison: LiveComparison | None = None
-        super().__init__(model_chunks, mtp=mtp, verify=verify)
-
-    def microbatch(
-        self, rows: Tensor | MicrobatchRoutes, model: nn.Module | None = None, *, token_ids: Tensor | None = None
-    ) -> None:
-        """Queue the routes of the next forward of a model chunk; call it once before each forward of each chunk.
-
-        Args:
-            rows: `routing_rows` as for every session, or what `transport.prefetch` made of them and this session's trace.
-            model, token_ids: as for every session.
-
-        Raises:
-            LayoutError: as for every session; or the rows were prefetched from another trace.
-            TraceError: they were prefetched without a layer of this chunk.
-            ReplayStateError: the session is closed.
-        """
-        if not isinstance(rows, MicrobatchRoutes):
-            super().microbatch(rows, model, token_ids=token_ids)
-            return
-        if rows.source is not self._trace:
-            raise LayoutError("these routes were prefetched from another trace than this session's.")
-        # Without a row, as when all is padding, any trace will do, but not an empty one.
-        self._prefetched = rows.trace if rows.trace.num_tokens else None
-        try:
-            super().microbatch(rows.routing_rows, model, token_ids=token_ids)
-        finally:
-            self._prefetched = None
+        self._min_replayed = min_replayed
+        self._any_live = not bool(trace.replay_mask.all())
+        self._trace_of: dict[int, RoutingTrace] = {}
+        for chunk in self._chunks:
+            _check_model(trace, chunk)
+            self._trace_of[chunk.index] = trace.select_layers([router.found.layer_number for router in chunk.in_trace])
+        self._comparison = self._compare(int(compare_live)) if compare_live else None
 
     def live_report(self, *groups: dist.ProcessGroup | None) -> LiveReport:
         """Return how the live router and the replayed routes agree, added up over groups of ranks with the same layers.
@@ -99,107 +83,179 @@ class ReplaySession(Session):
             leg_times=None if self._leg_times is None else self._leg_times.report(),
         )
 
-    def _setup(self) -> None:
-        self._any_live = not bool(self._trace.replay_mask.all())
-        self._trace_of: dict[int, RoutingTrace] = {}
-        for chunk in self._chunks:
-            _check_model(self._trace, chunk)
-            self._trace_of[chunk.index] = self._trace.select_layers(
-                [router.found.layer_number for router in chunk.in_trace]
-            )
-        if self._compare_every:
-            self._compare()
+    def _compare(self, every_n: int) -> LiveComparison:
+        from megatron_router_replay.diagnostics.live import LiveComparison  # a room, loaded by those who ask for it
 
-    def _compare(self) -> None:
-        routers = [router for router in self._routers() if router.in_trace]
-        self._comparison = LiveComparison(
+        routers = [router for chunk in self._chunks for router in chunk.in_trace]
+        comparison = LiveComparison(
             sorted(router.found.layer_number for router in routers),
             num_experts=self._trace.num_experts,
             topk=self._trace.topk,
             device=routers[0].found.router.weight.device if routers else "cpu",
-            every_n=self._compare_every,
+            every_n=every_n,
         )
         for router in routers:
-            router.live_comparison = self._comparison
+            router.live_comparison = comparison
+        return comparison
 
     def _microbatch_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         super()._microbatch_done(chunk, microbatch)
         if self._comparison is not None and self._comparison.wants(microbatch.number):
             self._comparison.end_microbatch(chunk.index)
 
-    def _queue(self, chunk: Chunk, rows: Tensor, token_ids: Tensor | None) -> None:
+    def _queue(self, inputs: MicrobatchInputs, routes: MicrobatchRoutes | None) -> None:
+        chunk, rows = inputs.chunk, inputs.rows
+        assert chunk.ledger is not None, "the chunk has routers in the trace"
         trace = self._trace_of[chunk.index]
-        if self._prefetched is not None:
-            trace = self._prefetched.select_layers(trace.layer_numbers)
+        if routes is not None:
+            if routes.source is not self._trace:
+                raise LayoutError("these routes were prefetched from another trace than this session's.")
+            # Without a row, as when all is padding, any trace will do, but not an empty one.
+            trace = routes.trace.select_layers(trace.layer_numbers) if routes.trace.num_tokens else trace
         rows = rows.to(trace.device)
-        padded = self._may_be_padded(rows, trace.num_tokens)
-        if token_ids is not None:
-            self._check_tokens(rows, token_ids.to(trace.device), trace.token_ids)
+        beside = [None if values is None else values.to(trace.device) for values in (inputs.padding, inputs.trained)]
+        padding, trained = beside
+        unrouted = self._may_be_unrouted(rows, trace.num_tokens)
+        check_padding(rows, padding, self._check)
+        if trained is not None:
+            self._check_trained(trace, rows, trained)
+        tokens = None if inputs.token_ids is None else inputs.token_ids.to(trace.device)
         targets = build_targets(
             trace,
-            self._router_view(chunk, rows),
-            self._router_view(chunk, padding_ranks(rows)) if padded else None,
+            chunk.router_view(rows),
+            padding=None if padding is None else chunk.router_view(padding),
+            padding_rank=None if padding is None else chunk.router_view(padding_ranks(padding)),
             device=chunk.routers[0].found.router.weight.device,
-            any_live=self._any_live,
+            any_live=self._any_live or unrouted,
             with_replayed=self._comparison is not None,
         )
-        self._count(targets.counts)
-        chunk.queue(targets)
-
-    def _check_tokens(self, rows: Tensor, token_ids: Tensor, expected: Tensor | None) -> None:
-        if expected is None:
-            raise LayoutError(
-                "token_ids were given for comparison, but the trace has none: make it with token_ids=..., or leave them out."
+        chunk.ledger.queue(
+            Microbatch(
+                chunk.ledger.num_queued,
+                len(chunk.in_trace),
+                shape=chunk.router_shape(rows),
+                rows=rows,
+                token_ids=self._expected_tokens(trace, rows, tokens),
+                targets=targets,
+                counts=targets.counts,
             )
+        )
+
+    def _check_trained(self, trace: RoutingTrace, rows: Tensor, trained: Tensor) -> None:
+        routed = torch.zeros_like(trained)
+        if trace.num_tokens:
+            routed = (rows >= 0) & trace.replay_mask[rows.clamp(min=0)]
+        without = trained & ~routed
+        at = f" (first at {without.nonzero()[0].tolist()}, {int(without.sum())} in all)" if _is_known(without) else ""
+        self._check(
+            without.any(),
+            f"a trained position has no route{at}: its row is -1, or the trace has no route for it. Leave `trained` out to "
+            "let the live router decide such positions.",
+        )
+
+    def _expected_tokens(self, trace: RoutingTrace, rows: Tensor, tokens: Tensor | None) -> Tensor | None:
+        """Return the tokens that the forward must get, [b, s], -1 where they are not known."""
+        known = trace.token_ids
+        if known is None:
+            if tokens is not None:
+                raise LayoutError(
+                    "token_ids were given for comparison, but the trace has none: make it with token_ids=..., or leave them "
+                    "out."
+                )
+            return None
+        if not trace.num_tokens:
+            return tokens
+        if tokens is None:
+            return torch.where(rows >= 0, known[rows.clamp(min=0)].to(torch.int64), -1)
         if rows.device.type == "cpu":
-            check_rows(rows, token_ids, token_ids=expected)
+            check_rows(rows, tokens, token_ids=known)
         else:
-            known = expected[rows.clamp(min=0)]
-            differ = (known != token_ids) & (known >= 0) & (rows >= 0)  # -1: the trace does not know that token
+            of_trace = known[rows.clamp(min=0)]
+            differ = (of_trace != tokens) & (of_trace >= 0) & (rows >= 0)
             self._check(differ.any(), "token_ids differ from the trace's: tokens and routing_rows moved apart.")
+        return tokens
 
-    def _problems(self, report: SessionReport) -> list[str]:
-        problems = super()._problems(report)
-        if report.rows_live and not report.rows_replayed:
-            problems.append(
-                f"rank {self._rank}: none of {report.rows_live} tokens was replayed; the trace has no route for any of "
-                "them. Were the routes lost on the way, or is this another rank's part of a recording (merge_traces)?"
-            )
-        return problems
+    def _judge(self, everyone: dict[int, list[int]]) -> list[str]:
+        replayed, live, _, _ = (sum(counts) for counts in zip(*everyone.values()))
+        ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
+        if live and not replayed:
+            return [
+                f"none of {live} tokens was replayed on {ranks}; the trace has no route for any of them, or all rows are -1. "
+                "Were the routes lost on the way, or is this another rank's part of a recording (recording.gather)?"
+            ]
+        if self._min_replayed is not None and replayed < self._min_replayed * (replayed + live):
+            return [
+                f"{replayed / (replayed + live):.4%} of {replayed + live} tokens were replayed on {ranks}, less than "
+                f"min_replayed={self._min_replayed}."
+            ]
+        return []
+
+
+def _is_known(values: Tensor) -> bool:
+    """Return whether the host can read these values without waiting, and there are some."""
+    return values.device.type == "cpu" and bool(values.any())
 
 
 def replay(
     model_chunks: Models,
-    trace: RoutingTrace,
+    trace: RoutingTrace | str | os.PathLike[str],
     *,
     mtp: bool = False,
     verify: bool = False,
     compare_live: bool | int = False,
+    min_replayed: float | None = None,
     leg_times: LegTimes | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> ReplaySession:
     """Make the model use the experts of a trace, in every forward and recompute.
 
     Scores and gradients stay those of the live logits; only the selection is replaced. Call `session.microbatch(rows,
-    model)` before each forward of each chunk.
+    model)` before each forward of each chunk, or `attach` the model once.
 
     Args:
         model_chunks: the model or its chunks on this rank.
-        trace: routes for at least every MoE layer of these chunks. Rows without a route, and nothing else, are decided
-            by the live router. Moved to the GPU (`trace.to("cuda")`) it takes rows that are there without a host sync.
+        trace: routes for at least every MoE layer of these chunks, or the path of a file that `save_trace` wrote. Rows
+            without a route are decided by the live router. Moved to the GPU (`trace.to("cuda")`) it takes rows that are
+            there without a host sync.
         mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ...; else their forwards stay
             live and their recomputes use what the forward chose.
+        verify: compare every routing map that leaves a router with the trace; the report counts, a difference raises.
         compare_live: take the live top-k beside the replayed routes, in every micro-batch (True) or every n-th: agreement,
             probability mass and expert load by layer, and layers whose capture looks wrong. No host sync.
-        verify: compare every routing map that leaves a router with the trace; the report counts, a difference raises.
+        min_replayed: the least share of tokens (padding left out) that must have been replayed, over all ranks of the
+            group together; less raises on every rank when the session is left. None: at least one token.
         leg_times: `receiver.times` of the transport that brought the trace: the report then says what each leg of its
             way here took since `leg_times.reset()`, on both sides, and which one training waited for.
+        group: the ranks that judge the shares together when the session is left, in one all_gather of five numbers; all of
+            them must have such a session. None: every rank of the job.
 
     Raises:
         UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
-        TraceError: the trace is of another model.
-        ReplayStateError: the model is under another session.
+        TraceError: the trace is of another model, or no trace.
+        LayoutError: the model has no experts.
+        ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return ReplaySession(model_chunks, trace, mtp=mtp, verify=verify, compare_live=compare_live, leg_times=leg_times)
+    if isinstance(trace, str | os.PathLike):
+        from megatron_router_replay.store import load_trace
+
+        trace = load_trace(trace)
+    if not isinstance(trace, RoutingTrace):
+        swapped = (
+            " The arguments are swapped: replay(model_chunks, trace)." if isinstance(model_chunks, RoutingTrace) else ""
+        )
+        raise TraceError(f"cannot replay a {type(trace).__name__}: pass a RoutingTrace or the path of one.{swapped}")
+    if min_replayed is not None and not 0 <= min_replayed <= 1:
+        raise TraceError(f"min_replayed={min_replayed} must be a share, 0 to 1.")
+    return ReplaySession(
+        model_chunks,
+        trace,
+        mtp=mtp,
+        verify=verify,
+        compare_live=compare_live,
+        min_replayed=min_replayed,
+        leg_times=leg_times,
+        group=group,
+    ).start()
 
 
 def _check_model(trace: RoutingTrace, chunk: Chunk) -> None:

@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_router_replay.diagnostics.live import LiveReport
+import torch.distributed as dist
 
-if TYPE_CHECKING:  # a room, which the core does not load
+if TYPE_CHECKING:  # rooms, which the core does not load
+    from megatron_router_replay.diagnostics.live import LiveReport
     from megatron_router_replay.transport.timing import LegReport
+
+_ADDED_UP = (
+    "routers",
+    "microbatches",
+    "tokens",
+    "rows_replayed",
+    "rows_live",
+    "rows_padding",
+    "forwards",
+    "recomputes",
+    "recompute_flips",
+    "decisions_recomputed",
+    "decisions_verified",
+    "decisions_wrong",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionReport:
-    """Counts of one session on this rank.
+    """Counts of one session on this rank, or after `reduce` on several. What was not measured is None.
 
     Args:
         kind: "replay", "record" or "freeze_recompute".
+        ranks: how many ranks are added up here.
         routers: routers the session holds.
-        microbatches: forwards of model chunks.
+        microbatches: forwards of model chunks that reached every router.
         tokens: rows these forwards routed, each counted once a chunk; replayed + live + padding.
         rows_replayed: rows that used the trace's routes.
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
-        rows_padding: rows of padding, spread over all experts.
+        rows_padding: rows known to be padding, spread over all experts.
         forwards, recomputes: forwards and recomputes of single routers.
-        recompute_flips: (row, layer) pairs whose recompute would have chosen another set of experts; 0 unless
-            count_flips=True.
+        recompute_flips: (row, layer) pairs whose recompute would have chosen another set of experts; with count_flips=True.
+        decisions_recomputed: (row, layer) pairs that these were counted among.
+        flips_of_layer: layer number -> the flips among its recomputed decisions; with count_flips=True.
         decisions_verified: (row, layer) pairs whose routing map was compared on its way out of the router, forwards and
-            recomputes; 0 unless verify=True.
-        live: the live router beside the replayed routes; None unless compare_live.
-        leg_times: how long each leg of the routes' way here took, on both sides; None unless leg_times was given.
+            recomputes; with verify=True.
         decisions_wrong: those that did not hold exactly the experts this session chose.
+        live: the live router beside the replayed routes; with compare_live.
+        leg_times: how long each leg of the routes' way here took, on both sides; with leg_times.
     """
 
     kind: str
+    ranks: int = 1
     routers: int = 0
     microbatches: int = 0
     tokens: int = 0
@@ -42,47 +62,94 @@ class SessionReport:
     rows_padding: int = 0
     forwards: int = 0
     recomputes: int = 0
-    recompute_flips: int = 0
-    decisions_verified: int = 0
-    decisions_wrong: int = 0
+    recompute_flips: int | None = None
+    decisions_recomputed: int | None = None
+    flips_of_layer: Mapping[int, int] = field(default_factory=dict)
+    decisions_verified: int | None = None
+    decisions_wrong: int | None = None
     live: LiveReport | None = None
     leg_times: LegReport | None = None
 
     @property
-    def replayed_share(self) -> float:
-        """Tokens replayed / tokens trained on, padding left out; 0.0 without tokens."""
+    def replayed_share(self) -> float | None:
+        """Tokens replayed / tokens trained on, padding left out; None for sessions that replay nothing, or no tokens."""
         trained = self.rows_replayed + self.rows_live
-        return self.rows_replayed / trained if trained else 0.0
+        return self.rows_replayed / trained if trained and self.kind == "replay" else None
+
+    @property
+    def padding_share(self) -> float | None:
+        """Rows known to be padding / all rows; None without rows."""
+        return self.rows_padding / self.tokens if self.tokens else None
+
+    def reduce(self, *groups: dist.ProcessGroup | None) -> SessionReport:
+        """Return one report for all ranks of these groups, the same on each of them.
+
+        A collective: every rank of each group calls it. Counts are added up, so rows that several ranks route (tensor,
+        pipeline parallelism) count once for each; shares stay shares. `live` and `leg_times` are left out:
+        `session.live_report` adds up the first.
+
+        Args:
+            groups: process groups that do not overlap but in this rank; none given: all ranks of the job.
+        """
+        summed = replace(self, live=None, leg_times=None)
+        if not dist.is_initialized():
+            return summed
+        for group in groups or (None,):
+            parts: list[SessionReport | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, summed, group=group)
+            summed = _add_up([part for part in parts if part is not None])
+        return summed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field, and `replayed_share`; `live` and `leg_times` as dicts of their own, where there are any."""
+        """Return every field, `replayed_share` and `padding_share`; `live` and `leg_times` as dicts, where there are any."""
         apart = {"live": self.live, "leg_times": self.leg_times}
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
-        values["replayed_share"] = self.replayed_share
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in apart}
+        values |= {"replayed_share": self.replayed_share, "padding_share": self.padding_share}
+        values["flips_of_layer"] = dict(self.flips_of_layer)
         return values | {name: part.to_dict() for name, part in apart.items() if part is not None}
 
     def metrics(self, prefix: str = "router_replay/") -> dict[str, float]:
-        """Return the numbers for a training logger, keys under `prefix`; leg times under `{prefix}transport/`."""
+        """Return the measured numbers for a training logger, keys under `prefix`.
+
+        Leg times are under `{prefix}transport/`, flips of single layers under `{prefix}flips/layer_{n}`.
+        """
         numbers = {name: value for name, value in self.to_dict().items() if isinstance(value, int | float)}
+        flips = {f"flips/layer_{layer}": count for layer, count in self.flips_of_layer.items()}
         live = {} if self.live is None else self.live.metrics(f"{prefix}live/")
         legs = {} if self.leg_times is None else self.leg_times.metrics(f"{prefix}transport/")
-        return {prefix + name: float(value) for name, value in numbers.items()} | live | legs
+        return {prefix + name: float(value) for name, value in (numbers | flips).items()} | live | legs
 
     def __str__(self) -> str:
+        on_ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         lines = [
-            f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches",
+            f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches{on_ranks}",
             f"  forwards / recomputes       {self.forwards:>12,} / {self.recomputes:,}",
         ]
         if self.kind == "replay":
+            share = "" if self.replayed_share is None else f"  ({self.replayed_share:.1%} of those with a token)"
             lines += [
-                f"  tokens replayed             {self.rows_replayed:>12,}  ({self.replayed_share:.1%} of those with a token)",
+                f"  tokens replayed             {self.rows_replayed:>12,}{share}",
                 f"  tokens routed live          {self.rows_live:>12,}",
                 f"  padding                     {self.rows_padding:>12,}",
             ]
-        if self.recompute_flips:
-            lines.append(f"  recompute flips prevented   {self.recompute_flips:>12,}")
-        if self.decisions_verified:
+        if self.recompute_flips is not None:
+            first = next((layer for layer, count in sorted(self.flips_of_layer.items()) if count), None)
+            where = "" if first is None else f", first in layer {first}"
+            lines.append(
+                f"  recompute flips prevented   {self.recompute_flips:>12,} of {self.decisions_recomputed:,} decisions{where}"
+            )
+        if self.decisions_verified is not None:
             lines.append(f"  decisions verified / wrong  {self.decisions_verified:>12,} / {self.decisions_wrong:,}")
         if self.leg_times is not None:
             lines.append(f"  {self.leg_times}")
         return "\n".join([*lines, *([str(self.live)] if self.live is not None else [])])
+
+
+def _add_up(reports: list[SessionReport]) -> SessionReport:
+    totals: dict[str, Any] = {}
+    for name in ("ranks", *_ADDED_UP):
+        measured = [value for report in reports if (value := getattr(report, name)) is not None]
+        totals[name] = sum(measured) if measured else None
+    layers = sorted({layer for report in reports for layer in report.flips_of_layer})
+    flips = {layer: sum(report.flips_of_layer.get(layer, 0) for report in reports) for layer in layers}
+    return replace(reports[0], flips_of_layer=flips, **totals)

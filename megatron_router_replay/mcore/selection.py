@@ -1,48 +1,65 @@
-"""What a live router would choose, worked out only when a session asks for it."""
+"""What the live router chooses, for all rows or for some."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from torch import Tensor
 
-
-def select_topk(scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:
-    """Return Megatron-Core's unfused top-k of any rows, [rows, topk] int64."""
-    if not group_topk:
-        return torch.topk(scores, k=topk, dim=1)[1]
-    indices: Tensor = group_limited_topk(scores, topk, *scores.shape, num_groups, group_topk)[1]
-    return indices
+from megatron_router_replay.router_replay import ComputeTopk
 
 
-class LiveSelection:
-    """What the live router would choose for one micro-batch, worked out only when asked for.
+@dataclass(frozen=True, slots=True)
+class LiveTopk:
+    """The live top-k of one forward, worked out only when asked for.
+
+    It runs in the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
 
     Args:
-        inputs: [num_tokens, num_experts], what `score` makes scores of.
-        score: inputs of any rows -> the scores that the selection ranks, of the same shape.
-        select: scores of any rows -> the experts it takes, [rows, topk] int64.
+        scores: [num_tokens, num_experts], what the router ranks.
+        topk, num_groups, group_topk: as the router asks for them.
+        compute: Megatron-Core's own top-k of these scores.
     """
 
-    def __init__(
-        self,
-        inputs: Tensor,
-        *,
-        select: Callable[[Tensor], Tensor],
-        score: Callable[[Tensor], Tensor] = lambda scores: scores,
-    ) -> None:
-        self.inputs = inputs
-        self._score = score
-        self._select = select
+    scores: Tensor
+    topk: int
+    num_groups: int | None
+    group_topk: int | None
+    compute: ComputeTopk
 
-    @torch.no_grad()
-    def scores(self) -> Tensor:
-        """Return what the selection ranks, [num_tokens, num_experts]."""
-        return self._score(self.inputs)
+    def with_values(self) -> tuple[Tensor, Tensor]:
+        """Return (values, indices), [num_tokens, topk] each; gradients flow to the values."""
+        return self.compute(self.scores, self.topk, num_groups=self.num_groups, group_topk=self.group_topk)
 
-    @torch.no_grad()
-    def topk(self, rows: Tensor | None = None) -> Tensor:
-        """Return the experts of the rows at these positions ([n] int64; None: of all), [n, topk] int64."""
-        return self._select(self.scores() if rows is None else self._score(self.inputs.index_select(0, rows)))
+    def indices(self) -> Tensor:
+        """Return the experts of all rows, [num_tokens, topk] int64."""
+        scores = self.scores.detach()
+        return self.compute(scores, self.topk, num_groups=self.num_groups, group_topk=self.group_topk)[1]
+
+    def indices_of(self, rows: Tensor) -> Tensor:
+        """Return the experts of the rows at these positions ([n] int64), [n, topk] int64."""
+        scores = self.scores.detach().index_select(0, rows)
+        if self.group_topk:  # the router's own knows how many rows all scores have
+            indices: Tensor = group_limited_topk(scores, self.topk, *scores.shape, self.num_groups, self.group_topk)[1]
+            return indices
+        return self.compute(scores, self.topk)[1]
+
+
+def in_order_of_scores(topk_indices: Tensor, scores: Tensor, rows: Tensor | bool) -> Tensor:
+    """Return the same experts with the columns of some rows in falling order of their scores, as a sorted top-k has them.
+
+    Args:
+        topk_indices: [num_tokens, topk] int64.
+        scores: [num_tokens, num_experts].
+        rows: which rows: [n] int64 positions, [num_tokens] bool, or True: all.
+    """
+    order = scores.detach().gather(1, topk_indices).argsort(dim=1, descending=True, stable=True)
+    ordered = topk_indices.gather(1, order)
+    if rows is True:
+        return ordered
+    assert isinstance(rows, Tensor), "rows without an order of their own are not asked for"
+    if rows.dtype is torch.bool:
+        return torch.where(rows.unsqueeze(1), ordered, topk_indices)
+    return topk_indices.index_copy(0, rows, ordered.index_select(0, rows))

@@ -36,14 +36,8 @@ from megatron_router_replay.ids import index_dtype, spread_experts
 from megatron_router_replay.mcore.compat import check_router_replay
 from megatron_router_replay.mcore.find import as_chunks, find_routers
 from megatron_router_replay.mcore.targets import build_targets
-from megatron_router_replay.router_replay import (
-    ComputeTopk,
-    check_fits,
-    gather_topk,
-    in_backward,
-    is_captured,
-    not_compiled,
-)
+from megatron_router_replay.router_replay import ComputeTopk, check_fits, gather_topk
+from megatron_router_replay.torch_private import graph_task, is_captured, not_compiled
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -147,7 +141,7 @@ class StaticTargets:
             unfilled=self.unfilled,
         )
 
-    def fill(self, slot: int, trace: RoutingTrace, rows: Tensor) -> None:
+    def fill(self, slot: int, trace: RoutingTrace, rows: Tensor, *, padding: Tensor | None = None) -> None:
         """Write a micro-batch's routes where the slot's graphs read them; once before each forward.
 
         Runs on the current stream, without a host sync if trace and rows are either on the CPU or on the GPU. On a GPU,
@@ -157,7 +151,9 @@ class StaticTargets:
             slot: 0 <= slot < num_slots.
             trace: with every layer of `layer_numbers`.
             rows: [num_tokens] integers in the order this rank's routers see the tokens (`layout.rows_for_router` of
-                routing_rows): rows of the trace, -1 on padding.
+                routing_rows): rows of the trace, -1 where there is none.
+            padding: [num_tokens] bool, True: known to be padding, which gets experts spread over all; any other -1 is a live
+                row.
 
         Raises:
             ReplayStateError: there is no such slot, or its forward or recompute has not run since it was filled.
@@ -178,11 +174,19 @@ class StaticTargets:
         trace = trace.select_layers(self.layer_numbers)
         rows = rows.to(trace.device, torch.int64, non_blocking=True)
         _require(((rows >= -1) & (rows < trace.num_tokens)).all(), f"slot {slot}: rows reach outside the trace's rows")
-        padding = rows < 0
+        if padding is None:
+            padding = torch.zeros_like(rows, dtype=torch.bool)
+        padding = padding.to(rows.device, torch.bool)
+        _require(~(padding & (rows >= 0)).any(), f"slot {slot}: a position that is padding has a routing row")
         targets = build_targets(
-            trace, rows, padding.cumsum(0) - padding.to(torch.int64), device=self.targets.device, any_live=False
+            trace,
+            rows,
+            padding=padding,
+            padding_rank=padding.cumsum(0) - padding.to(torch.int64),
+            device=self.targets.device,
+            any_live=False,
         )
-        live = ~trace.replay_mask.index_select(0, rows.clamp(min=0)) & ~padding
+        live = ((rows < 0) | ~trace.replay_mask.index_select(0, rows.clamp(min=0))) & ~padding
         if self.live is None:
             _require(~live.any(), f"slot {slot}: rows without a route; make the static targets with live_rows=True")
         self._check_unfilled(slot)
@@ -251,7 +255,7 @@ class StaticRouter:
             ReplayStateError: the forward routes other shapes than the slot's, or a recompute without recompute=True.
             RuntimeError: in a run on a CPU, the slot is not filled; on a GPU a device-side assertion.
         """
-        recompute = in_backward()
+        recompute = graph_task() != -1
         source = self.used if recompute else self.targets
         if source is None:
             raise ReplayStateError(f"{self.name}: recomputed; make the static targets with recompute=True.")

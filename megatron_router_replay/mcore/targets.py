@@ -5,8 +5,9 @@ One gather of whole rows per micro-batch; each router widens its own layer to in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,9 @@ class Targets:
 def build_targets(
     trace: RoutingTrace,
     rows: Tensor,
-    padding_rank: Tensor | None,
     *,
+    padding: Tensor | None = None,
+    padding_rank: Tensor | None = None,
     device: torch.device,
     any_live: bool = True,
     may_sync: bool | None = None,
@@ -49,30 +51,34 @@ def build_targets(
 
     Args:
         trace: the chunk's layers only.
-        rows: [num_tokens] int64 on the trace's device, rows of the trace, -1 on padding, as the router sees the tokens.
+        rows: [num_tokens] int64 on the trace's device, rows of the trace, -1 where there is none, as the router sees the
+            tokens.
+        padding: [num_tokens] bool, True: known to be padding, whose row is -1; None: nothing is known.
         padding_rank: [num_tokens] int64, how many paddings of the micro-batch come before each token, over all
-            tensor-parallel ranks: it spreads paddings over all experts evenly. None: there is none.
+            tensor-parallel ranks: it spreads paddings over all experts evenly. Given with `padding`.
         device: where the routers run.
-        any_live: False: do not look for live rows; the trace has a route for every row, or the caller finds them.
-        with_replayed: fill `Targets.replayed`.
+        any_live: False: do not look for live rows; every row that is not padding has a route, or the caller finds them.
         may_sync: the host may read values of `rows`; None: if they are on the CPU, where that waits for nothing.
+        with_replayed: fill `Targets.replayed`.
 
     Source: PITFALLS "Payloads": paddings that all take the same experts overload them.
     """
     if may_sync is None:
         may_sync = rows.device.type == "cpu"
-    padding = live = None
-    known = rows
-    if padding_rank is not None:
-        padding = rows < 0
-        known = rows.clamp(min=0)
-    indices = trace.topk_indices.index_select(0, known)
+    known = rows.clamp(min=0) if any_live or padding is not None else rows
+    if trace.num_tokens:
+        indices = trace.topk_indices.index_select(0, known)
+    else:  # an empty trace, whose micro-batches have no row
+        indices = trace.topk_indices.new_zeros(rows.numel(), *trace.topk_indices.shape[1:])
     if padding is not None and padding_rank is not None:
         slots = padding_rank.unsqueeze(1) * trace.topk + torch.arange(trace.topk, device=rows.device)
         filler = (slots % trace.num_experts).to(indices.dtype).unsqueeze(1)
         indices = torch.where(padding.view(-1, 1, 1), filler, indices)
+    live = None
     if any_live:
-        live = ~trace.replay_mask.index_select(0, known)
+        live = rows < 0
+        if trace.num_tokens:
+            live = live | ~trace.replay_mask.index_select(0, known)
         live = live if padding is None else live & ~padding
     replayed = None
     if with_replayed:
@@ -96,14 +102,41 @@ def _counts(rows: Tensor, live: Tensor | None, padding: Tensor | None) -> Tensor
     """Return [3] int64: rows replayed, live, padding."""
     if live is None and padding is None:
         return torch.tensor([rows.numel(), 0, 0], device=rows.device)
-    num_live, num_padding = (rows.new_zeros(()) if some is None else some.sum() for some in (live, padding))
+    num_live, num_padding = (rows.new_zeros(()) if mask is None else mask.sum() for mask in (live, padding))
     return torch.stack([rows.numel() - num_padding - num_live, num_live, num_padding])
 
 
-def padding_ranks(rows: Tensor) -> Tensor:
+def padding_ranks(padding: Tensor) -> Tensor:
     """Return how many paddings come before each position in the router's order (s-major), [b, s] int64."""
-    padding = (rows < 0).t()
-    return (padding.reshape(-1).cumsum(0) - padding.reshape(-1).to(torch.int64)).view(padding.shape).t()
+    by_position = padding.t().reshape(-1)
+    return (by_position.cumsum(0) - by_position.to(torch.int64)).view(padding.shape[::-1]).t()
+
+
+def check_padding(rows: Tensor, padding: Tensor | None, check: Callable[[Tensor, str], None]) -> None:
+    """Check that padding has no rows; `check(failed, message)` raises now or, on a GPU, later."""
+    if padding is not None:
+        check(
+            (padding & (rows >= 0)).any(),
+            "a position that padding= says is padding has a routing row: mask and rows moved apart, or the mask is inverted "
+            "(True is padding).",
+        )
+
+
+def as_integers(values: Any, name: str) -> Tensor:
+    """Return integers given as a tensor, a numpy array or a list, unsigned ones widened.
+
+    Raises:
+        LayoutError: they are no integers.
+    """
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LayoutError(
+            f"{name} must be integers in a tensor or an array, got {type(values).__name__}: {error}"
+        ) from error
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        raise LayoutError(f"{name} must be integers, got {list(tensor.shape)} {tensor.dtype}.")
+    return tensor.to(torch.int64) if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
 
 
 def broadcast_routing_rows(
@@ -121,12 +154,14 @@ def broadcast_routing_rows(
 
     Returns:
         The tensors on the CPU, int64, on every rank.
+
+    Raises:
+        LayoutError: the sending rank was given none; on every rank.
     """
     payload: list[list[Tensor] | None] = [None]
-    if dist.get_rank() == src:
-        if rows is None:
-            raise LayoutError(f"rank {src} broadcasts routing_rows but was given none.")
+    if dist.get_rank() == src and rows is not None:
         payload = [[part.detach().to(device="cpu", dtype=torch.int64).clone() for part in rows]]
     dist.broadcast_object_list(payload, src=src, group=group)
-    assert payload[0] is not None, "the source sent its rows"
+    if payload[0] is None:  # told to all, so that all raise and none waits
+        raise LayoutError(f"rank {src} broadcasts routing_rows but was given none.")
     return payload[0]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import UnsupportedRouterError
-from megatron_router_replay.mcore.chunk import SessionRouter
-from megatron_router_replay.router_replay import not_compiled
+from megatron_router_replay.mcore.router import SessionRouter
+from megatron_router_replay.torch_private import not_compiled
 
 
 class Verifier:

@@ -73,11 +73,11 @@ def build(case: Case) -> tuple[Any, list[Any], list[dict[str, Any]]]:
 
 
 def run(chunks: list[Any], case: Case, microbatches: list[dict[str, Any]], session: Any = None, **options: Any) -> Any:
-    """Run the schedule; with a session, queue each micro-batch's rows on every stage and chunk."""
+    """Run the schedule; with a session, queue each micro-batch's rows (and padding, if known) on every stage and chunk."""
 
     def queue(microbatch: dict[str, Any], model: Any) -> None:
         if session is not None:
-            session.microbatch(microbatch["routing_rows"], model)
+            session.microbatch(microbatch["routing_rows"], model, padding=microbatch.get("padding"))
 
     losses = run_schedule(chunks, case.layout, microbatches, before_forward=queue, **options)
     return losses, ({} if options.get("forward_only") else gradients(chunks))

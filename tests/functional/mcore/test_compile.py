@@ -236,7 +236,7 @@ def what_is_said(kind: str) -> str:
                 torch.fx.experimental.proxy_tensor.make_fx(router)(hidden)
         else:
             assert kind == "compiled autograd"
-            with mrr.freeze_recompute(OneRouter(other_router)) as freeze:
+            with mrr.freeze_recompute(OneRouter(other_router, checkpointed=True)) as freeze:
                 loss = freeze._chunks[0].module(hidden).square().sum()
                 with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
                     loss.backward()

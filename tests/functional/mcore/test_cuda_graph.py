@@ -188,17 +188,19 @@ def test_rows_without_a_route_and_paddings_are_told_apart_in_every_run(groups):
     trace = new_trace(4, layers=[1], replay_mask=torch.arange(20) % 3 != 0)
     for rows in ([0, 1, 2, 3, 4, 5, -1, -1], [6, 7, 8, -1, -1, -1, -1, 9]):
         rows = torch.tensor(rows)
-        static.fill(0, trace, rows)
+        padding = rows < 0
+        padding[-2] = False  # the last but one has no route, and is not known to be padding
+        static.fill(0, trace, rows, padding=padding)
         logits = torch.randn(NUM_TOKENS, NUM_EXPERTS)
         routing_map = graph(logits)[1]
-        live = (rows >= 0) & (rows % 3 == 0)
+        live = ((rows >= 0) & (rows % 3 == 0)) | ((rows < 0) & ~padding)
         routed = (rows >= 0) & ~live
         assert torch.equal(routing_map[routed], as_map(trace.topk_indices[rows[routed], 0], NUM_EXPERTS))
         if not groups:
             assert torch.equal(routing_map[live], as_map(logits.topk(TOPK).indices[live], NUM_EXPERTS))
         assert (routing_map.sum(dim=1) == TOPK).all()
         # Paddings take all experts in turn.
-        assert routing_map[rows < 0].sum(dim=0).max() == 1
+        assert routing_map[padding].sum(dim=0).max() == 1
 
 
 @contextmanager

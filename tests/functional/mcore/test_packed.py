@@ -68,7 +68,9 @@ def train_packed(layout: ParallelLayout, bug: str) -> dict[str, Any]:
     trace = the_trace()
 
     def queue(microbatch: dict[str, Any], model: Any) -> None:
-        session.microbatch(microbatch["routing_rows"], model, token_ids=microbatch["tokens"])
+        rows = microbatch["routing_rows"]
+        # collate_packed fills what it pads with row -1, and every token of these samples has a row.
+        session.microbatch(rows, model, token_ids=microbatch["tokens"], padding=rows < 0)
 
     with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True) as session:
         losses = run_schedule(chunks, layout, [microbatch], before_forward=queue)

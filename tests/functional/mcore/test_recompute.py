@@ -1,6 +1,7 @@
 """Recomputes use the experts of their forward, whatever happens to the logits in between."""
 
 import contextlib
+import gc
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelLayout
-from tests.functional.mcore.cases import Case, build, moe_routers, random_routes, run, watched
+from tests.functional.mcore.cases import Case, build, left_over, moe_routers, random_routes, run, watched
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FULL_2 = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
@@ -201,50 +202,91 @@ def test_one_freeze_serves_a_whole_run_and_keeps_nothing(workers_1):
     assert result["restored"] == [None] * 4
 
 
-def backward_after_leaving() -> str:
+def backward_after_leaving(kind: str) -> dict[str, Any]:
+    """The session is left before its backward, and every recompute would route otherwise live."""
     case = Case(layout=ParallelLayout(), config=FULL, num_microbatches=1)
     config, (model,), (microbatch,) = build(case)
-    messages = []
-    session = mrr.record(model)
-    session.microbatch(microbatch["routing_rows"])
-    inputs = {key: microbatch[key] for key in ("position_ids", "labels")}
-    loss = model(input_ids=microbatch["tokens"], attention_mask=None, **inputs).sum()
-    for step in (session.close, loss.backward):
-        try:
-            step()
-        except mrr.RouterReplayError as error:
-            messages.append(str(error))
-    return "\n".join(messages)
+    add_noise_in_recompute([model], scale=2.0)
+    session = mrr.record(model) if kind == "record" else mrr.freeze_recompute(model)
+    with watched([model]) as seen:
+        with session:
+            if kind == "record":
+                session.microbatch(microbatch["routing_rows"])
+            inputs = {key: microbatch[key] for key in ("position_ids", "labels")}
+            loss = model(input_ids=microbatch["tokens"], attention_mask=None, **inputs).sum()
+        loss.backward()
+    del loss
+    gc.collect()
+    return {
+        "recomputed": len(seen["recompute"]),
+        "flips": sum(
+            int((maps[0] != seen["forward"][layer][0]).any(dim=1).sum()) for layer, maps in seen["recompute"].items()
+        ),
+        "left over": left_over([model]),
+    }
 
 
-def test_leaving_before_the_backward_raises_and_so_does_the_late_backward(workers_1):
-    (messages,) = workers_1.run(backward_after_leaving)
-    assert "its backward has not run" in messages
-    assert "backward after its session" in messages
+@pytest.mark.parametrize("kind", ["record", "freeze"])
+def test_a_backward_after_its_session_was_left_is_exact_and_then_nothing_is_left(kind, workers_1):
+    assert workers_1.run(backward_after_leaving, kind) == [{"recomputed": 4, "flips": 0, "left over": []}]
 
 
-def checkpoint_around_the_model() -> str:
-    """A checkpoint that the chunk's forward hook cannot see through."""
+def checkpoint_around_the_model() -> dict[str, int]:
+    """Megatron's checkpoint around model and loss, with full recompute inside it."""
     from megatron.core.tensor_parallel import checkpoint
 
-    case = Case(layout=ParallelLayout(), num_microbatches=1)
-    _, (model,), (microbatch,) = build(case)
+    case = Case(layout=ParallelLayout(), config=FULL, num_microbatches=2)
+    _, (model,), microbatches = build(case)
+    add_noise_in_recompute([model], scale=2.0)
     scale = torch.ones(1, requires_grad=True)
 
     def forward(scale: torch.Tensor) -> torch.Tensor:
-        return scale * model(microbatch["tokens"], microbatch["position_ids"], None).sum()
+        return scale * model(microbatches[0]["tokens"], microbatches[0]["position_ids"], None).sum()
 
-    try:
-        with mrr.freeze_recompute(model):
-            checkpoint(forward, False, scale).backward()
-    except mrr.RouterReplayError as error:
-        return str(error)
-    return "nothing was raised"
+    with watched([model]) as seen, mrr.freeze_recompute(model):
+        inside = checkpoint(forward, False, scale)
+        beside = model(microbatches[1]["tokens"], microbatches[1]["position_ids"], None).sum()
+        (inside + beside).backward()
+    # Autograd runs the youngest first: the plain micro-batch, then of the other the outer recompute and the inner ones.
+    owner = (1, 0, 0)
+    wrong = sum(
+        int((recompute != seen["forward"][layer][number]).any(dim=1).sum())
+        for layer, recomputed in seen["recompute"].items()
+        for number, recompute in zip(owner, recomputed, strict=True)
+    )
+    return {"layers": len(seen["recompute"]), "wrong": wrong}
 
 
-def test_a_checkpoint_around_the_whole_model_raises(workers_1):
-    (message,) = workers_1.run(checkpoint_around_the_model)
-    assert "not inside a checkpoint around it" in message
+def test_a_checkpoint_around_model_and_loss_is_exact(workers_1):
+    assert workers_1.run(checkpoint_around_the_model) == [{"layers": 4, "wrong": 0}]
+
+
+def in_place_on_packed_outputs(recompute: dict[str, Any]) -> dict[str, int]:
+    """verl's way: packed rows, `logits.div_(temperature)` in place, one backward over three micro-batches."""
+    case = Case(layout=ParallelLayout(), config=recompute, num_microbatches=3, batch_size=1)
+    config, (model,), microbatches = build(case)
+    add_noise_in_recompute([model], scale=2.0)
+    routes = random_routes(case.num_tokens, config.num_layers, config.moe_router_topk, config.num_moe_experts)
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=range(1, 5), num_experts=config.num_moe_experts)
+    with watched([model]) as seen, mrr.replay(model, trace) as session:
+        losses = []
+        for microbatch in microbatches:
+            session.microbatch(microbatch["routing_rows"])
+            logits = model(input_ids=microbatch["tokens"], position_ids=microbatch["position_ids"], attention_mask=None)
+            logits.div_(0.7)
+            losses.append(logits.square().mean())
+        torch.stack(losses).sum().backward()
+    wrong = sum(
+        int((recompute != seen["forward"][layer][number]).any(dim=1).sum())
+        for layer, recomputed in seen["recompute"].items()
+        for number, recompute in zip((2, 1, 0), recomputed, strict=True)
+    )
+    return {"layers": len(seen["recompute"]), "wrong": wrong}
+
+
+@pytest.mark.parametrize("recompute", [FULL, MOE], ids=["full", "moe"])
+def test_outputs_changed_in_place_do_not_hide_whose_recompute_it_is(recompute, workers_1):
+    assert workers_1.run(in_place_on_packed_outputs, recompute) == [{"layers": 4, "wrong": 0}]
 
 
 def sessions_closed_in_the_wrong_order() -> list[Any]:

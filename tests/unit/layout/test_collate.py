@@ -25,6 +25,7 @@ def test_a_left_padded_batch():
         "labels": [[-100, 12, 13, 14], [-100, -100, -100, 22], [-100, -100, 32, 33]],
         "position_ids": [[0, 0, 1, 2], [0, 0, 0, 0], [0, 0, 0, 1]],
         "routing_rows": [[-1, 0, 1, 2], [-1, -1, -1, 3], [-1, -1, 4, 5]],
+        "routing_padding": [[True, False, False, False], [True, True, True, False], [True, True, False, False]],
     }
 
 
@@ -35,6 +36,7 @@ def test_a_packed_batch():
         "labels": [[12, 13, 14, -100, 22, -100, 32, 33]],
         "position_ids": [[0, 1, 2, 0, 0, 0, 0, 1]],
         "routing_rows": [[0, 1, 2, -1, 3, -1, 4, 5]],
+        "routing_padding": [[False, False, False, True, False, True, False, False]],
         "cu_seqlens": [0, 3, 4, 6],
         "cu_seqlens_padded": [0, 4, 6, 8],
     }

@@ -17,8 +17,10 @@ def trace(num_tokens, mask=None):
 def build(the_trace, rows, **options):
     from megatron_router_replay.mcore.targets import build_targets, padding_ranks
 
-    ranks = padding_ranks(rows).t().reshape(-1)
-    return build_targets(the_trace, rows.t().reshape(-1), ranks, device=CPU, **options)
+    padding = rows < 0  # as a caller says who knows that these are padding
+    ranks = padding_ranks(padding).t().reshape(-1)
+    seen = rows.t().reshape(-1)
+    return build_targets(the_trace, seen, padding=seen < 0, padding_rank=ranks, device=CPU, **options)
 
 
 def by_token(targets):
@@ -58,18 +60,33 @@ def test_without_a_sync_the_result_is_the_same(rows, mask):
 def test_both_forms_of_live_rows_choose_the_same_experts():
     from types import SimpleNamespace
 
-    from megatron_router_replay.mcore.chunk import Microbatch, choose_replayed
-    from megatron_router_replay.mcore.selection import LiveSelection
+    from megatron_router_replay.mcore.router import choose_replayed
+    from megatron_router_replay.mcore.selection import LiveTopk
 
     the_trace = trace(6, torch.tensor([True, False, True, True, False, True]))
     rows = torch.tensor([[5, 4, 3, -1, 1, 0]])
     scores = torch.rand(6, 8)
     router = SimpleNamespace(position=1, topk=3, live_comparison=None)
-    live = LiveSelection(scores, select=lambda some: torch.topk(some, 3, dim=1).indices)
+    live = LiveTopk(scores, 3, None, None, lambda some, k, **groups: torch.topk(some, k, dim=1))
     chosen = [
-        choose_replayed(router, Microbatch(0, 2, build(the_trace, rows, may_sync=may_sync)), live)
+        choose_replayed(router, SimpleNamespace(targets=build(the_trace, rows, may_sync=may_sync)), live)
         for may_sync in (True, False)
     ]
     assert torch.equal(*chosen)
     assert chosen[0][[1, 4]].tolist() == torch.topk(scores[[1, 4]], 3, dim=1).indices.tolist()
     assert torch.equal(chosen[0][[0, 2, 5]], the_trace.layer(2)[[5, 3, 0]])
+
+
+def test_a_row_of_minus_one_is_live_unless_it_is_known_to_be_padding():
+    from megatron_router_replay.mcore.targets import build_targets
+
+    targets = build_targets(trace(4), torch.tensor([2, -1, 0, -1]), device=CPU, with_replayed=True)
+    assert targets.live.tolist() == [1, 3]
+    assert targets.replayed.tolist() == [True, False, True, False]
+    assert targets.counts.tolist() == [2, 2, 0]
+
+
+def test_a_trace_without_rows_serves_a_micro_batch_of_padding_alone():
+    targets = build(trace(0), torch.tensor([[-1, -1, -1]]))
+    assert by_token(targets)[:, 0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
+    assert (targets.live, targets.counts.tolist()) == (None, [0, 0, 3])

@@ -1,0 +1,163 @@
+"""The micro-batches of one model chunk: queued, forwarded by its routers, done.
+
+    queue() -> waiting -> begin() -> current -> every router of the chunk has routed it -> on_done, and its routes are freed
+
+A chunk forwards one micro-batch after another, whoever calls its layers: Megatron's schedules, a plan that was built first,
+or a direct `model.forward()`. The chunk's forward begins the next one where it is called as a module; a router that has
+routed the current one begins the next otherwise. What a forward leaves unfinished without having failed, or failed with
+others waiting, cannot be assigned to a micro-batch and raises. Recomputes do not come here: see `recompute`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.mcore.targets import Targets
+
+
+class Microbatch:
+    """One micro-batch in one chunk: what its routers shall use, and how far it has come.
+
+    Args:
+        number: how many were queued for this chunk before it.
+        num_routers: routers of the chunk that route it.
+        shape: (positions, sequences) of the tokens as this rank's routers get them, [s, b, h] without h.
+        rows: [b, s] int64, its routing rows.
+        router_rows: [num_tokens] int64, the same as this rank's routers see them; None: a replay does not keep them.
+        token_ids: [b, s] integers, what the caller says its tokens are; None: not said.
+        targets: what its routers replay; None: a recording.
+        counts: [3] int64, rows replayed, live, padding.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        num_routers: int,
+        *,
+        shape: tuple[int, int],
+        rows: Tensor,
+        router_rows: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        targets: Targets | None = None,
+        counts: Tensor,
+    ) -> None:
+        self.number = number
+        self.shape = shape
+        self.rows = rows
+        self.router_rows = router_rows
+        self.token_ids = token_ids
+        self.targets = targets
+        self.counts = counts
+        self.routed = [False] * num_routers
+        self.used: list[Tensor | None] = [None] * num_routers  # [num_tokens, topk] each, filled in a recording alone
+        self.missing = num_routers
+        self.failed = False
+
+
+class Ledger:
+    """Assigns the forwards of one chunk's routers to the micro-batches that were queued for it.
+
+    Args:
+        where: "rank 0, chunk 1", for messages.
+        layers: "layer 3" or "MTP layer 5" for each router that takes part.
+        on_done: gets each micro-batch when all routers have routed it.
+    """
+
+    def __init__(self, where: str, layers: list[str], on_done: Callable[[Microbatch], None]) -> None:
+        self.where = where
+        self.num_queued = 0
+        self._layers = layers
+        self._on_done = on_done
+        self._waiting: deque[Microbatch] = deque()
+        self._current: Microbatch | None = None
+        self._ambiguous: int | None = None  # the micro-batch whose forward failed while others were waiting
+
+    def queue(self, microbatch: Microbatch) -> None:
+        """Add the micro-batch of a forward to come."""
+        self._waiting.append(microbatch)
+        self.num_queued += 1
+
+    def begin(self, who: str = "") -> Microbatch:
+        """Make the next micro-batch the current one and return it.
+
+        Raises:
+            ReplayStateError: none was queued, the last forward left out a router, or one failed and what comes next
+                cannot be told.
+        """
+        unfinished = self._current
+        if unfinished is not None and unfinished.missing and not unfinished.failed:
+            raise ReplayStateError(
+                f"{self._name(unfinished)}: a new forward began, but no forward of its {self._missing_layers(unfinished)} "
+                "came. The forwards of a chunk must run one after another and reach every router (with mtp=True the "
+                "MTP layers too); if one failed, call the model itself, not its .forward, so that this is seen."
+            )
+        if self._ambiguous is not None and self._waiting:
+            raise ReplayStateError(
+                f"{self.where}: the forward of micro-batch {self._ambiguous} failed while {len(self._waiting)} others were "
+                "queued, so whether the next forward repeats it or goes on cannot be told. Leave the session, or queue each "
+                "micro-batch right before its forward."
+            )
+        if not self._waiting:
+            raise ReplayStateError(
+                f"{self.where}, micro-batch {self.num_queued}{who and ', ' + who}: a forward without routes; "
+                f"{self.num_queued} micro-batches were queued. Call session.microbatch(routing_rows, model) before each "
+                "forward of each chunk."
+            )
+        self._ambiguous = None
+        self._current = self._waiting.popleft()
+        return self._current
+
+    def end(self, *, failed: bool) -> None:
+        """Take note that the chunk's forward is over; the current micro-batch may still lack routers outside of it (MTP)."""
+        if failed and self._current is not None and self._current.missing:
+            self._current.failed = True
+            self._ambiguous = self._current.number if self._waiting else None
+
+    def microbatch_of(self, position: int) -> Microbatch:
+        """Return the micro-batch that the router at this position routes now.
+
+        Raises:
+            ReplayStateError: as `begin`.
+        """
+        current = self._current
+        if current is None or current.failed or current.routed[position]:
+            return self.begin(self._layers[position])
+        return current
+
+    def routed(self, microbatch: Microbatch, position: int) -> None:
+        """Take note that a router has routed the micro-batch; after the last one its routes are freed."""
+        microbatch.routed[position] = True
+        microbatch.missing -= 1
+        if not microbatch.missing:
+            self._on_done(microbatch)
+            microbatch.targets = None
+            microbatch.used = []
+
+    def problems(self) -> Iterator[str]:
+        """Yield what was queued and not routed by every router; forwards that failed do not count."""
+        current = self._current
+        if current is not None and current.missing and not current.failed:
+            yield f"{self._name(current)}: its {self._missing_layers(current)} was not forwarded"
+        for microbatch in self._waiting:
+            yield f"{self._name(microbatch)}, {self._layers[0]}: routes were queued, but no forward used them"
+
+    def clear(self) -> None:
+        """Forget every micro-batch."""
+        self._waiting.clear()
+        self._current = None
+
+    @property
+    def unfinished(self) -> list[Microbatch]:
+        """The micro-batches that still hold routes, oldest first."""
+        current = [self._current] if self._current is not None and self._current.missing else []
+        return [*current, *self._waiting]
+
+    def _name(self, microbatch: Microbatch) -> str:
+        return f"{self.where}, micro-batch {microbatch.number}"
+
+    def _missing_layers(self, microbatch: Microbatch) -> str:
+        return ", ".join(layer for layer, routed in zip(self._layers, microbatch.routed) if not routed)

@@ -1,0 +1,347 @@
+"""One router under a session: what it chooses in a forward, and what its recomputes use again."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Size, Tensor, nn
+
+from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.ids import index_dtype
+from megatron_router_replay.mcore.compat import TOPK_ORDER_FOLLOWS_GRAD
+from megatron_router_replay.mcore.find import FoundRouter
+from megatron_router_replay.mcore.ledger import Ledger, Microbatch
+from megatron_router_replay.mcore.routing_function import is_needed, routing_function
+from megatron_router_replay.mcore.selection import LiveTopk, in_order_of_scores
+from megatron_router_replay.recompute import Selection, recall, remember
+from megatron_router_replay.router_replay import ComputeTopk, check_fits, check_not_captured, gather_topk
+from megatron_router_replay.torch_private import (
+    Surroundings,
+    in_compiled_autograd,
+    not_compiled,
+    surroundings,
+)
+
+if TYPE_CHECKING:
+    from megatron_router_replay.diagnostics.live import LiveComparison
+    from megatron_router_replay.mcore.session import Session
+
+Choose = Callable[["SessionRouter", Microbatch, LiveTopk], Tensor]
+"""(router, microbatch, live) -> the experts to use, [num_tokens, topk] in the router's compact dtype."""
+
+
+_NOT_ASKED = Size((-1,))
+"""Stands for the shape of an input where no forward of the router runs."""
+
+
+def choose_replayed(router: SessionRouter, microbatch: Microbatch, live: LiveTopk) -> Tensor:
+    """Choose what the micro-batch's routes say; live rows as the router would."""
+    targets = microbatch.targets
+    assert targets is not None, "a replayed micro-batch is queued with targets"
+    used = targets.layers[router.position]
+    check_fits(used, live.scores, router.topk)
+    if router.live_comparison is not None and router.live_comparison.wants(microbatch.number):
+        router.live_comparison.add(
+            router.found.layer_number,
+            live.scores.detach(),
+            live=live.indices(),
+            replayed=used,
+            mask=targets.replayed,
+            kind=router.score_kind,
+            key=router.chunk_index,
+        )
+    if targets.live is None:
+        return used
+    if targets.live.dtype is torch.bool:
+        return torch.where(targets.live.unsqueeze(1), live.indices().to(used.dtype), used)
+    return used.index_copy(0, targets.live, live.indices_of(targets.live).to(used.dtype))
+
+
+class SessionRouter:
+    """What a session puts in place of `router.router_replay`; Megatron-Core calls `get_replay_topk` for its top-k.
+
+    Args:
+        found: the router.
+        position: its place in the chunk's micro-batches.
+        chunk_index: which chunk of the session it is in.
+        choose: how it chooses in a forward; None: live.
+        ledger: whose micro-batches it routes; None: it needs none, and is only frozen in recomputes.
+    """
+
+    def __init__(
+        self, found: FoundRouter, *, position: int, chunk_index: int, choose: Choose | None, ledger: Ledger | None
+    ) -> None:
+        self.found = found
+        self.position = position
+        self.chunk_index = chunk_index
+        self.topk = int(found.router.topk)
+        self.num_experts = int(found.router.num_experts)
+        self.dtype = index_dtype(self.num_experts)
+        config = found.router.config
+        is_logits = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+        self.score_kind: Literal["logits", "probabilities"] = "logits" if is_logits else "probabilities"
+        self.counts_flips = False
+        self.live_comparison: LiveComparison | None = None
+        self.watched = False
+        self.last_used: Tensor | None = None  # of the forward or recompute that runs, for a Verifier that watches
+        self.forwards = self.recomputes = self.decisions_recomputed = 0
+        self.flips: Tensor | None = None  # recomputed decisions whose live top-k would have been another set
+        self.closed = False
+        self.session: Session
+        self._choose = choose
+        self._ledger = ledger
+        self._routing = type(found.router).routing
+        self._replaced: Any = None
+        self._replaces_function = False
+        self._handles: list[Any] = []
+        # thread -> shape of the input that is being routed and was not asked about yet; None: of a copy of the router
+        self._inputs: dict[int, Size | None] = {}
+        self._alive: dict[weakref.ref[Selection], None] = {}  # selections whose recompute can still come, oldest first
+        self._counting = threading.Lock()  # several threads may run backwards at once
+
+    def attach(self, session: Session) -> None:
+        """Take the place of the router's own replay object, which may be None, for a session.
+
+        Raises:
+            ReplayStateError: that object is being driven, or is of an unknown kind.
+        """
+        router = self.found.router
+        self._replaced = getattr(router, "router_replay", None)
+        self._check_not_driven()
+        self.session = session
+        router.router_replay = self
+        # Their routing function must be told to ask; see its module.
+        self._replaces_function = is_needed(router)
+        if self._replaces_function:
+            routing_function.attach()
+        self._handles = [
+            router.register_forward_pre_hook(self._before, with_kwargs=True),
+            router.register_forward_hook(self._after),
+        ]
+
+    def detach(self) -> None:
+        """End the session's hold; recomputes of forwards that ran under it still find their selections.
+
+        While the graph of such a forward lives, this object stays in place, passes forwards on to what was there before,
+        and goes when the last one is freed. Else a backward after the session would route live.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.closed = True
+        self._restore_if_done()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the router asks this object, directly or through a session inside this one."""
+        held = getattr(self.found.router, "router_replay", None)
+        while isinstance(held, SessionRouter) and held is not self:
+            held = held._replaced
+        return held is self
+
+    @property
+    def replay_backward_list(self) -> list[Tensor]:
+        """What recomputes that can still come will use, oldest first, [num_tokens, topk] each."""
+        return [selection.topk_indices for selection in self._pending()]
+
+    @property
+    def chooses(self) -> bool:
+        """Whether this call is for the session: not once it is closed, except in recomputes of its forwards."""
+        return not self.closed or surroundings().in_backward
+
+    @property
+    def replaced(self) -> Any:
+        """What the router has when neither this session nor an ended one is in place."""
+        replaced = self._replaced
+        while isinstance(replaced, SessionRouter) and replaced.closed and not replaced._pending():
+            replaced = replaced._replaced
+        return replaced
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SessionRouter:
+        return self  # a model that is copied during a session is not under it: see `_before`
+
+    @not_compiled
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: ComputeTopk | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `RouterReplay.get_replay_topk`.
+
+        Raises:
+            ReplayStateError: no routes were queued for this forward, a recompute's forward is not known, or a graph other
+                than torch.compile's is captured.
+        """
+        assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
+        live = LiveTopk(scores, topk, num_groups, group_topk, default_compute_topk)
+        place = surroundings()
+        if self.closed:
+            selection = recall(place, self.found.router) if place.in_backward else None
+            if selection is None:
+                return self._pass_on(live)
+            return self._recompute(place, selection, live)
+        check_not_captured(scores, self.found)
+        if in_compiled_autograd():
+            raise ReplayStateError(
+                f"{self.found}: cannot tell recomputes from forwards under compiled autograd: turn it off "
+                "(torch._dynamo.config.compiled_autograd = False) while a session runs."
+            )
+        shape = self._inputs.pop(threading.get_ident(), _NOT_ASKED)
+        if shape is None:
+            return self._pass_on(live)
+        if shape is _NOT_ASKED:
+            raise ReplayStateError(
+                f"{self.found}: asked for experts outside its own forward, or twice in one; the session cannot tell for "
+                "which tokens. Call the router as a module."
+            )
+        if place.in_backward:
+            selection = recall(place, self.found.router)
+            if selection is None:
+                raise ReplayStateError(
+                    f"{self.found}: recomputed, but this session saw no forward of it: the forward ran before the session, "
+                    "or in a kind of checkpoint that is not known (known: torch.utils.checkpoint, and autograd functions "
+                    "with forward(ctx, ...) and backward(ctx, ...) as Megatron-Core's and Transformer Engine's)."
+                )
+            return self._recompute(place, selection, live)
+        return self._forward(place, shape, live)
+
+    def _forward(self, place: Surroundings, shape: Size, live: LiveTopk) -> tuple[Tensor, Tensor]:
+        microbatch = None
+        if self._ledger is not None:
+            microbatch = self._ledger.microbatch_of(self.position)
+            self._check_shape(microbatch, shape)
+        live_rows: Tensor | bool | None = None
+        if self._choose is not None and microbatch is not None:
+            used = self._choose(self, microbatch, live)
+            values, indices = gather_topk(live.scores, used)
+            live_rows = microbatch.targets.live if microbatch.targets is not None else None
+        else:
+            # A recompute gathers what this selects, so a masked top-k is a gather here too: non-reentrant checkpoints
+            # compare what the two keep for the backward.
+            values, indices = (
+                gather_topk(live.scores, live.indices(), like_topk=True) if live.group_topk else live.with_values()
+            )
+            live_rows = True
+            if not (place.inside or self._ledger is not None or self.watched):
+                self.forwards += 1
+                return values, indices  # nothing will ask for them again
+            used = indices.to(self.dtype)
+        self.forwards += 1
+        if place.inside:
+            sorts = TOPK_ORDER_FOLLOWS_GRAD and not torch.is_grad_enabled()
+            selection = Selection(used, self, live_rows if sorts else None)
+            self._alive[weakref.ref(selection, self._freed)] = None
+            remember(place, self.found.router, selection)
+        self.last_used = used if self.watched else None
+        if microbatch is not None and self._ledger is not None:
+            if self._choose is None:
+                microbatch.used[self.position] = used
+            self._ledger.routed(microbatch, self.position)
+        return values, indices
+
+    def _recompute(self, place: Surroundings, selection: Selection, live: LiveTopk) -> tuple[Tensor, Tensor]:
+        used = selection.topk_indices
+        check_fits(used, live.scores, self.topk)
+        maker = selection.maker
+        with maker._counting:
+            maker.recomputes += 1
+            maker.decisions_recomputed += used.shape[0]
+        if maker.counts_flips:
+            flipped = live.indices().sort(dim=1).values != used.to(torch.int64).sort(dim=1).values
+            num_flipped = flipped.any(dim=1).sum()
+            maker.flips = num_flipped if maker.flips is None else maker.flips + num_flipped
+        if self.watched:
+            self.last_used = used
+        if selection.live_rows is not None and torch.is_grad_enabled():
+            used = in_order_of_scores(used.to(torch.int64), live.scores, selection.live_rows)
+        return gather_topk(live.scores, used, like_topk=maker._choose is None)
+
+    def _pass_on(self, live: LiveTopk) -> tuple[Tensor, Tensor]:
+        self._restore_if_done()
+        replaced = self.replaced
+        if replaced is None:
+            return live.with_values()
+        routed: tuple[Tensor, Tensor] = replaced.get_replay_topk(
+            live.scores, live.topk, live.num_groups, live.group_topk, live.compute
+        )
+        return routed
+
+    @not_compiled
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        held = self.found.router.router_replay
+        if module is not self.found.router:  # a copy that was made during the session, with its hooks: it routes live
+            self._inputs[threading.get_ident()] = None
+            return
+        if held is not self:
+            if self.attached:
+                return  # a record or replay inside this freeze answers
+            raise ReplayStateError(
+                f"{self.found}: router.router_replay was replaced during the session by {type(held).__name__}, which would "
+                "decide in its stead. Leave the session first."
+            )
+        self._check_not_driven()
+        router: Any = self.found.router
+        if router.topk != self.topk or type(router).routing is not self._routing:
+            raise ReplayStateError(
+                f"{self.found}: topk or the router's class changed during the session (topk {self.topk} -> {router.topk}, "
+                f"class {type(router).__name__}). Leave the session first."
+            )
+        self._inputs[threading.get_ident()] = (args[0] if args else kwargs["input"]).shape[:-1]
+
+    @not_compiled
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inputs.pop(threading.get_ident(), None) is not None:
+            raise ReplayStateError(
+                f"{self.found} chose experts without asking the session: was moe_router_fusion or its balancing changed "
+                "since the session began?"
+            )
+
+    def _check_shape(self, microbatch: Microbatch, shape: Size) -> None:
+        expected = microbatch.shape
+        # Megatron's [s, b, h]; a router that gets [n, h] has lost which token is whose unless there is one sequence.
+        if tuple(shape) != expected and not (len(shape) == 1 and expected[1] == 1 and shape[0] == expected[0]):
+            raise ReplayStateError(
+                f"{self._ledger.where if self._ledger else ''}, micro-batch {microbatch.number}, {self.found}: the router "
+                f"routes {shape.numel()} tokens, [s, b] = {list(shape)} on this rank, routing_rows are for "
+                f"{list(expected)}: they must have the shape of this micro-batch's input_ids, [b, s]."
+            )
+
+    def _check_not_driven(self) -> None:
+        replaced = self._replaced
+        while isinstance(replaced, SessionRouter):
+            replaced = replaced._replaced
+        if replaced is None:
+            return
+        action = getattr(replaced, "router_replay_action", "unknown")
+        if action is not None:
+            raise ReplayStateError(
+                f"{self.found}: its own {type(replaced).__name__} is being driven (action {getattr(action, 'name', action)}) "
+                "and one router follows one driver. Clear its action (RouterReplay.clear_global_router_replay_action()), or "
+                "use no session."
+            )
+
+    def _freed(self, reference: weakref.ref[Selection]) -> None:
+        # Runs wherever the graph is freed, also on an autograd thread: one operation on a dict, and a plain assignment.
+        self._alive.pop(reference, None)
+        self._restore_if_done()
+
+    def _pending(self) -> list[Selection]:
+        selections = [reference() for reference in list(self._alive)]
+        return [selection for selection in selections if selection is not None and selection.pending]
+
+    def _restore_if_done(self) -> None:
+        """Put back what was there before, once the session is closed and no recompute can come."""
+        if not self.closed or self._pending():
+            return
+        if getattr(self.found.router, "router_replay", None) is self:
+            self.found.router.router_replay = self.replaced
+        if self._replaces_function:
+            self._replaces_function = False
+            routing_function.detach()

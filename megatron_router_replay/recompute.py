@@ -1,0 +1,122 @@
+"""Who owns a recompute: what routers chose inside an activation checkpoint is kept on that checkpoint itself.
+
+When a router chooses experts in a forward, the checkpoints that it runs in are read off the call stack, and its choice is
+put on each of them: on the `ctx` of a reentrant checkpoint, which is its node in the autograd graph, or on torch's frame of
+a non-reentrant one. When a router runs again, the innermost checkpoint that recomputes is on the stack too, and it is the
+same object: the choice is found there. So nothing is guessed from the order of forwards and backwards, from outputs or from
+counts; several micro-batches may share one backward, a graph may be used twice, checkpoints may be nested and threads may
+run backwards at once. A choice lives exactly as long as the graph that can ask for it, and a forward outside every
+checkpoint (evaluation, no recompute) leaves nothing. A recompute of a kind that is not known finds nothing, and raises.
+
+    forward:    router -> remember(surroundings(), router, selection)
+    recompute:  router -> recall(surroundings(), router) -> the selection of the same call in that checkpoint's forward
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.torch_private import Surroundings, graph_task, is_spent
+
+_ATTRIBUTE = "router_replay_selections"
+
+
+class Selection:
+    """What a router chose in one forward inside a checkpoint.
+
+    Args:
+        topk_indices: [num_tokens, topk], compact or int64; whoever recomputes uses these.
+        maker: what chose them, a session's router or a RouterReplay.
+        live_rows: the rows ([n] int64 positions or [num_tokens] bool) whose columns the recompute puts in the order of its
+            live scores; True: all rows; None: none.
+    """
+
+    __slots__ = ("__weakref__", "_checkpoints", "live_rows", "maker", "topk_indices")
+
+    def __init__(self, topk_indices: Tensor, maker: Any, live_rows: Tensor | bool | None = None) -> None:
+        self.topk_indices = topk_indices
+        self.maker = maker
+        self.live_rows = live_rows
+        self._checkpoints: list[weakref.ref[Any]] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether a recompute can still ask for this; not once a backward has freed what its checkpoints saved."""
+        checkpoints = (reference() for reference in self._checkpoints)
+        return any(checkpoint is not None and not is_spent(checkpoint) for checkpoint in checkpoints)
+
+
+class _Selections:
+    """The selections inside one checkpoint: for each router those of its calls, in order."""
+
+    __slots__ = ("_made", "_recomputing")
+
+    def __init__(self) -> None:
+        self._made: dict[object, list[Selection]] = {}
+        self._recomputing: dict[object, tuple[int, int]] = {}  # router -> (graph task, calls in it so far)
+
+    def add(self, router: object, selection: Selection) -> None:
+        self._made.setdefault(router, []).append(selection)
+
+    def next(self, router: object) -> Selection | None:
+        """Return the selection of the call that this recompute repeats; None: the forward never called this router.
+
+        Raises:
+            ReplayStateError: the recompute calls the router more often than its forward did, or the call cannot be told.
+        """
+        made = self._made.get(router)
+        if made is None:
+            return None
+        # A checkpoint runs once in a backward, so the number of the backward tells one recompute from the next.
+        task = graph_task()
+        if task == -1:  # saved tensors of a non-reentrant checkpoint were asked for outside a backward
+            if len(made) > 1:
+                raise ReplayStateError(
+                    f"a checkpoint recomputes outside a backward, and its forward called the router {len(made)} times: which "
+                    "call this repeats cannot be told. Run the backward instead."
+                )
+            return made[0]
+        last_task, calls = self._recomputing.get(router, (-1, 0))
+        calls = calls if last_task == task else 0
+        if calls == len(made):
+            raise ReplayStateError(
+                f"a recompute calls the router {calls + 1} times, its forward called it {len(made)} times: the checkpointed "
+                "function must do the same both times."
+            )
+        self._recomputing[router] = (task, calls + 1)
+        return made[calls]
+
+
+def remember(place: Surroundings, router: object, selection: Selection) -> None:
+    """Put a selection on every checkpoint whose forward runs.
+
+    Args:
+        place: `surroundings()` of the router's call.
+        router: what identifies the router, in sessions the TopKRouter; it lives as long as its checkpoints.
+    """
+    for checkpoint in place.inside:
+        selections = getattr(checkpoint, _ATTRIBUTE, None)
+        if selections is None:
+            selections = _Selections()
+            setattr(checkpoint, _ATTRIBUTE, selections)
+        selections.add(router, selection)
+        selection._checkpoints.append(weakref.ref(checkpoint))
+
+
+def recall(place: Surroundings, router: object) -> Selection | None:
+    """Return what the router chose in the forward that this recompute repeats; None: nothing is known of that forward.
+
+    Checkpoints that the recompute makes anew, for their own recompute, get the selection too.
+
+    Raises:
+        ReplayStateError: the recompute calls the router more often than its forward did.
+    """
+    selections = getattr(place.recompute, _ATTRIBUTE, None)
+    selection = None if selections is None else selections.next(router)
+    if selection is not None:
+        remember(place, router, selection)
+    return selection

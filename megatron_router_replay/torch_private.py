@@ -1,0 +1,143 @@
+"""Every private name of torch that the core leans on, in one place; a test runs each.
+
+`surroundings` reads activation checkpoints off the Python call stack. A checkpoint calls the model through its own Python
+frames, so the stack says exactly in which checkpoints a router runs, however they are nested and on whichever thread:
+
+    frame                                  what runs                   the object that is the checkpoint
+    Function.forward(ctx, ...)             reentrant, first forward    ctx: torch's, Megatron-Core's, Transformer Engine's
+    Function.backward(ctx, ...)            reentrant, recompute        the same ctx: it is the node in the graph
+    torch.utils.checkpoint.checkpoint      non-reentrant, forward      its _CheckpointFrame
+    unpack_hook of a _CheckpointFrame      non-reentrant, recompute    the same _CheckpointFrame
+
+Source: torch 2.13, torch/utils/checkpoint.py and torch/autograd/function.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd.function import FunctionCtx
+from torch.utils import checkpoint as torch_checkpoint
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_FRAMES = frozenset({"forward", "backward", "checkpoint", "unpack_hook"})
+_CHECKPOINT_FILE = torch_checkpoint.__file__
+
+
+def not_compiled(function: Function) -> Function:
+    """Keep a function out of torch.compile's graphs: they could hold the micro-batch, the counts or the phase of one call."""
+    # torch.compiler.disable does the same, is untyped, and imports all of Dynamo now instead of with the first call.
+    return cast(Function, _disable_dynamo(function))
+
+
+def graph_task() -> int:
+    """Return the number of the backward that runs in this thread, another for every backward; -1: none runs."""
+    return int(torch._C._current_graph_task_id())
+
+
+def in_compiled_autograd() -> bool:
+    """Return whether compiled autograd traces a backward: there a recompute could be taken for a forward."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # slow to import; loaded wherever it traces
+    return bool(compiled_autograd and compiled_autograd.in_compiled_autograd_region)
+
+
+def is_captured(scores: Tensor) -> bool:
+    """Return whether what runs now becomes part of a graph that runs again without Python."""
+    if scores.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")  # slow to import; loaded wherever it traces
+    return bool(proxy_tensor and proxy_tensor.get_proxy_mode() is not None) or bool(torch._C._is_tracing())
+
+
+class Surroundings(NamedTuple):
+    """In which activation checkpoints a call runs.
+
+    Args:
+        in_backward: a backward runs in this thread, or a checkpoint recomputes outside one.
+        recompute: the checkpoint whose recompute this is; None: none is known.
+        inside: the checkpoints whose forward this is, innermost first; in a recompute, those that it makes anew.
+    """
+
+    in_backward: bool
+    recompute: Any
+    inside: tuple[Any, ...]
+
+
+NOWHERE = Surroundings(False, None, ())
+
+
+def surroundings() -> Surroundings:
+    """Return in which activation checkpoints the caller runs, and whether as their forward or as a recompute."""
+    in_backward = graph_task() != -1
+    hooks = None
+    if not in_backward:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # A reentrant checkpoint turns gradients off and a non-reentrant one sets hooks. Here is neither, so the walk up the
+        # stack is spared: in most forwards of a training run without recompute, and under inference_mode.
+        if hooks is None and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            return NOWHERE
+    inside: list[Any] = []
+    for is_recompute, checkpoint in _checkpoints(sys._getframe(1)):
+        if is_recompute:
+            return Surroundings(True, checkpoint, tuple(inside))
+        inside.append(checkpoint)
+    # The composable API enters a checkpoint in one hook and leaves it in another: no frame of it is on the stack.
+    checkpoint = _checkpoint_of_hooks(hooks)
+    if checkpoint is not None and all(known is not checkpoint for known in inside):
+        inside.append(checkpoint)
+    return Surroundings(in_backward, None, tuple(inside))
+
+
+def is_spent(checkpoint: Any) -> bool:
+    """Return whether a backward has freed what a reentrant checkpoint saved, so that it cannot recompute any more.
+
+    Its node may live on: modules keep tensors of their last forward, and these the graph behind them.
+    """
+    if not isinstance(checkpoint, FunctionCtx):
+        return False  # a _CheckpointFrame is freed together with what was saved
+    try:
+        _ = checkpoint._raw_saved_tensors  # type: ignore[attr-defined]  # does not unpack them, which could recompute
+    except RuntimeError:
+        return True
+    return False
+
+
+def _checkpoints(frame: FrameType | None) -> Iterator[tuple[bool, Any]]:
+    """Yield (it recomputes, checkpoint) for the checkpoints on the stack, from the innermost outwards."""
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_name
+        if name in _FRAMES:
+            checkpoint = None
+            if name in ("forward", "backward"):
+                first = code.co_varnames[0] if code.co_argcount else "self"
+                if first != "self":
+                    context = frame.f_locals.get(first)
+                    checkpoint = context if isinstance(context, FunctionCtx) else None
+            elif code.co_filename == _CHECKPOINT_FILE:
+                if name == "unpack_hook":
+                    checkpoint = frame.f_locals.get("frame")
+                else:
+                    generator = frame.f_locals.get("gen")
+                    suspended = None if generator is None else generator.gi_frame
+                    checkpoint = None if suspended is None else suspended.f_locals.get("new_frame")
+            if checkpoint is not None:
+                yield name in ("backward", "unpack_hook"), checkpoint
+        frame = frame.f_back
+
+
+def _checkpoint_of_hooks(hooks: Any) -> Any:
+    """Return the _CheckpointFrame that a pair of saved-tensor hooks belongs to; None: they are not a checkpoint's."""
+    pack: Any = None if hooks is None else hooks[0]
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    if "frame" not in names:
+        return None
+    frame = pack.__closure__[names.index("frame")].cell_contents
+    return frame if isinstance(frame, torch_checkpoint._CheckpointFrame) else None

@@ -1,0 +1,250 @@
+"""Random training programs: every router decision of every recompute is exact, or a RouterReplayError says why not.
+
+A program is a random sequence of what trainers do: forwards of several micro-batches under any kind of checkpoint, called
+or through `.forward`, backwards in any order and of several at once, in-place changes of outputs, failures that are caught,
+evaluations, dropped graphs, graphs used twice, sessions of every kind inside each other and left early, backwards on other
+threads. Between any two steps the routers may get other weights. Which forward a recompute belongs to is read off a number
+that travels through the model, never asked of the package.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_router_replay as mrr
+from tests.unit.mcore.tiny_chunk import Chunk, as_map, disturb, non_reentrant, plain, random_routes, reentrant, watched
+
+ROWS = 64
+QUICK, SLOW = 100, 2000
+
+
+@dataclass
+class Forward:
+    """What the program remembers of one forward."""
+
+    number: int
+    loss: Tensor | None
+    rows: Tensor | None  # [b, s] of a replay
+    trace: mrr.RoutingTrace | None
+
+
+class Program:
+    def __init__(self, seed: int, chunk: Chunk) -> None:
+        self.random = random.Random(seed)
+        self.chunk = chunk
+        self.number = 0
+        self.forwards: dict[int, Forward] = {}
+        self.sessions: list[Any] = []
+        self.log: list[str] = []
+
+    def run(self) -> None:
+        for _ in range(self.random.randint(4, 14)):
+            step = self.random.choices(
+                [self.open, self.close, self.forward, self.backward, self.drop, self.evaluate, self.change_weights],
+                [3, 2, 8, 5, 1, 1, 4],
+            )[0]
+            step()
+        self.change_weights()
+        while any(forward.loss is not None for forward in self.forwards.values()):
+            self.backward()
+
+    def open(self) -> None:
+        kind = self.random.choice(["freeze", "record", "replay"])
+        self.log.append(f"open {kind}")
+        if kind == "freeze":
+            session = mrr.freeze_recompute(self.chunk)
+        elif kind == "record":
+            session = mrr.record(self.chunk)
+        else:
+            mask = torch.tensor([self.random.random() < 0.8 for _ in range(ROWS)])
+            session = mrr.replay(
+                self.chunk,
+                mrr.RoutingTrace(
+                    topk_indices=random_routes(ROWS, seed=self.random.randrange(1 << 20)),
+                    layer_numbers=[1, 2, 3],
+                    num_experts=8,
+                    replay_mask=mask,
+                ),
+            )
+        self.sessions.append(session)
+
+    def close(self) -> None:
+        if self.sessions:
+            session = self.sessions.pop(self.random.randrange(len(self.sessions)))
+            self.log.append(f"close {session.kind}")
+            if self.random.random() < 0.3:
+                session.__exit__(ArithmeticError, ArithmeticError(), None)
+            else:
+                session.close()
+
+    def forward(self) -> None:
+        chunk = self.chunk
+        chunk.around = self.random.choice([plain, reentrant, non_reentrant])
+        b, s = self.random.choice([(1, 4), (2, 3), (3, 2)])
+        input_ids = torch.randint(32, (b, s))
+        queued = next((session for session in reversed(self.sessions) if session.queued), None)
+        rows = None
+        if queued is not None:
+            rows = torch.tensor([[self.random.randrange(-1, ROWS) for _ in range(s)] for _ in range(b)])
+            if queued.kind == "record":
+                rows = torch.full((b, s), -1)  # the same row twice would rightly be refused
+            queued.microbatch(rows)
+        number = self.number
+        self.number += 1
+        trace = queued._trace if queued is not None and queued.kind == "replay" else None
+        call = self.random.choice([chunk, chunk, chunk.forward])
+        fails = self.random.random() < 0.15
+        chunk.fail_at = self.random.randrange(3) if fails else None
+        outer = self.random.choice([None, None, None, reentrant, non_reentrant])
+        in_place = self.random.random() < 0.3
+        self.log.append(f"forward {number} {chunk.around.__name__} outer={outer and outer.__name__} fails={fails}")
+        self.forwards[number] = Forward(number, None, rows, trace)
+        try:
+            if outer is None:
+                logits = call(input_ids, number)
+                if in_place:
+                    logits.div_(0.7)
+                loss = logits.square().mean()
+            else:
+                around = chunk.around  # the recompute must call what the forward called
+
+                def chunk_and_loss(scale: Tensor) -> Tensor:
+                    chunk.around = around
+                    return (call(input_ids, number) * scale).square().mean()
+
+                loss = outer(chunk_and_loss, torch.ones(1, requires_grad=True))
+        except ArithmeticError:
+            return
+        finally:
+            chunk.fail_at = None
+        self.forwards[number].loss = loss
+
+    def backward(self) -> None:
+        waiting = [forward for forward in self.forwards.values() if forward.loss is not None]
+        if not waiting:
+            return
+        chosen = self.random.sample(waiting, self.random.randint(1, len(waiting)))
+        retain = self.random.random() < 0.2
+        self.log.append(f"backward {[forward.number for forward in chosen]} retain={retain}")
+        total = torch.stack([forward.loss for forward in chosen if forward.loss is not None]).sum()
+        if not retain:
+            for forward in chosen:
+                forward.loss = None
+        if self.random.random() < 0.2:
+            errors: list[BaseException] = []
+
+            def on_thread() -> None:
+                try:
+                    total.backward(retain_graph=retain)
+                except BaseException as error:
+                    errors.append(error)
+
+            thread = threading.Thread(target=on_thread)
+            thread.start()
+            thread.join()
+            if errors:
+                raise errors[0]
+        else:
+            total.backward(retain_graph=retain)
+
+    def drop(self) -> None:
+        waiting = [forward for forward in self.forwards.values() if forward.loss is not None]
+        if waiting:
+            self.random.choice(waiting).loss = None
+            gc.collect()
+
+    def evaluate(self) -> None:
+        if any(session.queued for session in self.sessions):
+            return
+        self.log.append("evaluate")
+        with self.random.choice([torch.no_grad, torch.inference_mode])():
+            self.chunk(torch.randint(32, (2, 2)), self.number)
+        self.number += 1
+
+    def change_weights(self) -> None:
+        disturb(self.chunk, seed=self.random.randrange(1 << 20))
+
+
+def wrong_decisions(program: Program, seen: dict[tuple[int, int], list[Tensor]], frozen: set[int]) -> list[str]:
+    """What was routed otherwise than it must: replayed rows as the trace says, recomputes as their forward."""
+    wrong = []
+    for (number, layer), maps in seen.items():
+        forward = program.forwards.get(number)
+        if forward is None or number not in frozen:
+            continue
+        wrong += [
+            f"forward {number} layer {layer}: recompute {i}"
+            for i, m in enumerate(maps[1:])
+            if not torch.equal(m, maps[0])
+        ]
+        if forward.trace is not None and forward.rows is not None:
+            rows = forward.rows.t().reshape(-1)
+            routed = (rows >= 0) & forward.trace.replay_mask[rows.clamp(min=0)]
+            target = as_map(forward.trace.layer(layer)[rows[routed]])
+            if not torch.equal(maps[0][routed], target):
+                wrong.append(f"forward {number} layer {layer}: not the trace's routes")
+    return wrong
+
+
+def check(seed: int, chunk: Chunk) -> str:
+    """Run one program; return how it ended."""
+    program = Program(seed, chunk)
+    torch.manual_seed(seed)
+    frozen: set[int] = set()
+    run_forward = program.forward
+
+    def forward() -> None:
+        if program.sessions:
+            frozen.add(program.number)
+        run_forward()
+
+    program.forward = forward  # type: ignore[method-assign]
+    ending = "exact"
+    with watched(chunk) as seen:
+        try:
+            program.run()
+            for session in reversed(program.sessions):
+                session.close()
+        except mrr.RouterReplayError as error:
+            ending = type(error).__name__
+        # A program that was stopped by an error is over; what ran before was exact all the same.
+        mrr.close_sessions(chunk)
+    wrong = wrong_decisions(program, seen, frozen)
+    assert not wrong, f"seed {seed}: {wrong}\n  " + "\n  ".join(program.log)
+    for forward in program.forwards.values():
+        forward.loss = None
+    with suppress(Exception):
+        chunk.zero_grad(set_to_none=True)
+    return ending
+
+
+def endings(seeds: range) -> dict[str, int]:
+    chunk = Chunk()
+    counts: dict[str, int] = {}
+    for seed in seeds:
+        ending = check(seed, chunk)
+        counts[ending] = counts.get(ending, 0) + 1
+        if seed % 50 == 0:
+            gc.collect()
+            assert [router.router_replay for router in chunk.routers] == [None] * 3, f"seed {seed}: something is left"
+    return counts
+
+
+def test_random_programs_are_exact_or_raise():
+    counts = endings(range(QUICK))
+    assert counts["exact"] > QUICK / 5
+
+
+@pytest.mark.slow
+def test_thousands_of_random_programs_are_exact_or_raise():
+    counts = endings(range(QUICK, QUICK + SLOW))
+    assert counts["exact"] > SLOW / 5

@@ -1,0 +1,160 @@
+"""A model chunk of real Megatron-Core TopKRouters and nothing else of Megatron: it forwards and backwards in milliseconds.
+
+The last channel of the hidden state carries a number that the test gives each forward, unchanged from layer to layer. The
+watcher reads it from what enters a router, together with the routing map that leaves it. So a test knows which forward a
+recompute belongs to without asking the package.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+HIDDEN, EXPERTS, TOPK, VOCAB = 8, 8, 2, 32
+
+
+def config(**options: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=3,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
+        moe_router_load_balancing_type="none",
+        perform_initialization=False,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        **options,
+    )
+
+
+class Layer(nn.Module):
+    def __init__(self, the_config: Any, layer_number: int, generator: torch.Generator) -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        super().__init__()
+        groups = ProcessGroupCollection()
+        for name in ("tp", "cp", "tp_cp", "tp_dp_cp"):
+            setattr(groups, name, None)
+        self.router = TopKRouter(the_config, groups)
+        self.router.weight.data = torch.randn(EXPERTS, HIDDEN, generator=generator)
+        self.router.weight.data[:, -1] = 0  # the forward's number decides nothing
+        self.router.layer_number = layer_number
+        # Megatron-Core's own moves the weight to a GPU.
+        self.router.gating = lambda hidden: nn.functional.linear(hidden, self.router.weight)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator) / HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        probs, routing_map = self.router(hidden)
+        outputs = torch.einsum("sbh,ehk->sbek", hidden, self.experts).tanh()
+        mixed = (outputs * (probs * routing_map).view(*hidden.shape[:2], EXPERTS, 1)).sum(dim=2)
+        keep = torch.ones(HIDDEN)
+        keep[-1] = 0
+        return hidden + mixed * keep
+
+
+Around = Callable[[Callable[..., Tensor], Tensor], Tensor]
+"""How a layer is called: (layer, hidden) -> hidden; plain, or inside a checkpoint."""
+
+
+class Chunk(nn.Module):
+    """input_ids [b, s] -> logits [s, b, VOCAB]."""
+
+    def __init__(self, num_layers: int = 3, seed: int = 0, **options: Any) -> None:
+        super().__init__()
+        self.config = config(**options)
+        generator = torch.Generator().manual_seed(seed)
+        self.embedding = nn.Parameter(torch.randn(VOCAB, HIDDEN, generator=generator))
+        self.layers = nn.ModuleList(Layer(self.config, number + 1, generator) for number in range(num_layers))
+        self.around: Around = plain
+        self.number = 0  # of the next forward
+        self.fail_at: int | None = None  # the layer before which the next forward fails
+
+    def forward(self, input_ids: Tensor, number: int | None = None) -> Tensor:
+        number = self.number if number is None else number
+        hidden = self.embedding[input_ids.t()]
+        hidden = torch.cat([hidden[..., :-1], torch.full_like(hidden[..., -1:], float(number))], dim=-1)
+        for position, layer in enumerate(self.layers):
+            if self.fail_at == position:
+                self.fail_at = None
+                raise ArithmeticError("injected")
+            hidden = self.around(layer, hidden)
+        return hidden[..., :-1] @ self.embedding[:, :-1].t()
+
+    @property
+    def routers(self) -> list[Any]:
+        return [layer.router for layer in self.layers]
+
+
+def plain(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    return layer(hidden)
+
+
+def reentrant(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    return checkpoint(layer, *inputs, use_reentrant=True)
+
+
+def non_reentrant(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    return checkpoint(layer, *inputs, use_reentrant=False)
+
+
+Seen = dict[tuple[int, int], list[Tensor]]
+"""(number of the forward, layer number) -> the routing maps that left the router, the forward's first."""
+
+
+@contextmanager
+def watched(chunk: Chunk) -> Iterator[Seen]:
+    """Yield what leaves the chunk's routers."""
+    seen: Seen = defaultdict(list)
+
+    def hook(router: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        numbers = args[0][..., -1].unique()
+        assert numbers.numel() == 1
+        seen[int(numbers), router.layer_number].append(output[1].clone())
+
+    handles = [router.register_forward_hook(hook) for router in chunk.routers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def disturb(chunk: Chunk, seed: int = 99) -> None:
+    """Give the routers other weights, without autograd noticing: a live recompute cannot agree with its forward by luck."""
+    generator = torch.Generator().manual_seed(seed)
+    for router in chunk.routers:
+        router.weight.data = torch.randn(router.weight.shape, generator=generator)
+        router.weight.data[:, -1] = 0
+
+
+def flips(seen: Seen) -> int:
+    """How many recomputed decisions are not their forward's."""
+    return sum(int((later != first).any(dim=1).sum()) for first, *rest in seen.values() for later in rest)
+
+
+def num_recomputed(seen: Seen) -> int:
+    return sum(len(maps) - 1 for maps in seen.values())
+
+
+def tokens(num_sequences: int = 2, length: int = 4, seed: int = 1) -> Tensor:
+    return torch.randint(VOCAB, (num_sequences, length), generator=torch.Generator().manual_seed(seed))
+
+
+def random_routes(num_tokens: int, num_layers: int = 3, seed: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(num_tokens, num_layers, EXPERTS, generator=generator).argsort(dim=2)[:, :, :TOPK]
+
+
+def as_map(topk_indices: Tensor) -> Tensor:
+    """[n, topk] -> [n, EXPERTS] bool."""
+    return torch.zeros(len(topk_indices), EXPERTS, dtype=torch.bool).scatter(1, topk_indices.long(), True)
