@@ -229,10 +229,10 @@ def test_damaged_envelopes_that_were_not_signed_again_are_never_another_trace():
 
 
 @pytest.mark.slow
-def test_damaged_manifests(tmp_path):
+def test_damaged_parts_of_a_store(tmp_path):
     store = TraceStore(tmp_path)
     store.save(make_trace(3), step=1)
-    path = tmp_path / "step_000000001" / "rank_00000.json"
+    path = tmp_path / "step_000000001" / "rank_00000_part_00000.safetensors"
     good, expected = path.read_bytes(), store.parts(1)
     for seed in range(3000):
         rng = random.Random(seed)
