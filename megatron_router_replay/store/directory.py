@@ -11,6 +11,7 @@ run saves anew is never read as a mixture of both.
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import re
@@ -35,6 +36,7 @@ _STEP = re.compile(r"step_([0-9]{9,19})")
 _PART = re.compile(r"rank_([0-9]{5,19})_part_([0-9]{5,19})\.safetensors")
 _MAX_NUMBER = (1 << 63) - 1
 _MAX_RUN_CHARACTERS = 200
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _MAX_ATTEMPTS = 20
 """How often a step is listed anew because a part was replaced between listing and reading it."""
 
@@ -44,7 +46,7 @@ class _ReplacedError(StoreError):
 
 
 class TraceStore:
-    """Traces by (step, rank, part) under one folder; iterating yields every `StoredPart` in that order.
+    """Traces by (step, rank, part) under one folder; iterating yields every `StoredPart` of every run in that order.
 
     Args:
         root: the folder; made when the first part is saved. Any number of processes and threads may save at once.
@@ -64,7 +66,7 @@ class TraceStore:
 
     def __iter__(self) -> Iterator[StoredPart]:
         for step in self.steps():
-            yield from self.parts(step)
+            yield from self._all_parts(step)
 
     def save(self, trace: RoutingTrace, *, step: int, rank: int | None = None, part: int | None = None) -> Path:
         """Save a part and return its path; it is in the store when this returns, or not at all.
@@ -108,20 +110,19 @@ class TraceStore:
             return sorted(number for number in set(numbers) if _part_numbers(self._folder(number)))
 
     def parts(self, step: int, *, run: str | None = None) -> list[StoredPart]:
-        """Return what all ranks saved in a step, ordered by rank and part.
+        """Return what all ranks of one run saved in a step, ordered by rank and part.
 
         Args:
-            run: return the parts of this run. Default: those of the run that started last; where that cannot be told,
-                all of them, and `load_step` raises.
+            run: default: the run that started last.
 
         Raises:
-            StoreError: the store has no such step, or a file is damaged or was saved as another step or rank.
+            StoreError: the store has no such step or run; a file is damaged or was saved as another step or rank; it cannot
+                be told which parts are of one run, or the latest run lacks ranks that an earlier one had.
         """
-        parts = self._all_parts(_as_number("step", step))
-        if run is not None:
-            return [part for part in parts if part.saved_by.run == run]
-        runs = Runs.of(parts) if parts else None
-        return runs.latest if runs and runs.certain else parts
+        step = _as_number("step", step)
+        runs = self._runs(step, run)
+        runs.check(step)
+        return runs.latest
 
     def load(
         self,
@@ -160,12 +161,8 @@ class TraceStore:
         """
         step = _as_number("step", step)
         for _ in range(_MAX_ATTEMPTS):
-            parts = [part for part in self._all_parts(step) if run is None or part.saved_by.run == run]
-            if not parts:
-                of_run = "" if run is None else f" of run {run!r}"
-                raise StoreError(f"cannot load step {step} of {self.root}: it has no part{of_run}.")
-            runs = Runs.of(parts)
-            if run is None and not (allow_gaps and runs.certain):
+            runs = self._runs(step, run)
+            if not (allow_gaps and runs.certain):
                 runs.check(step)
             try:
                 traces = [self.load(part, device=device) for part in runs.latest]
@@ -205,6 +202,14 @@ class TraceStore:
                     shutil.rmtree(path)
         return removed
 
+    def _runs(self, step: int, run: str | None) -> Runs:
+        """Tell the runs of a step apart, or take the parts of one run alone."""
+        parts = [part for part in self._all_parts(step) if run is None or part.saved_by.run == run]
+        if not parts:
+            of_run = "" if run is None else f" of run {run!r}"
+            raise StoreError(f"cannot load step {step} of {self.root}: it has no part{of_run}.")
+        return Runs.of(parts)
+
     def _all_parts(self, step: int) -> list[StoredPart]:
         folder = self._folder(step)
         with naming(folder, "list"):
@@ -230,14 +235,23 @@ def _merge_step(step: int, runs: Runs, traces: list[RoutingTrace], *, allow_gaps
 
 
 def _take_next_number(temporary: Path, folder: Path, rank: int) -> Path:
-    """Give the file the first part number that nobody has; raise OSError where the file system has no hard links."""
+    """Give the file the first part number of this rank that nobody has, and return its path."""
     while True:
         taken = [part for of_rank, part in _part_numbers(folder) if of_rank == rank]
         path = folder / _part_name(rank, max(taken, default=-1) + 1)
         try:
+            # Unlike a rename, a link fails where the name exists: whoever was faster keeps it.
             os.link(temporary, path)
         except FileExistsError:
-            continue  # another thread or process was faster; look again
+            # A network file system may have made the link and lost its answer.
+            if not path.exists() or not os.path.samefile(temporary, path):
+                continue
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise StoreError(
+                    f"this file system has no hard links ({error}): give each part a number, part=..."
+                ) from None
+            raise
         return path
 
 

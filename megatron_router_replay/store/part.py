@@ -103,15 +103,20 @@ class Runs:
         """Tell the parts of a step apart.
 
         Runs with a name are told apart by it. Of those without one, a part is of an earlier run if it had been saved before
-        the process started that saved the newest. Under torch.distributed that is certain: all ranks have started before
-        any can save.
+        the process started that saved the newest, or by a process that ran at that time. Under torch.distributed that is
+        certain: all ranks have started before any can save.
         """
         newest = max((part.saved_by for part in parts), key=lambda saved: (saved.process_start_ns, saved.saved_ns))
+        # What is older says when the run before still ran: a process of that time belongs to it, however late it saved.
+        older = [p.saved_by.saved_ns for p in parts if p.saved_by.saved_ns < newest.process_start_ns]
+        last_of_older = max(older, default=-1)
         latest: list[StoredPart] = []
         earlier: list[StoredPart] = []
         for part in parts:
-            saved = part.saved_by
-            same = saved.run == newest.run and (newest.run is not None or saved.saved_ns >= newest.process_start_ns)
+            if newest.run is None:
+                same = part.saved_by.run is None and part.saved_by.process_start_ns > last_of_older
+            else:
+                same = part.saved_by.run == newest.run
             (latest if same else earlier).append(part)
         certain = not earlier or newest.run is not None or newest.world_size is not None
         return cls(latest=latest, earlier=earlier, certain=certain)

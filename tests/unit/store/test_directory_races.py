@@ -1,5 +1,6 @@
 """Threads and processes that save, replace, read and prune at the same time; disks that are full."""
 
+import errno
 import os
 import resource
 import subprocess
@@ -165,6 +166,30 @@ def test_a_full_disk_leaves_the_old_part_and_nothing_else(tmp_path):
     assert_same(store.load_step(1), old)
 
 
+def test_a_file_system_without_hard_links_asks_for_part_numbers(tmp_path, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # what FAT and some FUSE file systems answer
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(StoreError, match=r"no hard links .* part=\.\.\."):
+        TraceStore(tmp_path).save(make_trace(3), step=1)
+    assert os.listdir(tmp_path / "step_000000001") == []
+    TraceStore(tmp_path).save(make_trace(3), step=1, part=0)
+
+
+def test_a_link_that_was_made_though_it_is_said_to_have_failed_is_one_part(tmp_path, monkeypatch):
+    real = os.link
+
+    def link(source, target):
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")  # NFS, after a lost answer
+
+    monkeypatch.setattr(os, "link", link)
+    store = TraceStore(tmp_path)
+    store.save(make_trace(3), step=1)
+    assert [part.part for part in store.parts(1)] == [0]
+
+
 def test_a_header_that_is_too_large_leaves_the_old_part(tmp_path):
     store = TraceStore(tmp_path)
     store.save(numbered(1), step=1, part=0)
@@ -210,11 +235,12 @@ def test_ranks_and_runs_are_taken_from_torch_distributed(tmp_path):
     assert store.load_step(3).topk_indices.tolist() == [[[1, 2]], [[1, 2]]]
     # The run is resumed; its rank 0 has saved the step anew and its rank 1 has not.
     run_two_ranks(tmp_path, "second", "4", "save0")
-    assert [(part.rank, part.part, part.saved_by.world_size) for part in store.parts(3)] == [(0, 1, 2)]
+    assert [(part.rank, part.part, part.saved_by.world_size) for part in store] == [(0, 0, 2), (0, 1, 2), (1, 0, 2)]
     with pytest.raises(StoreError, match="has not saved the parts of ranks 1"):
         store.load_step(3)
     run_two_ranks(tmp_path, "third", "5", "save0", "save1")
     assert store.load_step(3).topk_indices.tolist() == [[[5, 6]], [[5, 6]]]
+    assert [(part.rank, part.part) for part in store.parts(3)] == [(0, 2), (1, 1)]
 
 
 def test_the_rank_is_0_where_nothing_says_otherwise(tmp_path):

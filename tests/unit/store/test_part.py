@@ -40,6 +40,21 @@ def test_under_torch_distributed_a_part_saved_before_a_rank_started_is_of_an_ear
     Runs.of([*old, new, part(1, 1, started=61, saved=91, world_size=2)]).check(1)
 
 
+def test_a_process_that_a_dead_run_left_behind_belongs_to_that_run_however_late_it_saves():
+    # Rank 1 of the old run hung, and saved after the new run had started.
+    old = part(0, started=10, saved=50, world_size=2)
+    late = part(1, started=11, saved=95, world_size=2)
+    new = part(0, 1, started=60, saved=90, world_size=2)
+    assert split(old, late, new) == ([(0, 1)], [(0, 0), (1, 0)], True)
+    with pytest.raises(StoreError, match="parts of ranks 1,"):
+        Runs.of([old, late, new]).check(1)
+
+
+def test_parts_saved_at_one_moment_or_in_the_moment_a_process_started_are_one_run():
+    assert split(part(0, started=10, saved=50), part(1, started=50, saved=50)) == ([(0, 0), (1, 0)], [], True)
+    assert split(part(0, started=10, saved=49), part(1, started=50, saved=50))[1] == [(0, 0)]
+
+
 def test_a_run_resumed_on_fewer_ranks_need_not_save_those_it_does_not_have():
     old = [part(rank, started=10, saved=50, world_size=4) for rank in range(4)]
     new = [part(rank, 1, started=60, saved=90, world_size=2) for rank in range(2)]
@@ -98,8 +113,10 @@ def resume(tmp_path):
 
 def test_a_step_that_a_resumed_run_saves_anew_is_never_a_mixture(tmp_path):
     old, new, second = resume(tmp_path)
-    with pytest.raises(StoreError, match="has not saved the parts of ranks 1"):
-        second.load_step(5)
+    for attempt in (second.load_step, second.parts):
+        with pytest.raises(StoreError, match="has not saved the parts of ranks 1"):
+            attempt(5)
+    assert [(p.rank, p.saved_by.run) for p in second] == [(0, "a"), (0, "b"), (1, "a")]
     assert_same(second.load_step(5, run="a"), old)
     # Without rank 1 of the new run there are two layers, and no layer of the old run.
     assert_same(second.load_step(5, allow_gaps=True), new.select_layers((2, 3)))
