@@ -175,6 +175,13 @@ def test_the_last_row_of_a_sample_may_be_live_and_no_other():
         merge_traces([engine.keep([True, True, True, False, True])])
 
 
+def test_a_sample_of_no_tokens_says_nothing_of_any_row():
+    routes = [[[0, 1]], [[2, 3]], [[-1, -1]]]
+    short = RoutingTrace(topk_indices=routes[:2], layer_numbers=(1,), num_experts=4, sequence_lengths=(0, 2))
+    with pytest.raises(TraceError, match=r"1 of 3 rows .* \[2\]"):
+        merge_traces([short, RoutingTrace(topk_indices=routes, layer_numbers=(1,), num_experts=4)])
+
+
 def test_stages_without_moe_layers_alone_miss_nothing():
     dense = RoutingTrace(topk_indices=torch.empty(3, 0, 1, dtype=torch.uint8), layer_numbers=(), num_experts=1)
     assert merge_traces([dense, dense]).num_tokens == 3
@@ -240,3 +247,6 @@ def test_blocks_of_rows_do_not_show(monkeypatch):
     assert_valid(whole)
     with pytest.raises(TraceError, match=r"1 rows .*\{2: 1, 5: 1\}.* \[48\]"):
         merge_traces(parts)
+    lost = [part_of(make_trace(50, layer_numbers=LAYERS), some, LAYERS) for some in rows]
+    with pytest.raises(TraceError, match=r"1 of 50 rows are in no part.* the first are \[48\]"):
+        merge_traces(lost)
