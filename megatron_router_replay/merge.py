@@ -24,13 +24,20 @@ UNKNOWN = -1
 """token_ids and weight_version of a row that no part knows."""
 
 
-def merge_traces(parts: Sequence[RoutingTrace], *, allow_gaps: bool = False) -> RoutingTrace:
+def merge_traces(
+    parts: Sequence[RoutingTrace], *, allow_gaps: bool = False, names: Sequence[str] | None = None
+) -> RoutingTrace:
     """Return one trace of all layers of all parts, with a route in every row that any part recorded.
+
+    A row without a route is left to the live router only if a part knows that it is there: by its token id, or because it
+    is the last of a sample, which an engine never routes. Otherwise the part that has its route is missing.
 
     Args:
         parts: rows 0..N_i-1 of the same batch, replay_mask False where a part saw no route; each has some of the layers.
             A part with fewer rows than another saw nothing of the last ones.
-        allow_gaps: a row that was recorded in some layers and not in others gets no route, instead of an error.
+        allow_gaps: a row that was recorded in some layers and not in others, or that no part knows, gets no route,
+            instead of an error.
+        names: of the parts, for messages. Default: "part 0", "part 1", ...
 
     Returns:
         [max N_i, all layers, topk] on the first part's device. token_ids and weight_version are compared wherever a
@@ -38,40 +45,43 @@ def merge_traces(parts: Sequence[RoutingTrace], *, allow_gaps: bool = False) -> 
 
     Raises:
         TraceError: no parts; parts of different models; two parts recorded another set of experts, another token or
-            another weight version for the same row; a gap. Names parts, rows and layers.
+            another weight version for the same row; a row is missing in a layer or altogether. Names parts, rows and
+            layers.
     """
-    first = _check_same_model(parts)
+    names = [f"part {i}" for i in range(len(parts))] if names is None else names
+    first = _check_same_model(parts, names)
     num_tokens = max(part.num_tokens for part in parts)
     layer_numbers = tuple(sorted({number for part in parts for number in part.layer_numbers}))
     num_layers, topk, device = len(layer_numbers), first.topk, parts[0].device
     indices = torch.empty((num_tokens, num_layers, topk), dtype=index_dtype(first.num_experts), device=device)
     mask = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+    known = _known_rows(parts, num_tokens)
     gaps = _Gaps(layer_numbers)
     step = max(1, _BLOCK_BYTES // max(1, num_layers * topk * indices.element_size()))
     for start in range(0, num_tokens, step):
         rows = slice(start, min(start + step, num_tokens))
-        seen = _merge_rows(parts, layer_numbers, rows, indices[rows])
+        seen = _merge_rows(parts, names, layer_numbers, rows, indices[rows])
         mask[rows] = seen.all(dim=1) & seen.any(dim=1)
-        gaps.add(seen, start)
+        gaps.add(seen, known[rows], start)
         unused = (~mask[rows]).nonzero()[:, 0]
         filler = spread_experts(start, rows.stop - start, topk=topk, num_experts=first.num_experts).to(device)
         indices[rows][unused] = filler[unused].unsqueeze(1)
-    if gaps.num_rows and not allow_gaps:
-        raise TraceError(gaps.message())
+    if not allow_gaps:
+        gaps.check(parts, names, num_tokens)
     lengths, sample_ids = _merge_samples(parts, num_tokens)
     return RoutingTrace.from_checked(
         topk_indices=indices,
         layer_numbers=layer_numbers,
         num_experts=first.num_experts,
         replay_mask=mask,
-        token_ids=_merge_per_token("token_ids", parts, num_tokens),
-        weight_version=_merge_per_token("weight_version", parts, num_tokens),
+        token_ids=_merge_per_token("token_ids", parts, names, num_tokens),
+        weight_version=_merge_per_token("weight_version", parts, names, num_tokens),
         sequence_lengths=lengths,
         sample_ids=sample_ids,
     )
 
 
-def _check_same_model(parts: Sequence[RoutingTrace]) -> RoutingTrace:
+def _check_same_model(parts: Sequence[RoutingTrace], names: Sequence[str]) -> RoutingTrace:
     """Return the first part with layers; one without (a stage of dense layers) says nothing of experts."""
     if not parts:
         raise TraceError("cannot merge no parts: at least one is needed.")
@@ -83,13 +93,32 @@ def _check_same_model(parts: Sequence[RoutingTrace]) -> RoutingTrace:
         for name in ("num_experts", "topk"):
             if getattr(parts[i], name) != getattr(first, name):
                 raise TraceError(
-                    f"cannot merge part {i} with {name}={getattr(parts[i], name)} and part {with_layers[0]} with "
+                    f"cannot merge {names[i]} with {name}={getattr(parts[i], name)} and {names[with_layers[0]]} with "
                     f"{name}={getattr(first, name)}: they are of different models."
                 )
     return first
 
 
-def _merge_rows(parts: Sequence[RoutingTrace], layer_numbers: tuple[int, ...], rows: slice, merged: Tensor) -> Tensor:
+def _known_rows(parts: Sequence[RoutingTrace], num_tokens: int) -> Tensor:
+    """Return [num_tokens] bool, True: a part knows of this row, whether it has a route for it or not."""
+    known = torch.zeros(num_tokens, dtype=torch.bool, device=parts[0].device)
+    for part in parts:
+        if part.token_ids is not None:
+            known[: part.num_tokens] |= (part.token_ids != UNKNOWN).to(known.device)
+        if part.sequence_lengths:
+            # An engine never forwards the last token it sampled. Other rows of a sample may be those of a lost rank.
+            lengths = torch.tensor(part.sequence_lengths)
+            known[(lengths.cumsum(0) - 1)[lengths > 0].to(known.device)] = True
+    return known
+
+
+def _merge_rows(
+    parts: Sequence[RoutingTrace],
+    names: Sequence[str],
+    layer_numbers: tuple[int, ...],
+    rows: slice,
+    merged: Tensor,
+) -> Tensor:
     """Write these rows of all parts to `merged` [rows, num_layers, topk]; return what was seen, [rows, num_layers]."""
     # Which part wrote a row and layer first, -1 for none: int32, for the message.
     owner = torch.full(merged.shape[:2], -1, dtype=torch.int32, device=merged.device)
@@ -103,7 +132,8 @@ def _merge_rows(parts: Sequence[RoutingTrace], layer_numbers: tuple[int, ...], r
         columns = as_slice([layer_numbers.index(number) for number in part.layer_numbers])
         known = owner[:count, columns] >= 0
         if bool((known & recorded).any()):
-            _check_equal(i, part, rows.start, merged[:count, columns], routes, owner[:count, columns], known & recorded)
+            both = known & recorded
+            _check_equal(names, i, part, rows.start, merged[:count, columns], routes, owner[:count, columns], both)
         elif bool(recorded.all()) and not bool(known.any()):
             merged[:count, columns], owner[:count, columns] = routes, i
             continue
@@ -115,7 +145,14 @@ def _merge_rows(parts: Sequence[RoutingTrace], layer_numbers: tuple[int, ...], r
 
 
 def _check_equal(
-    index: int, part: RoutingTrace, start: int, before: Tensor, routes: Tensor, owner: Tensor, both: Tensor
+    names: Sequence[str],
+    index: int,
+    part: RoutingTrace,
+    start: int,
+    before: Tensor,
+    routes: Tensor,
+    owner: Tensor,
+    both: Tensor,
 ) -> None:
     """Raise unless `routes` name the same experts as `before` wherever `both` is set; their order may differ."""
     different = (both & (before != routes).any(dim=2)).nonzero()
@@ -125,40 +162,70 @@ def _check_equal(
         r, k = (int(i) for i in different[sets_differ][0])
         layers = sorted({part.layer_numbers[i] for i in layer[sets_differ].tolist()})
         raise TraceError(
-            f"parts {int(owner[r, k])} and {index} disagree on row {start + r}, layer {part.layer_numbers[k]}: "
+            f"{names[int(owner[r, k])]} and {names[index]} disagree on row {start + r}, layer {part.layer_numbers[k]}: "
             f"{before[r, k].tolist()} and {routes[r, k].tolist()} ({int(sets_differ.sum())} such rows in layers {layers}). "
             "Were they recorded in the same step, with the same rows?"
         )
 
 
 class _Gaps:
-    """Counts rows that some layers have and others lack."""
+    """Counts rows that some layers have and others lack, and rows that no part knows."""
 
     def __init__(self, layer_numbers: tuple[int, ...]) -> None:
         self.layer_numbers = layer_numbers
-        self.num_rows = 0
+        self.in_some_layers = _Rows()
+        self.unknown = _Rows()
         self.missing = [0] * len(layer_numbers)
-        self.first_rows: list[int] = []
 
-    def add(self, seen: Tensor, start: int) -> None:
+    def add(self, seen: Tensor, known: Tensor, start: int) -> None:
+        """Count rows start, start + 1, ...; seen [rows, num_layers] and known [rows], bool."""
+        if not self.layer_numbers:
+            return  # stages without MoE layers alone: there is nothing that could be missing
         gap = seen.any(dim=1) & ~seen.all(dim=1)
-        count = int(gap.sum())
-        if not count:
-            return
-        self.num_rows += count
-        missing = (~seen & gap.unsqueeze(1)).sum(dim=0).tolist()
-        self.missing = [a + b for a, b in zip(self.missing, missing)]
-        self.first_rows += (gap.nonzero()[: 8 - len(self.first_rows), 0] + start).tolist()
+        if self.in_some_layers.add(gap, start):
+            missing = (~seen & gap.unsqueeze(1)).sum(dim=0).tolist()
+            self.missing = [a + b for a, b in zip(self.missing, missing)]
+        self.unknown.add(~seen.any(dim=1) & ~known, start)
 
-    def message(self) -> str:
-        layers = {number: count for number, count in zip(self.layer_numbers, self.missing) if count}
-        return (
-            f"{self.num_rows} rows were recorded in some layers and not in others; rows missing by layer: {layers}; the "
-            f"first such rows are {self.first_rows}. Is the part of a rank missing? allow_gaps=True drops their routes."
-        )
+    def check(self, parts: Sequence[RoutingTrace], names: Sequence[str], num_tokens: int) -> None:
+        """Raise TraceError if a row is missing."""
+        if self.in_some_layers.count:
+            layers = {number: count for number, count in zip(self.layer_numbers, self.missing) if count}
+            having = [names[i] for i, part in enumerate(parts) if not layers.keys().isdisjoint(part.layer_numbers)]
+            raise TraceError(
+                f"{self.in_some_layers.count} rows were recorded in some layers and not in others; rows missing by layer: "
+                f"{layers}; the first such rows are {self.in_some_layers.first}. Parts with these layers: "
+                f"{_listed(having)}; is one of them incomplete, or another missing? allow_gaps=True drops their routes."
+            )
+        if self.unknown.count:
+            raise TraceError(
+                f"{self.unknown.count} of {num_tokens} rows are in no part, neither with a route nor with a token id; the "
+                f"first are {self.unknown.first}. There are {_listed(names)}; is another missing? allow_gaps=True leaves "
+                "these rows to the live router."
+            )
 
 
-def _merge_per_token(name: str, parts: Sequence[RoutingTrace], num_tokens: int) -> Tensor | None:
+class _Rows:
+    """A number of rows and the first of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[int] = []
+
+    def add(self, chosen: Tensor, start: int) -> int:
+        """Count the rows start + i where chosen[i] is True, and return how many they are."""
+        count = int(chosen.sum())
+        self.count += count
+        if count and len(self.first) < 8:
+            self.first += (chosen.nonzero()[: 8 - len(self.first), 0] + start).tolist()
+        return count
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+
+
+def _merge_per_token(name: str, parts: Sequence[RoutingTrace], names: Sequence[str], num_tokens: int) -> Tensor | None:
     if all(getattr(part, name) is None for part in parts):
         return None
     merged = torch.full((num_tokens,), UNKNOWN, dtype=torch.int32, device=parts[0].device)
@@ -172,7 +239,7 @@ def _merge_per_token(name: str, parts: Sequence[RoutingTrace], num_tokens: int) 
         if wrong.numel():
             row = int(wrong[0])
             raise TraceError(
-                f"part {i} has {name}={int(values[row])} in row {row}, an earlier part {int(before[row])} "
+                f"{names[i]} has {name}={int(values[row])} in row {row}, an earlier part {int(before[row])} "
                 f"({wrong.numel()} such rows): they number their rows differently, or are of different steps."
             )
         before.copy_(torch.where(recorded, values, before))

@@ -6,7 +6,7 @@ gather of whole rows. Nothing here is widened to int64; that is left to the rout
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,18 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.ids import check_topk_indices, index_dtype, spread_experts
+from megatron_router_replay.ids import check_topk_indices, index_dtype
 from megatron_router_replay.runs import as_slice
+from megatron_router_replay.trace_values import (
+    as_int,
+    as_integer_tensor,
+    as_layer_numbers,
+    as_per_token,
+    as_replay_mask,
+    as_sample_ids,
+    as_sequence_lengths,
+    as_stored_indices,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -68,31 +78,31 @@ class RoutingTrace:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        num_experts = _as_int("num_experts", self.num_experts)
-        indices = _as_integer_tensor("topk_indices", self.topk_indices)
+        num_experts = as_int("num_experts", self.num_experts)
+        indices = as_integer_tensor("topk_indices", self.topk_indices)
         if indices.dim() != 3:
             raise TraceError(f"topk_indices must be [num_tokens, num_layers, topk], got shape {list(indices.shape)}.")
         num_tokens, num_layers, topk = indices.shape
         if topk < 1 or topk > num_experts:
             raise TraceError(f"topk_indices has topk={topk}, which must lie in 1..num_experts={num_experts}.")
-        layer_numbers = _as_layer_numbers(self.layer_numbers, num_layers)
-        mask = _as_replay_mask(self.replay_mask, indices)
+        layer_numbers = as_layer_numbers(self.layer_numbers, num_layers)
+        mask = as_replay_mask(self.replay_mask, indices)
         index_dtype(num_experts)  # refuses a number of experts that no dtype holds
         # Checked as they came, before narrowing: a cast would wrap 300 to 44, and 256 to expert 0.
         check_topk_indices(indices, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=mask)
-        indices = _as_stored_indices(indices, mask, num_experts)
+        indices = as_stored_indices(indices, mask, num_experts)
 
         per_token = {
-            name: _as_per_token(name, getattr(self, name), num_tokens) for name in ("token_ids", "weight_version")
+            name: as_per_token(name, getattr(self, name), num_tokens) for name in ("token_ids", "weight_version")
         }
-        lengths = _as_sequence_lengths(self.sequence_lengths, num_tokens)
+        lengths = as_sequence_lengths(self.sequence_lengths, num_tokens)
         checked = dict(
             topk_indices=indices,
             layer_numbers=layer_numbers,
             num_experts=num_experts,
             replay_mask=mask,
             sequence_lengths=lengths,
-            sample_ids=_as_sample_ids(self.sample_ids, lengths),
+            sample_ids=as_sample_ids(self.sample_ids, lengths),
             **per_token,
         )
         for name, value in checked.items():
@@ -158,9 +168,51 @@ class RoutingTrace:
         Raises:
             TraceError: the trace has no such layer.
         """
-        numbers = tuple(sorted(layer_numbers))
+        numbers = tuple(sorted(set(layer_numbers)))
         indices = as_slice([self._layer_index(number) for number in numbers])
         return self._with(topk_indices=self.topk_indices[:, indices], layer_numbers=numbers)
+
+    def renumber(self, layer_numbers: Mapping[int, int]) -> RoutingTrace:
+        """Return the trace with other layer numbers, for a model whose routers are numbered otherwise than the engine's.
+
+        A hybrid model in which only layers 2, 4, 6 have routers, served as a model of layers 1, 2, 3, takes
+        `trace.renumber({1: 2, 2: 4, 3: 6})`.
+
+        Args:
+            layer_numbers: new number of each layer of the trace; numbers of other layers are not looked at.
+
+        Raises:
+            TraceError: a layer gets no number, two layers the same one, or a number is below 1.
+        """
+        missing = [number for number in self.layer_numbers if number not in layer_numbers]
+        if missing:
+            raise TraceError(
+                f"cannot renumber layers {list(self.layer_numbers)}: the mapping says nothing of layer {missing[0]}. Name "
+                "every layer, also those that keep their number."
+            )
+        new = [as_int("a layer number", layer_numbers[number]) for number in self.layer_numbers]
+        if len(set(new)) != len(new):
+            raise TraceError(
+                f"cannot renumber layers {list(self.layer_numbers)} to {new}: two layers would share a number."
+            )
+        order = sorted(range(len(new)), key=new.__getitem__)
+        numbers = as_layer_numbers([new[i] for i in order], self.num_layers)
+        return self._with(topk_indices=self.topk_indices[:, as_slice(order)], layer_numbers=numbers)
+
+    def keep(self, mask: ArrayLike | Tensor) -> RoutingTrace:
+        """Return the trace with routes only where `mask` is True; the live router decides every other row.
+
+        Args:
+            mask: [num_tokens] bool. A row that has no route gets none by being kept.
+
+        Raises:
+            TraceError: mask has another shape or dtype.
+        """
+        wanted = mask.detach() if isinstance(mask, Tensor) else torch.from_numpy(np.array(mask))
+        if wanted.dtype is not torch.bool or wanted.shape != (self.num_tokens,):
+            dtype = str(wanted.dtype).removeprefix("torch.")
+            raise TraceError(f"the mask must be [{self.num_tokens}] bool, got {list(wanted.shape)} {dtype}.")
+        return self._with(replay_mask=self.replay_mask & wanted.to(self.device))
 
     def slice_rows(self, start: int, stop: int) -> RoutingTrace:
         """Return rows start..stop-1 as a view; sample metadata is dropped.
@@ -181,7 +233,7 @@ class RoutingTrace:
         Raises:
             TraceError: a row lies outside the trace.
         """
-        index = _as_integer_tensor("rows", rows).to(device=self.device, dtype=torch.int64)
+        index = as_integer_tensor("rows", rows).to(device=self.device, dtype=torch.int64)
         if index.dim() != 1:
             raise TraceError(f"rows must be one-dimensional, got shape {list(index.shape)}.")
         if index.numel() and not (0 <= int(index.min()) and int(index.max()) < self.num_tokens):
@@ -270,7 +322,8 @@ _TENSOR_FIELDS = ("topk_indices", "replay_mask", "token_ids", "weight_version")
 def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
     """Return one trace with the rows of all, in order; row i of the second starts behind the last of the first.
 
-    Metadata that every trace has is kept; a trace without sequence_lengths counts as one sample.
+    Metadata that every trace has is kept. A trace without sequence_lengths counts as one sample; one with lengths () is a
+    batch of no samples and changes nothing.
 
     Raises:
         TraceError: no traces; layers, num_experts or topk differ; only some have token_ids, sample_ids or
@@ -286,122 +339,25 @@ def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
                     f"cannot concatenate trace {i} with {name}={getattr(trace, name)} "
                     f"behind trace 0 with {name}={getattr(first, name)}: they are of different models."
                 )
-    joined: dict[str, Any] = {
-        "topk_indices": torch.cat([trace.topk_indices for trace in traces]),
-        "replay_mask": torch.cat([trace.replay_mask for trace in traces]),
-    }
+    values = {name: [getattr(trace, name) for trace in traces] for name in ("topk_indices", "replay_mask")}
     for name in ("token_ids", "weight_version"):
-        if _all_or_none(name, traces):
-            joined[name] = torch.cat([getattr(trace, name) for trace in traces])
+        # A trace without rows has as many token ids as it has rows, whether it says so or not.
+        values[name] = _of_all(name, traces, needed=[trace.num_tokens > 0 for trace in traces])
+    lengths = names = None
     if any(trace.sequence_lengths is not None for trace in traces):
-        joined["sequence_lengths"] = tuple(
-            length for trace in traces for length in (trace.sequence_lengths or (trace.num_tokens,))
-        )
-    if _all_or_none("sample_ids", traces):
-        joined["sample_ids"] = tuple(name for trace in traces for name in trace.sample_ids or ())
-    return first._with(**{"sequence_lengths": None, **joined})
+        # Not "or": the lengths () of a batch of no samples are no missing lengths.
+        per_trace = [(t.num_tokens,) if t.sequence_lengths is None else t.sequence_lengths for t in traces]
+        lengths = tuple(length for part in per_trace for length in part)
+        found = _of_all("sample_ids", traces, needed=[len(part) > 0 for part in per_trace])
+        names = tuple(name for part in found for name in part) if found else None
+    tensors = {name: torch.cat(parts) if parts else None for name, parts in values.items()}
+    return first._with(**tensors, sequence_lengths=lengths, sample_ids=names)
 
 
-def _as_int(name: str, value: Any) -> int:
-    try:
-        return int(value.__index__())
-    except AttributeError:
-        raise TraceError(f"{name} must be an integer, got {value!r}.") from None
-
-
-def _as_integer_tensor(name: str, value: Any) -> Tensor:
-    """Return `value` as a tensor of an integer dtype that torch can compute with; may share memory with it."""
-    if isinstance(value, Tensor):
-        tensor = value.detach()
-    else:
-        array = np.asarray(value)
-        if array.dtype.kind not in "iu" and array.size:
-            raise TraceError(f"{name} must hold integers, got {array.dtype} from {type(value).__name__}.")
-        # torch has no arithmetic for the wide unsigned types, no other byte order, and warns of read-only memory.
-        wide_unsigned = array.dtype.kind == "u" and array.dtype.itemsize > 1
-        dtype = np.dtype(np.int64) if wide_unsigned or not array.size else array.dtype.newbyteorder("=")
-        tensor = torch.from_numpy(array.astype(dtype))
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
-        raise TraceError(f"{name} must hold integers, got {tensor.dtype}.")
-    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        tensor = tensor.to(torch.int64)
-    return tensor
-
-
-def _as_layer_numbers(value: Any, num_layers: int) -> tuple[int, ...]:
-    numbers = tuple(_as_int("layer_numbers", number) for number in value)
-    if len(numbers) != num_layers:
-        raise TraceError(
-            f"layer_numbers names {len(numbers)} layers, topk_indices has {num_layers} on axis 1: one number a layer, "
-            "dense layers left out of both."
-        )
-    if list(numbers) != sorted(set(numbers)) or (numbers and numbers[0] < 1):
-        raise TraceError(f"layer_numbers must increase from 1 or more, got {list(numbers)}.")
-    return numbers
-
-
-def _as_replay_mask(value: Any, indices: Tensor) -> Tensor:
-    num_tokens = indices.shape[0]
-    negative = (indices < 0).flatten(1) if indices.dtype is not torch.uint8 else None
-    missing = torch.zeros(num_tokens, dtype=torch.bool, device=indices.device)
-    if negative is not None and negative.shape[1]:
-        missing = (indices == -1).flatten(1).all(dim=1)
-    if value is None:
-        return ~missing
-    mask = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-    if mask.dtype is not torch.bool or mask.shape != (num_tokens,):
-        raise TraceError(
-            f"replay_mask must be [{num_tokens}] bool, got {list(mask.shape)} {str(mask.dtype).removeprefix('torch.')}."
-        )
-    return mask.to(indices.device) & ~missing
-
-
-def _as_stored_indices(indices: Tensor, mask: Tensor, num_experts: int) -> Tensor:
-    stored = indices.to(index_dtype(num_experts), copy=True)
-    unused = (~mask).nonzero()[:, 0]
-    if unused.numel():
-        spread = spread_experts(0, stored.shape[0], topk=stored.shape[2], num_experts=num_experts).to(stored.device)
-        stored[unused] = spread[unused].unsqueeze(1)
-    return stored
-
-
-def _as_per_token(name: str, value: Any, num_tokens: int) -> Tensor | None:
-    if value is None:
-        return None
-    tensor = _as_integer_tensor(name, value)
-    if tensor.dim() == 0:
-        tensor = tensor.expand(num_tokens)
-    if tensor.shape != (num_tokens,):
-        raise TraceError(f"{name} must be [{num_tokens}], one a token, got shape {list(tensor.shape)}.")
-    if tensor.numel() and not (-(2**31) <= int(tensor.min()) and int(tensor.max()) < 2**31):
-        raise TraceError(f"{name} reaches {int(tensor.max())}, which int32 cannot hold.")
-    return tensor.to(torch.int32, copy=True)
-
-
-def _as_sequence_lengths(value: Any, num_tokens: int) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    lengths = tuple(_as_int("sequence_lengths", length) for length in value)
-    if any(length < 0 for length in lengths) or sum(lengths) != num_tokens:
-        raise TraceError(
-            f"sequence_lengths {list(lengths)} add up to {sum(lengths)}, the trace has {num_tokens} tokens."
-        )
-    return lengths
-
-
-def _as_sample_ids(value: Any, lengths: tuple[int, ...] | None) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    names = tuple(str(name) for name in value)
-    if lengths is None or len(names) != len(lengths):
-        known = None if lengths is None else len(lengths)
-        raise TraceError(f"sample_ids names {len(names)} samples, sequence_lengths {known}.")
-    return names
-
-
-def _all_or_none(name: str, traces: Sequence[RoutingTrace]) -> bool:
+def _of_all(name: str, traces: Sequence[RoutingTrace], *, needed: Sequence[bool]) -> list[Any]:
+    """Return this value of every trace that has it; none have it, or all that are `needed` do."""
     having = [i for i, trace in enumerate(traces) if getattr(trace, name) is not None]
-    if having and len(having) != len(traces):
-        missing = next(i for i, trace in enumerate(traces) if getattr(trace, name) is None)
-        raise TraceError(f"cannot concatenate: trace {having[0]} has {name}, trace {missing} has none.")
-    return bool(having)
+    missing = [i for i, trace in enumerate(traces) if getattr(trace, name) is None and needed[i]]
+    if having and missing:
+        raise TraceError(f"cannot concatenate: trace {having[0]} has {name}, trace {missing[0]} has none.")
+    return [getattr(traces[i], name) for i in having]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from megatron_router_replay.diagnostics import open_source
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store import decode_envelope, encode_envelope, load_trace, save_trace
 from megatron_router_replay.store.envelope import FORMAT as ENVELOPE
+from megatron_router_replay.store.npz import load_arrays, save_npz, trace_of_arrays
 from megatron_router_replay.trace import RoutingTrace
 
 KINDS = (".safetensors", ".npz", ".json")
-_TENSORS = ("topk_indices", "replay_mask", "token_ids", "weight_version")
-_LISTS = ("layer_numbers", "sequence_lengths", "sample_ids")
 
 
 def read_any(
@@ -61,9 +59,7 @@ def read_any(
 def write_any(trace: RoutingTrace, path: Path) -> None:
     """Write a trace as the kind of file that the ending names."""
     if path.suffix == ".npz":
-        values = {name: value.numpy() for name in _TENSORS if (value := getattr(trace, name)) is not None}
-        values |= {name: np.array(value) for name in _LISTS if (value := getattr(trace, name)) is not None}
-        np.savez(path, **values, num_experts=np.array(trace.num_experts))
+        save_npz(trace, path)
     elif path.suffix == ".json":
         path.write_text(json.dumps(encode_envelope(trace)) + "\n")
     else:
@@ -73,11 +69,7 @@ def write_any(trace: RoutingTrace, path: Path) -> None:
 def _from_npz(
     path: Path, engine: str | None, model: Path | None, key: str, token_ids: Path | None, axes: Sequence[str]
 ) -> RoutingTrace:
-    try:
-        with np.load(path, allow_pickle=False) as content:
-            arrays = {name: content[name] for name in content.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise StoreError(f"cannot read {path}: it is no npz file of plain arrays ({error}).") from None
+    arrays = load_arrays(path)
     if engine is None:
         needed = {"topk_indices", "layer_numbers", "num_experts"}
         if not needed <= arrays.keys():
@@ -85,9 +77,7 @@ def _from_npz(
                 f"{path} has no {', '.join(sorted(needed - arrays.keys()))}, so it is no trace; it has: "
                 f"{', '.join(sorted(arrays)) or 'nothing'}. An array of routes needs --engine, --model and --key."
             )
-        values: dict[str, Any] = {name: arrays[name] for name in _TENSORS if name in arrays}
-        values |= {name: arrays[name].tolist() for name in _LISTS if name in arrays}
-        return RoutingTrace(num_experts=int(arrays["num_experts"]), **values)
+        return trace_of_arrays(arrays)
     name = key or (next(iter(arrays)) if len(arrays) == 1 else "")
     if name not in arrays:
         raise StoreError(f"{path} has no array {name!r}: --key names one of {', '.join(sorted(arrays))}.")

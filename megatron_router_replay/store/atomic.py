@@ -10,24 +10,30 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megatron_router_replay.errors import StoreError
+from megatron_router_replay.errors import StoreError, TraceError
+
+
+@contextmanager
+def new_file(folder: Path) -> Iterator[Path]:
+    """Yield the path of a new, hidden file; what has no other name when the body ends is removed."""
+    temporary = folder / f".{secrets.token_hex(8)}.tmp"
+    temporary.touch(exist_ok=False)
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a new file in the same folder that takes the name `path` at the end, or vanishes on errors."""
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    temporary.touch(exist_ok=False)
-    try:
+    with new_file(path.parent) as temporary:
         mode = temporary.stat().st_mode
         yield temporary
         # safetensors puts a file in its place that only the owner may read; give it what the umask gives any new file.
         temporary.chmod(mode)
         sync(temporary)
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     sync(path.parent)
 
 
@@ -45,5 +51,5 @@ def naming(path: Path, verb: str) -> Iterator[None]:
     """Turn what goes wrong in the body into a StoreError that says what was attempted with which file."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError, StoreError) as error:
+    except (OSError, RuntimeError, SafetensorError, StoreError, TraceError) as error:
         raise StoreError(f"cannot {verb} {path}: {error}") from error

@@ -16,6 +16,10 @@ except ImportError:
 """pybase64 where it is installed: the same functions, several times faster."""
 
 
+_MAX_RATIO = {"zlib": 1100, "zstd": 40_000}
+"""What a codec makes of one byte at the most, rounded up: 1032 and 32768 for runs of one value."""
+
+
 def encode_base64(data: bytes) -> str:
     """Return `data` in base64, in ASCII."""
     encoded: bytes = _base64.b64encode(data)
@@ -63,6 +67,9 @@ def decompress(data: bytes, compression: str | None, nbytes: int) -> bytes:
     Raises:
         StoreError: more or fewer bytes come out, the data is damaged, or the codec is unknown or not installed.
     """
+    most = _MAX_RATIO.get(compression) if isinstance(compression, str) else None
+    if most is not None and nbytes > most * len(data):
+        raise StoreError(f"its {len(data)} compressed bytes cannot hold {nbytes}: truncated or altered.")
     if compression is None:
         raw, complete = data, True
     elif compression == "zlib":

@@ -1,99 +1,103 @@
 """A folder of trace files by step, rank and part.
 
-    <root>/step_000000012/rank_00003.json                          manifest of what rank 3 saved in step 12
-    <root>/step_000000012/rank_00003_part_00000.safetensors        one trace file, see `format.py`
+    <root>/step_000000012/rank_00003_part_00000.safetensors        one trace file, see `format.py`; it says who saved it
 
-Each rank writes only its own names, so ranks need no lock. A part counts once its manifest names it: the file is complete
-on disk first, then the manifest is replaced. A crash between the two loses that part and no other. The manifest is JSON:
-
-    {"format": "megatron_router_replay.manifest", "version": 1, "step": 12, "rank": 3,
-     "parts": [{"part": 0, "num_tokens": 4096, "layer_numbers": [2, 3]}, ...], "crc32": ...}
-
-crc32 is of the same JSON without that entry, sorted keys and no spaces.
+There is nothing beside these files that could disagree with them: a part is in the store once its file has its name, and the
+file is complete by then. Ranks, processes and threads need no lock. A part without a number takes the first one that
+nobody has, by a hard link, which fails where the name exists; a part with a number replaces the file of that name in one
+step, so that a reader finds the old one or the new one. Every file names the run that saved it, so that a step that a resumed
+run saves anew is never read as a mixture of both.
 """
 
 from __future__ import annotations
 
-import json
+import errno
+import operator
 import os
 import re
 import secrets
 import shutil
-import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_router_replay.errors import StoreError
+from megatron_router_replay.errors import StoreError, TraceError
 from megatron_router_replay.merge import merge_traces
-from megatron_router_replay.store.atomic import naming, replacing, sync
-from megatron_router_replay.store.file import load_trace, save_trace
-from megatron_router_replay.store.format import canonical_json, load_json
+from megatron_router_replay.store.atomic import naming, new_file, sync
+from megatron_router_replay.store.file import read_trace, write_trace
+from megatron_router_replay.store.part import UNKNOWN_SAVE, Runs, SavedBy, StoredPart, distributed_rank
+from megatron_router_replay.store.reader import Reader
 from megatron_router_replay.trace import RoutingTrace
 
-_FORMAT = "megatron_router_replay.manifest"
-_STEP = re.compile(r"step_([0-9]{9,15})")
-_RANK = re.compile(r"rank_([0-9]{5,9})\.json")
-_MAX_MANIFEST_BYTES = 64 << 20
+_STEP = re.compile(r"step_([0-9]{9,19})")
+_PART = re.compile(r"rank_([0-9]{5,19})_part_([0-9]{5,19})\.safetensors")
+_MAX_NUMBER = (1 << 63) - 1
+_MAX_RUN_CHARACTERS = 200
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_MAX_ATTEMPTS = 20
+"""How often a step is listed anew because a part was replaced between listing and reading it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class StoredPart:
-    """One part that a store holds."""
-
-    step: int
-    rank: int
-    part: int
-    num_tokens: int
-    layer_numbers: tuple[int, ...]
-    path: Path
+class _ReplacedError(StoreError):
+    """A part is not the one that was listed."""
 
 
 class TraceStore:
-    """Traces by (step, rank, part) under one folder; iterating yields every `StoredPart` in that order.
+    """Traces by (step, rank, part) under one folder; iterating yields every `StoredPart` of every run in that order.
 
     Args:
-        root: the folder; made when the first part is saved. One process at a time writes as one rank.
+        root: the folder; made when the first part is saved. Any number of processes and threads may save at once.
+        run: a name for the run that saves, the same in all its processes and another after it was resumed, for example a
+            job's id with the number of its restarts. Not needed under torch.distributed, nor where the processes of a run
+            are started together.
+
+    Raises:
+        StoreError: the name of the run is empty or longer than 200 characters.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, run: str | None = None) -> None:
+        if run is not None and not (isinstance(run, str) and 0 < len(run) <= _MAX_RUN_CHARACTERS):
+            raise StoreError(f"a run's name must be a text of 1 to {_MAX_RUN_CHARACTERS} characters, got {run!r:.80}.")
         self.root = Path(root)
+        self.run = run
 
     def __iter__(self) -> Iterator[StoredPart]:
         for step in self.steps():
-            yield from self.parts(step)
+            yield from self._all_parts(step)
 
-    def save(self, trace: RoutingTrace, *, step: int, rank: int = 0, part: int | None = None) -> Path:
+    def save(self, trace: RoutingTrace, *, step: int, rank: int | None = None, part: int | None = None) -> Path:
         """Save a part and return its path; it is in the store when this returns, or not at all.
 
         Args:
-            part: by default the next one of this step and rank. One that exists is replaced, as a resumed run needs.
+            step, rank, part: from 0, any integer of 63 bits.
+            rank: by default this process's rank in torch.distributed where that is initialised, else 0.
+            part: by default the next one of this step and rank, whoever else saves at the same time. One that exists is
+                replaced, as a resumed run needs; it stays readable until the new one is complete.
 
         Raises:
-            StoreError: a number is negative, or the folder cannot be written.
+            StoreError: a number is out of range, or the folder cannot be written; what was there before is unchanged.
         """
-        if step < 0 or rank < 0 or (part is not None and part < 0):
-            raise StoreError(f"cannot save step {step}, rank {rank}, part {part} under {self.root}: from 0, please.")
+        step = _as_number("step", step)
+        rank = distributed_rank()[0] if rank is None else _as_number("rank", rank)
+        number = None if part is None else _as_number("part", part)
         folder = self._folder(step)
         with naming(folder, "save to"):
             folder.mkdir(parents=True, exist_ok=True)
             sync(folder.parent)
-        manifest = self._manifest(step, rank)
-        entries = {entry["part"]: entry for entry in _read_manifest(manifest, step, rank)} if manifest.exists() else {}
-        number = max(entries, default=-1) + 1 if part is None else part
-        # Taken out first: a crash while it is replaced must not leave the old entry with the new file.
-        if entries.pop(number, None):
-            _write_manifest(manifest, step, rank, list(entries.values()))
-        path = save_trace(trace, self._path(step, rank, number))
-        entries[number] = {
-            "part": number,
-            "num_tokens": trace.num_tokens,
-            "layer_numbers": list(trace.layer_numbers),
-        }
-        _write_manifest(manifest, step, rank, [entries[n] for n in sorted(entries)])
+            with new_file(folder) as temporary:
+                mode = temporary.stat().st_mode
+                write_trace(trace, temporary, saved_by=SavedBy.now(step=step, rank=rank, run=self.run))
+                temporary.chmod(mode)  # safetensors makes it readable for its owner only
+                sync(temporary)
+                if number is None:
+                    path = _take_next_number(temporary, folder, rank)
+                else:
+                    path = folder / _part_name(rank, number)
+                    os.replace(temporary, path)
+            sync(folder)
         return path
 
     def steps(self) -> list[int]:
@@ -101,30 +105,24 @@ class TraceStore:
         if not self.root.is_dir():
             return []
         with naming(self.root, "list"):
-            found = [(match, path) for path in self.root.iterdir() if (match := _STEP.fullmatch(path.name))]
-            return sorted(int(match[1]) for match, path in found if any(path.glob("rank_*.json")))
+            numbers = [int(match[1]) for path in self.root.iterdir() if (match := _STEP.fullmatch(path.name))]
+            # A name that is not as this package writes it would be another folder than the one that is looked into.
+            return sorted(number for number in set(numbers) if _part_numbers(self._folder(number)))
 
-    def parts(self, step: int) -> list[StoredPart]:
-        """Return what all ranks saved in a step, ordered by rank and part.
+    def parts(self, step: int, *, run: str | None = None) -> list[StoredPart]:
+        """Return what all ranks of one run saved in a step, ordered by rank and part.
+
+        Args:
+            run: default: the run that started last.
 
         Raises:
-            StoreError: the store has no such step, or a manifest is damaged.
+            StoreError: the store has no such step or run; a file is damaged or was saved as another step or rank; it cannot
+                be told which parts are of one run, or the latest run lacks ranks that an earlier one had.
         """
-        folder = self._folder(step)
-        with naming(folder, "list"):
-            names = [match for path in folder.iterdir() if (match := _RANK.fullmatch(path.name))]
-        return sorted(
-            StoredPart(
-                step=step,
-                rank=rank,
-                part=entry["part"],
-                num_tokens=entry["num_tokens"],
-                layer_numbers=tuple(entry["layer_numbers"]),
-                path=self._path(step, rank, entry["part"]),
-            )
-            for rank in (int(match[1]) for match in names)
-            for entry in _read_manifest(self._manifest(step, rank), step, rank)
-        )
+        step = _as_number("step", step)
+        runs = self._runs(step, run)
+        runs.check(step)
+        return runs.latest
 
     def load(
         self,
@@ -137,93 +135,170 @@ class TraceStore:
         """Return one part, or a slice of it, as `load_trace` does.
 
         Raises:
-            StoreError: as `load_trace`; the file is not the one that the manifest names.
+            StoreError: as `load_trace`; the file was replaced since the part was listed.
         """
-        whole = layer_numbers is None and rows is None
-        trace = load_trace(part.path, layer_numbers=layer_numbers, rows=rows, device=device)
-        if whole and (trace.num_tokens, trace.layer_numbers) != (part.num_tokens, part.layer_numbers):
-            raise StoreError(
-                f"cannot load {part.path}: it has {trace.num_tokens} tokens and layers {list(trace.layer_numbers)}, its "
-                f"manifest says {part.num_tokens} and {list(part.layer_numbers)}. Was it copied from elsewhere?"
-            )
-        return trace
+        with naming(part.path, "load"):
+            reader = Reader.open(part.path)
+        if (reader.header.saved_by or UNKNOWN_SAVE) != part.saved_by or reader.header.num_tokens != part.num_tokens:
+            raise _ReplacedError(f"cannot load {part.path}: it was replaced since it was listed. List the step again.")
+        with naming(part.path, "load"):
+            trace = read_trace(reader, layer_numbers=layer_numbers, rows=rows)
+        return trace if torch.device(device) == trace.device else trace.to(device)
 
-    def load_step(self, step: int, *, allow_gaps: bool = False, device: torch.device | str = "cpu") -> RoutingTrace:
-        """Return one trace of all ranks' parts of a step; see `merge_traces`.
-
-        Raises:
-            StoreError: the store has no such step, or a file is damaged.
-            TraceError: the parts contradict each other, or there is a gap.
-        """
-        return merge_traces([self.load(part, device=device) for part in self.parts(step)], allow_gaps=allow_gaps)
-
-    def prune(self, *, keep_last: int | None = None, before: int | None = None) -> list[int]:
-        """Remove old steps and return them; also what a crash left of an earlier prune or save in them.
+    def load_step(
+        self, step: int, *, allow_gaps: bool = False, run: str | None = None, device: torch.device | str = "cpu"
+    ) -> RoutingTrace:
+        """Return one trace of all ranks' parts of a step, all of one run; see `merge_traces`.
 
         Args:
-            keep_last: keep this many of the highest steps.
+            allow_gaps: as for `merge_traces`; also load what the latest run saved, if an earlier one saved more ranks.
+            run: the run to load. Default: the one that started last.
+
+        Raises:
+            StoreError: the store has no such step or run; a file is damaged; it cannot be told which parts are of one run,
+                or the latest run has not saved what an earlier one had.
+            TraceError: the parts contradict each other, or rows are missing. Names ranks and parts.
+        """
+        step = _as_number("step", step)
+        for _ in range(_MAX_ATTEMPTS):
+            runs = self._runs(step, run)
+            if not (allow_gaps and runs.certain):
+                runs.check(step)
+            try:
+                traces = [self.load(part, device=device) for part in runs.latest]
+            except _ReplacedError:
+                continue
+            return _merge_step(step, runs, traces, allow_gaps=allow_gaps)
+        raise StoreError(f"cannot load step {step} of {self.root}: its parts are being replaced all the time.")
+
+    def prune(self, *, keep_last: int | None = None, before: int | None = None) -> list[int]:
+        """Remove old steps and return them, in order; also what a crash left of an earlier prune or save in them.
+
+        Args:
+            keep_last: keep this many of the steps that were saved last, whatever their numbers: a run that was resumed at
+                step 100 after one that had come to step 200 keeps its own.
             before: remove steps below this one.
 
         Raises:
-            StoreError: not exactly one of the two is given, or a file cannot be removed.
+            StoreError: not exactly one of the two is given, a file is damaged or cannot be removed.
         """
         if (keep_last is None) == (before is None) or (keep_last or 0) < 0:
             raise StoreError(f"cannot prune {self.root}: give one of keep_last={keep_last} (>= 0) and before={before}.")
         if not self.root.is_dir():
             return []
-        steps = self.steps()
-        removed = steps[: max(0, len(steps) - keep_last)] if keep_last is not None else []
-        removed = [step for step in steps if step < before] if before is not None else removed
+        if before is not None:
+            removed = [step for step in self.steps() if step < before]
+        else:
+            ordered = sorted((self._last_saved_ns(step), step) for step in self.steps())
+            removed = sorted(step for _, step in ordered[: max(0, len(ordered) - (keep_last or 0))])
         with naming(self.root, "prune"):
             for step in removed:
-                # Renamed first, so that no reader finds half a step.
-                self._folder(step).rename(self.root / f".pruned_{secrets.token_hex(8)}")
+                # Renamed first, so that no reader finds half a step. Another process may be pruning, too.
+                with suppress(FileNotFoundError):
+                    self._folder(step).rename(self.root / f".pruned_{secrets.token_hex(8)}")
             sync(self.root)
             for path in self.root.glob(".pruned_*"):
-                shutil.rmtree(path)
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(path)
         return removed
+
+    def _runs(self, step: int, run: str | None) -> Runs:
+        """Tell the runs of a step apart, or take the parts of one run alone."""
+        parts = [part for part in self._all_parts(step) if run is None or part.saved_by.run == run]
+        if not parts:
+            of_run = "" if run is None else f" of run {run!r}"
+            raise StoreError(f"cannot load step {step} of {self.root}: it has no part{of_run}.")
+        return Runs.of(parts)
+
+    def _all_parts(self, step: int) -> list[StoredPart]:
+        folder = self._folder(step)
+        with naming(folder, "list"):
+            numbers = _part_numbers(folder, must_exist=True)
+        found = (_stored_part(folder, step, rank, part) for rank, part in numbers)
+        return sorted(part for part in found if part is not None)
+
+    def _last_saved_ns(self, step: int) -> int:
+        return max((part.saved_by.saved_ns for part in self._all_parts(step)), default=0)
 
     def _folder(self, step: int) -> Path:
         return self.root / f"step_{step:09d}"
 
-    def _manifest(self, step: int, rank: int) -> Path:
-        return self._folder(step) / f"rank_{rank:05d}.json"
 
-    def _path(self, step: int, rank: int, part: int) -> Path:
-        return self._folder(step) / f"rank_{rank:05d}_part_{part:05d}.safetensors"
-
-
-def _write_manifest(path: Path, step: int, rank: int, parts: list[dict[str, Any]]) -> None:
-    content = _identity(step, rank) | {"parts": parts}
-    content["crc32"] = zlib.crc32(canonical_json(content))
-    with naming(path, "save"), replacing(path) as temporary:
-        temporary.write_text(json.dumps(content), encoding="ascii")
+def _merge_step(step: int, runs: Runs, traces: list[RoutingTrace], *, allow_gaps: bool) -> RoutingTrace:
+    names = [f"rank {part.rank} part {part.part}" for part in runs.latest]
+    try:
+        return merge_traces(traces, allow_gaps=allow_gaps, names=names)
+    except TraceError as error:
+        absent = runs.absent_ranks()
+        hint = f" Ranks {absent[:16]} of this run saved nothing in this step." if absent else ""
+        raise TraceError(f"cannot merge step {step}: {error}{hint}") from None
 
 
-def _read_manifest(path: Path, step: int, rank: int) -> list[dict[str, Any]]:
-    with naming(path, "load"):
-        with path.open("rb") as file:
-            encoded = file.read(_MAX_MANIFEST_BYTES)
+def _take_next_number(temporary: Path, folder: Path, rank: int) -> Path:
+    """Give the file the first part number of this rank that nobody has, and return its path."""
+    while True:
+        taken = [part for of_rank, part in _part_numbers(folder) if of_rank == rank]
+        path = folder / _part_name(rank, max(taken, default=-1) + 1)
         try:
-            content = load_json(encoded)
-            crc32 = content.pop("crc32")
-            expected = _identity(step, rank)
-            same = all(content[name] == expected[name] for name in expected)
-            if not same or crc32 != zlib.crc32(canonical_json(content)):
-                raise StoreError(f"it is not the manifest of step {step}, rank {rank}, or it was altered.")
-            parts = content["parts"]
-            for entry in parts:
-                _check_entry(entry)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise StoreError(f"it is no manifest ({type(error).__name__}: {str(error)[:200]}).") from None
-    return list(parts)
+            # Unlike a rename, a link fails where the name exists: whoever was faster keeps it.
+            os.link(temporary, path)
+        except FileExistsError:
+            # A network file system may have made the link and lost its answer.
+            if not path.exists() or not os.path.samefile(temporary, path):
+                continue
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise StoreError(
+                    f"this file system has no hard links ({error}): give each part a number, part=..."
+                ) from None
+            raise
+        return path
 
 
-def _identity(step: int, rank: int) -> dict[str, Any]:
-    return {"format": _FORMAT, "version": 1, "step": step, "rank": rank}
+def _stored_part(folder: Path, step: int, rank: int, part: int) -> StoredPart | None:
+    """Return what a file says, or None if it has been pruned since it was listed."""
+    path = folder / _part_name(rank, part)
+    with naming(path, "list"):
+        try:
+            header = Reader.open(path).header
+        except FileNotFoundError:
+            return None
+        saved_by = header.saved_by or UNKNOWN_SAVE
+        if header.saved_by is not None and (saved_by.step, saved_by.rank) != (step, rank):
+            raise StoreError(f"it was saved as step {saved_by.step}, rank {saved_by.rank}. Was it copied from there?")
+    return StoredPart(
+        step=step,
+        rank=rank,
+        part=part,
+        num_tokens=header.num_tokens,
+        layer_numbers=header.layer_numbers,
+        path=path,
+        saved_by=saved_by,
+    )
 
 
-def _check_entry(entry: dict[str, Any]) -> None:
-    numbers = [entry["part"], entry["num_tokens"], *entry["layer_numbers"]]
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"a part is {str(entry)[:100]}")
+def _part_numbers(folder: Path, *, must_exist: bool = False) -> list[tuple[int, int]]:
+    """Return (rank, part) of each part in a step's folder, in no order; none if there is no folder."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        if must_exist:
+            raise
+        return []
+    numbers = [(name, int(match[1]), int(match[2])) for name in names if (match := _PART.fullmatch(name))]
+    # More zeros in front than this package writes: a file that it would look for under another name.
+    return [(rank, part) for name, rank, part in numbers if name == _part_name(rank, part)]
+
+
+def _part_name(rank: int, part: int) -> str:
+    return f"rank_{rank:05d}_part_{part:05d}.safetensors"
+
+
+def _as_number(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise StoreError(f"{name} must be an integer, got {value!r:.80}.") from None
+    if not 0 <= number <= _MAX_NUMBER:
+        raise StoreError(f"{name}={number} must lie in 0..{_MAX_NUMBER}.")
+    return number

@@ -16,6 +16,7 @@ from megatron_router_replay.errors import StoreError
 from megatron_router_replay.header import TraceHeader
 from megatron_router_replay.store.atomic import naming, replacing
 from megatron_router_replay.store.format import FORMAT, FileHeader, encode_header
+from megatron_router_replay.store.part import SavedBy
 from megatron_router_replay.store.reader import Reader, checked_trace
 from megatron_router_replay.trace import RoutingTrace
 
@@ -31,10 +32,15 @@ def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
     """
     path = Path(path)
     with naming(path, "save"), replacing(path) as temporary:
-        header = FileHeader(**TraceHeader.of(trace).to_json())
-        text = encode_header(header)
-        save_file(_tensors(trace, header, text), temporary, metadata={FORMAT: text})
+        write_trace(trace, temporary)
     return path
+
+
+def write_trace(trace: RoutingTrace, path: Path, *, saved_by: SavedBy | None = None) -> None:
+    """Write the file in place, without the care that `save_trace` takes."""
+    header = FileHeader(**TraceHeader.of(trace).to_json(), saved_by=saved_by)
+    text = encode_header(header)
+    save_file(_tensors(trace, header, text), path, metadata={FORMAT: text})
 
 
 def load_trace(
@@ -56,12 +62,16 @@ def load_trace(
     """
     path = Path(path)
     with naming(path, "load"):
-        reader = Reader.open(path)
-        start, stop = _row_bounds(rows, reader.header.num_tokens)
-        wanted = _wanted_layers(layer_numbers, reader.header.layer_numbers)
-        topk_indices, per_token = reader.read(wanted, start, stop)
-        trace = checked_trace(reader.header, wanted, topk_indices, per_token, whole=rows is None)
+        trace = read_trace(Reader.open(path), layer_numbers=layer_numbers, rows=rows)
     return trace if torch.device(device) == trace.device else trace.to(device)
+
+
+def read_trace(reader: Reader, *, layer_numbers: Sequence[int] | None, rows: slice | None) -> RoutingTrace:
+    """Return the trace in an open file, or a slice of it; see `load_trace`."""
+    start, stop = _row_bounds(rows, reader.header.num_tokens)
+    wanted = _wanted_layers(layer_numbers, reader.header.layer_numbers)
+    topk_indices, per_token = reader.read(wanted, start, stop)
+    return checked_trace(reader.header, wanted, topk_indices, per_token, whole=rows is None)
 
 
 def _tensors(trace: RoutingTrace, header: FileHeader, text: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Format of a trace file, version 1: a safetensors file whose metadata has one entry.
+"""Format of a trace file, version 1 or 2: a safetensors file whose metadata has one entry.
 
 Tensors, for N = num_tokens, K = topk, B = ceil(N / block_rows):
 
@@ -13,12 +13,14 @@ One tensor a layer: a pipeline rank reads its own layers and no other. Where the
 The metadata maps "megatron_router_replay.trace" to a JSON object in ASCII, keys sorted, no spaces. One entry, since the
 library writes several in an order that changes from call to call.
 
-    version                  1
+    version                  1, or 2 with saved_by
     num_tokens, topk, num_experts, block_rows
     layer_numbers            list, increasing, from 1 or more
     has_token_ids, has_weight_version
     sequence_lengths         list or null; adds up to num_tokens
     sample_ids               list of strings or null; one for each of sequence_lengths
+    saved_by                 version 2, which a `TraceStore` writes: object of step, rank, run (string or null),
+                             process_start_ns, saved_ns (since 1970) and world_size (or null)
 
 Checksums are CRC-32 (zlib's). crc32[1 + t * B + b] is of rows b * block_rows .. (b + 1) * block_rows - 1 of the t-th
 tensor. crc32[0] is of the JSON's bytes followed by those of crc32[1:]. Names, dtypes and shapes must be those that
@@ -37,9 +39,10 @@ import torch
 
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.header import TraceHeader, as_integer
+from megatron_router_replay.store.part import SavedBy
 
 FORMAT = "megatron_router_replay.trace"
-VERSION = 1
+VERSIONS = (1, 2)
 BLOCK_ROWS = 4096
 MAX_METADATA_BYTES = 8_000_000
 """Of our JSON, quoted."""
@@ -56,9 +59,11 @@ class FileHeader(TraceHeader):
 
     Args:
         block_rows: rows that one checksum covers.
+        saved_by: of a part of a store.
     """
 
     block_rows: int = BLOCK_ROWS
+    saved_by: SavedBy | None = None
 
     def __post_init__(self) -> None:
         TraceHeader.__post_init__(self)
@@ -87,7 +92,9 @@ def encode_header(header: FileHeader) -> str:
     Raises:
         StoreError: it is longer than a header may be; too many samples for one file.
     """
-    values = {"version": VERSION, **header.to_json(), "block_rows": header.block_rows}
+    values = {"version": 1, **header.to_json(), "block_rows": header.block_rows}
+    if header.saved_by is not None:
+        values |= {"version": 2, "saved_by": header.saved_by.to_json()}
     text = canonical_json(values).decode("ascii")
     check_json_size(text)
     size = len(json.dumps(text))
@@ -104,10 +111,11 @@ def decode_header(text: str) -> FileHeader:
     """
     try:
         values = load_json(text)
-        if values["version"] != VERSION:
-            raise StoreError(f"it has version {str(values['version'])[:40]}; this package reads version {VERSION}.")
+        if values["version"] not in VERSIONS:
+            raise StoreError(f"it has version {str(values['version'])[:40]}; this package reads versions {VERSIONS}.")
         block_rows = as_integer("block_rows", values["block_rows"])
-        header = FileHeader(**TraceHeader.from_json(values).to_json(), block_rows=block_rows)
+        saved_by = SavedBy.from_json(values["saved_by"]) if values["version"] == 2 else None
+        header = FileHeader(**TraceHeader.from_json(values).to_json(), block_rows=block_rows, saved_by=saved_by)
         same = encode_header(header) == text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"it has no header of a trace file ({type(error).__name__}: {str(error)[:200]}).") from None

@@ -117,7 +117,7 @@ def test_another_set_of_experts_for_the_same_token_names_parts_row_and_layer():
     other = RoutingTrace(topk_indices=wrong, layer_numbers=LAYERS, num_experts=8)
     parts = [part_of(trace, [0], LAYERS), trace, trace, part_of(other, range(20), LAYERS)]
     with pytest.raises(
-        TraceError, match=r"parts 1 and 3 disagree on row 17, layer 5: .* \(1 such rows in layers \[5\]\)"
+        TraceError, match=r"part 1 and part 3 disagree on row 17, layer 5: .* \(1 such rows in layers \[5\]\)"
     ):
         merge_traces(parts)
 
@@ -125,18 +125,66 @@ def test_another_set_of_experts_for_the_same_token_names_parts_row_and_layer():
 def test_a_row_missing_in_some_layers_names_layers_and_rows():
     trace = make_trace(6, layer_numbers=(1, 2, 3))
     parts = [part_of(trace, range(6), (1, 2)), part_of(trace, [0, 1, 4, 5], (3,))]
-    with pytest.raises(TraceError, match=r"2 rows .* missing by layer: \{3: 2\}; .* \[2, 3\]"):
+    with pytest.raises(
+        TraceError, match=r"2 rows .* missing by layer: \{3: 2\}; .* \[2, 3\]\. Parts with these layers: part 1;"
+    ):
         merge_traces(parts)
     merged = merge_traces(parts, allow_gaps=True)
     assert merged.replay_mask.tolist() == [True, True, False, False, True, True]
     assert_valid(merged)
 
 
-def test_rows_that_nobody_recorded_have_no_route():
+def test_rows_that_no_part_knows_are_missing_not_live():
     trace = make_trace(6)
-    merged = merge_traces([part_of(trace, [0, 3], (2, 3, 7), num_tokens=6)])
+    part = part_of(trace, [0, 3], (2, 3, 7), num_tokens=6)
+    with pytest.raises(
+        TraceError, match=r"4 of 6 rows are in no part, .* the first are \[1, 2, 4, 5\]\. There are part 0;"
+    ):
+        merge_traces([part])
+    merged = merge_traces([part], allow_gaps=True)
     assert merged.replay_mask.tolist() == [True, False, False, True, False, False]
     assert_valid(merged)
+
+
+def test_the_rows_of_a_lost_data_parallel_rank_are_missing():
+    trace = make_trace(9, token_ids=torch.arange(9))
+    parts = [part_of(trace, rows, (2, 3, 7)) for rows in (range(3), range(3, 6), range(6, 9))]
+    assert_same(merge_traces(parts), trace)
+    with pytest.raises(
+        TraceError, match=r"3 of 9 rows are in no part.* \[3, 4, 5\]\. There are rank 0, rank 2; is another"
+    ):
+        merge_traces([parts[0], parts[2]], names=["rank 0", "rank 2"])
+
+
+def test_a_row_whose_token_is_known_may_be_live():
+    # Row 1 was routed live: a part holds its token and no route. Token id 0 is a token; -1 is none.
+    one = RoutingTrace(topk_indices=[[[0, 1]], [[-1, -1]]], layer_numbers=(1,), num_experts=4, token_ids=[5, 0])
+    assert merge_traces([one]).replay_mask.tolist() == [True, False]
+    unknown = RoutingTrace(topk_indices=[[[0, 1]], [[-1, -1]]], layer_numbers=(1,), num_experts=4, token_ids=[5, -1])
+    with pytest.raises(TraceError, match=r"1 of 2 rows"):
+        merge_traces([unknown])
+    assert merge_traces([unknown, one]).replay_mask.tolist() == [True, False]
+
+
+def test_the_last_row_of_a_sample_may_be_live_and_no_other():
+    # Samples of 2, 0 and 3 tokens as an engine sends them: the last sampled token has no route.
+    routes = [[[0, 1]], [[-1, -1]], [[2, 3]], [[1, 2]], [[-1, -1]]]
+    engine = RoutingTrace(topk_indices=routes, layer_numbers=(1,), num_experts=4, sequence_lengths=(2, 0, 3))
+    assert merge_traces([engine]).replay_mask.tolist() == [True, False, True, True, False]
+    with pytest.raises(TraceError, match=r"1 of 5 rows .* \[3\]"):
+        merge_traces([engine.keep([True, True, True, False, True])])
+
+
+def test_a_sample_of_no_tokens_says_nothing_of_any_row():
+    routes = [[[0, 1]], [[2, 3]], [[-1, -1]]]
+    short = RoutingTrace(topk_indices=routes[:2], layer_numbers=(1,), num_experts=4, sequence_lengths=(0, 2))
+    with pytest.raises(TraceError, match=r"1 of 3 rows .* \[2\]"):
+        merge_traces([short, RoutingTrace(topk_indices=routes, layer_numbers=(1,), num_experts=4)])
+
+
+def test_stages_without_moe_layers_alone_miss_nothing():
+    dense = RoutingTrace(topk_indices=torch.empty(3, 0, 1, dtype=torch.uint8), layer_numbers=(), num_experts=1)
+    assert merge_traces([dense, dense]).num_tokens == 3
 
 
 def test_rows_without_a_route_are_spread_over_all_experts():
@@ -153,7 +201,8 @@ def test_rows_without_a_route_are_spread_over_all_experts():
 
 def test_a_shorter_part_saw_nothing_of_the_last_rows():
     trace = make_trace(6)
-    merged = merge_traces([part_of(trace, [0, 1], (2, 3, 7)), part_of(trace, [2, 5], (2, 3, 7))])
+    parts = [part_of(trace, [0, 1], (2, 3, 7)), part_of(trace, [2, 5], (2, 3, 7))]
+    merged = merge_traces(parts, allow_gaps=True)
     assert merged.replay_mask.tolist() == [True, True, True, False, False, True]
 
 
@@ -198,3 +247,6 @@ def test_blocks_of_rows_do_not_show(monkeypatch):
     assert_valid(whole)
     with pytest.raises(TraceError, match=r"1 rows .*\{2: 1, 5: 1\}.* \[48\]"):
         merge_traces(parts)
+    lost = [part_of(make_trace(50, layer_numbers=LAYERS), some, LAYERS) for some in rows]
+    with pytest.raises(TraceError, match=r"1 of 50 rows are in no part.* the first are \[48\]"):
+        merge_traces(lost)

@@ -233,3 +233,96 @@ def test_values_that_are_proven_already_are_taken_as_they_are_and_by_their_names
     for name in values:
         with pytest.raises(TypeError, match=name):
             RoutingTrace.from_checked(**{key: value for key, value in values.items() if key != name})
+
+
+def test_an_empty_batch_adds_no_sample_and_takes_none_of_the_metadata_away():
+    # What a decoder returns for a list of no replies: lengths () and nothing else.
+    empty = make(np.zeros((0, 2, 2), np.int32), sequence_lengths=())
+    batch = make(token_ids=[1, 2, 3], sequence_lengths=(1, 2), sample_ids=("a", "b"), weight_version=4)
+    for traces in ([empty, batch], [batch, empty], [empty, batch, empty]):
+        joined = concat_traces(traces)
+        assert joined.topk_indices.tolist() == ROUTES
+        assert joined.token_ids.tolist() == [1, 2, 3]
+        assert (joined.sequence_lengths, joined.sample_ids) == ((1, 2), ("a", "b"))
+        assert joined.weight_version.tolist() == [4, 4, 4]
+        assert [sample.token_ids.tolist() for sample in joined.samples()] == [[1], [2, 3]]
+    twice = concat_traces([empty, empty])
+    assert (twice.num_tokens, twice.sequence_lengths, twice.sample_ids) == (0, (), None)
+
+
+def test_a_sample_of_no_tokens_stays_a_sample():
+    aborted = make(np.zeros((0, 2, 2), np.int32), sequence_lengths=(0,), sample_ids=("b",))
+    one = make(ROUTES[:1], sequence_lengths=(1,), sample_ids=("a",))
+    joined = concat_traces([one, aborted, one])
+    assert (joined.sequence_lengths, joined.sample_ids) == ((1, 0, 1), ("a", "b", "a"))
+    # Without a name among named ones it cannot be told which sample it is.
+    nameless = make(np.zeros((0, 2, 2), np.int32), sequence_lengths=(0,))
+    with pytest.raises(TraceError, match="trace 0 has sample_ids, trace 1 has none"):
+        concat_traces([one, nameless])
+
+
+def test_rows_outside_what_is_kept_are_left_to_the_live_router():
+    trace = make(replay_mask=[True, False, True], token_ids=[7, 8, 9], sequence_lengths=(3,), sample_ids=("a",))
+    kept = trace.keep([True, True, False])
+    # A row without a route stays without one, whatever is asked for.
+    assert kept.replay_mask.tolist() == [True, False, False]
+    assert trace.replay_mask.tolist() == [True, False, True]
+    assert kept.topk_indices[0].tolist() == ROUTES[0]
+    assert (kept.token_ids.tolist(), kept.sequence_lengths, kept.sample_ids) == ([7, 8, 9], (3,), ("a",))
+    assert trace.keep(torch.tensor([True] * 3)).replay_mask.tolist() == [True, False, True]
+    for wrong in ([True], [1, 0, 1], [[True, True, True]], torch.tensor([0, 1, 2])):
+        with pytest.raises(TraceError, match=r"the mask must be \[3\] bool"):
+            trace.keep(wrong)
+
+
+def test_a_mask_that_is_kept_does_not_alias_the_callers():
+    mask = torch.tensor([True, True, False])
+    kept = make().keep(mask)
+    mask.fill_(False)
+    assert kept.replay_mask.tolist() == [True, True, False]
+
+
+def test_layers_get_other_numbers_and_stay_in_the_order_of_their_numbers():
+    trace = make(token_ids=[7, 8, 9])
+    assert trace.renumber({2: 1, 4: 2}).layer_numbers == (1, 2)
+    same = trace.renumber({2: 3, 4: 9, 77: 1})  # a mapping of the whole model, a trace of a part
+    assert (same.layer_numbers, same.topk_indices.tolist()) == ((3, 9), ROUTES)
+    assert same.token_ids.tolist() == [7, 8, 9]
+    swapped = trace.renumber({2: 4, 4: 2})
+    assert swapped.layer_numbers == (2, 4)
+    assert torch.equal(swapped.layer(4), trace.layer(2))
+    assert torch.equal(swapped.layer(2), trace.layer(4))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({2: 1}, r"says nothing of layer 4"),
+        ({2: 5, 4: 5}, r"\[5, 5\]: two layers would share a number"),
+        ({2: 0, 4: 1}, r"must increase from 1"),
+        ({2: 1.5, 4: 2}, "must be an integer"),
+    ],
+)
+def test_numbers_that_would_lose_a_layer_are_refused(numbers, message):
+    with pytest.raises(TraceError, match=message):
+        make().renumber(numbers)
+
+
+def test_a_layer_named_twice_is_selected_once():
+    assert make().select_layers([4, 4]).layer_numbers == (4,)
+
+
+def test_token_ids_and_weight_versions_do_not_alias_the_callers_buffers():
+    for name in ("token_ids", "weight_version"):
+        for buffer in (torch.tensor([1, 2, 3], dtype=torch.int32), np.array([1, 2, 3], np.int32)):
+            trace = make(**{name: buffer})
+            buffer[:] = 9
+            assert getattr(trace, name).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.int64), (256, torch.int16), (300, torch.int16)])
+def test_an_id_equal_to_num_experts_is_refused_before_it_is_narrowed(num_experts, dtype):
+    # 256 of 256 experts, cast to uint8, would be expert 0.
+    routes = torch.tensor([[[5, num_experts]]], dtype=dtype)
+    with pytest.raises(TraceError, match=rf"outside 0\.\.{num_experts - 1}"):
+        make(routes, layer_numbers=(1,), num_experts=num_experts)

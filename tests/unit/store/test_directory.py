@@ -1,16 +1,16 @@
 import json
 import os
 import signal
-import zlib
+import time
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.store import TraceStore
-from megatron_router_replay.store import directory as directory_module
+from megatron_router_replay.store import TraceStore, load_trace, save_trace
 from megatron_router_replay.trace import concat_traces
-from tests.unit.store.store_traces import assert_same, make_trace
+from tests.unit.store.store_traces import assert_same, full_trace, make_trace
 
 
 def test_parts_come_back_by_step_rank_and_part(tmp_path):
@@ -31,21 +31,43 @@ def test_parts_come_back_by_step_rank_and_part(tmp_path):
 
 
 def test_the_folder_is_as_its_specification_says(tmp_path):
-    TraceStore(tmp_path).save(make_trace(5), step=12, rank=3)
+    before = time.time_ns()
+    TraceStore(tmp_path, run="job 7").save(make_trace(5), step=12, rank=3)
     folder = tmp_path / "step_000000012"
-    assert sorted(os.listdir(folder)) == ["rank_00003.json", "rank_00003_part_00000.safetensors"]
-    manifest = {
-        "format": "megatron_router_replay.manifest",
-        "version": 1,
-        "step": 12,
-        "rank": 3,
-        "parts": [{"part": 0, "num_tokens": 5, "layer_numbers": [2, 3, 7]}],
+    assert os.listdir(folder) == ["rank_00003_part_00000.safetensors"]
+    content = (folder / "rank_00003_part_00000.safetensors").read_bytes()
+    fields = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    header = json.loads(fields["__metadata__"]["megatron_router_replay.trace"])
+    saved_by = header.pop("saved_by")
+    assert header == {
+        "version": 2,
+        "num_tokens": 5,
+        "topk": 2,
+        "num_experts": 8,
+        "layer_numbers": [2, 3, 7],
+        "block_rows": 4096,
+        "has_token_ids": False,
+        "has_weight_version": False,
+        "sequence_lengths": None,
+        "sample_ids": None,
     }
-    canonical = (
-        b'{"format":"megatron_router_replay.manifest","parts":[{"layer_numbers":[2,3,7],"num_tokens":5,"part":0}],'
-        b'"rank":3,"step":12,"version":1}'
-    )
-    assert json.loads((folder / "rank_00003.json").read_text()) == manifest | {"crc32": zlib.crc32(canonical)}
+    assert 0 < saved_by.pop("process_start_ns") < before < saved_by.pop("saved_ns") < time.time_ns()
+    assert saved_by == {"step": 12, "rank": 3, "run": "job 7", "world_size": None}
+
+
+def test_a_part_can_be_read_as_any_trace_file(tmp_path):
+    path = TraceStore(tmp_path).save(full_trace(5), step=1)
+    assert_same(load_trace(path), full_trace(5))
+
+
+def test_parts_that_version_0_1_wrote_are_read(tmp_path):
+    # The same names, a manifest beside them, and files that do not say who saved them.
+    folder = tmp_path / "step_000000012"
+    folder.mkdir()
+    save_trace(make_trace(5), folder / "rank_00001_part_00000.safetensors")
+    (folder / "rank_00001.json").write_text("{}")
+    assert [(part.step, part.rank, part.part, part.num_tokens) for part in TraceStore(tmp_path)] == [(12, 1, 0, 5)]
+    assert_same(TraceStore(tmp_path).load_step(12, allow_gaps=True), make_trace(5))
 
 
 def test_a_step_is_merged_from_all_ranks(tmp_path):
@@ -69,7 +91,7 @@ def test_saving_a_part_again_replaces_it(tmp_path):
 
 
 def save_and_be_killed(store, trace, *, part, survive):
-    """Save in a process of its own that kill -9 ends before its `survive`-th os.open, fsync or replace; False if it was."""
+    """Save in a process of its own that kill -9 ends before its `survive`-th call into the disk; False if it was."""
     process = os.fork()
     if process == 0:
         calls = 0
@@ -85,7 +107,7 @@ def save_and_be_killed(store, trace, *, part, survive):
             return call
 
         try:
-            for name in ("open", "fsync", "replace"):
+            for name in ("open", "fsync", "replace", "link", "unlink"):
                 setattr(os, name, dying(getattr(os, name)))
             store.save(trace, step=1, rank=0, part=part)
             os._exit(0)
@@ -96,7 +118,7 @@ def save_and_be_killed(store, trace, *, part, survive):
     return status == 0
 
 
-@pytest.mark.parametrize("part", [2, 1], ids=["a new part", "a part that is replaced"])
+@pytest.mark.parametrize("part", [None, 2, 1], ids=["the next part", "a new part", "a part that is replaced"])
 def test_a_process_killed_anywhere_in_a_save_loses_that_part_only(tmp_path, part):
     survive, done = 0, False
     while not done:
@@ -107,16 +129,18 @@ def test_a_process_killed_anywhere_in_a_save_loses_that_part_only(tmp_path, part
         done = save_and_be_killed(store, make_trace(50), part=part, survive=survive)
 
         found = {entry.part: store.load(entry) for entry in store}
-        written = found.pop(part, None)
+        written = found.pop(2 if part is None else part, None)
         assert_same(found.pop(0), make_trace(3))
-        if part == 2:
+        if part != 1:
             assert_same(found.pop(1), make_trace(4))
         assert not found
+        # A part that is replaced is there at every moment, the old one or the new one.
         assert written is None or written.num_tokens == 50 or (part == 1 and written.num_tokens == 4)
-        assert written is not None or not done
+        assert written is not None or (not done and part != 1)
         # The run that resumes saves the part again, and everything is there.
-        store.save(make_trace(50), step=1, rank=0, part=part)
-        assert_same(store.load(store.parts(1)[part]), make_trace(50))
+        number = 2 if part is None else part
+        store.save(make_trace(50), step=1, rank=0, part=number)
+        assert_same(store.load(store.parts(1)[number]), make_trace(50))
     assert survive > 8
 
 
@@ -147,49 +171,83 @@ def test_an_empty_store_has_no_steps(tmp_path):
         TraceStore(tmp_path).parts(4)
 
 
-def test_a_missing_or_foreign_file_that_the_manifest_names_raises(tmp_path):
+def test_a_file_of_another_step_or_rank_is_refused(tmp_path):
     store = TraceStore(tmp_path)
     one, other = store.save(make_trace(3), step=1), store.save(make_trace(4), step=2)
     one.write_bytes(other.read_bytes())
-    with pytest.raises(StoreError, match=r"4 tokens .* its manifest says 3"):
-        store.load_step(1)
-    one.unlink()
-    with pytest.raises(StoreError, match="No such file"):
-        store.load_step(1)
+    with pytest.raises(StoreError, match=r"step_000000001.*saved as step 2, rank 0\. Was it copied"):
+        store.parts(1)
+    os.rename(other, other.with_name("rank_00007_part_00000.safetensors"))
+    with pytest.raises(StoreError, match=r"rank_00007.*saved as step 2, rank 0\. Was it copied"):
+        store.load_step(2)
 
 
-def test_every_altered_byte_of_a_manifest_is_found(tmp_path):
-    store = TraceStore(tmp_path)
-    store.save(make_trace(3), step=1)
-    path = tmp_path / "step_000000001" / "rank_00000.json"
-    good = path.read_bytes()
-    for position in range(len(good)):
-        for damaged in (good[:position], good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :]):
-            path.write_bytes(damaged)
-            try:
-                parts = store.parts(1)
-            except StoreError as error:
-                assert "rank_00000.json" in str(error)  # noqa: PT017
-            else:
-                assert [part.num_tokens for part in parts] == [3]
-
-
-def test_a_manifest_of_another_step_is_refused(tmp_path):
+def test_a_step_under_another_name_is_refused(tmp_path):
     store = TraceStore(tmp_path)
     store.save(make_trace(3), step=1)
     os.rename(tmp_path / "step_000000001", tmp_path / "step_000000002")
-    with pytest.raises(StoreError, match="not the manifest of step 2, rank 0"):
+    with pytest.raises(StoreError, match="saved as step 1, rank 0"):
         store.parts(2)
 
 
-@pytest.mark.parametrize("entry", [{"part": -1}, {"part": "../x"}, {"layer_numbers": [1.5]}, {"num_tokens": None}])
-def test_a_forged_manifest_is_refused(tmp_path, entry):
+def test_a_part_that_was_removed_or_replaced_since_it_was_listed_is_refused(tmp_path):
     store = TraceStore(tmp_path)
-    store.save(make_trace(3), step=1)
-    good = {"part": 0, "num_tokens": 3, "layer_numbers": [2, 3, 7]}
-    directory_module._write_manifest(tmp_path / "step_000000001" / "rank_00000.json", 1, 0, [good | entry])
-    with pytest.raises(StoreError, match="no manifest"):
-        store.parts(1)
+    path = store.save(make_trace(3), step=1, part=0)
+    listed = store.parts(1)[0]
+    store.save(make_trace(3, seed=1), step=1, part=0)
+    with pytest.raises(StoreError, match="was replaced since it was listed"):
+        store.load(listed)
+    path.unlink()
+    with pytest.raises(StoreError, match="No such file"):
+        store.load(listed)
+
+
+def test_a_damaged_part_is_named(tmp_path):
+    store = TraceStore(tmp_path)
+    path = store.save(make_trace(3), step=1)
+    path.write_bytes(path.read_bytes()[:-1])
+    for attempt in (lambda: store.parts(1), lambda: store.load_step(1), lambda: store.prune(keep_last=0)):
+        with pytest.raises(StoreError, match=r"rank_00000_part_00000\.safetensors"):
+            attempt()
+
+
+def test_other_names_in_the_folders_are_not_parts(tmp_path):
+    store = TraceStore(tmp_path)
+    path = store.save(make_trace(3), step=1)
+    for name in ("rank_0_part_0.safetensors", "rank_000000_part_00000.safetensors", ".a.tmp", "rank_00000.json", "x"):
+        (path.parent / name).touch()
+    (tmp_path / "step_0000000001").mkdir()  # not as step 1 is written
+    (tmp_path / "step_0000000001" / path.name).touch()
+    (tmp_path / "step_000000002").mkdir()  # no part
+    assert store.steps() == [1]
+    assert len(list(store)) == 1
+
+
+LARGE = [10**9, 10**15, 1_763_777_777_000_000_000, 2**63 - 1]
+
+
+@pytest.mark.parametrize("number", [*LARGE, np.int64(12), np.uint8(255), np.int64(2**62), torch.tensor(7)])
+def test_numbers_of_any_size_and_type_are_listed_loaded_and_pruned(tmp_path, number):
+    store = TraceStore(tmp_path)
+    for rank in (0, number):
+        store.save(make_trace(3), step=number, rank=rank, part=number)
+    assert store.steps() == [int(number)]
+    assert [(p.step, p.rank, p.part) for p in store] == [(int(number), rank, int(number)) for rank in (0, int(number))]
+    assert_same(store.load_step(number), make_trace(3))
+    assert store.prune(before=int(number)) == []
+    assert store.prune(keep_last=0) == [int(number)]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["step", "rank", "part"])
+@pytest.mark.parametrize("number", [-1, np.int64(-5), 2**63, 10**30, 1.0, "3", None], ids=repr)
+def test_other_numbers_are_refused_and_nothing_is_written(tmp_path, name, number):
+    if number is None and name != "step":
+        return  # the default
+    numbers = {"step": 1, "rank": 0, "part": 0} | {name: number}
+    with pytest.raises(StoreError, match=rf"{name}.*must (be an integer|lie in 0\.\.9223372036854775807)"):
+        TraceStore(tmp_path).save(make_trace(3), **numbers)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_last": 1, "before": 2}, {"keep_last": -1}])
@@ -198,17 +256,13 @@ def test_what_to_prune_must_be_clear(tmp_path, options):
         TraceStore(tmp_path).prune(**options)
 
 
-@pytest.mark.parametrize("options", [{"step": -1}, {"step": 1, "rank": -1}, {"step": 1, "part": -1}])
-def test_negative_numbers_are_refused(tmp_path, options):
-    with pytest.raises(StoreError, match="from 0, please"):
-        TraceStore(tmp_path).save(make_trace(), **options)
-
-
-def test_ranks_write_at_the_same_time_without_a_lock(tmp_path):
-    from concurrent.futures import ThreadPoolExecutor
-
+def test_pruning_keeps_what_was_saved_last_whatever_its_number(tmp_path):
+    # A run came to step 200, was resumed at 100, and its disk may hold two steps.
     store = TraceStore(tmp_path)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda rank: [store.save(make_trace(3), step=s, rank=rank) for s in range(3)], range(8)))
-    assert len(list(store)) == 24
-    assert all(torch.equal(store.load(part).topk_indices, make_trace(3).topk_indices) for part in store)
+    for step in (199, 200, 101, 102):
+        store.save(make_trace(2), step=step)
+    assert store.prune(keep_last=2) == [199, 200]
+    assert store.steps() == [101, 102]
+    store.save(make_trace(2), step=103)
+    store.save(make_trace(2), step=101, rank=1)  # one part of it is fresher than all of 102
+    assert store.prune(keep_last=2) == [102]

@@ -3,6 +3,7 @@ import json
 import sys
 import tracemalloc
 import zlib
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -192,6 +193,27 @@ def test_a_zstd_bomb_stops_at_the_size_that_the_shape_asks_for():
         decompress(zstandard.ZstdCompressor().compress(b"1234"), "zstd", 5)
     with pytest.raises(StoreError, match="does not decompress"):
         decompress(b"no zstd", "zstd", 5)
+
+
+def test_compressed_data_cannot_stand_for_more_than_its_codec_can_make_of_it():
+    # A gigabyte of mask, in an envelope of 700 characters.
+    header = {"shape": [1 << 30, 0, 1], "layer_numbers": [], "num_experts": 1, "nbytes": 1 << 30}
+    header |= {
+        "sequence_lengths": None,
+        "sample_ids": None,
+        "tensors": ["topk_indices", "replay_mask"],
+        "dtype": "uint8",
+    }
+    for compression in ("zlib", "zstd"):
+        tracemalloc.start()
+        with pytest.raises(StoreError, match="compressed bytes cannot hold 1073741824"):
+            decode_envelope(signed(**header, compression=compression, data=zlib.compress(b"\1" * 20_000)))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
+    # The most that each codec makes of a byte is let through.
+    for compression in ("zlib", "zstd") if find_spec("zstandard") else ("zlib",):
+        same = b"\1" * (32 << 20)
+        assert decompress(compress(same, compression), compression, len(same)) == same
 
 
 def test_more_than_max_bytes_is_refused_before_it_is_allocated():

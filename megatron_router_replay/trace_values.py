@@ -1,0 +1,116 @@
+"""What a caller gives a RoutingTrace -> what it stores: each value checked, and a copy, so that callers may reuse theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_router_replay.errors import TraceError
+from megatron_router_replay.ids import index_dtype, spread_experts
+
+
+def as_int(name: str, value: Any) -> int:
+    """Return an int, from whatever Python takes as an index, or raise TraceError."""
+    try:
+        return int(value.__index__())
+    except AttributeError:
+        raise TraceError(f"{name} must be an integer, got {value!r}.") from None
+
+
+def as_integer_tensor(name: str, value: Any) -> Tensor:
+    """Return `value` as a tensor of an integer dtype that torch can compute with; may share memory with it."""
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+    else:
+        array = np.asarray(value)
+        if array.dtype.kind not in "iu" and array.size:
+            raise TraceError(f"{name} must hold integers, got {array.dtype} from {type(value).__name__}.")
+        # torch has no arithmetic for the wide unsigned types, no other byte order, and warns of read-only memory.
+        wide_unsigned = array.dtype.kind == "u" and array.dtype.itemsize > 1
+        dtype = np.dtype(np.int64) if wide_unsigned or not array.size else array.dtype.newbyteorder("=")
+        tensor = torch.from_numpy(array.astype(dtype))
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        raise TraceError(f"{name} must hold integers, got {tensor.dtype}.")
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        tensor = tensor.to(torch.int64)
+    return tensor
+
+
+def as_layer_numbers(value: Any, num_layers: int) -> tuple[int, ...]:
+    """Return one increasing layer number for each layer, or raise TraceError."""
+    numbers = tuple(as_int("layer_numbers", number) for number in value)
+    if len(numbers) != num_layers:
+        raise TraceError(
+            f"layer_numbers names {len(numbers)} layers, topk_indices has {num_layers} on axis 1: one number a layer, "
+            "dense layers left out of both."
+        )
+    if list(numbers) != sorted(set(numbers)) or (numbers and numbers[0] < 1):
+        raise TraceError(f"layer_numbers must increase from 1 or more, got {list(numbers)}.")
+    return numbers
+
+
+def as_replay_mask(value: Any, indices: Tensor) -> Tensor:
+    """Return [num_tokens] bool, False where the caller says so or a row is -1 in every layer; or raise TraceError."""
+    num_tokens = indices.shape[0]
+    negative = (indices < 0).flatten(1) if indices.dtype is not torch.uint8 else None
+    missing = torch.zeros(num_tokens, dtype=torch.bool, device=indices.device)
+    if negative is not None and negative.shape[1]:
+        missing = (indices == -1).flatten(1).all(dim=1)
+    if value is None:
+        return ~missing
+    mask = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    if mask.dtype is not torch.bool or mask.shape != (num_tokens,):
+        raise TraceError(
+            f"replay_mask must be [{num_tokens}] bool, got {list(mask.shape)} {str(mask.dtype).removeprefix('torch.')}."
+        )
+    return mask.to(indices.device) & ~missing
+
+
+def as_stored_indices(indices: Tensor, mask: Tensor, num_experts: int) -> Tensor:
+    """Return checked indices in the stored dtype, rows outside the mask filled with distinct ids; a copy."""
+    stored = indices.to(index_dtype(num_experts), copy=True)
+    unused = (~mask).nonzero()[:, 0]
+    if unused.numel():
+        spread = spread_experts(0, stored.shape[0], topk=stored.shape[2], num_experts=num_experts).to(stored.device)
+        stored[unused] = spread[unused].unsqueeze(1)
+    return stored
+
+
+def as_per_token(name: str, value: Any, num_tokens: int) -> Tensor | None:
+    """Return [num_tokens] int32, a copy, from that many integers or one for all; or raise TraceError."""
+    if value is None:
+        return None
+    tensor = as_integer_tensor(name, value)
+    if tensor.dim() == 0:
+        tensor = tensor.expand(num_tokens)
+    if tensor.shape != (num_tokens,):
+        raise TraceError(f"{name} must be [{num_tokens}], one a token, got shape {list(tensor.shape)}.")
+    if tensor.numel() and not (-(2**31) <= int(tensor.min()) and int(tensor.max()) < 2**31):
+        raise TraceError(f"{name} reaches {int(tensor.max())}, which int32 cannot hold.")
+    return tensor.to(torch.int32, copy=True)
+
+
+def as_sequence_lengths(value: Any, num_tokens: int) -> tuple[int, ...] | None:
+    """Return lengths that add up to num_tokens, or raise TraceError."""
+    if value is None:
+        return None
+    lengths = tuple(as_int("sequence_lengths", length) for length in value)
+    if any(length < 0 for length in lengths) or sum(lengths) != num_tokens:
+        raise TraceError(
+            f"sequence_lengths {list(lengths)} add up to {sum(lengths)}, the trace has {num_tokens} tokens."
+        )
+    return lengths
+
+
+def as_sample_ids(value: Any, lengths: tuple[int, ...] | None) -> tuple[str, ...] | None:
+    """Return one name for each of the lengths, or raise TraceError."""
+    if value is None:
+        return None
+    names = tuple(str(name) for name in value)
+    if lengths is None or len(names) != len(lengths):
+        known = None if lengths is None else len(lengths)
+        raise TraceError(f"sample_ids names {len(names)} samples, sequence_lengths {known}.")
+    return names

@@ -1,0 +1,248 @@
+"""Threads and processes that save, replace, read and prune at the same time; disks that are full."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron_router_replay.errors import StoreError
+from megatron_router_replay.store import TraceStore
+from tests.unit.store.store_traces import assert_same, make_trace
+
+NUM_THREADS = 24
+
+
+def numbered(number, num_tokens=3):
+    """A trace that can be told from every other by its token ids."""
+    return make_trace(num_tokens, token_ids=[number] * num_tokens)
+
+
+def numbers_in(store, step):
+    return sorted(int(store.load(part).token_ids[0]) for part in store.parts(step))
+
+
+def test_threads_that_save_at_once_without_part_numbers_keep_all_parts(tmp_path):
+    store = TraceStore(tmp_path)
+    together = threading.Barrier(NUM_THREADS)
+
+    def save(number):
+        together.wait()
+        for step in range(3):
+            store.save(numbered(number), step=step)
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(save, range(NUM_THREADS)))
+    for step in range(3):
+        assert numbers_in(store, step) == list(range(NUM_THREADS))
+        assert [part.part for part in store.parts(step)] == list(range(NUM_THREADS))
+        assert len(os.listdir(tmp_path / f"step_{step:09d}")) == NUM_THREADS
+
+
+def in_children(count, work):
+    """Run work(i) in `count` forked processes at once."""
+    pids = []
+    for i in range(count):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                work(i)
+                status = 0
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * count
+
+
+def test_processes_that_save_at_once_as_the_same_rank_keep_all_parts(tmp_path):
+    store, starts_at = TraceStore(tmp_path), time.monotonic() + 0.5
+
+    def save(process):
+        time.sleep(max(0.0, starts_at - time.monotonic()))
+        for number in range(3):
+            store.save(numbered(10 * process + number), step=1)
+
+    in_children(8, save)
+    assert numbers_in(store, 1) == sorted(10 * process + number for process in range(8) for number in range(3))
+
+
+def test_a_reader_always_finds_a_part_that_is_being_replaced(tmp_path):
+    store, stop, failures = TraceStore(tmp_path), threading.Event(), []
+    store.save(numbered(0), step=1, part=0)
+    store.save(numbered(0), step=1, part=1)
+
+    def replace():
+        number = 0
+        while not stop.is_set():
+            number += 1
+            # Another number of tokens each time: what is read must not be half of one and half of the other.
+            store.save(numbered(number, num_tokens=3 + number % 5), step=1, part=0)
+
+    def read():
+        reader = TraceStore(tmp_path)
+        for _ in range(60):
+            try:
+                assert [part.part for part in reader.parts(1)] == [0, 1]
+                path = reader.parts(1)[0].path
+                assert path.exists()
+                part = reader.parts(1)[1]
+                assert_same(reader.load(part), numbered(0))
+            except Exception as error:
+                failures.append(error)
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: read(), range(2)))
+    stop.set()
+    writer.join()
+    assert failures == []
+
+
+def test_a_step_that_is_read_while_it_is_replaced_is_of_one_moment(tmp_path):
+    # Both parts are replaced again and again, each by routes of the same seed: a mixture of seeds would be a fault.
+    store, stop = TraceStore(tmp_path), threading.Event()
+    traces = [make_trace(4, seed=seed, token_ids=[seed] * 4) for seed in range(2)]
+
+    def save(seed):
+        for rank, layers in enumerate([(2, 3), (7,)]):
+            store.save(traces[seed].select_layers(layers), step=1, rank=rank, part=0)
+
+    save(0)
+
+    def replace():
+        while not stop.is_set():
+            save(0)
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        for _ in range(60):
+            assert_same(TraceStore(tmp_path).load_step(1), traces[0])
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_two_that_prune_at_once_and_one_that_saves_do_not_disturb_each_other(tmp_path):
+    store = TraceStore(tmp_path)
+    for step in range(30):
+        store.save(make_trace(2), step=step)
+    with ThreadPoolExecutor(4) as pool:
+        pruned = [pool.submit(TraceStore(tmp_path).prune, before=25) for _ in range(3)]
+        saved = pool.submit(lambda: [store.save(make_trace(2), step=step) for step in range(30, 35)])
+        assert all(set(each.result()) <= set(range(25)) for each in pruned)
+        saved.result()
+    assert store.steps() == list(range(25, 35))
+    assert store.prune(before=0) == []
+    assert sorted(os.listdir(tmp_path)) == [f"step_{step:09d}" for step in range(25, 35)]
+
+
+def test_a_full_disk_leaves_the_old_part_and_nothing_else(tmp_path):
+    # The kernel refuses to write beyond the limit, as it does on a full disk; here within the 4,096 rows of one part.
+    store = TraceStore(tmp_path)
+    old = numbered(1)
+    store.save(old, step=1, part=0)
+
+    def save_too_much(_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        for part in (0, None):
+            try:
+                store.save(make_trace(20_000), step=1, part=part)
+            except StoreError as error:
+                assert "File too large" in str(error), error  # noqa: PT017
+            else:
+                raise AssertionError("the limit did not hold")
+
+    in_children(1, save_too_much)
+    assert os.listdir(tmp_path / "step_000000001") == ["rank_00000_part_00000.safetensors"]
+    assert_same(store.load_step(1), old)
+
+
+def test_a_file_system_without_hard_links_asks_for_part_numbers(tmp_path, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # what FAT and some FUSE file systems answer
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(StoreError, match=r"no hard links .* part=\.\.\."):
+        TraceStore(tmp_path).save(make_trace(3), step=1)
+    assert os.listdir(tmp_path / "step_000000001") == []
+    TraceStore(tmp_path).save(make_trace(3), step=1, part=0)
+
+
+def test_a_link_that_was_made_though_it_is_said_to_have_failed_is_one_part(tmp_path, monkeypatch):
+    real = os.link
+
+    def link(source, target):
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")  # NFS, after a lost answer
+
+    monkeypatch.setattr(os, "link", link)
+    store = TraceStore(tmp_path)
+    store.save(make_trace(3), step=1)
+    assert [part.part for part in store.parts(1)] == [0]
+
+
+def test_a_header_that_is_too_large_leaves_the_old_part(tmp_path):
+    store = TraceStore(tmp_path)
+    store.save(numbered(1), step=1, part=0)
+    with pytest.raises(StoreError, match="more than 8000000: save fewer samples"):
+        store.save(make_trace(1, sequence_lengths=(1,), sample_ids=("x" * 8_000_000,)), step=1, part=0)
+    assert_same(store.load_step(1), numbered(1))
+    assert len(os.listdir(tmp_path / "step_000000001")) == 1
+
+
+RANK = """
+import sys, torch
+from megatron_router_replay import RoutingTrace
+from megatron_router_replay.store import TraceStore
+root, rendezvous, rank, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+torch.distributed.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=2)
+routes = [[[seed, seed + 1]]] if rank == 0 else [[[-1, -1]], [[seed, seed + 1]]]
+if f"save{rank}" in sys.argv[5:]:
+    trace = RoutingTrace(topk_indices=routes, layer_numbers=(1,), num_experts=8)
+    print(TraceStore(root).save(trace, step=3).name)
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+def run_two_ranks(tmp_path, name, *options):
+    """Two processes under torch.distributed that save without naming rank or run; return the names of their files."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = [sys.executable, str(script), str(tmp_path / "store"), str(tmp_path / name)]
+    processes = [
+        subprocess.Popen([*command, str(rank), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=180) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    return [output.strip() for output, _ in outputs]
+
+
+def test_ranks_and_runs_are_taken_from_torch_distributed(tmp_path):
+    store = TraceStore(tmp_path / "store")
+    names = run_two_ranks(tmp_path, "first", "1", "save0", "save1")
+    assert names == ["rank_00000_part_00000.safetensors", "rank_00001_part_00000.safetensors"]
+    assert store.load_step(3).topk_indices.tolist() == [[[1, 2]], [[1, 2]]]
+    # The run is resumed; its rank 0 has saved the step anew and its rank 1 has not.
+    run_two_ranks(tmp_path, "second", "4", "save0")
+    assert [(part.rank, part.part, part.saved_by.world_size) for part in store] == [(0, 0, 2), (0, 1, 2), (1, 0, 2)]
+    with pytest.raises(StoreError, match="has not saved the parts of ranks 1"):
+        store.load_step(3)
+    run_two_ranks(tmp_path, "third", "5", "save0", "save1")
+    assert store.load_step(3).topk_indices.tolist() == [[[5, 6]], [[5, 6]]]
+    assert [(part.rank, part.part) for part in store.parts(3)] == [(0, 2), (1, 1)]
+
+
+def test_the_rank_is_0_where_nothing_says_otherwise(tmp_path):
+    assert not torch.distributed.is_initialized()
+    assert TraceStore(tmp_path).save(make_trace(2), step=1).name == "rank_00000_part_00000.safetensors"
