@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from examples.grpo.modular_moe import use_modular_moe
 from examples.grpo.settings import Settings
 from megatron_router_replay import RoutingTrace
 from megatron_router_replay.capture import create_capturer, token_positions
-from megatron_router_replay.testing import use_modular_moe
 from megatron_router_replay.transport import LegTimes
 
 

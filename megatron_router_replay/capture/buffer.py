@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from megatron_router_replay.capture.errors import CaptureError
-from megatron_router_replay.expert_ids import index_dtype
+from megatron_router_replay.ids import index_dtype
 
 CALL = 1 << 32
 """What one call adds to its layer's stamp, besides its number of rows."""

@@ -8,14 +8,15 @@ import torch
 
 pytest.importorskip("transformers")
 
-from megatron_router_replay.capture import create_capturer
-from megatron_router_replay.testing import ModularMoE, use_modular_moe
-from megatron_router_replay.testing.modular_moe import (
+from examples.grpo.modular_moe import (
     BatchedExperts,
     BatchedPrepareFinalize,
     ContiguousExperts,
     ContiguousPrepareFinalize,
+    ModularMoE,
+    use_modular_moe,
 )
+from megatron_router_replay.capture import create_capturer
 from tests.unit.capture.sampling import build_model, experts_of, recompute, sample
 
 FORMATS = ["contiguous", "batched"]
