@@ -40,23 +40,23 @@ class StepRecorder:
             self._shape = torch.Size((num_tokens, self._shape[1]))
 
     def note(self, layer_index: int, topk_indices: Tensor) -> None:
-        """Hold what a layer's router chose, without a copy.
+        """Hold what a layer's router chose, without a copy; `collect` looks at it.
 
         Raises:
-            CaptureError: of another number of tokens than announced, no ids, or the layer's second in this forward.
+            CaptureError: the layer's second in this forward.
         """
-        if (
-            self._held[layer_index] is None
-            and topk_indices.shape == self._shape
-            and topk_indices.dtype is torch.int64
-            and topk_indices.device == self._device
-            and not topk_indices.is_inference()
-        ):
-            self._held[layer_index] = topk_indices
+        if self._held[layer_index] is not None:
+            raise CaptureError(
+                f"layer_number {self._layer_numbers[layer_index]} was run a second time in one announced forward: whose "
+                "routes hold cannot be known. Announce every forward by itself."
+            )
+        try:
             self._versions[layer_index] = topk_indices._version
-        else:
-            self._held[layer_index] = self._own_copy(layer_index, topk_indices)
+        except RuntimeError:
+            # Torch counts no writes to the tensors of inference mode, so a later one could not be noticed.
+            topk_indices = topk_indices.clone()
             self._versions[layer_index] = _OWN_COPY
+        self._held[layer_index] = topk_indices
         self._num_held += 1
 
     @property
@@ -76,16 +76,22 @@ class StepRecorder:
             live: [num_layers, max_num_tokens, topk], where compiled code wrote those of the other layers.
 
         Raises:
-            CaptureError: someone wrote to a router's ids after it returned them.
+            CaptureError: a router handed over another number of tokens than announced, or no ids, or someone wrote to its
+                ids after it returned them.
         """
         for layer_index, tensor in enumerate(self._held):
+            if tensor is None:
+                continue
             version = self._versions[layer_index]
-            if tensor is not None and version != _OWN_COPY and tensor._version != version:
+            if version != _OWN_COPY and tensor._version != version:
                 raise CaptureError(
                     f"the ids of layer_number {self._layer_numbers[layer_index]} were written to in place after the router "
                     "chose them, so they are no longer what it chose: copy them there, or call write_routes yourself and "
                     "hand over a clone."
                 )
+            is_plain = tensor.shape == self._shape and tensor.dtype is torch.int64 and tensor.device == self._device
+            if not is_plain:
+                self._held[layer_index] = self._as_ids(layer_index, tensor)
         if self.is_complete:
             torch.stack(self._held, out=destination)  # type: ignore[arg-type]  # none is None
             return
@@ -101,14 +107,9 @@ class StepRecorder:
             self._num_held = 0
         self.is_announced = False
 
-    def _own_copy(self, layer_index: int, topk_indices: Tensor) -> Tensor:
-        """Return ids that came in another shape, dtype or place, or to which torch counts no writes (of inference mode)."""
+    def _as_ids(self, layer_index: int, topk_indices: Tensor) -> Tensor:
+        """Return ids that came in another shape, dtype or place as the others are."""
         number = self._layer_numbers[layer_index]
-        if self._held[layer_index] is not None:
-            raise CaptureError(
-                f"layer_number {number} was run a second time in one announced forward: whose routes hold cannot be known. "
-                "Announce every forward by itself."
-            )
         if topk_indices.dtype not in _INTEGERS:
             raise CaptureError(f"layer_number {number} handed over {topk_indices.dtype}: expected integer expert ids.")
         rows = topk_indices.flatten(0, -2) if topk_indices.dim() > 2 else topk_indices
@@ -119,4 +120,4 @@ class StepRecorder:
                 f"{list(rows.shape)}, expected [{num_tokens}, {topk}]). Announce all rows of the batch, None for those that "
                 "are nobody's; a part of them, as under sequence parallelism, cannot be captured."
             )
-        return torch.empty(self._shape, dtype=torch.int64, device=self._device).copy_(rows)
+        return rows.to(self._device, torch.int64)

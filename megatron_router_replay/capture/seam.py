@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from megatron_router_replay.capture.buffer import CALL, RoutingBuffer
 from megatron_router_replay.capture.errors import CaptureError
@@ -55,11 +56,11 @@ class LayerSeam:
     def is_open(self) -> bool:
         """Return whether routes are wanted: in an announced forward, and in whatever becomes a graph."""
         # Dynamo runs this once, while it traces, and keeps the branch for compiled code.
-        return torch.compiler.is_compiling() or self.recorder.is_announced or self._is_captured()
+        return is_compiling() or self.recorder.is_announced or self._is_captured()
 
     def take(self, topk_indices: Tensor) -> None:
         """Hold an eager router's routes; let compiled code and CUDA graphs write theirs."""
-        if torch.compiler.is_compiling() or self._is_captured():
+        if is_compiling() or self._is_captured():
             self._write(topk_indices)
         else:
             self.recorder.note(self.layer_index, topk_indices)
@@ -80,8 +81,15 @@ def hook_of(select: Select) -> Callable[[nn.Module, Any, Any], None]:
 
     def hand_over(module: nn.Module, args: Any, output: Any) -> None:
         seam = getattr(module, SEAM_ATTRIBUTE, None)
-        if seam is not None and seam.is_open():
-            seam.take(select(module, args, output))
+        if seam is None:
+            return
+        # Between two matrix products nothing of this Python is in the processor's caches: an eager router comes here, and
+        # calls no more than it must. Dynamo sees compiled code, asks no more either, and keeps one branch.
+        if is_compiling() or seam.on_gpu:
+            if seam.is_open():
+                seam.take(select(module, args, output))
+        elif seam.recorder.is_announced:
+            seam.recorder.note(seam.layer_index, select(module, args, output))
 
     return hand_over
 
