@@ -164,7 +164,8 @@ def render(raw: list[dict[str, Any]]) -> str:
     """Return the table."""
     rows = []
     for part in raw:
-        cpu, wall = ({arm: [pair[i] for pair in part[arm]] for arm in ARMS} for i in (1, 0))
+        # Samples taken before there was a second plain generation have no noise to show.
+        cpu, wall = ({arm: [pair[i] for pair in part[arm]] for arm in ARMS if arm in part} for i in (1, 0))
         plain_cpu = statistics.median(cpu["off"])
         model = f"{part['parameters'] / 1e6:.0f} M, {part['layers']}, {part['batch']}"
         rows.append(
@@ -173,7 +174,7 @@ def render(raw: list[dict[str, Any]]) -> str:
                 part["part"],
                 f"{plain_cpu * 1e3:.1f}",
                 ratio(cpu, "on", "off"),
-                ratio(cpu, "off again", "off"),
+                ratio(cpu, "off again", "off") if "off again" in cpu else "-",
                 f"{ratio(wall, 'on', 'off').median:.3f}",
                 f"{part['own'] / plain_cpu:.2%}",
                 len(part["on"]),
