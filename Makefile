@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: venv venv-vllm demo grpo test test-slow test-mcore-0.15 lint format docs bench clean
+.PHONY: venv venv-vllm demo grpo test test-slow test-mcore-0.15 mutate lint format docs bench clean
 
 venv: $(READY)
 
@@ -50,6 +50,12 @@ test-slow: $(READY)
 
 test-mcore-0.15: $(VENV_MCORE_0_15)/.ready
 	$(VENV_MCORE_0_15)/bin/python -m pytest -m "not slow" tests/functional/mcore
+
+# On demand: which changes of the code do the tests not notice? One run of TESTS for each place in FILES.
+FILES ?= $(wildcard megatron_router_replay/layout/*.py) megatron_router_replay/trace.py
+TESTS ?= tests/unit/layout tests/unit/test_trace.py
+mutate: $(READY)
+	$(BIN)/python -m tests.mutate $(FILES) --tests $(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,10 +1,11 @@
-"""What capturing routes costs a generation: two of them in one process, one captured, one not, step by step in turns.
+"""What capturing routes costs a generation: three of them in one process, one captured, two not, step by step in turns.
 
-A transformers Qwen3-MoE of random weights on one thread; both generations use the same weights and make the same tokens. A
-ratio is the median over pairs of a captured and a plain step that ran one right after the other, everything included:
-announcing the requests, the forward with its hooks, choosing tokens, copying and sorting the routes. CPU time of the
-thread is the figure to trust on a machine that others use too. "Own" is the CPU time of the capturer and its hooks by
-themselves, with the routers' outputs at hand, as a share of the plain step.
+A transformers Qwen3-MoE of random weights on one thread; all generations use the same weights and make the same tokens. A
+ratio is the median over rounds, in which the same step ran once in each, in an order drawn anew, everything included:
+announcing the requests, the forward with its hooks, choosing tokens, copying and sorting the routes. "off / off" is what the
+two that are not captured differ by: noise. CPU time of the thread is the figure to trust on a machine that others use too.
+"Own" is the CPU time of the capturer and its hooks by themselves, with the routers' outputs at hand and everything in the
+processor's caches, as a share of the plain step.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.measure import Section, table
-from megatron_router_replay.capture import RoutedExpertsCapturer, token_positions
+from benchmarks.measure import Section, ratio, table
+from megatron_router_replay.capture import RoutedExpertsCapturer, create_capturer, token_positions
 
 TITLE = "Capture: generation with and without"
 
@@ -93,7 +95,7 @@ def generate(model: Any, size: Size, capturer: RoutedExpertsCapturer) -> Iterato
 
 def own_seconds(model: Any, size: Size, length: int) -> float:
     """Return the CPU seconds that the capturer and its hooks take of one forward of `length` tokens a request."""
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=size.batch * length)
+    capturer = create_capturer(model, max_num_tokens=size.batch * size.prompt)
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     hooks = [next(iter(module._forward_hooks.values())) for module in routers]
     outputs = [(None, None, torch.randint(size.experts, (size.batch * length, size.topk))) for _ in routers]
@@ -109,30 +111,35 @@ def own_seconds(model: Any, size: Size, length: int) -> float:
     return statistics.median(cpu for _, cpu in times)
 
 
+ARMS = ("on", "off", "off again")
+"""Captured; not; and not once more: how far "off again" is from "off" is the noise of this machine and of three models."""
+
+
 def measure_size(size: Size, repeats: int) -> list[dict[str, Any]]:
     """Return the samples of the prefill and of the decode step."""
     model = build(size)
-    # Hooks are on one of two models that share every weight.
-    plain = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    # Hooks are on one of three models that share every weight.
+    weights = {id(parameter): parameter for parameter in model.parameters()}
+    models = {"on": model, **{arm: copy.deepcopy(model, dict(weights)) for arm in ARMS[1:]}}
     max_num_tokens = size.batch * size.prompt
-    pairs: dict[str, dict[bool, list[Seconds]]] = defaultdict(lambda: {True: [], False: []})
+    samples: dict[str, dict[str, list[Seconds]]] = defaultdict(lambda: {arm: [] for arm in ARMS})
+    order = Random(0)
     for repeat in range(repeats + 1):
         capturers = {
-            True: RoutedExpertsCapturer.create(model, max_num_tokens=max_num_tokens),
-            False: RoutedExpertsCapturer.create(plain, enable=False),
+            arm: create_capturer(models[arm], enable=arm == "on", max_num_tokens=max_num_tokens) for arm in ARMS
         }
-        runs = {True: generate(model, size, capturers[True]), False: generate(plain, size, capturers[False])}
+        runs = {arm: generate(models[arm], size, capturers[arm]) for arm in ARMS}
         for step in range(size.new):
             tokens = {}
-            for enable in (True, False) if (repeat + step) % 2 else (False, True):
+            for arm in order.sample(ARMS, len(ARMS)):
                 # The first round warms up.
-                seconds = pairs["decode step" if step else "prefill"][enable] if repeat else []
+                seconds = samples["decode step" if step else "prefill"][arm] if repeat else []
                 with timed(seconds):
-                    tokens[enable] = next(runs[enable])
-            assert torch.equal(tokens[True], tokens[False])
-        for enable in (True, False):
-            assert next(runs[enable], None) is None
-        capturers[True].close()
+                    tokens[arm] = next(runs[arm])
+            assert all(torch.equal(tokens["on"], tokens[arm]) for arm in ARMS)
+        for arm in ARMS:
+            assert next(runs[arm], None) is None
+            capturers[arm].close()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return [
         {
@@ -140,8 +147,7 @@ def measure_size(size: Size, repeats: int) -> list[dict[str, Any]]:
             "layers": size.layers,
             "batch": size.batch,
             "part": name,
-            "on": [[float(f"{value:.4g}") for value in pair] for pair in pairs[name][True]],
-            "off": [[float(f"{value:.4g}") for value in pair] for pair in pairs[name][False]],
+            **{arm: [[float(f"{value:.4g}") for value in pair] for pair in samples[name][arm]] for arm in ARMS},
             "own": own_seconds(model, size, length),
         }
         for name, length in (("prefill", size.prompt), ("decode step", 1))
@@ -158,12 +164,23 @@ def render(raw: list[dict[str, Any]]) -> str:
     """Return the table."""
     rows = []
     for part in raw:
-        wall, cpu = (statistics.median(a[i] / b[i] for a, b in zip(part["on"], part["off"])) for i in (0, 1))
-        plain_cpu = statistics.median(cpu for _, cpu in part["off"])
+        # Samples taken before there was a second plain generation have no noise to show.
+        cpu, wall = ({arm: [pair[i] for pair in part[arm]] for arm in ARMS if arm in part} for i in (1, 0))
+        plain_cpu = statistics.median(cpu["off"])
         model = f"{part['parameters'] / 1e6:.0f} M, {part['layers']}, {part['batch']}"
-        ratios = [f"{cpu:.3f}", f"{wall:.3f}", f"{part['own'] / plain_cpu:.2%}", len(part["on"])]
-        rows.append([model, part["part"], f"{plain_cpu * 1e3:.1f}", *ratios])
-    head = ["parameters, layers, batch", "part", "off, ms", "on / off", "on / off, wall", "own", "pairs"]
+        rows.append(
+            [
+                model,
+                part["part"],
+                f"{plain_cpu * 1e3:.1f}",
+                ratio(cpu, "on", "off"),
+                ratio(cpu, "off again", "off") if "off again" in cpu else "-",
+                f"{ratio(wall, 'on', 'off').median:.3f}",
+                f"{part['own'] / plain_cpu:.2%}",
+                len(part["on"]),
+            ]
+        )
+    head = ["parameters, layers, batch", "part", "off, ms", "on / off", "off / off", "on / off, wall", "own", "rounds"]
     return table(head, rows)
 
 

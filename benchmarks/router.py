@@ -142,9 +142,8 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
         own = router_module.router_replay = theirs.RouterReplay()
         own.set_target_indices(routes[:, layer].contiguous())
         own.set_router_replay_action(theirs.RouterReplayAction.REPLAY_FORWARD)
-    bias = live.routers[0].expert_bias
     by_layer = trace.topk_indices.transpose(0, 1).contiguous()  # as a session keeps a micro-batch's routes
-    fused = partial(route, score_function=config.moe_router_score_function, expert_bias=bias)
+    fused = partial(route, score_function=config.moe_router_score_function)
     alternatives = {
         "live": partial(run, live),
         "Megatron's replay": partial(run, megatron),

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from examples.grpo.modular_moe import use_modular_moe
 from examples.grpo.settings import Settings
 from megatron_router_replay import RoutingTrace
-from megatron_router_replay.capture import RoutedExpertsCapturer, token_positions
-from megatron_router_replay.testing import use_modular_moe
+from megatron_router_replay.capture import create_capturer, token_positions
 from megatron_router_replay.transport import LegTimes
 
 
@@ -126,7 +126,7 @@ class TransformersEngine:
         logprobs: list[list[float]] = [[] for _ in requests]
         running = torch.ones(len(requests), dtype=torch.bool)
         generator = torch.Generator().manual_seed(seed + (first_group << 32))
-        capturer = RoutedExpertsCapturer.create(self.model, max_num_tokens=tokens.numel(), routers=self.routers)
+        capturer = create_capturer(self.model, max_num_tokens=tokens.numel(), routers=self.routers)
         try:
             for index, prompt in enumerate(requests):
                 capturer.add_request(index, num_prompt_tokens=len(prompt))

@@ -1,25 +1,29 @@
-"""The capturer that captures: hooks and buffer on the model, a step in flight, one RequestRoutes for each request."""
+"""The capturer that captures: a seam at every router, a step in flight, one RequestRoutes for each request."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_router_replay.capture.buffer import RoutingBuffer, write_routes
-from megatron_router_replay.capture.capturer import RoutedExpertsCapturer
+from megatron_router_replay.capture.buffer import RoutingBuffer
 from megatron_router_replay.capture.errors import CaptureError
+from megatron_router_replay.capture.inputs import TokenSlots, watch_inputs
+from megatron_router_replay.capture.interface import RoutedExpertsCapturer
+from megatron_router_replay.capture.log import StepLog
 from megatron_router_replay.capture.output import CapturedRoutes
+from megatron_router_replay.capture.recorder import StepRecorder
 from megatron_router_replay.capture.requests import PromptRoutes, RequestRoutes
-from megatron_router_replay.capture.routers import RouterSite, Select
-from megatron_router_replay.capture.staging import HostStaging
-from megatron_router_replay.capture.steps import StepPart, as_positions, iterate_runs
+from megatron_router_replay.capture.routers import RouterSite
+from megatron_router_replay.capture.seam import LayerSeam, attach, detach, hook_of
+from megatron_router_replay.capture.sort import LoggedStep, StepSorter
+from megatron_router_replay.capture.steps import StepPlan, as_positions
 
 
 class ActiveCapturer(RoutedExpertsCapturer):
@@ -31,6 +35,7 @@ class ActiveCapturer(RoutedExpertsCapturer):
         self,
         sites: Sequence[RouterSite],
         *,
+        model: nn.Module | None,
         num_layers: int,
         max_num_tokens: int,
         publishes: bool,
@@ -53,15 +58,19 @@ class ActiveCapturer(RoutedExpertsCapturer):
             device=torch.device(device) if device is not None else _device(sites[0].module),
             dtype=dtype,
         )
-        self._staging = HostStaging(self.buffer.tensor) if publishes else None
         self._host_dtype = np.dtype(np.uint8 if self.buffer.tensor.dtype is torch.uint8 else np.int16)
+        self._recorder = StepRecorder(self._layer_numbers, topk=self._topk, device=self.buffer.tensor.device)
+        self._tokens = TokenSlots(self.buffer.token_ids)
+        self._log = StepLog(self.buffer) if publishes else None
+        self._logged: list[LoggedStep] = []
+        self._sorter = StepSorter(self._layer_numbers, num_experts=self._num_experts, dtype=self._host_dtype)
         self._requests: dict[Hashable, RequestRoutes | None] = {}
-        self._step: tuple[list[StepPart], int] | None = None
-        self._pending: list[StepPart] = []
+        self._plan: StepPlan | None = None
+        self._in_flight: StepPlan | None = None
         self._modules: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []
         try:
-            self._attach(sites)
+            self._attach(sites, model)
         except BaseException:
             self.close()
             raise
@@ -86,8 +95,7 @@ class ActiveCapturer(RoutedExpertsCapturer):
             self._requests[request_id] = None
             return
         if prompt_of is None:
-            unwritten = self.buffer.unwritten
-            prompt = PromptRoutes(num_prompt_tokens, len(self._layer_numbers), self._topk, self._host_dtype, unwritten)
+            prompt = PromptRoutes(num_prompt_tokens, len(self._layer_numbers), self._topk, self._host_dtype)
         else:
             prompt = self._shared_prompt(request_id, prompt_of, num_prompt_tokens)
         self._requests[request_id] = RequestRoutes(request_id, prompt, num_cached_tokens)
@@ -99,52 +107,61 @@ class ActiveCapturer(RoutedExpertsCapturer):
         *,
         query_lengths: Sequence[int] | None = None,
         sequence_first: bool = False,
+        input_ids: Tensor | None = None,
     ) -> None:
-        if self._step is not None:
+        if self._in_flight is not None:
             raise CaptureError("a forward is begun already: end_forward() follows it, cancel_forward() if it raised.")
         array = as_positions(positions)
-        if array.size > self.buffer.max_num_tokens:
-            raise CaptureError(
-                f"a forward of {array.size} token slots does not fit max_num_tokens={self.buffer.max_num_tokens}: create "
-                "the capturer with more, or forward fewer at once."
+        plan = self._plan
+        if plan is None or query_lengths is not None or not plan.holds_for(request_ids, array):
+            if array.size > self.buffer.max_num_tokens:
+                raise CaptureError(
+                    f"a forward of {array.size} token slots does not fit max_num_tokens={self.buffer.max_num_tokens}: create "
+                    "the capturer with more, or forward fewer at once."
+                )
+            self._plan = plan = StepPlan(
+                request_ids, array, query_lengths=query_lengths, sequence_first=sequence_first, find=self._request
             )
-        parts = []
-        for request_id, slots, position in iterate_runs(
-            request_ids, array, query_lengths=query_lengths, sequence_first=sequence_first
-        ):
-            request = self._request(request_id)
-            if request is not None:
-                parts.append(StepPart(request, slots, position))
-        if parts:
-            assert self._staging is not None
-            self._staging.hold_device()
-            self.buffer.clear(array.size)
-        self._step = (parts, array.size)
+        if plan.parts:
+            assert self._log is not None
+            self._recorder.begin(plan.num_tokens)
+            self._tokens.begin(
+                plan.num_tokens, len(request_ids), sequence_first=sequence_first, is_packed=query_lengths is not None
+            )
+            # Stamps, token ids and what compiled code writes to may still be on their way to the host.
+            self._log.hold_device()
+            self.buffer.stamps.zero_()
+            if input_ids is not None:
+                self._tokens.put(input_ids)
+            self._tokens.is_announced = self._recorder.is_announced = True
+        self._in_flight = plan
 
     def end_forward(self) -> None:
-        if self._step is None:
+        if self._in_flight is None:
             raise CaptureError("end_forward() without begin_forward().")
-        (parts, num_slots), self._step = self._step, None
-        if not parts:
-            return
-        assert self._staging is not None
-        # The step before had a whole forward's time to arrive. Its rows leave the staging memory before new ones come.
-        self.drain()
-        self._staging.start_copy(num_slots)
-        self._pending = parts
+        plan = self._in_flight
+        earlier_error = None
+        try:
+            if plan.parts:
+                assert self._log is not None
+                if not self._log.has_room(plan.num_tokens):
+                    # The step before had a whole forward's time to arrive. What was wrong in it is no fault of this one.
+                    try:
+                        self.drain()
+                    except CaptureError as error:
+                        earlier_error = error
+                self._log.append(self._recorder, plan.num_tokens)
+                noted = None if self._recorder.is_complete else self._recorder.noted()
+                self._logged.append(LoggedStep(plan, plan.advance(), noted, self._tokens.are_known))
+        finally:
+            self.cancel_forward()
+        if earlier_error is not None:
+            raise earlier_error
 
     def cancel_forward(self) -> None:
-        self._step = None
-
-    @contextmanager
-    def _announced(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        self.begin_forward(*args, **kwargs)
-        try:
-            yield
-        except BaseException:
-            self.cancel_forward()
-            raise
-        self.end_forward()
+        self._in_flight = None
+        self._recorder.end()
+        self._tokens.is_announced = False
 
     def forward(
         self,
@@ -153,15 +170,16 @@ class ActiveCapturer(RoutedExpertsCapturer):
         *,
         query_lengths: Sequence[int] | None = None,
         sequence_first: bool = False,
+        input_ids: Tensor | None = None,
     ) -> AbstractContextManager[None]:
-        return self._announced(request_ids, positions, query_lengths=query_lengths, sequence_first=sequence_first)
+        return _AnnouncedForward(self, request_ids, positions, query_lengths, sequence_first, input_ids)
 
     def finish(
         self, request_id: Hashable, *, token_ids: Any = None, num_tokens: int | None = None
     ) -> CapturedRoutes | None:
         request = self._request(request_id)
         if request is None:
-            del self._requests[request_id]
+            self._forget(request_id)
             return None
         self.drain()
         ids = None if token_ids is None else as_positions(token_ids).astype(np.int32).reshape(-1)
@@ -171,7 +189,8 @@ class ActiveCapturer(RoutedExpertsCapturer):
                 f"request {request_id!r}: {None if ids is None else len(ids)} token_ids, num_tokens={num_tokens}, "
                 f"num_prompt_tokens={request.num_prompt_tokens}: give the number of prompt and output tokens together."
             )
-        generation, written = request.generation(max(total - 1 - request.num_prompt_tokens, 0))
+        num_generated_rows = max(total - 1 - request.num_prompt_tokens, 0)
+        generation, written = request.generation(num_generated_rows)
         missing = np.flatnonzero(~np.concatenate([request.prompt.written, written]))
         # Where nothing was generated, the last token is one of the prompt and its row may be left out.
         lost = missing[(missing >= request.num_cached_tokens) & (missing < max(total - 1, 1))]
@@ -180,7 +199,9 @@ class ActiveCapturer(RoutedExpertsCapturer):
                 f"request {request_id!r}: {lost.size} of {total - 1} tokens were never forwarded between begin_forward and "
                 f"end_forward, the first at position {lost[0]}. Were positions right, and num_cached_tokens announced?"
             )
-        del self._requests[request_id]
+        if ids is not None:
+            _compare(request_id, request.seen_token_ids(num_generated_rows), ids)
+        self._forget(request_id)
         request.release()
         return CapturedRoutes(
             request_id=request_id,
@@ -195,35 +216,31 @@ class ActiveCapturer(RoutedExpertsCapturer):
 
     def abort(self, request_id: Hashable) -> None:
         request = self._request(request_id)
-        del self._requests[request_id]
+        self._forget(request_id)
         if request is not None:
-            request.release()
-            if not request.prompt.is_shared:
-                self._pending = [part for part in self._pending if part.request is not request]
+            request.abandon()
 
     def drain(self) -> None:
-        if not self._pending:
+        if self._log is None or not self._logged:
             return
-        assert self._staging is not None
-        parts, self._pending = self._pending, []
-        rows = self._staging.take()
-        unwritten = rows[:, :, 0] == self.buffer.unwritten
-        some_unwritten = bool(unwritten.any())
-        for part in parts:
-            if some_unwritten and unwritten[part.slots].any():
-                raise self._explain_unwritten(unwritten[part.slots], part)
-            part.request.write(part.position, rows[part.slots])
+        steps, self._logged = self._logged, []
+        errors = self._sorter.sort(steps, *self._log.take())
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         for module in self._modules:
-            self.buffer.detach(module)
+            detach(module)
         for request in self._requests.values():
             if request is not None:
                 request.release()
-        self._hooks, self._modules, self._requests = [], [], {}
-        self._pending, self._step = [], None
+        self.cancel_forward()
+        self._hooks, self._modules, self._requests, self._plan = [], [], {}, None
+        if self._logged and self._log is not None:
+            self._log.take()
+            self._logged = []
 
     @property
     def num_requests(self) -> int:
@@ -233,15 +250,17 @@ class ActiveCapturer(RoutedExpertsCapturer):
     def host_bytes(self) -> int:
         captured = [request for request in self._requests.values() if request is not None]
         prompts = {id(request.prompt): request.prompt for request in captured}
-        shared = sum(prompt.rows.nbytes + prompt.written.nbytes for prompt in prompts.values())
-        return int(shared + sum(request.num_bytes for request in captured))
+        return sum(prompt.num_bytes for prompt in prompts.values()) + sum(request.num_bytes for request in captured)
 
-    def _attach(self, sites: Sequence[RouterSite]) -> None:
+    def _attach(self, sites: Sequence[RouterSite], model: nn.Module | None) -> None:
         for layer_index, site in enumerate(sites):
-            self.buffer.attach(site.module, layer_index)
+            attach(site.module, LayerSeam(layer_index, self.buffer, self._recorder))
             self._modules.append(site.module)
             if site.select is not None:
-                self._hooks.append(site.module.register_forward_hook(_hook(site.select)))
+                self._hooks.append(site.module.register_forward_hook(hook_of(site.select)))
+        watched = None if model is None else watch_inputs(model, self._tokens.see_run)
+        if watched is not None:
+            self._hooks.append(watched)
 
     def _request(self, request_id: Hashable) -> RequestRoutes | None:
         try:
@@ -251,6 +270,11 @@ class ActiveCapturer(RoutedExpertsCapturer):
                 f"request {request_id!r} is not running: add_request() it first; return_routed_experts=False for one that "
                 "is not to be captured, None for a finished one that is still in the batch."
             ) from None
+
+    def _forget(self, request_id: Hashable) -> None:
+        del self._requests[request_id]
+        # It names this request; the same id may come again.
+        self._plan = None
 
     def _shared_prompt(self, request_id: Hashable, owner: Hashable, num_prompt_tokens: int) -> PromptRoutes:
         other = self._request(owner)
@@ -262,21 +286,44 @@ class ActiveCapturer(RoutedExpertsCapturer):
         other.prompt.is_shared = True
         return other.prompt
 
-    def _explain_unwritten(self, bad: NDArray[np.bool_], part: StepPart) -> CaptureError:
-        layers = [self._layer_numbers[i] for i in np.flatnonzero(bad.any(axis=0))]
-        return CaptureError(
-            f"request {part.request.request_id!r}: no route was written for {int(bad.any(axis=1).sum())} of its "
-            f"{len(bad)} tokens in layers {layers}. Did the forward run these routers between begin_forward and "
-            "end_forward, on all these token slots (not on a part, as under sequence parallelism), and not in a fused kernel "
-            "or a graph recorded before create()?"
+
+class _AnnouncedForward:
+    """begin_forward, and end_forward or cancel_forward; written out, for a generator costs more in each step."""
+
+    __slots__ = ("_arguments", "_capturer")
+
+    def __init__(self, capturer: ActiveCapturer, *arguments: Any) -> None:
+        self._capturer = capturer
+        self._arguments = arguments
+
+    def __enter__(self) -> None:
+        request_ids, positions, query_lengths, sequence_first, input_ids = self._arguments
+        self._capturer.begin_forward(
+            request_ids,
+            positions,
+            query_lengths=query_lengths,
+            sequence_first=sequence_first,
+            input_ids=input_ids,
         )
 
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._capturer.end_forward()
+        else:
+            self._capturer.cancel_forward()
 
-def _hook(select: Select) -> Any:
-    def write_output(module: nn.Module, args: Any, output: Any) -> None:
-        write_routes(module, select(module, args, output))
 
-    return write_output
+def _compare(request_id: Hashable, seen: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+    """Raise unless the model ran these tokens, wherever its input_ids were seen."""
+    wrong = np.flatnonzero((seen >= 0) & (seen != token_ids[: len(seen)]))
+    if wrong.size:
+        first = int(wrong[0])
+        raise CaptureError(
+            f"request {request_id!r}: the model ran token {seen[first]} at position {first}, token_ids has "
+            f"{token_ids[first]} ({wrong.size} of {len(seen)} differ). These routes are of other tokens: was the batch "
+            "reordered, as in beam search, or padded otherwise than announced? Capture a beam by forwarding its finished "
+            "sequence once more."
+        )
 
 
 def _agreed(sites: Sequence[RouterSite]) -> tuple[int, int]:

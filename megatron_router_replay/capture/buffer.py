@@ -1,51 +1,37 @@
-"""The device buffer that routers write to: [num_layers, max_num_tokens, topk], allocated once and never moved.
+"""The device memory of a capture, allocated once and never moved: what compiled code writes to, and one step's head.
 
-Each router module keeps its contiguous [max_num_tokens, topk] view as a plain attribute. CUDA graphs and compiled code
-hold the address of that view, so they write to the live buffer in every replay, not to a copy made while tracing.
-
-Before each forward the rows it will use are filled with a value that is no expert's id. Whatever bypasses the capture (a
-fused kernel, a layer that did not run, a router that saw other tokens) leaves it there and is found.
+Eager routers hand their tensors over and nothing is written here. Compiled code and CUDA graphs run none of our Python, so
+they write: each layer has a view of the routes and a stamp. Their graphs hold these addresses, so they write to the live
+buffer in every replay, not to a copy made while tracing. A stamp counts the calls and rows of its layer since
+begin_forward: whatever bypasses the capture (a fused kernel, a layer that did not run or ran twice, a router that saw other
+tokens) is found.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
 
 from megatron_router_replay.capture.errors import CaptureError
+from megatron_router_replay.ids import index_dtype
 
-ROUTES_ATTRIBUTE = "routed_experts_out"
-"""Name of the attribute of a router module (or MoE layer) that holds its view of the buffer."""
+CALL = 1 << 32
+"""What one call adds to its layer's stamp, besides its number of rows."""
 
-
-def write_routes(module: nn.Module, topk_indices: Tensor) -> None:
-    """Write one layer's routes to its view of the buffer; the seam, directly after expert selection, before dispatch.
-
-    Costs one attribute check where nothing is captured. Call it from your own MoE layer, or let a hook do it.
-
-    Args:
-        module: the module that a RouterSite named.
-        topk_indices: [..., topk], any integer dtype; the leading axes are the tokens in the order of the batch.
-    """
-    out = getattr(module, ROUTES_ATTRIBUTE, None)
-    if out is not None:
-        rows = topk_indices if topk_indices.dim() == 2 else topk_indices.flatten(0, -2)
-        # A larger forward is none that begin_forward announced (that one raises): training on the same model, say.
-        if rows.shape[0] <= out.shape[0]:
-            out[: rows.shape[0]].copy_(rows)
+UNSEEN, MASKED = -1, -2
+"""In place of a token id: the model's input_ids were not seen; its attention_mask hides the token."""
 
 
 class RoutingBuffer:
-    """The routes of one forward on the device of the model.
+    """The routes that compiled code writes in one forward, with stamps and token ids of that forward.
 
     Args:
         num_layers, max_num_tokens, topk: L, N, K.
         num_experts: experts in each layer; decides the dtype.
         device: where the routers run.
-        dtype: uint8 or int16; None: uint8 where it can hold an id and the unwritten mark, up to 255 experts.
+        dtype: uint8 or int16; None: the smaller that holds every id.
 
     Raises:
-        CaptureError: dtype cannot hold the ids and the mark.
+        CaptureError: dtype cannot hold the ids.
     """
 
     def __init__(
@@ -58,43 +44,24 @@ class RoutingBuffer:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
+        fitting = index_dtype(num_experts)
         if dtype is None:
-            dtype = torch.uint8 if num_experts <= 255 else torch.int16
-        limits = {torch.uint8: 255, torch.int16: 32768}
-        if dtype not in limits or num_experts > limits[dtype]:
+            dtype = fitting
+        if dtype not in (fitting, torch.int16):
             raise CaptureError(
-                f"cannot keep ids of num_experts={num_experts} in {dtype}: use torch.uint8 up to 255 experts (255 marks "
-                "what no router wrote) or torch.int16 up to 32768."
+                f"cannot keep ids of num_experts={num_experts} in {dtype}: leave dtype out for {fitting}."
             )
-        self.unwritten = 255 if dtype is torch.uint8 else -1
-        self.tensor = torch.full((num_layers, max_num_tokens, topk), self.unwritten, dtype=dtype, device=device)
+        self.tensor = torch.zeros((num_layers, max_num_tokens, topk), dtype=dtype, device=device)
         self.views = tuple(self.tensor[i] for i in range(num_layers))
+        # Stamps and token ids side by side go to the host in one copy.
+        self.head = torch.zeros(num_layers + max_num_tokens, dtype=torch.int64, device=device)
+        self.stamps, self.token_ids = self.head[:num_layers], self.head[num_layers:]
+        self.stamp_views = tuple(self.stamps[i : i + 1] for i in range(num_layers))
         if device.type == "cuda":
             # Else CUDA graphs of torch.compile copy the tensor they mutate, or are skipped because of the mutation.
-            for tensor in (self.tensor, *self.views):
+            for tensor in (self.tensor, *self.views, *self.stamp_views):
                 torch._dynamo.mark_static_address(tensor)
 
     @property
     def max_num_tokens(self) -> int:
         return int(self.tensor.shape[1])
-
-    def clear(self, num_tokens: int) -> None:
-        """Mark the first `num_tokens` rows of every layer as unwritten."""
-        self.tensor[:, :num_tokens].fill_(self.unwritten)
-
-    def attach(self, module: nn.Module, layer_index: int) -> None:
-        """Give a module its view.
-
-        Raises:
-            CaptureError: another capturer's view is attached to it.
-        """
-        if getattr(module, ROUTES_ATTRIBUTE, None) is not None:
-            raise CaptureError(
-                f"layer {layer_index}'s {type(module).__name__} is captured already: close() the other capturer first."
-            )
-        setattr(module, ROUTES_ATTRIBUTE, self.views[layer_index])
-
-    def detach(self, module: nn.Module) -> None:
-        """Take the view away again."""
-        if hasattr(module, ROUTES_ATTRIBUTE):
-            delattr(module, ROUTES_ATTRIBUTE)

@@ -1,4 +1,7 @@
-"""The routes of one request on the host: its prompt's rows, which n completions share, and its own rows behind them."""
+"""The routes of one request on the host: its prompt's rows, which n completions share, and its own rows behind them.
+
+Beside each row stands the id of the token that the model ran there, where it was seen: what finish() is given must be these.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_router_replay.capture.buffer import UNSEEN
+
 _FIRST_ROWS = 32
-"""Rows that a request's generation gets at first; doubled whenever they do not suffice."""
+"""Rows that a request's generation gets at least; always a power of two, so that it is copied seldom."""
 
 Array = NDArray[Any]
 
@@ -19,16 +24,17 @@ class PromptRoutes:
 
     Args:
         num_tokens: of the prompt.
-        num_layers, topk, dtype, unwritten: as in the device buffer.
+        num_layers, topk, dtype: of the rows.
     """
 
-    def __init__(self, num_tokens: int, num_layers: int, topk: int, dtype: np.dtype[Any], unwritten: int) -> None:
-        self.rows: Array = np.full((num_tokens, num_layers, topk), unwritten, dtype)
+    def __init__(self, num_tokens: int, num_layers: int, topk: int, dtype: np.dtype[Any]) -> None:
+        self.rows: Array = np.zeros((num_tokens, num_layers, topk), dtype)
         self.written = np.zeros(num_tokens, np.bool_)
+        self.token_ids = np.full(num_tokens, UNSEEN, np.int32)
         self.is_shared = False
         self._int16: Array | None = None
 
-    def write(self, position: int, rows: Array) -> None:
+    def write(self, position: int, rows: Array, token_ids: NDArray[np.int32]) -> None:
         """Store rows from `position` on; of a shared prompt only those that no other completion stored before."""
         where = slice(position, position + len(rows))
         if self.is_shared:
@@ -36,10 +42,16 @@ class PromptRoutes:
             if not new.any():
                 return
             self.rows[where][new] = rows[new]
+            self.token_ids[where][new] = token_ids[new]
         else:
             self.rows[where] = rows
+            self.token_ids[where] = token_ids
         self.written[where] = True
         self._int16 = None
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.rows.nbytes + self.written.nbytes + self.token_ids.nbytes)
 
     def as_int16(self) -> Array:
         """Return the rows as int16, -1 where none was captured; the same array for every completion."""
@@ -65,23 +77,40 @@ class RequestRoutes:
         self.is_released = False
         self._rows: Array = prompt.rows[:0]
         self._written: NDArray[np.bool_] = prompt.written[:0]
+        self._token_ids: NDArray[np.int32] = prompt.token_ids[:0]
 
-    def write(self, position: int, rows: Array) -> None:
-        """Store rows [n, num_layers, topk] from `position` on; what a later forward says of a position holds."""
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nobody will ask for rows that are still on their way: it ended, and no other request needs its prompt."""
+        return self.is_released and not self.prompt.is_shared
+
+    def write(self, position: int, rows: Array, token_ids: NDArray[np.int32]) -> None:
+        """Store what a forward says of consecutive positions; what a later forward says of them replaces it.
+
+        Args:
+            position: of the first row.
+            rows: [n, num_layers, topk].
+            token_ids: [n], UNSEEN where they are not known.
+        """
         in_prompt = self.num_prompt_tokens - position
         if in_prompt > 0:
             # Completions that share the prompt still need what this one forwarded of it.
             if not self.is_released or self.prompt.is_shared:
-                self.prompt.write(position, rows[:in_prompt])
-            rows = rows[in_prompt:]
+                self.prompt.write(position, rows[:in_prompt], token_ids[:in_prompt])
+            rows, token_ids = rows[in_prompt:], token_ids[in_prompt:]
             position += in_prompt
         if len(rows) and not self.is_released:
             start = position - self.num_prompt_tokens
             end = start + len(rows)
             if end > len(self._rows):
-                self._grow(max(end, 2 * len(self._rows), _FIRST_ROWS))
+                self._grow(max(1 << (end - 1).bit_length(), _FIRST_ROWS))
             self._rows[start:end] = rows
             self._written[start:end] = True
+            self._token_ids[start:end] = token_ids
+
+    def seen_token_ids(self, num_rows: int) -> NDArray[np.int32]:
+        """Return the ids of the tokens that the model ran, of the prompt and at most `num_rows` rows behind it."""
+        return np.concatenate([self.prompt.token_ids, self._token_ids[:num_rows]])
 
     def generation(self, num_rows: int) -> tuple[Array, NDArray[np.bool_]]:
         """Return the first rows behind the prompt and which of them were written; copies of exactly that size."""
@@ -95,16 +124,26 @@ class RequestRoutes:
         """Give the memory back; own rows that are still on their way are dropped."""
         self.is_released = True
         self._rows, self._written = self._rows[:0].copy(), self._written[:0].copy()
+        self._token_ids = self._token_ids[:0].copy()
+
+    def abandon(self) -> None:
+        """Release, and give a prompt back that no other request shares; steps on their way may still hold this request."""
+        self.release()
+        if not self.prompt.is_shared:
+            num_layers, topk = self.prompt.rows.shape[1:]
+            self.prompt = PromptRoutes(0, num_layers, topk, self.prompt.rows.dtype)
 
     @property
     def num_bytes(self) -> int:
-        return int(self._rows.nbytes + self._written.nbytes)
+        return int(self._rows.nbytes + self._written.nbytes + self._token_ids.nbytes)
 
     def _grow(self, capacity: int) -> None:
         rows = np.empty((capacity, *self._rows.shape[1:]), self._rows.dtype)
         written = np.zeros(capacity, np.bool_)
-        rows[: len(self._rows)], written[: len(self._written)] = self._rows, self._written
-        self._rows, self._written = rows, written
+        token_ids = np.full(capacity, UNSEEN, np.int32)
+        num_rows = len(self._rows)
+        rows[:num_rows], written[:num_rows], token_ids[:num_rows] = self._rows, self._written, self._token_ids
+        self._rows, self._written, self._token_ids = rows, written, token_ids
 
 
 def as_int16(rows: Array, written: NDArray[np.bool_]) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,9 @@ from megatron_router_replay.capture.requests import RequestRoutes
 
 IntArray = NDArray[np.int64]
 
+FindRequest = Callable[[Hashable], "RequestRoutes | None"]
+"""request id -> its routes, None where it is not captured; raises where it is not running."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
@@ -24,6 +27,59 @@ class StepPart:
     request: RequestRoutes
     slots: slice
     position: int
+
+
+class StepPlan:
+    """Whose tokens a forward holds; decode steps that go on one token further share the plan of the first.
+
+    `is_decode` says that it holds one token of each request.
+
+    Args:
+        request_ids, positions, query_lengths, sequence_first: of begin_forward.
+        find: looks a request up.
+
+    Raises:
+        CaptureError: see `iterate_runs`, or `find` raised.
+    """
+
+    def __init__(
+        self,
+        request_ids: Sequence[Hashable | None],
+        positions: IntArray,
+        *,
+        query_lengths: Sequence[int] | None,
+        sequence_first: bool,
+        find: FindRequest,
+    ) -> None:
+        self.num_tokens = positions.size
+        self.parts: list[StepPart] = []
+        for request_id, slots, position in iterate_runs(
+            request_ids, positions, query_lengths=query_lengths, sequence_first=sequence_first
+        ):
+            request = find(request_id)
+            if request is not None:
+                self.parts.append(StepPart(request, slots, position))
+        self.num_steps = 0
+        self._request_ids = list(request_ids)
+        self.is_decode = query_lengths is None and positions.size == len(self._request_ids)
+        self._next = positions.flatten()
+        self._advance = self._next >= 0
+
+    def holds_for(self, request_ids: Sequence[Hashable | None], positions: IntArray) -> bool:
+        """Return whether a forward is this plan's next step: the same requests in the same rows, each a token further."""
+        return (
+            self.is_decode
+            and positions.size == self.num_tokens
+            and bool((positions.ravel() == self._next).all())
+            and self._request_ids == list(request_ids)
+        )
+
+    def advance(self) -> int:
+        """Count a step that ran; return how many of the plan ran before it."""
+        if self.is_decode:
+            self._next += self._advance
+        self.num_steps += 1
+        return self.num_steps - 1
 
 
 def token_positions(attention_mask: Any) -> IntArray:
@@ -49,7 +105,7 @@ def as_positions(values: Any) -> IntArray:
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.dtype.kind not in "iub" and array.size:
         raise CaptureError(f"positions must be integers, got {array.dtype}.")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 def iterate_runs(

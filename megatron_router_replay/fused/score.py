@@ -21,27 +21,52 @@ class Score(Enum):
     """Sigmoid of the logit; topk is 1."""
     NORMALISED_SIGMOID = 3
     """Sigmoid of the logits, divided by their sum over the chosen experts."""
+    SQRT_SOFTPLUS = 4
+    """Square root of the softplus of the logit; topk is 1. Megatron-Core 0.18 and later."""
+    NORMALISED_SQRT_SOFTPLUS = 5
+    """The same, divided by their sum over the chosen experts."""
+
+    @property
+    def is_normalised(self) -> bool:
+        return self in (Score.NORMALISED_SIGMOID, Score.NORMALISED_SQRT_SOFTPLUS)
+
+
+class Rounding(Enum):
+    """Where values are rounded to the logits' dtype; the same for float32 logits."""
+
+    EARLY = "early"
+    """Scores, before they are normalised and scaled: Megatron-Core 0.16 and 0.17."""
+    LATE = "late"
+    """Probabilities, at the very end: Megatron-Core 0.18 and later."""
 
 
 def parse_score(score_function: str, *, use_pre_softmax: bool, topk: int) -> Score:
     """Return the score of Megatron-Core's `score_function`, `use_pre_softmax` (without effect on sigmoid) and `topk`.
 
     Raises:
-        UnsupportedRouterError: another score function than softmax and sigmoid.
+        UnsupportedRouterError: another score function than softmax, sigmoid and sqrtsoftplus.
 
-    Source: Megatron-Core 0.16.1, moe_utils.topk_routing_with_score_function.
+    Source: Megatron-Core 0.16.1 and 0.18.2, moe_utils.topk_routing_with_score_function.
     """
     if score_function == "softmax":
         return Score.PRE_SOFTMAX if use_pre_softmax else Score.SOFTMAX
     if score_function == "sigmoid":
         return Score.NORMALISED_SIGMOID if topk > 1 else Score.SIGMOID
+    if score_function == "sqrtsoftplus":
+        return Score.NORMALISED_SQRT_SOFTPLUS if topk > 1 else Score.SQRT_SOFTPLUS
     raise UnsupportedRouterError(
-        f"cannot route with moe_router_score_function={score_function!r}: fused.route knows 'softmax' and 'sigmoid'."
+        f"cannot route with moe_router_score_function={score_function!r}: fused.route knows 'softmax', 'sigmoid' and "
+        "'sqrtsoftplus'."
     )
 
 
 def selection_scores(
-    logits: Tensor, *, score_function: str, use_pre_softmax: bool = False, expert_bias: Tensor | None = None
+    logits: Tensor,
+    *,
+    score_function: str,
+    use_pre_softmax: bool = False,
+    expert_bias: Tensor | None = None,
+    rounding: Rounding = Rounding.EARLY,
 ) -> Tensor:
     """Return the scores whose top-k Megatron-Core takes, [num_tokens, num_experts].
 
@@ -49,13 +74,20 @@ def selection_scores(
         logits: [num_tokens, num_experts], floating point.
         score_function, use_pre_softmax: as in Megatron-Core.
         expert_bias: [num_experts] or None; without effect on softmax, as in Megatron-Core.
+        rounding: of the Megatron-Core version; LATE scores are float32, whose top-k has fewer ties than that of bf16.
 
-    Source: Megatron-Core 0.16.1, moe_utils.topk_routing_with_score_function.
+    Source: Megatron-Core 0.16.1 and 0.18.2, moe_utils.topk_routing_with_score_function.
     """
     score = parse_score(score_function, use_pre_softmax=use_pre_softmax, topk=1)
     if score is Score.SOFTMAX:
         return logits
     if score is Score.PRE_SOFTMAX:
-        return torch.softmax(logits, dim=-1, dtype=torch.float32).type_as(logits)
-    scores = torch.sigmoid(logits.float()).type_as(logits)
-    return scores if expert_bias is None else scores + expert_bias
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        return scores if rounding is Rounding.LATE else scores.type_as(logits)
+    values = logits.float()
+    scores = torch.sigmoid(values) if score is Score.SIGMOID else torch.nn.functional.softplus(values).sqrt()
+    if rounding is Rounding.EARLY:
+        scores = scores.type_as(logits)
+    if expert_bias is None:
+        return scores
+    return scores + (expert_bias.float() if rounding is Rounding.LATE else expert_bias)

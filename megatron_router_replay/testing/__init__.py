@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from megatron_router_replay.testing.global_parameters import merge_by_name, named_global_parameters
     from megatron_router_replay.testing.layout import ParallelLayout
     from megatron_router_replay.testing.megatron_state import reset_megatron_state
-    from megatron_router_replay.testing.modular_moe import ModularMoE, use_modular_moe
     from megatron_router_replay.testing.qwen3_moe import load_qwen3_moe, qwen3_moe_config
     from megatron_router_replay.testing.schedule import (
         default_forward_step,
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GlooWorkers",
-    "ModularMoE",
     "ParallelLayout",
     "SmallAttention",
     "WorkersError",
@@ -46,7 +44,6 @@ __all__ = [
     "run_schedule",
     "split_context_parallel",
     "tiny_gpt_config",
-    "use_modular_moe",
 ]
 
 _HOME = {
@@ -55,7 +52,6 @@ _HOME = {
     "global_parameters": "merge_by_name named_global_parameters",
     "layout": "ParallelLayout",
     "megatron_state": "reset_megatron_state",
-    "modular_moe": "ModularMoE use_modular_moe",
     "qwen3_moe": "load_qwen3_moe qwen3_moe_config",
     "schedule": "default_forward_step gradients pack_microbatch random_microbatches run_schedule split_context_parallel",
     "tiny_gpt": "build_tiny_gpt tiny_gpt_config",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_router_replay.capture import RoutedExpertsCapturer, RouterSite, write_routes
+from megatron_router_replay.capture import RouterSite, create_capturer, write_routes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ def make(max_num_tokens):
         RouterSite(module=layer, layer_number=i + 1, num_experts=64, topk=4, select=None)
         for i, layer in enumerate(layers)
     ]
-    return layers, RoutedExpertsCapturer.create(routers=sites, max_num_tokens=max_num_tokens)
+    return layers, create_capturer(routers=sites, max_num_tokens=max_num_tokens)
 
 
 def expected(layers, hidden):

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from megatron_router_replay.capture import RoutedExpertsCapturer, RouterSite, write_routes
+from megatron_router_replay.capture import RouterSite, create_capturer, write_routes
 from tests.unit.capture.sampling import build_model, experts_of, recompute, sample
 
 
@@ -36,17 +36,16 @@ def test_one_compiled_graph_keeps_writing_to_the_live_buffer(backend):
     torch.manual_seed(0)
     layer = SmallMoE()
     site = RouterSite(module=layer, layer_number=1, num_experts=8, topk=2, select=None)
-    capturer = RoutedExpertsCapturer.create(routers=[site], max_num_tokens=8)
+    capturer = create_capturer(routers=[site], max_num_tokens=8)
     address = capturer.buffer.tensor.data_ptr()
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     for _ in range(3):
         hidden = torch.randn(8, 16)
-        capturer.buffer.clear(8)
-        assert (capturer.buffer.tensor == 255).all()
+        capturer.buffer.tensor.fill_(255)
         compiled(hidden)
         assert torch.equal(capturer.buffer.tensor[0].long(), layer.gate(hidden).topk(2).indices)
     assert capturer.buffer.tensor.data_ptr() == address
-    assert layer.routed_experts_out.data_ptr() == address
+    assert layer.routed_experts_seam.out.data_ptr() == address
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -54,11 +53,11 @@ def test_one_compiled_graph_keeps_writing_to_the_live_buffer(backend):
 def test_after_close_the_compiled_graph_writes_no_more():
     layer = SmallMoE()
     site = RouterSite(module=layer, layer_number=1, num_experts=8, topk=2, select=None)
-    capturer = RoutedExpertsCapturer.create(routers=[site], max_num_tokens=8)
+    capturer = create_capturer(routers=[site], max_num_tokens=8)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     compiled(torch.randn(8, 16))
     capturer.close()
-    capturer.buffer.clear(8)
+    capturer.buffer.tensor.fill_(255)
     compiled(torch.randn(8, 16))
     assert (capturer.buffer.tensor == 255).all()
 
@@ -68,7 +67,7 @@ def test_a_generation_of_a_compiled_model_is_captured():
     """Hooks on transformers' routers, traced with the whole model; prefill and decode steps of several shapes."""
     model = build_model("mixtral")
     model.set_experts_implementation("batched_mm")  # the eager experts loop over the data, which no graph can hold
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=16)
+    capturer = create_capturer(model, max_num_tokens=16)
     compiled = torch.compile(model, backend="aot_eager")
     sequences, captured = sample(compiled, [[5, 6, 7, 8], [9, 10]], [5, 4], capturer)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 from megatron_router_replay import engines
-from megatron_router_replay.capture import CaptureError, RoutedExpertsCapturer, token_positions, vllm_response
+from megatron_router_replay.capture import CaptureError, create_capturer, token_positions, vllm_response
 from tests.unit.capture.sampling import MODELS, build_model, experts_of, pad, recompute, sample
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [20]]
@@ -18,7 +18,7 @@ LENGTHS = [9, 1, 7]
 def test_routes_of_a_batch_equal_a_recompute_of_the_finished_sequences(name, side):
     config, layer_numbers, num_experts = MODELS[name]
     model = build_model(name)
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=16)
+    capturer = create_capturer(model, max_num_tokens=16)
     sequences, captured = sample(model, PROMPTS, LENGTHS, capturer, side=side)
     capturer.close()
     assert [len(sequence) for sequence in sequences] == [14, 4, 8]
@@ -35,7 +35,7 @@ def test_routes_of_a_batch_equal_a_recompute_of_the_finished_sequences(name, sid
 def test_both_published_shapes_decode_with_the_engines_to_the_same_trace(name):
     config = MODELS[name][0].to_dict()
     model = build_model(name)
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=16)
+    capturer = create_capturer(model, max_num_tokens=16)
     sequences, captured = sample(model, PROMPTS, LENGTHS, capturer)
     for row, sequence in enumerate(sequences):
         trace = captured[row].trace()
@@ -53,7 +53,7 @@ def test_nothing_is_left_behind_after_the_requests_and_after_close():
     model = build_model("mixtral")
     hooks = sum(len(module._forward_hooks) for module in model.modules())
     attributes = [set(vars(module)) for module in model.modules()]
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=16)
+    capturer = create_capturer(model, max_num_tokens=16)
     assert sum(len(module._forward_hooks) for module in model.modules()) == hooks + 3
     sample(model, PROMPTS, LENGTHS, capturer)
     assert (capturer.num_requests, capturer.host_bytes) == (0, 0)
@@ -65,20 +65,20 @@ def test_nothing_is_left_behind_after_the_requests_and_after_close():
 def test_a_disabled_capturer_leaves_the_model_alone_and_the_same_loop_runs():
     model = build_model("mixtral")
     attributes = [set(vars(module)) for module in model.modules()]
-    disabled = RoutedExpertsCapturer.create(model, enable=False)
+    disabled = create_capturer(model, enable=False)
     assert disabled.enabled is False
     sequences, captured = sample(model, PROMPTS, LENGTHS, disabled)
     assert [set(vars(module)) for module in model.modules()] == attributes
     assert sum(len(module._forward_hooks) for module in model.modules()) == 0
     assert captured == {0: None, 1: None, 2: None}
-    enabled = RoutedExpertsCapturer.create(model, max_num_tokens=16)
+    enabled = create_capturer(model, max_num_tokens=16)
     assert enabled.enabled is True
     assert sample(model, PROMPTS, LENGTHS, enabled)[0] == sequences  # capturing changes no token
 
 
 def test_only_requests_that_opted_in_are_captured():
     model = build_model("qwen3_moe")
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=16)
+    capturer = create_capturer(model, max_num_tokens=16)
     sequences, captured = sample(model, PROMPTS, LENGTHS, capturer, opted_in={2})
     assert captured[0] is None
     assert captured[1] is None
@@ -90,7 +90,7 @@ def test_n_completions_share_the_routes_of_a_prompt_that_was_forwarded_once():
     """Prefill once, expand the cache to n rows: exact, and one array of prompt routes."""
     model = build_model("qwen3_moe")
     config = MODELS["qwen3_moe"][0].to_dict()
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=16)
+    capturer = create_capturer(model, max_num_tokens=16)
     prompt, n = [7, 8, 9, 10], 3
     capturer.add_request("p.0", num_prompt_tokens=4)
     for index in range(1, n):
@@ -125,14 +125,14 @@ def test_n_completions_share_the_routes_of_a_prompt_that_was_forwarded_once():
 
 def test_a_batch_that_repeats_the_prompt_may_share_its_routes_too():
     model = build_model("qwen3_moe")
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=16)
+    capturer = create_capturer(model, max_num_tokens=16)
     capturer.add_request(0, num_prompt_tokens=4)
     capturer.add_request(1, num_prompt_tokens=4, prompt_of=0)
     alone = capturer.host_bytes
     with torch.no_grad(), capturer.forward([0, 1], token_positions([[1, 1, 1, 1]] * 2)):
         model(torch.tensor([[7, 8, 9, 10]] * 2))
     first, second = capturer.finish(0, num_tokens=5), capturer.finish(1, num_tokens=5)
-    assert alone == 4 * 3 * 2 + 4  # one prompt: ids of 4 tokens, 3 layers, 2 experts, and a byte a token
+    assert alone == 4 * 3 * 2 + 4 + 16  # one prompt: ids of 4 tokens, 3 layers, 2 experts; a byte a token; token ids
     assert first.split()[0] is second.split()[0]
     assert torch.equal(experts_of(first.trace()), experts_of(recompute(model, [7, 8, 9, 10, 0])))
 
@@ -142,7 +142,7 @@ def test_prefix_cached_tokens_have_no_route_and_the_rest_do():
     """The second request takes its first 3 tokens from the cache of the first."""
     model = build_model("qwen3_moe")
     config = MODELS["qwen3_moe"][0].to_dict()
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=16)
+    capturer = create_capturer(model, max_num_tokens=16)
     sequence = [5, 6, 7, 8, 9, 10]
     cache = model(torch.tensor([sequence[:3]]), use_cache=True).past_key_values
     capturer.add_request("b", num_prompt_tokens=5, num_cached_tokens=3)
@@ -168,7 +168,7 @@ def test_prefix_cached_tokens_have_no_route_and_the_rest_do():
 @torch.no_grad()
 def test_a_forward_that_is_not_announced_changes_nothing():
     model = build_model("mixtral")
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=8)
+    capturer = create_capturer(model, max_num_tokens=8)
     capturer.add_request("a", num_prompt_tokens=3)
     with capturer.forward(["a"], [[0, 1, 2]]):
         model(torch.tensor([[5, 6, 7]]))
@@ -181,7 +181,7 @@ def test_a_forward_that_is_not_announced_changes_nothing():
 @torch.no_grad()
 def test_a_token_forwarded_outside_begin_and_end_is_reported():
     model = build_model("mixtral")
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=8)
+    capturer = create_capturer(model, max_num_tokens=8)
     capturer.add_request("a", num_prompt_tokens=3)
     with capturer.forward(["a"], [[0, 1, -1]]):
         model(torch.tensor([[5, 6, 0]]))
@@ -193,14 +193,14 @@ def test_a_token_forwarded_outside_begin_and_end_is_reported():
 @torch.no_grad()
 def test_a_router_that_bypasses_the_capture_is_reported_by_layer():
     model = build_model("qwen3_moe")
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=8)
+    capturer = create_capturer(model, max_num_tokens=8)
     gate = model.model.layers[2].mlp.gate
     # as a fused kernel does: the router's module is never called
     gate._forward_hooks.clear()
     capturer.add_request("a", num_prompt_tokens=3)
     with capturer.forward(["a"], [[0, 1, 2]]):
         model(torch.tensor([[5, 6, 7]]))
-    with pytest.raises(CaptureError, match=r"no route was written for 3 of its 3 tokens in layers \[3\]"):
+    with pytest.raises(CaptureError, match=r"'a'\]: no route was handed over in layers \[3\] in a forward of 3 tokens"):
         capturer.finish("a", token_ids=[5, 6, 7, 8])
 
 
@@ -208,11 +208,11 @@ def test_a_router_that_bypasses_the_capture_is_reported_by_layer():
 def test_wrong_positions_do_not_pass_the_recompute():
     """The comparison of the tests above can fail: swap two tokens and it does."""
     model = build_model("qwen3_moe")
-    capturer = RoutedExpertsCapturer.create(model, max_num_tokens=8)
+    capturer = create_capturer(model, max_num_tokens=8)
     capturer.add_request("a", num_prompt_tokens=4)
     with capturer.forward(["a"], [[1, 0, 2, 3]]):
         model(torch.tensor([[5, 6, 7, 8]]))
-    trace = capturer.finish("a", token_ids=[5, 6, 7, 8, 9]).trace()
+    trace = capturer.finish("a", num_tokens=5).trace()  # with token_ids it is refused
     assert not torch.equal(experts_of(trace), experts_of(recompute(model, [5, 6, 7, 8, 9])))
 
 

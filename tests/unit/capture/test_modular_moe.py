@@ -8,14 +8,15 @@ import torch
 
 pytest.importorskip("transformers")
 
-from megatron_router_replay.capture import RoutedExpertsCapturer
-from megatron_router_replay.testing import ModularMoE, use_modular_moe
-from megatron_router_replay.testing.modular_moe import (
+from examples.grpo.modular_moe import (
     BatchedExperts,
     BatchedPrepareFinalize,
     ContiguousExperts,
     ContiguousPrepareFinalize,
+    ModularMoE,
+    use_modular_moe,
 )
+from megatron_router_replay.capture import create_capturer
 from tests.unit.capture.sampling import build_model, experts_of, recompute, sample
 
 FORMATS = ["contiguous", "batched"]
@@ -28,7 +29,7 @@ def run_layer(model, hidden, **options):
     """Return (output, routes) of the first MoE layer, run by itself on the same input."""
     model = copy.deepcopy(model)
     site = use_modular_moe(model, **options)[0]
-    capturer = RoutedExpertsCapturer.create(routers=[site], max_num_tokens=len(hidden))
+    capturer = create_capturer(routers=[site], max_num_tokens=len(hidden))
     capturer.add_request("a", num_prompt_tokens=len(hidden))
     with capturer.forward(["a"], [list(range(len(hidden)))]):
         output = site.module(hidden)
@@ -66,7 +67,7 @@ def test_different_arithmetic_makes_the_next_layers_disagree():
     for form in FORMATS:
         model = copy.deepcopy(base)
         sites = use_modular_moe(model, activation_format=form)
-        capturer = RoutedExpertsCapturer.create(model, routers=sites, max_num_tokens=480)
+        capturer = create_capturer(model, routers=sites, max_num_tokens=480)
         for row in range(8):
             capturer.add_request(row, num_prompt_tokens=60)
         with capturer.forward(range(8), [list(range(60))] * 8):
@@ -88,7 +89,7 @@ def test_a_model_of_modular_layers_is_the_model_it_was(name, form):
     sites = use_modular_moe(model, activation_format=form, reduce_in="experts")
     assert set(model.state_dict()) == names  # weights are synchronised under the same names
     torch.testing.assert_close(model(tokens).logits, before, rtol=0, atol=1e-4)
-    capturer = RoutedExpertsCapturer.create(model, routers=sites, max_num_tokens=16)
+    capturer = create_capturer(model, routers=sites, max_num_tokens=16)
     sequences, captured = sample(model, [[5, 6, 7, 8], [9, 10]], [6, 3], capturer)
     for row, sequence in enumerate(sequences):
         assert torch.equal(experts_of(captured[row].trace()), experts_of(recompute(model, sequence)))

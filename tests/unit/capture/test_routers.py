@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_router_replay.capture import CaptureError, RoutedExpertsCapturer, RouterSite, find_router_sites
+from megatron_router_replay.capture import CaptureError, RouterSite, create_capturer, find_router_sites
 from megatron_router_replay.capture.routers import select_megatron
 from tests.unit.capture.sampling import MODELS, build_model
 
@@ -23,7 +23,7 @@ def test_an_unknown_router_beside_known_ones_is_refused():
     with pytest.raises(
         CaptureError, match=r"model\.layers\.1\.mlp \(MixtralSparseMoeBlock\) has experts, but no router"
     ):
-        RoutedExpertsCapturer.create(model)
+        create_capturer(model)
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def test_any_module_can_be_captured_through_one_callable():
     site = RouterSite(
         module=gate, layer_number=5, num_experts=6, topk=2, select=lambda module, args, logits: logits.topk(2).indices
     )
-    capturer = RoutedExpertsCapturer.create(routers=[site], max_num_tokens=8)
+    capturer = create_capturer(routers=[site], max_num_tokens=8)
     hidden = torch.randn(1, 3, 4)
     capturer.add_request("a", num_prompt_tokens=3)
     with capturer.forward(["a"], [[0, 1, 2]]):
@@ -64,7 +64,7 @@ def capture_megatron(capacity_factor=None):
     chunks = build_tiny_gpt(config, layout)
     model = chunks[0].eval()
     try:
-        capturer = RoutedExpertsCapturer.create(model, max_num_tokens=16)
+        capturer = create_capturer(model, max_num_tokens=16)
     except CaptureError as error:
         return str(error)
     tokens = torch.randint(320, (2, 8), generator=torch.Generator().manual_seed(0))

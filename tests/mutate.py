@@ -1,0 +1,155 @@
+"""Break files in one place after another; do the tests notice? python -m tests.mutate FILE... --tests TEST...
+
+A mutant changes one comparison, arithmetic operator, constant, `and` / `or` / `not`, or removes one `raise`. Each runs the
+tests in a process of its own, with a time limit (an endless loop counts as killed). What survives is printed: a hole in the
+tests, or a change that makes no difference, for a person to tell. The file is put back whatever happens.
+
+    make mutate FILES="megatron_router_replay/layout/rows.py" TESTS="tests/unit/layout"
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+COMPARISONS = {
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+ARITHMETIC = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+BOOLEAN = {ast.And: ast.Or, ast.Or: ast.And}
+
+
+def is_annotation_or_text(node: ast.AST) -> bool:
+    return isinstance(node, (ast.JoinedStr, ast.arg, ast.AnnAssign))
+
+
+def mutable_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node of the code that runs; messages and annotations are left out."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.Raise):
+            yield child  # what it says is not mutated
+        elif isinstance(child, ast.AnnAssign):
+            if child.value is not None:
+                yield from [child.value, *mutable_nodes(child.value)]
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for part in [
+                *child.args.defaults,
+                *(default for default in child.args.kw_defaults if default),
+                *child.body,
+            ]:
+                yield from [part, *mutable_nodes(part)]
+        elif not is_annotation_or_text(child):
+            yield child
+            yield from mutable_nodes(child)
+
+
+def mutations(node: ast.AST) -> list[ast.AST]:
+    """Return the changed copies of one node."""
+    found: list[ast.AST] = []
+    if isinstance(node, ast.Compare):
+        for index, operator in enumerate(node.ops):
+            changed = copy.deepcopy(node)
+            changed.ops[index] = COMPARISONS[type(operator)]()
+            found.append(changed)
+    elif isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in ARITHMETIC:
+        changed = copy.deepcopy(node)
+        changed.op = ARITHMETIC[type(node.op)]()
+        found.append(changed)
+    elif isinstance(node, ast.BoolOp):
+        changed = copy.deepcopy(node)
+        changed.op = BOOLEAN[type(node.op)]()
+        found.append(changed)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+        found.append(copy.deepcopy(node.operand))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        found.append(ast.Constant(not node.value))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        found.append(ast.Constant(node.value + 1))
+    elif isinstance(node, ast.Raise):
+        found.append(ast.Pass())
+    return found
+
+
+def replaced(tree: ast.Module, target: ast.AST, mutant: ast.AST) -> str:
+    """Return the source with one node replaced."""
+
+    class Replace(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST:
+            return ast.copy_location(mutant, node) if node is target else self.generic_visit(node)
+
+    # The nodes of the original are compared by identity, so it is changed in place and parsed anew for the next mutant.
+    return ast.unparse(ast.fix_missing_locations(Replace().visit(tree)))
+
+
+def run_tests(tests: list[str], timeout: float) -> bool:
+    """Return whether they pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=timeout, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--tests", nargs="+", required=True)
+    parser.add_argument("--every", type=int, default=1, help="take only every n-th mutant")
+    options = parser.parse_args()
+    start = time.monotonic()
+    if not run_tests(options.tests, 600):
+        print("the tests fail without any mutant")
+        return 2
+    timeout = 10 + 5 * (time.monotonic() - start)
+    num_killed = num_survived = 0
+    for path in options.files:
+        source = path.read_text()
+        places = [
+            (node_index, mutation_index)
+            for node_index, node in enumerate(mutable_nodes(ast.parse(source)))
+            for mutation_index in range(len(mutations(node)))
+        ]
+        try:
+            for node_index, mutation_index in places[:: options.every]:
+                tree = ast.parse(source)
+                node = list(mutable_nodes(tree))[node_index]
+                mutant = mutations(node)[mutation_index]
+                before, after = ast.unparse(node).splitlines()[0], ast.unparse(mutant).splitlines()[0]
+                path.write_text(replaced(tree, node, mutant))
+                if run_tests(options.tests, timeout):
+                    num_survived += 1
+                    print(f"{path}:{node.lineno}: survived: {before}  ->  {after}", flush=True)
+                else:
+                    num_killed += 1
+        finally:
+            path.write_text(source)
+    print(f"{num_killed} killed, {num_survived} survived")
+    return 1 if num_survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
