@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -345,7 +346,7 @@ class RouterReplay:
         if place.in_backward:
             selection = recall(place, self)
             if selection is not None:
-                self._forget_target(selection.topk_indices)
+                self._forget_recomputed(selection.topk_indices)
                 check_fits(selection.topk_indices, scores, topk)
                 return gather_topk(scores, selection.topk_indices, like_topk=True)
             if action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
@@ -367,7 +368,7 @@ class RouterReplay:
             raise TraceError(f"a replay target names expert {int(target.max())} of {scores.shape[1]} experts.")
         self._remember(place, target)
         if not place.inside and not torch.is_grad_enabled():
-            self._forget_target(target)  # forward only: no recompute follows
+            self._forget(target)  # forward only: no recompute follows
         return gather_topk(scores, target, like_topk=True)  # a recompute may be of a forward that recorded
 
     def _next_target(self, action: RouterReplayAction) -> Tensor:
@@ -388,18 +389,26 @@ class RouterReplay:
         if place.inside:
             selection = Selection(topk_indices, self)
             # Kept while its graph lives, so that the recompute asks for it even if the action is cleared by then.
-            self._alive[weakref.ref(selection, self._freed)] = None
+            self._alive[weakref.ref(selection, partial(self._freed, topk_indices))] = None
             remember(place, self, selection)
 
-    def _freed(self, reference: weakref.ref[Selection]) -> None:
+    def _freed(self, topk_indices: Tensor, reference: weakref.ref[Selection]) -> None:
+        # The checkpoint is gone, recomputed or not (an evaluation, a forward that failed): its FIFO entry goes as well.
         self._alive.pop(reference, None)
+        self._forget(topk_indices)
 
-    def _forget_target(self, used: Tensor) -> None:
-        """Take the entry of what was used out of the FIFO; of a recording's recompute, the oldest if it is announced."""
+    def _forget(self, used: Tensor) -> bool:
+        """Take the entry of what was used out of the FIFO; return whether there was one."""
         for position, target in enumerate(self.replay_backward_list):
             if target is used:
                 del self.replay_backward_list[position]
-                return
+                return True
+        return False
+
+    def _forget_recomputed(self, used: Tensor) -> None:
+        """Take the entry of a recompute out of the FIFO; of a recording's recompute, the oldest if it is announced."""
+        if self._forget(used):
+            return
         if self._action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
             self.replay_backward_list.pop(0)
 

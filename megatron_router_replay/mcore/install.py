@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.core.transformer.moe import router_replay as upstream
+from torch import nn
 
 from megatron_router_replay.mcore.compat import check_router_replay
 from megatron_router_replay.mcore.support import refusals
@@ -28,7 +29,7 @@ def install() -> None:
         UnsupportedRouterError: this Megatron-Core has no router replay.
     """
     check_router_replay()
-    RouterReplay.find_refusals = refusals
+    RouterReplay.find_refusals = _find_refusals
     _share_instances()
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] != "megatron" or module is None:
@@ -44,6 +45,12 @@ def uninstall() -> None:
     while _replaced:
         (module, name), original = _replaced.popitem()
         setattr(module, name, original)
+
+
+def _find_refusals(router: nn.Module) -> list[str]:
+    """Return why driving a router's own RouterReplay would not decide its routes; sessions also manage fused routers."""
+    fused = getattr(router.config, "moe_router_fusion", False)
+    return refusals(router) + (["moe_router_fusion=True never asks for a top-k"] if fused else [])
 
 
 def _share_instances() -> None:

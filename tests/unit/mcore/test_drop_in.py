@@ -1,0 +1,281 @@
+"""RouterReplay driven as Megatron-Core's class is driven, on real TopKRouters: exact or an error, and interchangeable."""
+
+import copy
+import gc
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_router_replay import RouterReplay, RouterReplayAction, RouterReplayError, install, uninstall
+from megatron_router_replay.errors import ReplayStateError, TraceError, UnsupportedRouterError
+from tests.unit.mcore.tiny_chunk import (
+    Chunk,
+    as_map,
+    disturb,
+    flips,
+    non_reentrant,
+    num_recomputed,
+    random_routes,
+    reentrant,
+    tokens,
+    watched,
+)
+
+RECORD, FORWARD, BACKWARD = RouterReplayAction
+
+
+def upstream():
+    from megatron.core.transformer.moe import router_replay
+
+    return router_replay
+
+
+@pytest.fixture(autouse=True)
+def fresh_instances():
+    originals = upstream().RouterReplay
+    yield
+    uninstall()
+    for instances in (RouterReplay.global_router_replay_instances, originals.global_router_replay_instances):
+        instances.clear()
+
+
+@pytest.fixture(params=[reentrant, non_reentrant])
+def chunk(request):
+    chunk = Chunk()
+    chunk.around = request.param
+    for router in chunk.routers:
+        router.router_replay = RouterReplay()
+    return chunk
+
+
+def routes(number):
+    return list(random_routes(8, seed=number).unbind(1))
+
+
+def forward(chunk, number):
+    RouterReplay.set_replay_data(routes(number))
+    RouterReplay.set_global_router_replay_action(FORWARD)
+    return chunk(tokens(), number).square().mean()
+
+
+def wrong(seen):
+    return sum(
+        int((routing_map != as_map(routes(number)[layer - 1])).any(dim=1).sum())
+        for (number, layer), maps in seen.items()
+        for routing_map in maps
+    )
+
+
+@pytest.mark.parametrize("order", ["dpo", "newer first", "older first"])
+@pytest.mark.parametrize("action", [BACKWARD, None, RECORD, FORWARD])
+def test_every_recompute_uses_its_forwards_routes_whatever_the_action_says_by_then(chunk, order, action):
+    with watched(chunk) as seen:
+        losses = [forward(chunk, number) for number in range(2)]
+        if action is None:
+            RouterReplay.clear_global_router_replay_action()
+        else:
+            RouterReplay.set_global_router_replay_action(action)
+        disturb(chunk)
+        if order == "dpo":
+            (losses[0] - losses[1]).backward()
+        else:
+            for loss in reversed(losses) if order == "newer first" else losses:
+                loss.backward()
+    assert num_recomputed(seen) == 6
+    assert wrong(seen) == 0
+    assert [replay.replay_backward_list for replay in RouterReplay.global_router_replay_instances] == [[]] * 3
+
+
+def test_a_recorded_forward_is_frozen_in_its_recompute_too(chunk):
+    RouterReplay.set_global_router_replay_action(RECORD)
+    with watched(chunk) as seen:
+        loss = chunk(tokens(), 0).square().mean()
+        recorded = [indices.clone() for indices in RouterReplay.get_recorded_data()]
+        RouterReplay.clear_global_router_replay_action()
+        disturb(chunk)
+        loss.backward()
+    assert num_recomputed(seen) == 3
+    assert flips(seen) == 0
+    assert all(torch.equal(seen[0, layer + 1][0], as_map(recorded[layer])) for layer in range(3))
+    assert all(torch.equal(a, b) for a, b in zip(recorded, RouterReplay.get_recorded_data()))
+
+
+def test_entries_of_passes_without_a_backward_are_never_used(chunk):
+    with watched(chunk) as seen:
+        with torch.no_grad():
+            forward(chunk, 0)  # old log-probs
+        assert [replay.replay_backward_list for replay in RouterReplay.global_router_replay_instances] == [[]] * 3
+        RouterReplay.set_replay_data(routes(1))  # skipped
+        chunk.fail_at = 1
+        with pytest.raises(ArithmeticError):
+            forward(chunk, 2)
+        loss = forward(chunk, 3)
+        RouterReplay.set_global_router_replay_action(BACKWARD)
+        disturb(chunk)
+        loss.backward()
+    assert num_recomputed(seen) == 3
+    assert wrong({key: maps for key, maps in seen.items() if key[0] != 2}) == 0
+
+
+@pytest.mark.parametrize("action", [FORWARD, BACKWARD])
+def test_a_replay_action_in_the_recompute_of_a_live_forward_raises(chunk, action):
+    RouterReplay.set_replay_data(routes(0))
+    loss = chunk(tokens(), 0).square().mean()
+    RouterReplay.set_global_router_replay_action(action)
+    with pytest.raises(ReplayStateError, match="whose forward is not known"):
+        loss.backward()
+
+
+def test_the_recompute_of_a_live_forward_records_nothing(chunk):
+    loss = chunk(tokens(), 0).square().mean()
+    RouterReplay.set_global_router_replay_action(RECORD)
+    loss.backward()
+    assert RouterReplay.get_recorded_data() == [None] * 3
+
+
+def test_switched_off_nothing_is_kept(chunk):
+    loss = forward(chunk, 0)
+    RouterReplay.clear_global_router_replay_action()
+    assert all(replay._alive for replay in RouterReplay.global_router_replay_instances)
+    loss.backward()
+    del loss
+    gc.collect()
+    assert not any(replay._alive for replay in RouterReplay.global_router_replay_instances)
+
+
+def test_targets_are_copied_and_checked_however_they_are_set():
+    replay = RouterReplay()
+    target = torch.tensor([[0, 1], [2, 3]])
+    replay.target_topk_idx = target
+    target.zero_()
+    assert replay.target_topk_idx.tolist() == [[0, 1], [2, 3]]
+    for bad in ([[0, 0]], [[0, -1]], [0, 1], [[0.5, 1.0]], "routes", object()):
+        with pytest.raises(TraceError):
+            replay.target_topk_idx = bad
+        with pytest.raises(TraceError):
+            replay.set_target_indices(bad)
+    for given in (
+        [[0, 1], [2, 3]],
+        np.array([[0, 1], [2, 3]], dtype=np.uint16),
+        np.array([[0, 1], [2, 3]], dtype=np.uint32),
+    ):
+        replay.set_target_indices(given)
+        assert replay.target_topk_idx.tolist() == [[0, 1], [2, 3]]
+    assert len(replay.replay_backward_list) == 3
+
+
+def test_a_wrong_number_of_tensors_raises_what_megatron_core_raises():
+    RouterReplay()
+    with pytest.raises(ValueError, match="1 routers"):
+        RouterReplay.set_replay_data([])
+    with pytest.raises(RouterReplayError):
+        RouterReplay.set_replay_data([])
+
+
+def test_actions_of_either_enum_mean_the_same():
+    theirs = upstream().RouterReplayAction
+    for ours in RouterReplayAction:
+        same = theirs[ours.name]
+        assert ours == same
+        assert same == ours
+        assert hash(ours) == hash(same)
+        assert {ours: 1}[same] == 1
+    assert RouterReplayAction.RECORD != theirs.REPLAY_FORWARD
+    assert RouterReplayAction.RECORD != "record"
+    replay = RouterReplay()
+    replay.set_router_replay_action(theirs.RECORD)
+    assert replay.router_replay_action is RECORD
+    with pytest.raises(ReplayStateError, match="no RouterReplayAction"):
+        replay.set_router_replay_action("record")
+
+
+def test_static_helpers_and_models_built_before_install_or_driven_after_uninstall():
+    theirs, their_action = upstream().RouterReplay, upstream().RouterReplayAction
+    chunk = Chunk()
+    chunk.around = reentrant
+    chunk.routers[0].router_replay = theirs()
+    install()
+    chunk.routers[1].router_replay = upstream().RouterReplay()  # ours by now
+    uninstall()
+    chunk.routers[2].router_replay = RouterReplay()
+    for helpers, actions in ((theirs, RouterReplayAction), (RouterReplay, their_action)):
+        assert len(helpers.global_router_replay_instances) == 3
+        with watched(chunk) as seen:
+            losses = []
+            for number in range(2):
+                helpers.set_replay_data(routes(number))
+                helpers.set_global_router_replay_action(actions.REPLAY_FORWARD)
+                losses.append(chunk(tokens(), number).square().mean())
+            helpers.set_global_router_replay_action(actions.REPLAY_BACKWARD)
+            disturb(chunk)
+            (losses[0] + losses[1]).backward()
+        assert num_recomputed(seen) == 6
+        assert wrong(seen) == 0
+        helpers.clear_global_indices()
+        helpers.clear_global_router_replay_action()
+
+
+def test_install_replaces_the_names_in_every_megatron_module_that_holds_them():
+    import sys
+    import types
+
+    late = types.ModuleType("megatron.some_inference_module")
+    late.RouterReplay, late.RouterReplayAction = upstream().RouterReplay, upstream().RouterReplayAction
+    theirs = late.RouterReplay
+    sys.modules[late.__name__] = late
+    try:
+        install()
+        assert late.RouterReplay is RouterReplay
+        assert late.RouterReplayAction is RouterReplayAction
+        uninstall()
+        assert late.RouterReplay is theirs
+    finally:
+        del sys.modules[late.__name__]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")]
+)
+def test_a_router_that_would_never_ask_raises_when_it_is_driven(field, value):
+    install()
+    chunk = Chunk(num_layers=1, moe_enable_routing_replay=True)
+    (router,) = chunk.routers
+    assert type(router.router_replay) is RouterReplay
+    router.router_replay.set_router_replay_action(RECORD)
+    router.router_replay.clear_router_replay_action()
+    setattr(router.config, field, value)
+    with pytest.raises(UnsupportedRouterError, match=field):
+        RouterReplay.set_global_router_replay_action(RECORD)
+
+
+def test_recording_goes_into_a_static_buffer():
+    replays = [RouterReplay(), RouterReplay()]
+    buffer = torch.full((6, 2, 2), -1, dtype=torch.int16)
+    RouterReplay.set_global_static_buffers(buffer)
+    RouterReplay.set_global_router_replay_action(RECORD)
+    scores = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
+    for replay in replays:
+        replay.get_replay_topk(scores, 2, None, None, lambda scores, topk, **groups: torch.topk(scores, topk, dim=1))
+    assert buffer[:2, 0].tolist() == buffer[:2, 1].tolist() == [[1, 2], [0, 3]]
+    assert (buffer[2:] == -1).all()
+    assert replays[0].get_recorded_indices().data_ptr() == buffer.data_ptr()
+    with pytest.raises(ReplayStateError, match=r"\[1, 2\]"):
+        replays[0].set_static_buffer(torch.zeros(1, 2))
+        replays[0].record_indices(torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(ReplayStateError, match="2 routers"):
+        RouterReplay.set_global_static_buffers(buffer[:, :1])
+    RouterReplay.clear_global_static_buffers()
+    assert [replay.static_buffer for replay in replays] == [None, None]
+
+
+def test_a_model_that_holds_replay_objects_can_be_copied_and_pickled():
+    chunk = Chunk(num_layers=1)
+    chunk.around = reentrant
+    (router,) = chunk.routers
+    router.router_replay = RouterReplay()
+    router.router_replay.set_target_indices(routes(0)[0])
+    for twin in (copy.deepcopy(router.router_replay), pickle.loads(pickle.dumps(router.router_replay))):
+        assert torch.equal(twin.target_topk_idx, router.router_replay.target_topk_idx)
+        assert twin.target_topk_idx is not router.router_replay.target_topk_idx
