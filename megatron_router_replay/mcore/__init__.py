@@ -2,6 +2,7 @@
 
 from megatron_router_replay.mcore.find import FoundRouter, find_routers
 from megatron_router_replay.mcore.install import install, uninstall
+from megatron_router_replay.mcore.layers import layer_numbers_of
 from megatron_router_replay.mcore.record import RecordSession, record
 from megatron_router_replay.mcore.replay import ReplaySession, replay
 from megatron_router_replay.mcore.report import SessionReport
@@ -25,6 +26,7 @@ __all__ = [
     "find_routers",
     "freeze_recompute",
     "install",
+    "layer_numbers_of",
     "record",
     "replay",
     "uninstall",

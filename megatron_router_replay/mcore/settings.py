@@ -15,11 +15,12 @@ KNOWN_MOE_FIELDS = frozenset(
     f"moe_{name}"
     for name in """
     apply_probs_on_input aux_loss_coeff combine_bwd_dtype deepep_num_sms dispatch_fwd_dtype enable_deepep
-    enable_routing_replay expert_capacity_factor expert_rank_capacity_factor ffn_hidden_size flex_dispatcher_backend
-    flex_dispatcher_num_sms grouped_gemm hybridep_num_blocks_permute hybridep_num_blocks_unpermute hybridep_num_sms
-    hybridep_num_sms_preprocessing hybridep_pad_uneven_dispatch_inputs input_jitter_eps latent_size layer_freq
-    layer_recompute mlp_glu_interleave_size n_hash_layers ncclep_static_shape ncclep_zero_copy
-    pad_expert_input_to_capacity pad_experts_for_cuda_graph_inference paged_stash paged_stash_buffer_size_factor_cpu
+    enable_routing_replay expert_capacity_factor expert_rank_capacity_factor extended_tp ffn_hidden_size
+    flex_dispatcher_backend flex_dispatcher_num_sms grad_scale_func grouped_gemm hybridep_num_blocks_permute
+    hybridep_num_blocks_unpermute hybridep_num_sms hybridep_num_sms_preprocessing
+    hybridep_pad_uneven_dispatch_inputs input_jitter_eps latent_size layer_freq layer_recompute
+    mlp_glu_interleave_size n_hash_layers ncclep_static_shape ncclep_zero_copy pad_expert_input_to_capacity
+    pad_experts_for_cuda_graph_inference paged_stash paged_stash_buffer_size_factor_cpu
     paged_stash_buffer_size_factor_cuda paged_stash_page_size per_layer_logging permute_fusion
     permute_fusion_into_hybridep router_bias_update_rate router_dtype router_enable_expert_bias router_force_biased
     router_force_load_balancing router_fusion router_group_topk router_load_balancing_type router_num_groups
