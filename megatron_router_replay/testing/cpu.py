@@ -255,11 +255,21 @@ def _megatron_patches() -> list[Patch]:
 
 def _later_patches(norm: type) -> list[Patch]:
     """Return what later versions of Megatron-Core need besides: nothing of it exists in 0.16 and 0.17."""
+    from megatron.core.transformer import multi_token_prediction
+
+    later = []
+    # Behind 0.19 it asks isinstance of classes that without Transformer Engine are no classes.
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        later.append(Patch(multi_token_prediction, "is_inference_column_parallel_linear", _is_none_of_inference))
     with contextlib.suppress(ModuleNotFoundError):
         from megatron.core.models.hybrid import hybrid_block  # since 0.18; its last norm is always Transformer Engine's
 
-        return [Patch(hybrid_block, "TENorm", norm)]
-    return []
+        later.append(Patch(hybrid_block, "TENorm", norm))
+    return later
+
+
+def _is_none_of_inference(module: Any) -> bool:
+    return False
 
 
 def _as_numpy_on_request(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
