@@ -12,9 +12,8 @@ scalar rest may round an element's sigmoid differently, by one unit in the last 
 chosen experts is faster and rounds in another order: 1e-6 in fp32. So does Triton, which keeps every rounding to the logits'
 dtype but sums in another order. A forward and its recompute use the same kernel, hence the same bits.
 
-Sessions use it for routers that do not ask a replay object for their top-k: `mcore/routing_function.py`. A forward whose
-recompute goes through `route` has to go through it as well. Without moe_router_fusion, in Megatron-Core 0.15, they ask for
-exact=True.
+Sessions do not use it: with moe_router_fusion=True they run Megatron-Core's own unfused function. A forward whose recompute
+goes through `route` has to go through it as well.
 """
 
 from megatron_router_replay.fused.route import route
