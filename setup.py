@@ -9,7 +9,14 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_router_replay/__init__.py").read_text())
 assert VERSION is not None
 
-DEMO = ["rich>=13", "typer>=0.15"]
+# Nothing here bounds the Megatron-Core that a user has: whether it can be replayed is asked at run time (mcore/compat.py).
+MEGATRON = ["megatron-core>=0.16"]
+# What our own tests and demo run with. From 0.18 on it imports triton, which no CPU build of torch brings.
+TESTED_MEGATRON = [
+    "megatron-core>=0.16.1,<=0.19.2",
+    "triton>=3; python_version >= '3.12' and sys_platform == 'linux'",
+]
+DEMO = [*TESTED_MEGATRON, "rich>=13", "typer>=0.15"]
 PLOT = ["matplotlib>=3.9"]
 RAY = ["ray>=2.40"]
 FAST = ["pybase64>=1.4"]
@@ -27,7 +34,6 @@ setup(
     package_data={"megatron_router_replay": ["py.typed"], "megatron_router_replay.demo": ["data/*.json", "data/*/*"]},
     # transformer-engine and apex are what Megatron-Core uses on CUDA machines; this package never needs them.
     install_requires=[
-        "megatron-core>=0.14,<0.17",
         "numpy>=1.26",
         "safetensors>=0.5",
         "torch>=2.6",
@@ -35,6 +41,7 @@ setup(
     extras_require={
         "demo": DEMO,
         "fast": FAST,
+        "megatron": MEGATRON,
         "zstd": ZSTD,
         "ray": RAY,
         "plot": PLOT,

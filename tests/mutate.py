@@ -4,7 +4,7 @@ A mutant changes one comparison, arithmetic operator, constant, `and` / `or` / `
 tests in a process of its own, with a time limit (an endless loop counts as killed). What survives is printed: a hole in the
 tests, or a change that makes no difference, for a person to tell. The file is put back whatever happens.
 
-    make mutate FILES="megatron_router_replay/layout/rows.py" TESTS="tests/unit/layout"
+    make mutate FILES="megatron_router_replay/layout/rows.py" KILLERS="tests/unit/layout"
 """
 
 from __future__ import annotations

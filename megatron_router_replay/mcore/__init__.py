@@ -4,6 +4,7 @@ from megatron_router_replay.mcore.attach import Attached, attach
 from megatron_router_replay.mcore.find import FoundRouter, find_routers
 from megatron_router_replay.mcore.freeze import FreezeSession, freeze_recompute
 from megatron_router_replay.mcore.install import install, uninstall
+from megatron_router_replay.mcore.layers import layer_numbers_of
 from megatron_router_replay.mcore.record import RecordSession, record
 from megatron_router_replay.mcore.replay import ReplaySession, replay
 from megatron_router_replay.mcore.report import SessionReport
@@ -30,6 +31,7 @@ __all__ = [
     "find_routers",
     "freeze_recompute",
     "install",
+    "layer_numbers_of",
     "record",
     "replay",
     "uninstall",

@@ -13,6 +13,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from torch import nn
 
 from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.mcore.patterns import num_decoder_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +24,9 @@ class FoundRouter:
         name: its module path in the chunk.
         router: the module that chooses experts; a TopKRouter once `check_supported` has passed.
         layer_number: Megatron's global layer_number, from 1; a multi-token-prediction layer counts on behind the
-            decoder's last (num_layers + 1, ...). Megatron-Core 0.16.1 numbers its router so too; other versions start
-            at 1 again, which would alias a decoder layer, so the number is taken from the MTP layer instead.
+            decoder's last (num_layers + 1, ...), and so does each layer inside it where a hybrid pattern gives it several.
+            Megatron-Core 0.16.1 numbers its router so too; later versions start at 1 again, which would alias a decoder
+            layer, so the number is made of the MTP layer's and the position in it.
         is_mtp: it belongs to a multi-token-prediction layer.
     """
 
@@ -107,11 +109,11 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
     found = []
     for key, router in modules.items():
         mtp_layer = mtp_layer_of.get(key)
-        number = getattr(router, "layer_number", None) if mtp_layer is None else mtp_layer.layer_number
+        number = getattr(router, "layer_number", None)
+        if mtp_layer is not None:
+            number = num_decoder_layers(model) + _number_in_mtp_block(mtp_layer, router)
         if number is None:
             raise LayoutError(f"router {names.get(key)!r} ({type(router).__name__}) has no layer_number.")
-        if mtp_layer is not None:
-            number += mtp_layer.config.num_layers
         found.append(
             FoundRouter(name=names.get(key, "?"), router=router, layer_number=number, is_mtp=mtp_layer is not None)
         )
@@ -120,3 +122,15 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
         if one.layer_number == other.layer_number:
             raise LayoutError(f"{one} and {other} have the same layer_number; a layer has one router.")
     return found
+
+
+def _number_in_mtp_block(mtp_layer: Any, router: Any) -> int:
+    """Return the number of a router's layer among all inner layers of all multi-token-prediction layers, from 1.
+
+    Source: Megatron-Core 0.18.2, MultiTokenPredictionLayer: `mtp_model_layer` is one transformer layer, or a HybridStack of
+    the layers that the pattern names, the same in each MTP layer; up to 0.16 it is called `transformer_layer`.
+    """
+    inner = getattr(mtp_layer, "mtp_model_layer", None) or mtp_layer.transformer_layer
+    layers = list(getattr(inner, "layers", [inner]))
+    position = next(i for i, layer in enumerate(layers) if any(module is router for module in layer.modules()))
+    return int((mtp_layer.layer_number - 1) * len(layers) + position + 1)

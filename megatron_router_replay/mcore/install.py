@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.transformer.moe import router_replay as upstream
 from torch import nn
 
-from megatron_router_replay.mcore.compat import check_router_replay
+from megatron_router_replay.mcore.compat import check_version
 from megatron_router_replay.mcore.support import refusals
 from megatron_router_replay.router_replay import RouterReplay, RouterReplayAction
 
@@ -28,7 +28,7 @@ def install() -> None:
     Raises:
         UnsupportedRouterError: this Megatron-Core has no router replay.
     """
-    check_router_replay()
+    check_version()
     RouterReplay.find_refusals = _find_refusals
     _share_instances()
     for module_name, module in list(sys.modules.items()):

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.layout import check_rows
 from megatron_router_replay.mcore.chunk import Chunk
+from megatron_router_replay.mcore.layers import check_trace_layers
 from megatron_router_replay.mcore.ledger import Microbatch
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.router import choose_replayed
@@ -55,6 +54,8 @@ class ReplaySession(Session):
         self._trace_of: dict[int, RoutingTrace] = {}
         for chunk in self._chunks:
             _check_model(trace, chunk)
+        check_trace_layers(trace.layer_numbers, model_chunks, mtp=mtp)
+        for chunk in self._chunks:
             self._trace_of[chunk.index] = trace.select_layers([router.found.layer_number for router in chunk.in_trace])
         self._comparison = self._compare(int(compare_live)) if compare_live else None
 
@@ -266,21 +267,3 @@ def _check_model(trace: RoutingTrace, chunk: Chunk) -> None:
         ):
             if of_model != of_trace:
                 raise TraceError(f"{router.found} has {name}={of_model}, the trace {of_trace}: it is of another model.")
-        if router.found.layer_number not in trace.layer_numbers:
-            raise TraceError(
-                f"{router.found} has no routes: the trace has layers {list(trace.layer_numbers)}. Layer numbers are "
-                "Megatron's, from 1, and count dense layers too."
-            )
-    modules = list(chunk.module.modules())
-    in_mtp = {
-        id(inner) for layer in modules if isinstance(layer, MultiTokenPredictionLayer) for inner in layer.modules()
-    }
-    with_router = {router.found.layer_number for router in chunk.in_trace}
-    for layer in modules:
-        if isinstance(layer, TransformerLayer) and id(layer) not in in_mtp:
-            number = layer.layer_number
-            if number in trace.layer_numbers and number not in with_router:
-                raise TraceError(
-                    f"the trace has routes for layer {number}, but that layer of the model is dense: it is of another "
-                    "model, or its layers are shifted."
-                )

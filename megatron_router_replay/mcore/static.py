@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.ids import index_dtype, spread_experts
-from megatron_router_replay.mcore.compat import check_router_replay
+from megatron_router_replay.mcore.compat import check_version
 from megatron_router_replay.mcore.find import as_chunks, find_routers
 from megatron_router_replay.mcore.targets import build_targets
 from megatron_router_replay.router_replay import ComputeTopk, check_fits, gather_topk
@@ -91,12 +91,12 @@ class StaticTargets:
             model: the modules to capture, with Megatron-Core's TopKRouters in them.
 
         Raises:
-            UnsupportedRouterError: Megatron-Core 0.15 and before, whose routers ask nobody for their top-k.
+            UnsupportedRouterError: a Megatron-Core whose routers ask nobody for their top-k (0.15 and before).
             ReplayStateError: there is no such slot, or it waits for a run of its graph; at the end: a router of the model
                 was not captured.
             TraceError: a router is of a layer that is not in `layer_numbers`.
         """
-        check_router_replay()
+        check_version()
         routers = [found for module in as_chunks(model) for found in find_routers(module)]
         readers = [self.router(slot, found.layer_number) for found in routers]
         self._check_unfilled(slot)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.inference import utils as inference_utils
+from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
 from megatron_router_replay.errors import UnsupportedRouterError
-from megatron_router_replay.mcore.compat import check_version
+from megatron_router_replay.mcore.compat import check_version, is_newer_than_tested, megatron_version
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, find_routers
-from megatron_router_replay.mcore.routing_function import is_needed
+from megatron_router_replay.mcore.settings import config_refusals, mtp_refusals, untested_version_refusals
+
+# Since 0.17; without the class, no router is an instance.
+_INFERENCE_ROUTERS: tuple[Any, ...] = tuple(filter(None, [getattr(router_module, "InferenceTopKRouter", None)]))
+_KNOWN_ROUTERS = (TopKRouter, *_INFERENCE_ROUTERS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,83 +80,95 @@ def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
         UnsupportedRouterError: this Megatron-Core has no way to replay at all.
     """
     check_version()
+    found = [(index, found) for index, chunk in enumerate(as_chunks(model_chunks)) for found in find_routers(chunk)]
+    reasons = refusals_of([router for _, router in found])
     return Explanation(
         RouterSupport(
             chunk=index,
-            name=found.name,
-            layer_number=found.layer_number,
-            is_mtp=found.is_mtp,
-            router_class=type(found.router).__name__,
-            num_experts=getattr(found.router, "num_experts", None),
-            topk=getattr(found.router, "topk", None),
-            reason="; ".join(refusals(found.router)),
+            name=router.name,
+            layer_number=router.layer_number,
+            is_mtp=router.is_mtp,
+            router_class=type(router.router).__name__,
+            num_experts=getattr(router.router, "num_experts", None),
+            topk=getattr(router.router, "topk", None),
+            reason="; ".join(of_router),
         )
-        for index, chunk in enumerate(as_chunks(model_chunks))
-        for found in find_routers(chunk)
+        for (index, router), of_router in zip(found, reasons)
     )
 
 
-def check_supported(routers: Sequence[FoundRouter]) -> None:
-    """Raise unless every router can be replayed exactly.
+def check_supported(routers: Sequence[FoundRouter]) -> bool:
+    """Raise unless every router can be replayed exactly; return whether a session must verify every routing map.
+
+    It must under a Megatron-Core newer than all tested ones.
+
+    Args:
+        routers: of all the model's chunks on this rank.
 
     Raises:
         UnsupportedRouterError: names every router at fault and the config field behind it.
     """
-    refused = [f"{found}: {reason}" for found in routers for reason in refusals(found.router)]
+    refused = [f"{found}: {reason}" for found, reasons in zip(routers, refusals_of(routers)) for reason in reasons]
     if refused:
         raise UnsupportedRouterError("cannot replay exactly:\n  " + "\n  ".join(refused))
+    return is_newer_than_tested(megatron_version())
+
+
+def refusals_of(routers: Sequence[FoundRouter]) -> list[list[str]]:
+    """Return, for each router, why it cannot be replayed exactly in this model; empty if it can."""
+    reasons = [refusals(found.router) for found in routers]
+    for found, of_router in zip(routers, reasons):
+        if not of_router and found.is_mtp:
+            of_router += mtp_refusals(found.router.config)
+        if not of_router:
+            of_router += _uneven_refusals(found, routers[0])
+    return reasons
+
+
+def _uneven_refusals(found: FoundRouter, first: FoundRouter) -> Iterator[str]:
+    """Yield what a router has otherwise than the first one: a trace has one topk and one num_experts for all layers."""
+    for name in ("topk", "num_experts"):
+        one, other = getattr(first.router, name, None), getattr(found.router, name, None)
+        if one is not None and one != other:
+            yield f"{name}={other}, but {first} has {one}: a trace has one {name} for all layers"
 
 
 def refusals(router: nn.Module) -> list[str]:
     """Return why this router cannot be replayed exactly; empty if it can."""
     if not isinstance(router, TopKRouter):
         return [f"router class {type(router).__name__} is not a TopKRouter; nothing is known of how it selects experts"]
-    changed = [name for name in ("forward", "routing") if getattr(type(router), name) is not getattr(TopKRouter, name)]
+    changed = [name for name in ("forward", "routing") if _definer(type(router), name) not in _KNOWN_ROUTERS]
     if changed:
         return [f"router class {type(router).__name__} overrides TopKRouter.{' and '.join(changed)}"]
-    return list(_config_refusals(router.config, router))
+    reasons = list(_inference_refusals(router))
+    reasons += config_refusals(router.config, router)
+    if is_newer_than_tested(megatron_version()):
+        reasons += untested_version_refusals(router.config, megatron_version())
+    return reasons
 
 
-def _config_refusals(config: Any, router: TopKRouter) -> Iterator[str]:
-    if config.moe_router_score_function not in ("softmax", "sigmoid") and is_needed(router):
-        yield (
-            f"moe_router_score_function={config.moe_router_score_function!r}: fused replay knows 'softmax' and 'sigmoid'; "
-            "set moe_router_fusion=False"
-        )
-    balancing = config.moe_router_load_balancing_type
-    for name in balancing if isinstance(balancing, list) else [balancing]:
-        if name in ("sinkhorn", "quantile_balancing"):
-            yield f"moe_router_load_balancing_type={name!r} selects experts without the top-k that is replayed"
-    if config.moe_router_force_load_balancing:
-        yield "moe_router_force_load_balancing=True replaces the logits by random ones"
-    if getattr(router, "is_hash_layer", False):
-        yield f"moe_n_hash_layers={getattr(config, 'moe_n_hash_layers', '?')}: a hash of the token selects the experts"
-    yield from _token_drop_refusals(config, router)
-    yield from _cuda_graph_refusals(config)
+def _definer(router_class: type, name: str) -> type:
+    """Return the class of an MRO that defines a method."""
+    return next(each for each in router_class.__mro__ if name in vars(each))
 
 
-def _token_drop_refusals(config: Any, router: TopKRouter) -> Iterator[str]:
-    factor = config.moe_expert_capacity_factor
-    if factor is None or config.moe_token_drop_policy != "probs":
+def _inference_refusals(router: Any) -> Iterator[str]:
+    """Yield why a router that Megatron's inference uses routes in another way than `TopKRouter` right now.
+
+    Source: InferenceTopKRouter.forward of Megatron-Core 0.17.1 (a flag of each router, ignored in training) and of 0.18.2 to
+    0.19.2 (`InferenceMode`); with it off, both call TopKRouter.forward.
+    """
+    if not isinstance(router, _INFERENCE_ROUTERS):
         return
-    # An expert's capacity is ceil(num_tokens * topk / num_experts * factor); it takes at most num_tokens.
-    needed = router.num_experts / router.topk
-    if factor < needed and not math.isclose(factor, needed):
+    flag = getattr(router, "is_inference_cuda_graphed_iteration", None)
+    active = _inference_mode_is_active() if flag is None else flag and not router.training
+    if active:
         yield (
-            f"moe_token_drop_policy='probs' with moe_expert_capacity_factor={factor}: live probabilities decide which "
-            f"tokens are dropped; use 'position', or a factor of at least num_experts / topk = {needed:g}"
+            f"router class {type(router).__name__} routes without the session while Megatron's inference mode is on; "
+            "leave inference mode before the session"
         )
 
 
-def _cuda_graph_refusals(config: Any) -> Iterator[str]:
-    implementation = getattr(config, "cuda_graph_impl", "none")
-    if implementation == "none":
-        return
-    # An empty scope is the whole layer; each other name leaves the router out of the graph.
-    scopes = {getattr(scope, "name", scope) for scope in config.cuda_graph_scope or ["full"]}
-    captured = sorted(scopes & {"full", "full_iteration", "moe", "moe_router"})
-    if captured:
-        yield (
-            f"cuda_graph_impl={implementation!r} with cuda_graph_scope {captured}: a captured router would repeat the "
-            "routes of the capture. Leave the router out of the graph, or capture it yourself with mcore.static.StaticTargets"
-        )
+def _inference_mode_is_active() -> bool:
+    mode = getattr(inference_utils, "InferenceMode", None)  # since 0.18
+    return mode is not None and bool(mode.is_active())

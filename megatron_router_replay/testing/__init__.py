@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         split_context_parallel,
     )
     from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
+    from megatron_router_replay.testing.tiny_hybrid import build_tiny_hybrid
     from megatron_router_replay.testing.workers import GlooWorkers, WorkersError
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "SmallAttention",
     "WorkersError",
     "build_tiny_gpt",
+    "build_tiny_hybrid",
     "default_forward_step",
     "gradients",
     "load_qwen3_moe",
@@ -55,6 +57,7 @@ _HOME = {
     "qwen3_moe": "load_qwen3_moe qwen3_moe_config",
     "schedule": "default_forward_step gradients pack_microbatch random_microbatches run_schedule split_context_parallel",
     "tiny_gpt": "build_tiny_gpt tiny_gpt_config",
+    "tiny_hybrid": "build_tiny_hybrid",
     "workers": "GlooWorkers WorkersError",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

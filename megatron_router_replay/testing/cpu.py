@@ -10,6 +10,7 @@ active those calls land on the CPU; after it, every attribute is what it was. In
 4. Five places in Megatron-Core that assume CUDA or Transformer Engine are mended (`_megatron_patches`).
 """
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -248,7 +249,27 @@ def _megatron_patches() -> list[Patch]:
         Patch(random, "_get_cuda_rng_state", _get_rng_state),
         Patch(random, "_set_cuda_rng_state", _set_rng_state),
         Patch(WrappedTorchNorm, "__new__", staticmethod(_new_norm)),
+        *_later_patches(WrappedTorchNorm),
     ]
+
+
+def _later_patches(norm: type) -> list[Patch]:
+    """Return what later versions of Megatron-Core need besides: nothing of it exists in 0.16 and 0.17."""
+    from megatron.core.transformer import multi_token_prediction
+
+    later = []
+    # Behind 0.19 it asks isinstance of classes that without Transformer Engine are no classes.
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        later.append(Patch(multi_token_prediction, "is_inference_column_parallel_linear", _is_none_of_inference))
+    with contextlib.suppress(ModuleNotFoundError):
+        from megatron.core.models.hybrid import hybrid_block  # since 0.18; its last norm is always Transformer Engine's
+
+        later.append(Patch(hybrid_block, "TENorm", norm))
+    return later
+
+
+def _is_none_of_inference(module: Any) -> bool:
+    return False
 
 
 def _as_numpy_on_request(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -9,14 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
+from megatron_router_replay.mcore.compat import megatron_version, version_numbers
 from megatron_router_replay.testing import (
     ParallelLayout,
     build_tiny_gpt,
@@ -27,9 +26,9 @@ from megatron_router_replay.testing import (
     tiny_gpt_config,
 )
 
-needs_router_replay = pytest.mark.skipif(
-    int(version("megatron-core").split(".")[1]) < 16, reason="Megatron-Core has no RouterReplay before 0.16"
-)
+MEGATRON = version_numbers(megatron_version())
+LATER_SCORE_FUNCTIONS = ["sqrtsoftplus"] if MEGATRON >= (0, 18) else []
+"""Score functions of moe_router_score_function besides softmax and sigmoid."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.testing import ParallelLayout, build_tiny_gpt, tiny_gpt_config
-from tests.functional.mcore.cases import Case, as_map, build, moe_routers, needs_router_replay, random_routes
+from tests.functional.mcore.cases import Case, as_map, build, moe_routers, random_routes
 from tests.functional.mcore.test_recompute import FULL, MOE, add_noise_in_recompute
 
 NUM_LAYERS = 2
@@ -247,7 +247,7 @@ def what_is_said(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "error", "said"),
     [
-        pytest.param("fullgraph", "Unsupported", "`SessionRouter.get_replay_topk`", marks=needs_router_replay),
+        ("fullgraph", "Unsupported", "`SessionRouter.get_replay_topk`"),
         ("make_fx", "ReplayStateError", "layer 1 (decoder.layers.0.mlp.router) is captured into a graph"),
         ("compiled autograd", "ReplayStateError", "compiled autograd: turn it off"),
     ],

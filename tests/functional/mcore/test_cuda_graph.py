@@ -11,12 +11,10 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.static import StaticTargets
 from megatron_router_replay.testing import ParallelLayout, megatron_on_cpu
-from tests.functional.mcore.cases import Case, as_map, build, moe_routers, needs_router_replay, random_routes
+from tests.functional.mcore.cases import Case, as_map, build, moe_routers, random_routes
 
 NUM_TOKENS, NUM_EXPERTS, TOPK = 8, 8, 2
 LAYERS = (1, 2, 3, 4)
-
-pytestmark = needs_router_replay
 
 
 def new_trace(seed, num_rows=20, layers=LAYERS, replay_mask=None):

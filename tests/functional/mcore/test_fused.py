@@ -1,4 +1,4 @@
-"""Routers with moe_router_fusion=True: under a session they run Megatron-Core's own unfused code, and outside the kernel.
+"""Routers with moe_router_fusion=True: sessions run Megatron-Core's unfused routing function, so everything equals it.
 
 Where live routing itself would run (outside of sessions) it needs Transformer Engine, so nothing here routes live.
 """
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelLayout, build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import (
     Case,
     as_map,
@@ -27,7 +27,75 @@ from tests.functional.mcore.cases import (
 from tests.functional.mcore.test_recompute import FULL, FULL_2, MOE
 from tests.functional.mcore.test_scores import MODES
 
-NUM_EXPERTS, TOPK = 8, 3
+NUM_TOKENS, NUM_EXPERTS, TOPK = 64, 8, 3
+
+
+def one_router(mode: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a model of one layer and its router; the expert bias, where there is one, moves the selection."""
+    layout = ParallelLayout()
+    layout.initialize()
+    config = tiny_gpt_config(layout, num_layers=1, moe_router_topk=TOPK, moe_router_dtype=None, **mode)
+    (model,) = build_tiny_gpt(config, layout)
+    (router,) = moe_routers([model])
+    if router.expert_bias is not None:
+        router.expert_bias.copy_(torch.linspace(-1, 1, NUM_EXPERTS))
+    return model, router
+
+
+def routed(model: Any, router: Any, logits: torch.Tensor, start: Any) -> tuple[torch.Tensor, ...]:
+    """Return (probs, map, gradient of the logits, experts used) of one micro-batch under a session."""
+    leaf = logits.clone().requires_grad_()
+    session = start(model)
+    session.microbatch(torch.arange(NUM_TOKENS)[None])
+    router.gating = lambda hidden: leaf
+    probs, routing_map = router(torch.zeros(NUM_TOKENS, 1, 64))
+    (probs * torch.linspace(-1, 1, probs.numel()).view_as(probs)).sum().backward()
+    session._detach()  # the router ran without its model: there is no schedule to account for
+    assert leaf.grad is not None
+    return probs.detach(), routing_map, leaf.grad
+
+
+def fused_beside_unfused(mode: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    model, router = one_router(mode)
+    routes = random_routes(NUM_TOKENS, 1, TOPK, NUM_EXPERTS)
+    logits = (3 * torch.randn(NUM_TOKENS, 1, NUM_EXPERTS, generator=torch.Generator().manual_seed(3))).to(dtype)
+
+    def trace(every: int) -> Any:
+        mask = torch.arange(NUM_TOKENS) % every > 0
+        return mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=NUM_EXPERTS, replay_mask=mask)
+
+    every_row = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=NUM_EXPERTS)
+    starts = {
+        "replay": lambda model: mrr.replay(model, every_row),
+        "replay with live rows": lambda model: mrr.replay(model, trace(3)),
+        "record": mrr.record,
+    }
+    largest: dict[str, Any] = {}
+    for name, start in starts.items():
+        results = {}
+        for fused in (False, True):
+            router.config.moe_router_fusion = fused
+            results[fused] = routed(model, router, logits, start)
+        probs, routing_map, gradient = results[True]
+        expected_probs, expected_map, expected_gradient = results[False]
+        largest[name] = {
+            "equal": torch.equal(probs, expected_probs) and torch.equal(gradient, expected_gradient),
+            "map": int((routing_map != expected_map).sum()),
+            "chosen": int(routing_map.sum()),
+            "as replayed": int((routing_map[1:3] != as_map(routes[1:3, 0], NUM_EXPERTS)).sum()),
+        }
+    return largest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_probabilities_map_and_gradients_equal_the_unfused_path(mode, dtype, workers_1):
+    (results,) = workers_1.run(fused_beside_unfused, mode, dtype)
+    for name, largest in results.items():
+        assert largest["chosen"] == NUM_TOKENS * TOPK
+        assert largest["map"] == 0
+        assert largest["equal"]
+        assert (largest["as replayed"] == 0) == (name != "record")
 
 
 def replayed_in_training(case: Case) -> dict[str, Any]:
@@ -75,7 +143,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_with_fused_routers_is_that_with_unfused_ones_to_the_last_bit(name, request):
+def test_training_with_fused_routers_is_that_with_unfused_ones(name, request):
     case = CASES[name]
     for rank in request.getfixturevalue(f"workers_{case.layout.world_size}").run(replayed_in_training, case):
         assert rank["fused_is_unfused"]
@@ -157,31 +225,40 @@ def test_when_the_last_session_ends_megatrons_own_function_is_back(workers_1):
     assert result["chosen"] == 5 * 2
 
 
-def other_calls() -> dict[str, str]:
-    """Calls of the replaced function that are not a session's, or that no forward of a router makes."""
+def other_calls() -> dict[str, bool]:
+    """Calls of the replaced function that are not a session's, and one of a session's router that asks for fusion."""
     from megatron.core.transformer.moe import router as router_module
 
     case = Case(layout=ParallelLayout(), num_microbatches=1, fused=True)
     _, (model,), _ = build(case)
     router = moe_routers([model])[0]
     logits = torch.randn(5, 8)
-    with mrr.freeze_recompute(model):
-        function = router_module.topk_routing_with_score_function
-        foreign = function(logits, 2)
-        messages = {}
-        try:
-            function(logits, 2, fused=True, router_replay=router.router_replay)
-        except mrr.RouterReplayError as error:
-            messages["no forward"] = str(error)
-    probs, routing_map = router_module.topk_routing_with_score_function(logits, 2)
-    messages["foreign"] = str(torch.equal(foreign[0], probs) and torch.equal(foreign[1], routing_map))
-    return messages
+    session = mrr.freeze_recompute(model)
+    function = router_module.topk_routing_with_score_function
+    foreign = function(logits, 2)
+    try:
+        outside = str(function(logits, 2, fused=True, router_replay=router.router_replay))
+    except mrr.RouterReplayError as error:
+        outside = str(error)
+    try:
+        foreign_fused = str(function(logits, 2, fused=True))
+    except ValueError as error:
+        foreign_fused = str(error)
+    session._detach()  # one router ran without its model: there is no schedule to account for
+    expected = router_module.topk_routing_with_score_function(logits, 2)
+    return {
+        "foreign": all(torch.equal(*pair) for pair in zip(foreign, expected)),
+        "a session's, outside a forward": "outside its own forward" in outside,
+        "foreign and fused": "Please install TE" in foreign_fused,
+    }
 
 
-def test_other_calls_of_the_function_are_passed_on_or_refused(workers_1):
-    (messages,) = workers_1.run(other_calls)
-    assert messages["foreign"] == "True"
-    assert "asked for experts outside its own forward" in messages["no forward"]
+@pytest.mark.skipif(
+    find_spec("transformer_engine") is not None, reason="live fused routing works with transformer_engine"
+)
+def test_other_calls_of_the_function_are_passed_on(workers_1):
+    (passed_on,) = workers_1.run(other_calls)
+    assert passed_on == {"foreign": True, "a session's, outside a forward": True, "foreign and fused": True}
 
 
 @pytest.mark.gpu

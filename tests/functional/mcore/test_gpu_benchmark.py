@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.functional.mcore.cases import needs_router_replay
-
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
 
 
@@ -17,7 +15,6 @@ def run(*arguments, folder):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
-@needs_router_replay
 def test_it_runs_on_a_cpu_and_finds_everything_correct(tmp_path):
     done = run("--device", "cpu", "--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,11 +6,8 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelLayout, build_tiny_gpt, random_microbatches, tiny_gpt_config
-from tests.functional.mcore.cases import needs_router_replay
 
 NUM_LAYERS = 2
-
-pytestmark = needs_router_replay
 
 
 def build_with_flag() -> tuple[Any, list[Any], dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from tests.functional.mcore.cases import needs_router_replay, random_routes
+from tests.functional.mcore.cases import LATER_SCORE_FUNCTIONS, random_routes
 
 NUM_TOKENS, NUM_EXPERTS, TOPK = 6, 8, 3
 
@@ -28,6 +28,17 @@ MODES = {
     )
     # Megatron's own constraints: bias and groups with sigmoid or pre-softmax, scaling with pre-softmax for softmax.
     if not (score == "sigmoid" and pre) and not (score == "softmax" and bias)
+} | {
+    f"{score}{'-scaled' * scaled}": dict(
+        moe_router_score_function=score,
+        moe_router_pre_softmax=False,
+        moe_router_enable_expert_bias=False,
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+        moe_router_topk_scaling_factor=2.5 if scaled else None,
+    )
+    for score in LATER_SCORE_FUNCTIONS
+    for scaled in (False, True)
 }
 
 
@@ -37,6 +48,9 @@ def reference_probs(logits: torch.Tensor, routes: list[list[int]], mode: dict) -
     for token, experts in zip(logits.double(), routes):
         if mode["moe_router_score_function"] == "sigmoid":
             scores = {e: 1 / (1 + torch.exp(-token[e])) for e in experts}
+            total = sum(scores.values()) if len(experts) > 1 else 1.0
+        elif mode["moe_router_score_function"] == "sqrtsoftplus":
+            scores = {e: torch.sqrt(torch.log(1 + torch.exp(token[e]))) for e in experts}
             total = sum(scores.values()) if len(experts) > 1 else 1.0
         elif mode["moe_router_pre_softmax"]:
             scores = {e: torch.exp(token[e]) for e in experts}
@@ -137,7 +151,6 @@ def test_in_bf16_drifted_routes_stay_within_its_rounding(workers_1):
     assert errors["probs"] < 2**-8
 
 
-@needs_router_replay
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_replaying_native_routes_is_bit_identical_to_no_replay(mode, dtype, workers_1):

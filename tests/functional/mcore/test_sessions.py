@@ -343,10 +343,6 @@ DROP = {"moe_expert_capacity_factor": 1.0, "moe_router_load_balancing_type": "au
     ("config", "said"),
     [
         (
-            {"set_after_building": {"moe_router_fusion": True, "moe_router_score_function": "sqrtsoftplus"}},
-            "moe_router_score_function='sqrtsoftplus'",
-        ),
-        (
             {"set_after_building": {"moe_router_fusion": True, "moe_router_load_balancing_type": "sinkhorn"}},
             "moe_router_load_balancing_type='sinkhorn'",
         ),
@@ -372,7 +368,6 @@ def test_what_cannot_be_exact_is_refused_by_the_name_of_its_field(config, said, 
     [
         DROP | {"moe_token_drop_policy": "position"},
         DROP | {"moe_token_drop_policy": "probs", "moe_expert_capacity_factor": 4.0},
-        {"set_after_building": {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]}},
         {"set_after_building": {"moe_router_fusion": True}},
     ],
 )

@@ -271,7 +271,7 @@ MEGATRON = {"num_layers": 5, "num_moe_experts": 16, "moe_router_topk": 4, "moe_l
     [
         ({}, ""),
         ({"moe_router_fusion": True}, ""),
-        ({"moe_router_fusion": True, "moe_router_score_function": "sqrtsoftplus"}, "sqrtsoftplus"),
+        ({"moe_router_fusion": True, "moe_router_score_function": "sqrtsoftplus"}, ""),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
         ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True"),
         ({"moe_expert_capacity_factor": 1.0}, "moe_token_drop_policy='probs'"),

@@ -1,0 +1,131 @@
+"""What a model says of its own layers: how many it has, and which of them route; the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from megatron_router_replay.errors import LayoutError, TraceError
+from megatron_router_replay.mcore.find import as_chunks, find_routers, unwrap
+from megatron_router_replay.mcore.patterns import main_pattern, moe_layers_of_pattern, mtp_pattern, num_decoder_layers
+
+
+def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int, ...]:
+    """Return the layer numbers of the whole model's MoE layers, in order, on every rank alike; without MTP layers.
+
+    An engine that counts blocks of attention and experts calls the first MoE layer of a pattern `*E*E` layer 1, Megatron's
+    HybridModel calls it layer 2. `trace.renumber(dict(zip(trace.layer_numbers, layer_numbers_of(model), strict=True)))` gives
+    a trace the model's numbers.
+
+    Args:
+        model_chunks: the model or its chunks on this rank, wrapped or not.
+
+    Raises:
+        LayoutError: the model does not say (it has no config of Megatron-Core), or the routers of this rank are in other
+            layers than it says.
+
+    Source: Megatron-Core 0.16.1 to 0.19.2, HybridModel (MambaModel before 0.18): the symbols of its pattern, E routes; all
+    other models, gpt_layer_specs.get_gpt_decoder_layer_specs: moe_layer_freq.
+    """
+    chunks = as_chunks(model_chunks)
+    numbers = _moe_layers(unwrap(chunks[0]))
+    here = {found.layer_number for chunk in chunks for found in find_routers(chunk) if not found.is_mtp}
+    built = {number for chunk in chunks for number in _decoder_layers(unwrap(chunk))}
+    if here != built & set(numbers):
+        raise LayoutError(
+            f"the model says that its layers {list(numbers)} route, but of this rank's layers {sorted(built)} these do: "
+            f"{sorted(here)}. It was built from a spec that does not follow its config; name its layers yourself."
+        )
+    return numbers
+
+
+def check_trace_layers(
+    layer_numbers: Sequence[int], model_chunks: nn.Module | Sequence[nn.Module], *, mtp: bool = False
+) -> None:
+    """Raise unless a trace's layers can be those of the model: routes for each of its routers, none for anything else.
+
+    Args:
+        layer_numbers: of the trace.
+        model_chunks: the model or its chunks on this rank.
+        mtp: multi-token-prediction layers need routes too.
+
+    Raises:
+        TraceError: a router of this rank has no routes, a layer of this rank with routes is dense, or there are routes for a
+            layer behind the model's last one.
+    """
+    chunks = as_chunks(model_chunks)
+    model = unwrap(chunks[0])
+    given = set(layer_numbers)
+    routers = [found for chunk in chunks for found in find_routers(chunk)]
+    for found in routers:
+        if found.layer_number not in given and (mtp or not found.is_mtp):
+            raise TraceError(
+                f"{found} has no routes: the trace has layers {sorted(given)}. Layer numbers are Megatron's, from 1, and "
+                f"count dense layers too.{_how_to_renumber(layer_numbers, chunks)}"
+            )
+    decoder = num_decoder_layers(model)
+    routed = {found.layer_number for found in routers}
+    built = {number for chunk in chunks for number in _decoder_layers(unwrap(chunk))}
+    dense = sorted((given & built) - routed)
+    if dense:
+        raise TraceError(
+            f"the trace has routes for layer {dense[0]}, but that layer of the model is dense: it is of another model, or "
+            f"its layers are shifted.{_how_to_renumber(layer_numbers, chunks)}"
+        )
+    last = decoder + _num_mtp_layers(model)
+    beyond = sorted(number for number in given if number > last)
+    if beyond:
+        raise TraceError(
+            f"the trace has routes for layer {beyond[0]}, but the model has {decoder} layers"
+            f"{f' and {last - decoder} in its MTP block' if last > decoder else ''}: it is of a deeper model."
+        )
+
+
+def _how_to_renumber(layer_numbers: Sequence[int], chunks: Sequence[nn.Module]) -> str:
+    """Return what to do if trace and model have as many MoE layers and only count them in another way; else nothing."""
+    try:
+        numbers = layer_numbers_of(chunks)
+    except LayoutError:
+        return ""
+    if len(numbers) != len(layer_numbers) or tuple(layer_numbers) == numbers:
+        return ""
+    return (
+        f" The model routes in as many layers, {list(numbers)}: if they are the trace's in order, as in a GPT model that "
+        "became a HybridModel, use trace.renumber(dict(zip(trace.layer_numbers, mcore.layer_numbers_of(model))))."
+    )
+
+
+def _moe_layers(model: nn.Module) -> tuple[int, ...]:
+    pattern = main_pattern(model)
+    if pattern is not None:
+        return moe_layers_of_pattern(pattern)
+    config: Any = getattr(model, "config", None)
+    frequency, num_layers = getattr(config, "moe_layer_freq", None), getattr(config, "num_layers", None)
+    if frequency is None or num_layers is None:
+        raise LayoutError(f"{type(model).__name__} has no config that says which of its layers route.")
+    if config.num_moe_experts is None:
+        return ()
+    routes = [i % frequency == 0 for i in range(num_layers)] if isinstance(frequency, int) else frequency
+    return tuple(i + 1 for i, is_moe in enumerate(routes) if is_moe)
+
+
+def _num_mtp_layers(model: nn.Module) -> int:
+    """Return how many layer numbers the multi-token-prediction block takes behind the decoder's; see `find_routers`."""
+    config: Any = getattr(model, "config", None)
+    return (getattr(config, "mtp_num_layers", None) or 0) * len(mtp_pattern(model) or "1")
+
+
+def _decoder_layers(model: nn.Module) -> set[int]:
+    """Return the numbers of the layers that this rank has, of any kind, without MTP layers."""
+    modules = list(model.modules())
+    in_mtp = {
+        id(inner) for layer in modules if isinstance(layer, MultiTokenPredictionLayer) for inner in layer.modules()
+    }
+    # A hybrid model's other kinds of layers, Mamba's for one, are no TransformerLayer.
+    layers = [*getattr(getattr(model, "decoder", None), "layers", ())]
+    layers += [module for module in modules if isinstance(module, TransformerLayer) and id(module) not in in_mtp]
+    return {layer.layer_number for layer in layers if hasattr(layer, "layer_number")}

@@ -1,0 +1,80 @@
+"""A tiny HybridModel of Megatron-Core 0.18 and later, of attention and MoE layers as its pattern orders them."""
+
+from typing import Any
+
+from megatron_router_replay.testing.global_parameters import load_global_parameters, random_parameter
+from megatron_router_replay.testing.layout import ParallelLayout
+
+
+def build_tiny_hybrid(
+    config: Any, layout: ParallelLayout, pattern: str, *, vocab_size: int = 320, seed: int = 1234
+) -> list[Any]:
+    """Return this rank's HybridModel as a list of one chunk, in training mode; weights as of `build_tiny_gpt`.
+
+    Args:
+        config: from `tiny_gpt_config` for the same layout, which is initialised, with num_layers of the pattern.
+        layout: parallel sizes; no virtual stages.
+        pattern: `*` is attention, `E` an MoE layer; `|` ends a pipeline stage, `/` begins an MTP layer: `*E|*E/*E`. A GPT
+            model of two layers is `*E*E`.
+        vocab_size: a multiple of tp_size.
+        seed: of the weights.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    whole = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    ).submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=whole.input_layernorm,
+        self_attention=whole.self_attention,
+        self_attn_bda=whole.self_attn_bda,
+    )
+    experts = TransformerLayerSubmodules(
+        pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda
+    )
+    mtp_layer = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=WrappedTorchNorm,
+            hnorm=WrappedTorchNorm,
+            eh_proj=ColumnParallelLinear,
+            mtp_model_layer=None,
+            layer_norm=WrappedTorchNorm,
+        ),
+    )
+    spec = ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            moe_layer=ModuleSpec(module=TransformerLayer, submodules=experts),
+            mtp_block_spec=ModuleSpec(
+                module=MultiTokenPredictionBlock,
+                submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[mtp_layer]),
+            ),
+        ),
+    )
+    model = HybridModel(
+        config=config,
+        hybrid_stack_spec=spec,
+        vocab_size=vocab_size,
+        max_sequence_length=512,
+        hybrid_layer_pattern=pattern,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+    )
+    load_global_parameters([model], lambda name, shape: random_parameter(name, shape, seed=seed, scale=1.0))
+    return [model]

@@ -1,0 +1,171 @@
+"""Settings that keep a router from being replayed, on Megatron-Core's own TransformerConfig of the installed version."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_router_replay.mcore.settings import (
+    KNOWN_MOE_FIELDS,
+    config_refusals,
+    mtp_refusals,
+    unknown_moe_settings,
+    untested_version_refusals,
+)
+
+ROUTER: Any = SimpleNamespace(num_experts=8, topk=2)  # what the checks read of a router
+FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
+GRAPH_FIELD = "cuda_graph_modules" if "cuda_graph_modules" in FIELDS else "cuda_graph_scope"  # renamed in 0.18
+SINCE_0_18 = GRAPH_FIELD == "cuda_graph_modules"
+
+
+def config(kind: type[TransformerConfig] = TransformerConfig, **overrides: Any) -> TransformerConfig:
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+    }
+    return kind(**{**fields, **overrides})
+
+
+def set_after(**values: Any) -> TransformerConfig:
+    """A config with fields that its own checks would ask other fields for."""
+    made = config()
+    for name, value in values.items():
+        assert hasattr(made, name), f"this Megatron-Core has no {name}"
+        setattr(made, name, value)
+    return made
+
+
+def test_a_plain_config_is_not_refused():
+    assert list(config_refusals(config(), ROUTER)) == []
+
+
+@pytest.mark.parametrize(
+    ("implementation", "chosen", "refused"),
+    [
+        ("none", [], None),
+        ("local", ["attn"], None),
+        ("transformer_engine", ["attn"], None),
+        ("local", [], "full"),
+        ("transformer_engine", [], "full"),
+        ("transformer_engine", ["attn", "moe_router"], "moe_router"),
+        ("local", ["moe_router"], "moe_router"),  # which brings moe_preprocess along
+    ],
+)
+def test_cuda_graphs_with_the_router_in_them_are_refused_and_others_are_not(implementation, chosen, refused):
+    reasons = list(config_refusals(config(cuda_graph_impl=implementation, **{GRAPH_FIELD: chosen}), ROUTER))
+    if refused is None:
+        assert reasons == []
+    else:
+        (reason,) = reasons
+        assert f"cuda_graph_impl={implementation!r} with {GRAPH_FIELD}" in reason
+        assert refused in reason
+
+
+def test_a_graph_of_the_whole_iteration_is_refused():
+    made = (
+        config(cuda_graph_impl="full_iteration", cuda_graph_modules=[])
+        if SINCE_0_18
+        else config(cuda_graph_impl="local", cuda_graph_scope=["full_iteration"])
+    )
+    (reason,) = config_refusals(made, ROUTER)
+    assert "full_iteration" in reason
+
+
+@pytest.mark.skipif(not SINCE_0_18, reason="Megatron-Core has scopes of inference graphs apart since 0.18")
+@pytest.mark.parametrize(("modules", "scope"), [(["attn"], "layer"), (["attn"], "block"), ([], "block")])
+def test_scopes_of_inference_graphs_do_not_matter_to_training(modules, scope):
+    made = config(cuda_graph_impl="local", cuda_graph_modules=modules, inference_cuda_graph_scope=scope)
+    assert list(config_refusals(made, ROUTER)) == []
+
+
+@pytest.mark.skipif("inference_cuda_graph_scope" in FIELDS, reason="an inference scope of its own since 0.18")
+def test_before_0_18_the_scope_of_inference_does_not_matter_either():
+    from megatron.core.transformer.enums import CudaGraphScope
+
+    if not hasattr(CudaGraphScope, "full_iteration_inference"):
+        pytest.skip("Megatron-Core has full_iteration_inference in 0.17 only")
+    made = config(cuda_graph_impl="local", cuda_graph_scope=["full_iteration_inference"])
+    assert list(config_refusals(made, ROUTER)) == []
+
+
+def test_the_old_name_of_the_modules_is_read_as_megatron_reads_it():
+    allowed = config(cuda_graph_impl="transformer_engine", cuda_graph_scope=["attn"])
+    refused = config(cuda_graph_impl="transformer_engine", cuda_graph_scope=["attn", "moe_router"])
+    assert list(config_refusals(allowed, ROUTER)) == []
+    assert len(list(config_refusals(refused, ROUTER))) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("moe_router_force_biased", 0.5),
+        ("moe_router_force_biased", -0.5),
+        ("moe_router_force_load_balancing", True),
+        ("moe_expert_rank_capacity_factor", 1.5),
+        ("moe_paged_stash", True),
+    ],
+)
+def test_a_setting_that_cannot_be_exact_is_refused_by_its_name(field, value):
+    if field not in FIELDS:
+        pytest.skip(f"this Megatron-Core has no {field}")
+    (reason,) = config_refusals(set_after(**{field: value}), ROUTER)
+    assert reason.startswith(f"{field}={value}")
+
+
+@pytest.mark.parametrize(("depths", "repeated", "refused"), [(2, True, True), (1, True, False), (2, False, False)])
+def test_one_mtp_layer_that_runs_several_times_is_refused_by_its_name(depths, repeated, refused):
+    if "mtp_use_repeated_layer" not in FIELDS:
+        pytest.skip("this Megatron-Core has no mtp_use_repeated_layer")
+    made = config(mtp_num_layers=depths, mtp_use_repeated_layer=repeated)
+    reasons = list(mtp_refusals(made))
+    assert len(reasons) == refused
+    assert all("mtp_use_repeated_layer=True with mtp_num_layers=2" in reason for reason in reasons)
+
+
+def test_every_moe_field_of_the_installed_version_was_read():
+    assert {name for name in FIELDS if name.startswith("moe_")} <= KNOWN_MOE_FIELDS
+
+
+@dataclasses.dataclass
+class OfTomorrow(TransformerConfig):
+    moe_router_dreams: bool = False
+    moe_dream_layers: list[int] = dataclasses.field(default_factory=list)
+    mlp_dreams: bool = False
+
+
+def test_unknown_moe_settings_are_those_that_are_not_at_their_default():
+    assert unknown_moe_settings(config(OfTomorrow)) == {}
+    assert unknown_moe_settings(config(OfTomorrow, mlp_dreams=True)) == {}
+    made = config(OfTomorrow, moe_router_dreams=True, moe_dream_layers=[1])
+    assert unknown_moe_settings(made) == {"moe_router_dreams": True, "moe_dream_layers": [1]}
+
+
+def test_values_of_a_file_are_judged_without_their_class():
+    values = {field.name: getattr(config(), field.name) for field in dataclasses.fields(TransformerConfig)}
+    assert unknown_moe_settings(SimpleNamespace(**values)) == {}
+    assert list(untested_version_refusals(SimpleNamespace(**values), "0.21.0")) == []
+
+
+def test_a_newer_version_refuses_what_is_unknown_here_by_name():
+    assert list(untested_version_refusals(config(OfTomorrow), "0.21.0")) == []
+    (reason,) = untested_version_refusals(config(OfTomorrow, moe_router_dreams=True), "0.21.0")
+    assert reason.startswith("moe_router_dreams=True is unknown here: Megatron-Core 0.21.0 is newer than 0.19.2")
+    made = config()
+    made.moe_router_load_balancing_type = ["aux_loss", "astrology"]
+    (reason,) = untested_version_refusals(made, "0.21.0")
+    assert "moe_router_load_balancing_type='astrology' is unknown here" in reason
+
+
+def test_a_newer_version_refuses_what_could_not_be_verified():
+    (reason,) = untested_version_refusals(set_after(moe_expert_capacity_factor=1.0), "0.21.0")
+    assert reason.startswith("moe_expert_capacity_factor=1.0 drops tokens behind the selection")
