@@ -2,30 +2,50 @@
 
 Tested with gloo in processes of one machine. NCCL takes the same path but was not run yet: its test needs two GPUs.
 
-store = open_store("trainer-0", 29400, is_server=False)             # rollout manager and training ranks meet here
+store = open_store("10.0.0.7", 29400, is_server=False)              # rollout manager and training ranks meet here
 
 sender = DistributedSender(store, layout)                           # in the rollout manager
 sender.send(traces)                                                 # returns at once; the next send joins this one
 
 receiver = DistributedReceiver(store, layout, layout.place_of(rank))   # in training rank `rank`
 trace = receiver.receive()                                          # this place's rows and layers
+
+**No authentication.** Neither the store nor gloo's and NCCL's connections ask who connects, and nothing is encrypted: whoever
+reaches the store's port can read and write its keys, pose as a sender and so choose the experts that a model trains with.
+Serve the store on an address of a network that only the job can reach (`open_store` listens on that address alone), and keep gloo
+on it with GLOO_SOCKET_IFNAME.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.transport.endpoint import Endpoint
 from megatron_router_replay.transport.errors import TransportError
-from megatron_router_replay.transport.link import Backend, Link, LinkError, Store, start_thread
+from megatron_router_replay.transport.link import Backend, Link, LinkError
+from megatron_router_replay.transport.meeting import (
+    BELIEVE_S,
+    STORE_TIMEOUT,
+    Identity,
+    Store,
+    disagreement,
+    forget,
+    leave,
+    prefixed,
+    read,
+)
+from megatron_router_replay.transport.offer import PROTOCOL, Offer, check_offer
 from megatron_router_replay.transport.partition import Partition
 from megatron_router_replay.transport.plan import ParallelLayout, Place, TransportPlan, plan_routes
 from megatron_router_replay.transport.rows import (
@@ -37,27 +57,61 @@ from megatron_router_replay.transport.rows import (
     WholeTrace,
     check_plan,
 )
-from megatron_router_replay.transport.stream import Offer, Staging, Timeouts, check_offer, pull, push
-from megatron_router_replay.transport.timing import Lap, LegTimes
+from megatron_router_replay.transport.staging import Staging
+from megatron_router_replay.transport.store_server import open_store
+from megatron_router_replay.transport.stream import WINDOW, PartReceiver, PartSender, Timeouts
+from megatron_router_replay.transport.threads import close_at_exit, run_in_thread
+from megatron_router_replay.transport.timing import LegTime, LegTimes
 
-BUCKET_BYTES = 32 << 20
+__all__ = ["DistributedReceiver", "DistributedSender", "open_store"]
+
+BUCKET_BYTES = 8 << 20
 TIMEOUT = timedelta(minutes=2)
 READY_TIMEOUT = timedelta(hours=2)
 
 Sink = TypeVar("Sink", bound=RowSink)
 
 
-def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta = TIMEOUT) -> Store:
-    """Return the store where sender and receivers meet.
+class _Room:
+    """What an endpoint keeps in the store under the name of its transport."""
 
-    Args:
-        host, port: of the server; port 0 takes a free one, `store.port`.
-        is_server: True in the one process that serves it; it must outlive the transport.
-        timeout: for the server to appear.
-    """
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, is_master=is_server, wait_for_workers=False, timeout=timeout
-    )
+    def __init__(self, store: Store, name: str, layout: ParallelLayout) -> None:
+        # Every endpoint has a token of its own, so that a name can be used again at once.
+        self.identity = Identity(token=uuid.uuid4().hex, terms={"protocol": PROTOCOL, **asdict(layout)})
+        self._store = prefixed(store.clone(), name)
+        self._store.set_timeout(STORE_TIMEOUT)
+
+    def announce(self) -> None:
+        """Say that the sender is here, and with which layout, also to places that it knows nothing of."""
+        self._store.set("sender", self.identity.to_json())
+
+    def withdraw(self) -> None:
+        """Take the announcement back, unless another sender has made its own."""
+        text = read(self._store, "sender")
+        if text is not None and Identity.from_json(text).token == self.identity.token:
+            self._store.delete_key("sender")
+
+    def sender(self) -> Identity | None:
+        """Return the sender that is here, or None."""
+        text = read(self._store, "sender")
+        return None if text is None else Identity.from_json(text)
+
+    def refuse(self, sender: Identity, why: str) -> None:
+        """Tell a sender that a receiver cannot work with it."""
+        self._store.set(f"refused/{sender.token}", why)
+
+    def refused(self) -> str | None:
+        """Return why a receiver cannot work with this sender, or None."""
+        text = read(self._store, f"refused/{self.identity.token}")
+        return None if text is None else text.decode()
+
+    def forget(self, place: Place, *, side: int) -> None:
+        """Take back what an earlier endpoint left here."""
+        forget(prefixed(self._store, str(place)), side=side)
+
+    def leave(self, place: Place, *, side: int, why: str) -> None:
+        """Leave a note for a peer that was not met."""
+        leave(prefixed(self._store, str(place)), side=side, token=self.identity.token, why=why)
 
 
 class DistributedSender(Endpoint):
@@ -65,8 +119,8 @@ class DistributedSender(Endpoint):
 
     Args:
         store: where the sides meet, see `open_store`.
-        layout: of training; the receivers must have the same.
-        name: tells transports on one store apart; use another one after a failure.
+        layout: of training; receivers with another one, and this side, raise.
+        name: tells transports on one store apart; it can be used again as soon as both sides were closed.
         backend, device: "nccl" sends from the GPU `device`, which should run no inference engine.
         bucket_bytes, num_buffers: staging memory is at most their product, whatever the payload.
         timeout: for each message, once a transfer has begun.
@@ -90,15 +144,20 @@ class DistributedSender(Endpoint):
     ) -> None:
         if bucket_bytes < 1 or num_buffers < 2:
             raise TransportError(f"bucket_bytes={bucket_bytes}, num_buffers={num_buffers}: at least 1 and 2.")
-        self.layout = layout
+        super().__init__(layout, side="rollout side")
         self.times = LegTimes("rollout") if times is None else times
         self._store, self._name, self._backend, self._device = store, name, backend, torch.device(device)
         self._timeouts = Timeouts(ready=ready_timeout, progress=timeout)
         self._staging = Staging(buffers=num_buffers, bucket_bytes=bucket_bytes, device=self._device)
         self._links: dict[Place, Link] = {}
+        self._closed = False
         self._step = 0
-        self._sending: _Sending | None = None
-        self._broken: BaseException | None = None
+        self._sending: list[Future[dict[str, LegTime]]] = []  # of each place; empty when nothing is under way
+        self._room = _Room(store, name, layout)
+        for place in layout.receivers():
+            self._room.forget(place, side=0)
+        self._room.announce()
+        close_at_exit(self)
 
     def send(
         self,
@@ -130,7 +189,12 @@ class DistributedSender(Endpoint):
                 cp_rows=cp_rows,
             )
         check_plan(plan, source, self.layout)
-        self._sending = _Sending(self, source, plan, self._step, self.times.lap())
+        leg_times = self.times.take_unreported()
+        # A thread per receiver, so that a slow one holds up nobody. They alone hold the source: it is gone when they are.
+        self._sending = [
+            run_in_thread(self._send_part, source, plan, place, self._step, leg_times, name=f"routes-{place}")
+            for place in plan.parts
+        ]
         self._step += 1
         return plan
 
@@ -140,15 +204,15 @@ class DistributedSender(Endpoint):
         Raises:
             TransportError: a receiver failed, died or did not begin in time. The transport cannot be used any more.
         """
-        if self._sending is not None:
-            sending, self._sending = self._sending, None
-            try:
-                sending.join()
-            except TransportError as error:
-                self._broken = error
-                raise
-        if self._broken is not None:
-            raise TransportError(f"this transport failed before: {self._broken}") from self._broken
+        if self._sending:
+            sending, self._sending = self._sending, []
+            done, _ = wait(sending, return_when=FIRST_EXCEPTION)
+            errors = [error for future in done if (error := future.exception()) is not None]
+            if errors:
+                self._broken = TransportError(str(errors[0]))
+                raise self._broken from errors[0]
+            self.times.add_peer(_longest([future.result() for future in sending]))
+        self._raise_if_broken()
 
     def fail(self, error: BaseException) -> None:
         """Tell every receiver that no routes will come, and why; their `receive` raises."""
@@ -158,19 +222,48 @@ class DistributedSender(Endpoint):
 
     def close(self) -> None:
         """Close the connections; a batch under way is not waited for."""
+        if self._closed:
+            return
+        self._closed = True
         self._broken = self._broken or TransportError("it was closed")
-        self._sending = None
-        for link in list(self._links.values()):
+        self._sending = []
+        links = dict(self._links)
+        for link in links.values():
             link.close()
+        # Receivers that were not met yet find a note; those that were see the connection end.
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            for place in self.layout.receivers():
+                if place not in links:
+                    self._room.leave(place, side=0, why=str(self._failure()))
+            self._room.withdraw()
 
     def _finish(self) -> None:
         self.join()
+
+    def _send_part(
+        self, source: RowSource, plan: TransportPlan, place: Place, step: int, leg_times: dict[str, LegTime]
+    ) -> dict[str, LegTime]:
+        """Send one place its part and return the leg times of its rank; runs in a thread of its own."""
+        with self.times.measure("wait"):
+            link = self._link(place)
+        part = plan.parts[place]
+        bucket_bytes = self._staging.bucket_bytes
+        return PartSender(
+            link,
+            source,
+            part,
+            offer=Offer.of(plan, part, step=step, bucket_bytes=bucket_bytes, leg_times=leg_times),
+            staging=self._staging,
+            timeouts=self._timeouts,
+            times=self.times,
+        ).run()
 
     def _link(self, place: Place) -> Link:
         if place not in self._links:
             self._links[place] = Link(
                 self._store,
                 f"{self._name}/{place}",
+                identity=self._room.identity,
                 side=0,
                 backend=self._backend,
                 device=self._device,
@@ -183,57 +276,7 @@ class DistributedSender(Endpoint):
         return self._links[place]
 
     def _failure(self) -> str | None:
-        return None if self._broken is None else f"rollout side: {type(self._broken).__name__}: {self._broken}"
-
-
-class _Sending:
-    """One batch on its way: a thread per receiver, so that a slow one holds up nobody."""
-
-    def __init__(
-        self, sender: DistributedSender, source: RowSource, plan: TransportPlan, step: int, laps: dict[str, Lap]
-    ) -> None:
-        self._sender, self._plan, self._step, self._laps = sender, plan, step, laps
-        self._lock = threading.Condition()
-        self._left = len(plan.parts)
-        self._errors: list[BaseException] = []
-        self._heard: dict[str, Lap] = {}
-        for place in plan.parts:
-            # The source is held by these threads alone: it is gone when they are.
-            start_thread(self._send, source, place, name=f"routes-{place}")
-
-    def _send(self, source: RowSource, place: Place) -> None:
-        sender = self._sender
-        try:
-            with sender.times.leg("wait"):
-                link = sender._link(place)
-            heard = push(
-                link,
-                source,
-                self._plan.parts[place],
-                plan=self._plan,
-                step=self._step,
-                staging=sender._staging,
-                timeouts=sender._timeouts,
-                times=sender.times,
-                laps=self._laps,
-            )
-            with self._lock:
-                for name, lap in heard.items():
-                    self._heard[name] = max(self._heard.get(name, (0.0, 0)), (float(lap[0]), int(lap[1])))
-        except BaseException as error:
-            with self._lock:
-                self._errors.append(error)
-        with self._lock:
-            self._left -= 1
-            self._lock.notify_all()
-
-    def join(self) -> None:
-        with self._lock:
-            self._lock.wait_for(lambda: self._errors or not self._left)
-            if self._errors:
-                error = self._errors[0]
-                raise TransportError(str(error)) from error
-            self._sender.times.hear(self._heard)
+        return super()._failure() or self._room.refused()
 
 
 class DistributedReceiver(Endpoint):
@@ -265,16 +308,21 @@ class DistributedReceiver(Endpoint):
     ) -> None:
         if place not in layout.places():
             raise TransportError(f"{place} is not in the layout: {layout}.")
-        self.layout, self.place = layout, place
+        super().__init__(layout, side=f"training side, {place}")
+        self.place = place
         self.times = LegTimes("training") if times is None else times
         self._store, self._name, self._backend, self._device = store, name, backend, torch.device(device)
         self._timeouts = Timeouts(ready=ready_timeout, progress=timeout)
         self._arena = Arena(device=self._device, pinned=pinned, reuse=reuse_memory)
-        self._up: Link | None = None
-        self._down: list[Link] = []
+        self._links: dict[Place, Link] = {}  # place of the link's receiving end: this one, or of the TP group
+        self._closed = False
         self._step = 0
-        self._posted: _Posted | None = None
-        self._broken: BaseException | None = None
+        self._posted: Future[RoutingTrace] | None = None
+        self._disagree_since = 0.0
+        self._room = _Room(store, name, layout)
+        for peer in self._peers():
+            self._room.forget(peer, side=int(peer == place))
+        close_at_exit(self)
 
     def post(self, plan: TransportPlan | None = None) -> None:
         """Begin to receive the next batch in the background; `receive` then returns it.
@@ -283,7 +331,8 @@ class DistributedReceiver(Endpoint):
         """
         if self._posted is not None:
             raise TransportError(f"{self.place} has posted a receive already: receive that batch first.")
-        self._posted = _Posted(lambda: self._receive_trace(plan, LegTimes("training")))
+        # This thread's waiting is not the caller's: it is not counted.
+        self._posted = run_in_thread(self._receive_trace, plan, LegTimes("training"), name="routes-receive")
 
     def receive(self, plan: TransportPlan | None = None) -> RoutingTrace:
         """Return the next batch's routes for this place: its data-parallel rank's samples, its stage's layers.
@@ -298,8 +347,8 @@ class DistributedReceiver(Endpoint):
         if self._posted is None:
             return self._receive_trace(plan, self.times)
         posted, self._posted = self._posted, None
-        with self.times.leg("wait"):
-            return posted.join()
+        with self.times.measure("wait"):
+            return posted.result()
 
     def stream(self, consume: Callable[[int, RoutingTrace], None], plan: TransportPlan | None = None) -> None:
         """Receive the next batch in buckets that are never all in memory; for batches larger than that.
@@ -307,24 +356,50 @@ class DistributedReceiver(Endpoint):
         Args:
             consume: called with the first row of each bucket and its trace, in order; the memory is used again
                 afterwards, so what is kept must be copied.
+
+        Raises:
+            TransportError: as `receive`; or `consume` raised.
         """
-        self._receive(
-            lambda offer: BucketSink(offer.format, offer.layer_numbers, consume, device=self._device),
-            plan,
-            self.times,
-        )
+        sinks: Future[BucketSink | None] = Future()  # None: there was no offer to make one for
+
+        def sink_of(offer: Offer) -> BucketSink:
+            sink = BucketSink(offer.format, offer.layer_numbers, device=self._device, buckets=WINDOW)
+            sinks.set_result(sink)
+            return sink
+
+        # A thread receives while this one consumes: the sender must hear at once what has arrived, however long that takes.
+        receiving = run_in_thread(self._receive, sink_of, plan, self.times, name="routes-receive")
+        receiving.add_done_callback(lambda _: None if sinks.done() else sinks.set_result(None))
+        sink = sinks.result()
+        if sink is not None:
+            receiving.add_done_callback(lambda _: sink.end())
+            try:
+                sink.consume(consume)
+            except BaseException as error:
+                self.fail(error)
+                sink.stop()
+                raise TransportError(f"{self._failure()}") from error
+        receiving.result()
 
     def fail(self, error: BaseException) -> None:
         """Tell the sender and the TP group that this rank cannot go on, and why; they raise."""
         self._broken = self._broken or error
-        for link in self._links():
+        for link in list(self._links.values()):
             link.fail(f"training side, {self.place}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections: a sender that waits for this rank, or begins to within seconds, raises."""
+        if self._closed:
+            return
+        self._closed = True
         self._broken = self._broken or TransportError("it was closed")
-        for link in self._links():
+        links = dict(self._links)
+        for link in links.values():
             link.close()
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            for peer in self._peers():
+                if peer not in links:
+                    self._room.leave(peer, side=int(peer == self.place), why=str(self._failure()))
 
     def _receive_trace(self, plan: TransportPlan | None, waits: LegTimes) -> RoutingTrace:
         def sink_of(offer: Offer) -> WholeTrace:
@@ -337,16 +412,14 @@ class DistributedReceiver(Endpoint):
     def _receive(
         self, sink_of: Callable[[Offer], Sink], plan: TransportPlan | None, waits: LegTimes
     ) -> tuple[Offer, Sink]:
-        if self._broken is not None:
-            raise TransportError(f"this transport failed before: {self._broken}") from self._broken
+        self._raise_if_broken()
         try:
-            with waits.leg("wait"):
+            with waits.measure("wait"):
                 self._connect()
-            assert self._up is not None
             part = None if plan is None else plan.part(self.place)
-            result = pull(
-                self._up,
-                self._down,
+            result = PartReceiver(
+                self._links[self.place],
+                [self._links[peer] for peer in self._peers() if peer != self.place],
                 sink_of,
                 check=lambda offer: check_offer(
                     offer,
@@ -356,77 +429,67 @@ class DistributedReceiver(Endpoint):
                     expected=plan,
                     part=part,
                 ),
-                digest=None if plan is None else plan.digest,
                 step=self._step,
                 place=self.place,
                 timeouts=self._timeouts,
                 times=self.times,
                 waits=waits,
-            )
+            ).run(None if plan is None else plan.digest)
         except BaseException as error:
             self._broken = error
             raise
         self._step += 1
         return result
 
+    def _peers(self) -> list[Place]:
+        """Return the receiving ends of this rank's links: for TP rank 0 its TP group's and, last, its own."""
+        group = range(1, self.layout.tp_size) if self.place.tp_rank == 0 else ()
+        return [*(self.place._replace(tp_rank=tp_rank) for tp_rank in group), self.place]
+
     def _connect(self) -> None:
-        if self._up is not None:
-            return
-        first = self.place._replace(tp_rank=0)
         try:
-            if self.place.tp_rank:
-                self._up = self._link(f"{self._name}/{self.place}", side=1)
-                return
-            self._down = [
-                self._link(f"{self._name}/{first._replace(tp_rank=tp_rank)}", side=0)
-                for tp_rank in range(1, self.layout.tp_size)
-            ]
-            self._up = self._link(f"{self._name}/{first}", side=1)
+            for peer in self._peers():
+                if peer not in self._links:
+                    self._links[peer] = Link(
+                        self._store,
+                        f"{self._name}/{peer}",
+                        identity=self._room.identity,
+                        side=int(peer == self.place),
+                        backend=self._backend,
+                        device=self._device,
+                        timeout=self._timeouts.ready,
+                        failure=self._failure,
+                    )
         except LinkError as error:
-            for link in self._links():
+            for link in list(self._links.values()):
                 link.fail(f"training side, {self.place}: {error}")
             raise TransportError(f"training side, {self.place}: {error}") from error
 
-    def _link(self, name: str, *, side: int) -> Link:
-        return Link(
-            self._store,
-            name,
-            side=side,
-            backend=self._backend,
-            device=self._device,
-            timeout=self._timeouts.ready,
-            failure=self._failure,
-        )
-
     def _failure(self) -> str | None:
-        if self._broken is None:
+        return super()._failure() or self._disagreement()
+
+    def _disagreement(self) -> str | None:
+        """Return how the sender's layout differs from this one's, and tell it: it may not know this rank's place at all."""
+        sender = self._room.sender()
+        text = None if sender is None else disagreement(self._room.identity.terms, sender.terms, side=1)
+        if sender is None or text is None:
+            self._disagree_since = 0.0
             return None
-        return f"training side, {self.place}: {type(self._broken).__name__}: {self._broken}"
+        # The announcement may be of a sender that died; one that lives is met, or stays announced.
+        self._disagree_since = self._disagree_since or time.monotonic()
+        if time.monotonic() - self._disagree_since < BELIEVE_S:
+            return None
+        self._room.refuse(sender, f"training side, {self.place}: {text}")
+        return text
 
-    def _links(self) -> list[Link]:
-        return [*([self._up] if self._up is not None else []), *self._down]
 
-
-class _Posted:
-    """A receive that runs in the background."""
-
-    def __init__(self, receive: Callable[[], RoutingTrace]) -> None:
-        self._result: RoutingTrace | None = None
-        self._error: BaseException | None = None
-        self._thread = start_thread(self._run, receive, name="routes-receive")
-
-    def _run(self, receive: Callable[[], RoutingTrace]) -> None:
-        try:
-            self._result = receive()
-        except BaseException as error:
-            self._error = error
-
-    def join(self) -> RoutingTrace:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+def _longest(reports: Sequence[Mapping[str, LegTime]]) -> dict[str, LegTime]:
+    """Return each leg's longest time over ranks that worked at the same time."""
+    longest: dict[str, LegTime] = {}
+    for report in reports:
+        for name, (seconds, nbytes) in report.items():
+            longest[name] = max(longest.get(name, (0.0, 0)), (float(seconds), int(nbytes)))
+    return longest
 
 
 def _as_source(traces: RoutingTrace | Sequence[RoutingTrace] | RowSource) -> RowSource:

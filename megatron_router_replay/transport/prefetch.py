@@ -153,7 +153,7 @@ def _load(
 
 
 def _hand_over(following: Future[_Loaded], times: LegTimes) -> MicrobatchRoutes:
-    with times.leg("wait"):
+    with times.measure("wait"):
         loaded = following.result()
     if loaded.copied is not None:
         trace, rows = loaded.routes.trace, loaded.routes.routing_rows

@@ -37,11 +37,11 @@ from torch import Tensor
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.transport.endpoint import Endpoint
 from megatron_router_replay.transport.errors import TransportError
+from megatron_router_replay.transport.offer import Offer, check_offer
 from megatron_router_replay.transport.partition import Partition
 from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TraceFormat, TransportPlan, plan_routes
-from megatron_router_replay.transport.rows import RowSource, TraceRows, carve, check_plan
-from megatron_router_replay.transport.stream import Offer, check_offer
-from megatron_router_replay.transport.timing import Lap, LegTimes
+from megatron_router_replay.transport.rows import RowSource, TraceRows, check_plan, views_of_bytes
+from megatron_router_replay.transport.timing import LegTime, LegTimes
 
 TIMEOUT = timedelta(minutes=2)
 READY_TIMEOUT = timedelta(hours=2)
@@ -63,7 +63,7 @@ class TraceRef:
     layer_numbers: tuple[int, ...]
     num_rows: int
     sequence_lengths: tuple[int, ...] | None
-    laps: Mapping[str, Lap]
+    leg_times: Mapping[str, LegTime]
 
     def get(self, timeout: timedelta | None = None) -> RoutingTrace:
         """Return the trace, which looks into the object store and must not be written to.
@@ -81,7 +81,7 @@ class TraceRef:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
             flat = torch.from_numpy(array)
-        memory = carve(flat, self.format, self.num_rows, len(self.layer_numbers))
+        memory = views_of_bytes(flat, self.format, self.num_rows, len(self.layer_numbers))
         return RoutingTrace.from_checked(
             **memory,
             layer_numbers=self.layer_numbers,
@@ -100,13 +100,13 @@ def put_trace(trace: RoutingTrace, *, times: LegTimes | None = None) -> TraceRef
     plan = plan_routes(
         source.sequence_lengths, layout=ParallelLayout(stage_layers=(trace.layer_numbers,)), format=source.format
     )
-    laps = {} if times is None else times.lap()
-    return _put_part(source, plan, plan.part(Place()), laps)
+    leg_times = {} if times is None else times.take_unreported()
+    return _put_part(source, plan, plan.part(Place()), leg_times)
 
 
-def _put_part(source: RowSource, plan: TransportPlan, part: Part, laps: Mapping[str, Lap]) -> TraceRef:
+def _put_part(source: RowSource, plan: TransportPlan, part: Part, leg_times: Mapping[str, LegTime]) -> TraceRef:
     flat = np.empty(part.nbytes, np.uint8)
-    memory = carve(torch.from_numpy(flat), plan.format, part.num_rows, part.num_layers)
+    memory = views_of_bytes(torch.from_numpy(flat), plan.format, part.num_rows, part.num_layers)
     source.fill(part, 0, part.num_rows, memory)
     # A numpy array is put as one buffer beside the pickle, not through it.
     return TraceRef(
@@ -115,7 +115,7 @@ def _put_part(source: RowSource, plan: TransportPlan, part: Part, laps: Mapping[
         layer_numbers=part.layer_numbers,
         num_rows=part.num_rows,
         sequence_lengths=part.sequence_lengths,
-        laps=laps,
+        leg_times=leg_times,
     )
 
 
@@ -129,7 +129,7 @@ class Mailbox:
         self._changed = asyncio.Condition()
         self._offers: dict[tuple[int, Place], tuple[dict[str, Any], TraceRef]] = {}
         self._left: dict[tuple[int, Place], int] = {}  # ranks of the TP group that have not confirmed
-        self._laps: dict[int, dict[str, Lap]] = {}
+        self._leg_times: dict[int, dict[str, LegTime]] = {}
         self._failed: str | None = None
         self._ranks: dict[Place, Any] = {}  # training ranks that are actors, once they have asked for routes
         self._watched: dict[Place, asyncio.Task[None]] = {}
@@ -151,26 +151,26 @@ class Mailbox:
             return self._failed or "nothing came from the rollout side in time", None
         return None, self._offers[key]
 
-    async def confirm(self, step: int, place: Place, laps: dict[str, Lap]) -> None:
+    async def confirm(self, step: int, place: Place, leg_times: dict[str, LegTime]) -> None:
         """Take note that a rank has its part; the reference goes when all of its TP group have."""
         key = (step, place._replace(tp_rank=0))
-        heard = self._laps.setdefault(step, {})
-        for name, lap in laps.items():
+        heard = self._leg_times.setdefault(step, {})
+        for name, lap in leg_times.items():
             heard[name] = max(heard.get(name, (0.0, 0)), lap)
         self._left[key] -= 1
         if not self._left[key]:
             del self._offers[key]
         await self._tell()
 
-    async def finish(self, step: int, timeout_s: float) -> tuple[str | None, dict[str, Lap]]:
-        """Return (None, the training side's laps) when every rank has confirmed, or why that does not happen."""
+    async def finish(self, step: int, timeout_s: float) -> tuple[str | None, dict[str, LegTime]]:
+        """Return (None, the training side's leg_times) when every rank has confirmed, or why that does not happen."""
         done = await self._wait(lambda: not any(self._left.values()), timeout_s)
         if self._failed is None and not done:
             missing = [str(place) for (_, place), left in self._left.items() if left]
             self._failed = f"{', '.join(missing)} did not fetch their routes within {timeout_s:g} s"
             await self._tell()
         self._left.clear()
-        return self._failed, self._laps.pop(step, {})
+        return self._failed, self._leg_times.pop(step, {})
 
     async def fail(self, text: str) -> None:
         """Let every call raise, now and later; the first failure counts."""
@@ -265,7 +265,7 @@ class RaySender(Endpoint):
         """
         self.join()
         items = [traces] if isinstance(traces, (RoutingTrace, TraceRef)) else list(traces)
-        with self.times.leg("collect"):
+        with self.times.measure("collect"):
             source = TraceRows([self._fetch(item) for item in items])
         if plan is None:
             plan = plan_routes(
@@ -277,7 +277,10 @@ class RaySender(Endpoint):
             )
         check_plan(plan, source, self.layout)
         self._thread = threading.Thread(
-            target=self._send, args=(source, plan, self._step, self.times.lap()), name="routes-send", daemon=True
+            target=self._send,
+            args=(source, plan, self._step, self.times.take_unreported()),
+            name="routes-send",
+            daemon=True,
         )
         self._thread.start()
         self._step += 1
@@ -314,31 +317,35 @@ class RaySender(Endpoint):
     def _fetch(self, item: RoutingTrace | TraceRef) -> RoutingTrace:
         if isinstance(item, RoutingTrace):
             return item
-        for name, (seconds, nbytes) in item.laps.items():
+        for name, (seconds, nbytes) in item.leg_times.items():
             self.times.add(name, seconds, nbytes)
         return item.get(self._timeout)
 
-    def _send(self, source: RowSource, plan: TransportPlan, step: int, laps: dict[str, Lap]) -> None:
+    def _send(self, source: RowSource, plan: TransportPlan, step: int, leg_times: dict[str, LegTime]) -> None:
         what = f"rollout side, step {step}"
         try:
-            for _ in self._threads.map(lambda part: self._offer(source, plan, part, step, laps), plan.parts.values()):
+            for _ in self._threads.map(
+                lambda part: self._offer(source, plan, part, step, leg_times), plan.parts.values()
+            ):
                 pass
             what += ", waiting for the training side"
             limit = self._ready_timeout + self._timeout
-            with self.times.leg("wait"):
+            with self.times.measure("wait"):
                 failed, heard = _call(self._mailbox.finish, step, limit.total_seconds(), timeout=limit + self._timeout)
             if failed:
                 raise TransportError(failed)
-            self.times.hear(heard)
+            self.times.add_peer(heard)
         except BaseException as error:
             self._broken = TransportError(f"{what}; {plan.nbytes:,} bytes in {len(plan.parts)} parts: {_text(error)}")
             with _quietly():
                 _call(self._mailbox.fail, str(self._broken), timeout=self._timeout)
 
-    def _offer(self, source: RowSource, plan: TransportPlan, part: Part, step: int, laps: dict[str, Lap]) -> None:
-        with self.times.leg("partition", part.nbytes):
-            ref = _put_part(source, plan, part, laps)
-        offer = Offer.of(plan, part, step=step, bucket_bytes=max(1, part.nbytes), laps=laps)
+    def _offer(
+        self, source: RowSource, plan: TransportPlan, part: Part, step: int, leg_times: dict[str, LegTime]
+    ) -> None:
+        with self.times.measure("partition", part.nbytes):
+            ref = _put_part(source, plan, part, leg_times)
+        offer = Offer.of(plan, part, step=step, bucket_bytes=max(1, part.nbytes), leg_times=leg_times)
         _call(self._mailbox.offer, step, part.place, offer.to_json(), ref, self.layout.tp_size, timeout=self._timeout)
 
 
@@ -382,7 +389,7 @@ class RayReceiver(Endpoint):
             raise TransportError(f"this transport failed before: {self._broken}") from self._broken
         stage, total = "waiting for the rollout side", 0
         try:
-            with self.times.leg("wait"):
+            with self.times.measure("wait"):
                 mailbox = self._find_mailbox()
                 limit = self._ready_timeout.total_seconds()
                 take = (self._step, self.place, limit, _own_actor())
@@ -391,7 +398,7 @@ class RayReceiver(Endpoint):
                 raise TransportError(f"the other side failed: {failed}")
             offer, ref = Offer.from_json(taken[0]), taken[1]
             total = offer.nbytes
-            self.times.hear(offer.laps)
+            self.times.add_peer(offer.leg_times)
             refused = check_offer(
                 offer,
                 step=self._step,
@@ -403,9 +410,9 @@ class RayReceiver(Endpoint):
             if refused:
                 raise TransportError(refused)
             stage = "receiving"
-            with self.times.leg("receive", offer.nbytes):
+            with self.times.measure("receive", offer.nbytes):
                 trace: RoutingTrace = ref.get(self._timeout)
-            _call(mailbox.confirm, self._step, self.place, self.times.lap(), timeout=self._timeout)
+            _call(mailbox.confirm, self._step, self.place, self.times.take_unreported(), timeout=self._timeout)
         except BaseException as error:
             self._broken = TransportError(
                 f"training side, step {self._step}, {self.place}: {stage}; {total:,} bytes: {_text(error)}"
