@@ -12,8 +12,8 @@ trace = receiver.receive()                                          # this place
 
 **No authentication.** Neither the store nor gloo's and NCCL's connections ask who connects, and nothing is encrypted: whoever
 reaches the store's port can read and write its keys, pose as a sender and so choose the experts that a model trains with.
-Serve the store on an address of a network that only the job can reach (`open_store` listens on that address alone), and keep gloo
-on it with GLOO_SOCKET_IFNAME.
+Serve the store on an address of a network that only the job can reach (`open_store` listens on that address alone), and keep
+gloo on it with GLOO_SOCKET_IFNAME.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from megatron_router_replay.transport.staging import Staging
 from megatron_router_replay.transport.store_server import open_store
 from megatron_router_replay.transport.stream import WINDOW, PartReceiver, PartSender, Timeouts
 from megatron_router_replay.transport.threads import close_at_exit, run_in_thread
-from megatron_router_replay.transport.timing import LegTime, LegTimes
+from megatron_router_replay.transport.timing import LegTime, LegTimes, longest
 
 __all__ = ["DistributedReceiver", "DistributedSender", "open_store"]
 
@@ -211,7 +211,7 @@ class DistributedSender(Endpoint):
             if errors:
                 self._broken = TransportError(str(errors[0]))
                 raise self._broken from errors[0]
-            self.times.add_peer(_longest([future.result() for future in sending]))
+            self.times.add_peer(longest([future.result() for future in sending]))
         self._raise_if_broken()
 
     def fail(self, error: BaseException) -> None:
@@ -363,7 +363,7 @@ class DistributedReceiver(Endpoint):
         sinks: Future[BucketSink | None] = Future()  # None: there was no offer to make one for
 
         def sink_of(offer: Offer) -> BucketSink:
-            sink = BucketSink(offer.format, offer.layer_numbers, device=self._device, buckets=WINDOW)
+            sink = BucketSink(offer.header, device=self._device, buckets=WINDOW)
             sinks.set_result(sink)
             return sink
 
@@ -403,15 +403,12 @@ class DistributedReceiver(Endpoint):
 
     def _receive_trace(self, plan: TransportPlan | None, waits: LegTimes) -> RoutingTrace:
         def sink_of(offer: Offer) -> WholeTrace:
-            layers = len(offer.layer_numbers)
-            return WholeTrace(offer.format, offer.num_rows, layers, self._arena)
+            return WholeTrace(offer.header, self._arena)
 
-        offer, sink = self._receive(sink_of, plan, waits)
-        return sink.trace(offer.format, offer.layer_numbers, offer.sequence_lengths)
+        sink = self._receive(sink_of, plan, waits)
+        return sink.trace()
 
-    def _receive(
-        self, sink_of: Callable[[Offer], Sink], plan: TransportPlan | None, waits: LegTimes
-    ) -> tuple[Offer, Sink]:
+    def _receive(self, sink_of: Callable[[Offer], Sink], plan: TransportPlan | None, waits: LegTimes) -> Sink:
         self._raise_if_broken()
         try:
             with waits.measure("wait"):
@@ -481,15 +478,6 @@ class DistributedReceiver(Endpoint):
             return None
         self._room.refuse(sender, f"training side, {self.place}: {text}")
         return text
-
-
-def _longest(reports: Sequence[Mapping[str, LegTime]]) -> dict[str, LegTime]:
-    """Return each leg's longest time over ranks that worked at the same time."""
-    longest: dict[str, LegTime] = {}
-    for report in reports:
-        for name, (seconds, nbytes) in report.items():
-            longest[name] = max(longest.get(name, (0.0, 0)), (float(seconds), int(nbytes)))
-    return longest
 
 
 def _as_source(traces: RoutingTrace | Sequence[RoutingTrace] | RowSource) -> RowSource:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_router_replay.header import TraceHeader
 from megatron_router_replay.transport.errors import TransportError
-from megatron_router_replay.transport.plan import Part, Place, TraceFormat, TransportPlan, bucket_rows
+from megatron_router_replay.transport.plan import Part, Place, TransportPlan, bucket_rows
 from megatron_router_replay.transport.timing import LegTime
 
 PROTOCOL = 2
@@ -14,17 +15,22 @@ PROTOCOL = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What is coming over a link."""
+    """What is coming over a link.
+
+    Args:
+        digest: of the sender's plan.
+        place: which gets it.
+        header: of the trace that it gets.
+        nbytes: as the sender predicts them; the header says how many there must be.
+        leg_times: of the sender.
+    """
 
     step: int
     digest: str
     place: str
-    format: TraceFormat
-    layer_numbers: tuple[int, ...]
-    num_rows: int
+    header: TraceHeader
     nbytes: int
     bucket_bytes: int
-    sequence_lengths: tuple[int, ...] | None
     leg_times: dict[str, LegTime]
 
     @classmethod
@@ -36,19 +42,16 @@ class Offer:
             step=step,
             digest=plan.digest,
             place=str(part.place),
-            format=plan.format,
-            layer_numbers=part.layer_numbers,
-            num_rows=part.num_rows,
+            header=part.header(plan.format),
             nbytes=part.nbytes,
             bucket_bytes=bucket_bytes,
-            sequence_lengths=part.sequence_lengths,
             leg_times=leg_times,
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        values = {name: getattr(self, name) for name in self.__slots__ if name != "format"}
-        return {"protocol": PROTOCOL, "format": self.format.to_json(), **values}
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "header"}
+        return {"protocol": PROTOCOL, "header": self.header.to_json(), **values}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Offer:
@@ -56,27 +59,20 @@ class Offer:
 
         Raises:
             TransportError: another version of the protocol.
+            TraceError: the header is damaged.
         """
         if values.get("protocol") != PROTOCOL:
             raise TransportError(f"the other side speaks protocol {values.get('protocol')}, this one {PROTOCOL}.")
-        lengths = values["sequence_lengths"]
         return cls(
-            format=TraceFormat.from_json(values["format"]),
-            layer_numbers=tuple(values["layer_numbers"]),
-            sequence_lengths=None if lengths is None else tuple(lengths),
+            header=TraceHeader.from_json(values["header"]),
             leg_times={name: (float(s), int(b)) for name, (s, b) in values["leg_times"].items()},
-            **{name: values[name] for name in ("step", "digest", "place", "num_rows", "nbytes", "bucket_bytes")},
+            **{name: values[name] for name in ("step", "digest", "place", "nbytes", "bucket_bytes")},
         )
 
     @property
     def buckets(self) -> list[tuple[int, int]]:
         """The (start, stop) rows of each bucket."""
-        return bucket_rows(self.num_rows, self.row_bytes, self.bucket_bytes)
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of one row."""
-        return self.format.row_bytes(len(self.layer_numbers))
+        return bucket_rows(self.header.num_tokens, self.header.row_bytes(), self.bucket_bytes)
 
 
 def check_offer(
@@ -89,18 +85,22 @@ def check_offer(
     part: Part | None,
 ) -> str | None:
     """Return why this place cannot take the offer, or None."""
-    own: dict[str, Any] = {"step": step, "place": str(place._replace(tp_rank=0)), "layer_numbers": layer_numbers}
+    here: dict[str, Any] = {"step": step, "place": str(place._replace(tp_rank=0)), "layer_numbers": layer_numbers}
+    coming: dict[str, Any] = {"step": offer.step, "place": offer.place, "layer_numbers": offer.header.layer_numbers}
     if part is not None:
-        own |= {"num_rows": part.num_rows, "nbytes": part.nbytes}
-    for name, value in own.items():
-        if getattr(offer, name) != value:
-            return f"{place} expects {name}={value}, the rollout side sends {name}={getattr(offer, name)}"
+        here |= {"num_rows": part.num_rows, "nbytes": part.nbytes}
+        coming |= {"num_rows": offer.header.num_tokens, "nbytes": offer.nbytes}
+    for name, value in here.items():
+        if coming[name] != value:
+            return f"{place} expects {name}={value}, the rollout side sends {name}={coming[name]}"
     if expected is not None and offer.digest != expected.digest:
         return (
             f"{place} expects plan {expected.digest}, the rollout side sends {offer.digest}: sample lengths, partition, "
             "layout or format differ"
         )
-    predicted = offer.num_rows * offer.row_bytes
-    if offer.nbytes != predicted:
-        return f"the rollout side announces {offer.nbytes} bytes to {place}, {offer.num_rows} rows take {predicted}"
+    if offer.nbytes != offer.header.num_bytes:
+        return (
+            f"the rollout side announces {offer.nbytes} bytes to {place}, {offer.header.num_tokens} rows take "
+            f"{offer.header.num_bytes}"
+        )
     return None

@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_router_replay.header import TraceFormat, TraceHeader
+from megatron_router_replay.runs import neighbour_runs
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.memory import TraceMemory
-from megatron_router_replay.transport.plan import ParallelLayout, Part, TraceFormat, TransportPlan
+from megatron_router_replay.transport.plan import ParallelLayout, Part, TransportPlan
 
 _ARENA_BYTES = 1 << 20
 
@@ -77,13 +79,14 @@ class TraceRows:
 
     def fill(self, part: Part, start: int, stop: int, memory: Memory) -> None:
         """Write rows start..stop-1 of the part into `memory`, which has just that many."""
-        columns = layer_runs(self.format, part)
+        index = [self.format.layer_numbers.index(number) for number in part.layer_numbers]
+        columns = neighbour_runs(index).tolist()
         topk = self.format.topk
         ids = memory["topk_indices"].flatten(1)
         at = 0
         for trace, rows in self._runs(part, start, stop):
             target = slice(at, at + rows.stop - rows.start)
-            for from_layer, to_layer, layers in columns:
+            for to_layer, from_layer, layers in columns:
                 values = self._ids[trace][rows, from_layer * topk : (from_layer + layers) * topk]
                 ids[target, to_layer * topk : (to_layer + layers) * topk] = values
             for name, tensors in self._per_token.items():
@@ -128,9 +131,9 @@ class Arena:
 class WholeTrace:
     """A sink that becomes this place's trace; rows are received straight into it."""
 
-    def __init__(self, format: TraceFormat, num_rows: int, num_layers: int, arena: Arena) -> None:
-        flat = arena.take(num_rows * format.row_bytes(num_layers))
-        self._memory = views_of_bytes(flat, format, num_rows, num_layers)
+    def __init__(self, header: TraceHeader, arena: Arena) -> None:
+        self._header = header
+        self._memory = views_of_bytes(arena.take(header.num_bytes), header, header.num_tokens, header.num_layers)
 
     def memory(self, start: int, stop: int, *, block: bool) -> Memory:
         """Return these rows of the trace."""
@@ -139,12 +142,13 @@ class WholeTrace:
     def done(self, start: int, stop: int) -> None:
         """Nothing to do: the rows are where they belong."""
 
-    def trace(
-        self, format: TraceFormat, layer_numbers: tuple[int, ...], lengths: tuple[int, ...] | None
-    ) -> RoutingTrace:
+    def trace(self) -> RoutingTrace:
         """Return the trace; its rows were checked where they were decoded."""
         return RoutingTrace.from_checked(
-            **self._memory, layer_numbers=layer_numbers, num_experts=format.num_experts, sequence_lengths=lengths
+            **self._memory,
+            layer_numbers=self._header.layer_numbers,
+            num_experts=self._header.num_experts,
+            sequence_lengths=self._header.sequence_lengths,
         )
 
 
@@ -155,10 +159,8 @@ class BucketSink:
         buckets: for how many there is memory.
     """
 
-    def __init__(
-        self, format: TraceFormat, layer_numbers: tuple[int, ...], *, device: torch.device, buckets: int
-    ) -> None:
-        self._format, self._layer_numbers, self._device = format, layer_numbers, device
+    def __init__(self, header: TraceHeader, *, device: torch.device, buckets: int) -> None:
+        self._header, self._device = header, device
         self._receiving: deque[dict[str, Tensor]] = deque()
         self._received: SimpleQueue[tuple[int, int, dict[str, Tensor]] | None] = SimpleQueue()
         self._free: SimpleQueue[dict[str, Tensor] | None] = SimpleQueue()
@@ -179,7 +181,7 @@ class BucketSink:
             raise TransportError("nobody takes the rows any more")
         rows = stop - start
         if not memory or len(memory["topk_indices"]) < rows:
-            memory = self._format.empty(rows, len(self._layer_numbers), self._device)
+            memory = self._header.empty(rows, device=self._device)
         self._receiving.append(memory)
         return {name: tensor[:rows] for name, tensor in memory.items()}
 
@@ -200,7 +202,7 @@ class BucketSink:
         while (bucket := self._received.get()) is not None:
             start, stop, memory = bucket
             rows = {name: tensor[: stop - start] for name, tensor in memory.items()}
-            numbers, num_experts = self._layer_numbers, self._format.num_experts
+            numbers, num_experts = self._header.layer_numbers, self._header.num_experts
             consume(start, RoutingTrace.from_checked(**rows, layer_numbers=numbers, num_experts=num_experts))
             self._free.put(memory)
 
@@ -218,13 +220,6 @@ def check_plan(plan: TransportPlan, source: RowSource, layout: ParallelLayout) -
     ):
         if of_plan != actual:
             raise TransportError(f"the plan has {name}={str(of_plan)[:200]}, the batch {str(actual)[:200]}.")
-
-
-def layer_runs(format: TraceFormat, part: Part) -> list[tuple[int, int, int]]:
-    """Return (layer index in the trace, layer index in the part, layers) of each run of neighbouring layers."""
-    index = [format.layer_numbers.index(number) for number in part.layer_numbers]
-    starts = [i for i in range(len(index)) if i == 0 or index[i] != index[i - 1] + 1]
-    return [(index[start], start, stop - start) for start, stop in zip(starts, [*starts[1:], len(index)])]
 
 
 def views_of_bytes(flat: Tensor, format: TraceFormat, rows: int, layers: int) -> Memory:

@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from megatron_router_replay.transport.plan import TraceFormat
+from megatron_router_replay.header import TraceFormat
 from megatron_router_replay.transport.rows import Memory, as_bytes, views_of_bytes
 
 
@@ -54,14 +54,14 @@ class Buffer:
     def nbytes(self) -> int:
         return self._host.numel()
 
-    def views(self, format: TraceFormat, rows: int, layers: int, size: int) -> Memory:
+    def views(self, format: TraceFormat, rows: int, size: int) -> Memory:
         """Return the format's tensors for some rows, in this buffer's host memory; `size` is the least to allocate."""
-        size = max(size, rows * format.row_bytes(layers))
+        size = max(size, rows * format.row_bytes())
         if self._host.numel() < size:
             cuda = self._device.type == "cuda"
             self._host = torch.empty(size, dtype=torch.uint8, pin_memory=cuda)
             self._on_device = torch.empty_like(self._host, device=self._device) if cuda else self._host
-        return views_of_bytes(self._host, format, rows, layers)
+        return views_of_bytes(self._host, format, rows, format.num_layers)
 
     def messages(self, memory: Memory) -> list[Tensor]:
         """Return what to send of its views, in the format's order, on the device."""

@@ -151,8 +151,8 @@ class PartSender:
                 self._send_bucket(outgoing, buffer, *coming.popleft())
 
     def _send_bucket(self, outgoing: _OutgoingBuckets, buffer: Buffer, start: int, stop: int) -> None:
-        with self._times.measure("partition", (stop - start) * self._offer.row_bytes):
-            memory = buffer.views(self._offer.format, stop - start, self._part.num_layers, self._staging.bucket_bytes)
+        with self._times.measure("partition", (stop - start) * self._offer.header.row_bytes()):
+            memory = buffer.views(self._offer.header, stop - start, self._staging.bucket_bytes)
             self._source.fill(self._part, start, stop, memory)
             messages = [message for message in buffer.messages(memory) if message.numel()]
         outgoing.send(messages)
@@ -195,8 +195,8 @@ class PartReceiver(Generic[Sink]):
         self._stage = ""
         self._received, self._total = 0, 0
 
-    def run(self, digest: str | None) -> tuple[Offer, Sink]:
-        """Ask for the part, judge the offer, take the buckets, send the receipt.
+    def run(self, digest: str | None) -> Sink:
+        """Ask for the part, judge the offer, take the buckets, send the receipt; return the filled sink.
 
         Args:
             digest: of the plan that this side expects; for the request.
@@ -217,7 +217,7 @@ class PartReceiver(Generic[Sink]):
             ]
             self._receive_buckets(offer, sink, window, relays)
             self._hand_over()
-            return offer, sink
+            return sink
         except BaseException as error:
             what = f"training side, step {self._step}, {self._place}: {self._stage}"
             raise _failed([self._up, *self._down], error, what, self._received, self._total) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -152,6 +152,15 @@ class LegTimes:
         self._bytes[name] = self._bytes.get(name, 0) + nbytes
         before = self._unreported.get(name, (0.0, 0))
         self._unreported[name] = (before[0] + seconds, before[1] + nbytes)
+
+
+def longest(reports: Iterable[Mapping[str, LegTime]]) -> dict[str, LegTime]:
+    """Return each leg's longest time over ranks that worked at the same time."""
+    result: dict[str, LegTime] = {}
+    for report in reports:
+        for name, (seconds, nbytes) in report.items():
+            result[name] = max(result.get(name, (0.0, 0)), (float(seconds), int(nbytes)))
+    return result
 
 
 def _spent(side: Side, name: str, leg_time: LegTime) -> str:
