@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.plan import ParallelLayout
+
+TIMEOUT = timedelta(minutes=2)
+READY_TIMEOUT = timedelta(hours=2)
 
 
 class Endpoint:

@@ -33,7 +33,7 @@ import ray  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.transport.endpoint import Endpoint
+from megatron_router_replay.transport.endpoint import READY_TIMEOUT, TIMEOUT, Endpoint
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.meeting import BELIEVE_S
 from megatron_router_replay.transport.offer import PROTOCOL, Offer, check_offer
@@ -47,8 +47,6 @@ from megatron_router_replay.transport.timing import LegTime, LegTimes
 
 __all__ = ["RayReceiver", "RaySender", "TraceRef", "put_trace"]
 
-TIMEOUT = timedelta(minutes=2)
-READY_TIMEOUT = timedelta(hours=2)
 _POLL_S = 0.05
 _NAME_FREE_S = 10.0
 """How long Ray may take to give the name of a mailbox that was closed to the next one."""
@@ -251,7 +249,9 @@ class RayReceiver(Endpoint):
             leg_times = self.times.take_unreported()
             _call(self._mailbox.confirm, self._step, self.place, leg_times, timeout=self._timeout)
         except BaseException as error:
-            self._broken = TransportError(f"{self._side}, step {self._step}: {stage}; {total:,} bytes: {_text(error)}")
+            self._broken = TransportError(
+                f"training side, step {self._step}, {self.place}: {stage}; {total:,} bytes: {_text(error)}"
+            )
             self.fail(self._broken)
             raise self._broken from error
         self._step += 1
@@ -275,7 +275,7 @@ class RayReceiver(Endpoint):
 
     def _take(self) -> tuple[Offer, TraceRef]:
         """Wait for the mailbox and for what it has for this rank."""
-        gone_since = 0.0
+        gone: MailboxGoneError | None = None
         deadline = time.monotonic() + self._ready_timeout.total_seconds()
         while True:
             try:
@@ -290,13 +290,13 @@ class RayReceiver(Endpoint):
                 limit = self._ready_timeout + self._timeout
                 failed, taken = _call(mailbox.take, *arguments, _own_actor(), timeout=limit)
                 break
-            except MailboxGoneError:
+            except MailboxGoneError as error:
                 # It may be an earlier sender's that was just closed: another takes its name within seconds, or none does.
-                gone_since = gone_since or time.monotonic()
-                if self._step or time.monotonic() - gone_since > BELIEVE_S:
-                    raise
+                if self._mailbox is None or self._step:
+                    raise gone or error from error
+                if gone is None:
+                    gone, deadline = error, time.monotonic() + BELIEVE_S
                 self._mailbox = None
-                deadline = gone_since + BELIEVE_S
                 time.sleep(_POLL_S)
         if failed:
             raise TransportError(f"the other side failed: {failed}")
