@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megatron_router_replay import RoutingTrace, engines
+from megatron_router_replay.transport.sender import BUCKET_BYTES
 
 LIMITS = {"timeout": timedelta(minutes=5), "ready_timeout": timedelta(minutes=30)}
 NUM_LAYERS, TOPK, NUM_EXPERTS, SAMPLE = 48, 8, 128, 4096
@@ -26,7 +27,7 @@ MODEL = engines.ModelRoutingInfo(
 STAGES = (tuple(range(1, 25)), tuple(range(25, 49)))
 ROW_BYTES = 24 * TOPK
 """Of a stage's layers; the mask takes one more."""
-MESSAGE = (32 << 20) // ROW_BYTES * ROW_BYTES
+MESSAGE = BUCKET_BYTES // ROW_BYTES * ROW_BYTES
 SPAWN = multiprocessing.get_context("spawn")
 Row = tuple[str, str]
 

@@ -157,7 +157,7 @@ class TransformersEngine:
             samples = []
             for index, prompt in enumerate(requests):
                 ids_of_sample = torch.cat([prompt, torch.tensor(answers[index], dtype=torch.int64)])
-                with self.times.leg("decode"):
+                with self.times.measure("decode"):
                     captured = capturer.finish(index, token_ids=ids_of_sample)
                     assert captured is not None, "every request is captured"
                     trace = captured.trace()

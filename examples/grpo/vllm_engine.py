@@ -186,7 +186,7 @@ class VllmClient:
         Raises:
             PayloadError: the routes are missing, damaged, or not of these tokens.
         """
-        with self.times.leg("decode"):
+        with self.times.measure("decode"):
             trace = engines.vllm.decode_batch(response, model=self.folder, prompt_token_ids=prompt.tolist())
         self.times.add("decode", 0.0, trace.topk_indices.nbytes)
         samples = []

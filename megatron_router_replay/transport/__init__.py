@@ -15,15 +15,17 @@ side is a process (or several) of its own, so it can wait for training while eng
 visible in its leg times.
 """
 
+from megatron_router_replay.header import TraceFormat
 from megatron_router_replay.routes import MicrobatchRoutes
 from megatron_router_replay.transport.collect import decode_responses
-from megatron_router_replay.transport.distributed import DistributedReceiver, DistributedSender, open_store
+from megatron_router_replay.transport.distributed import DistributedReceiver, DistributedSender
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.memory import TraceMemory
 from megatron_router_replay.transport.partition import partition_samples
-from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TraceFormat, TransportPlan, plan_routes
+from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TransportPlan, plan_routes
 from megatron_router_replay.transport.prefetch import prefetch, prefetch_batches
 from megatron_router_replay.transport.rows import RowSource, TraceRows
+from megatron_router_replay.transport.store_server import open_store
 from megatron_router_replay.transport.timing import LegReport, LegTimes
 
 __all__ = [

@@ -39,7 +39,7 @@ def decode_responses(
     times = LegTimes("rollout") if times is None else times
 
     def decode_one(response: Any) -> RoutingTrace:
-        with times.leg("decode"):
+        with times.measure("decode"):
             trace = decode(response)
         times.add("decode", 0.0, trace.topk_indices.nbytes)
         return trace
@@ -48,7 +48,7 @@ def decode_responses(
         iterator = iter(responses)
         pending = []
         while True:
-            with times.leg("collect"):
+            with times.measure("collect"):
                 response = next(iterator, _END)
             if response is _END:
                 break

@@ -1,22 +1,31 @@
 """A Link joins two processes by a process group of their own, and tells each what made the other fail.
 
 Two ranks a group: it is no part of training's groups and needs no default group, a failure touches these two alone, and no
-thread has to take turns with another. What can end a wait: the message, the peer's death or closing (noticed at once
-with gloo), the peer's failure, or the timeout.
+thread has to take turns with another. A link has no threads. What can end a wait: the message, the peer's death or closing
+(noticed at once with gloo), the peer's failure, or the timeout.
+
+What gloo (torch 2.13) does, and what it forces here:
+
+1. When a connection breaks, gloo wakes those who wait for a message that has not begun, but not those whose message is half
+   through, sent or received: they sleep until their timeout. So nobody waits for a large message. A sender waits for the
+   receiver's note that it has arrived, and a receiver waits for the one byte, `end`, that follows it; when that is there, the
+   message before it is, too, and waiting for it returns at once.
+2. A wait that runs out closes the connection, so there is no short wait to be repeated: a timeout is the end of a link.
+3. There is no call that closes a connection (`abort` and `shutdown` leave the peer waiting), and dropping the group is not
+   enough, for a traceback may hold it. So `close` lets a wait of a millisecond run out: see 2.
+4. While gloo connects, nothing can end its wait. So the two sides meet in the store first (`meeting`), and connect when both
+   are there.
+5. A message of another size than the one that is waited for ends the process. So sizes are agreed on before (`stream`).
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import struct
-import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
@@ -24,115 +33,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.errors import RouterReplayError
+from megatron_router_replay.transport.meeting import STORE_TIMEOUT, Identity, MeetingError, Store, meet, prefixed, read
 
 Backend = Literal["gloo", "nccl"]
-Store = Any
-"""torch.distributed's TCPStore (or FileStore on one machine); torch exports no common type that mypy accepts."""
 
 _MAX_JSON = 256 << 20
-_CANARY, _CLOSING = 1, 2
-"""Tags that no message has."""
-_CANARY_TIMEOUT = timedelta(days=365)
-_GRACE_S = 1.0
-"""For a message that came before the peer closed to be noticed."""
+_CLOSING_TAG = 1
+"""A tag that no message has."""
 _POLL_S = 0.05
-_LONGEST_POLL_S = 0.5
-"""While one side waits for the other to appear, which may take hours, at hundreds of places."""
-_CONNECT_TIMEOUT = timedelta(minutes=1)
-"""For each request to the store, and for gloo once both sides are there; waits for messages have timeouts of their own."""
-_NOTE_TIMEOUT = timedelta(seconds=5)
-
-
-_open_links: weakref.WeakSet[Link] = weakref.WeakSet()
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_exiting = threading.Event()
-
-
-def start_thread(target: Callable[..., None], *args: Any, name: str) -> threading.Thread:
-    """Start a daemon thread that works with links; the end of the process ends it.
-
-    One that comes back from C++ while the interpreter shuts down would abort the process.
-    """
-    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
-    _threads.add(thread)
-    thread.start()
-    return thread
-
-
-@atexit.register
-def _end() -> None:
-    """Close what nobody closed, and wait for the threads while they can still end."""
-    _exiting.set()
-    for link in list(_open_links):
-        link.close()
-    deadline = time.monotonic() + 2 * _GRACE_S
-    for thread in list(_threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
+_ERROR_TIMEOUT = timedelta(seconds=5)
+"""For reading or writing why a link failed: the store may have died with the peer."""
 
 
 class LinkError(RouterReplayError):
     """A link failed; the text says how, and what the peer said about it."""
-
-
-class _Waits:
-    """Waits for gloo's messages in a thread of its own, and for the peer's death in another.
-
-    gloo wakes those who wait for a message that has not begun, but not those whose message is half through: such a wait
-    lasts until its timeout. So a message that never comes, the canary, is always waited for.
-    """
-
-    def __init__(self, canary: Any) -> None:
-        self._changed = threading.Condition()
-        self._lost: RuntimeError | None = None
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._threads = [
-            start_thread(self._watch, canary, name="routes-link"),
-            start_thread(self._serve, name="routes-link"),
-        ]
-
-    def wait(self, work: Any, timeout: timedelta) -> None:
-        """Wait for one message; RuntimeError as gloo raises it."""
-        job = _Job(work, timeout)
-        self._jobs.put(job)
-        with self._changed:
-            self._changed.wait_for(lambda: job.done or self._lost is not None)
-            self._changed.wait_for(lambda: job.done, _GRACE_S)
-            if job.error is not None:
-                raise job.error
-            if not job.done:
-                assert self._lost is not None
-                raise self._lost
-
-    def end(self) -> None:
-        """Wait for the threads to end, now that the connection is closed; one in the middle of a message takes longer."""
-        self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(_GRACE_S)
-
-    def _watch(self, canary: Any) -> None:
-        try:
-            canary.wait(_CANARY_TIMEOUT)
-        except RuntimeError as error:
-            with self._changed:
-                self._lost = error
-                self._changed.notify_all()
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job.work.wait(job.timeout)
-            except RuntimeError as error:
-                job.error = error
-            with self._changed:
-                job.done = True
-                self._changed.notify_all()
-
-
-class _Job:
-    def __init__(self, work: Any, timeout: timedelta) -> None:
-        self.work, self.timeout = work, timeout
-        self.done = False
-        self.error: RuntimeError | None = None
 
 
 class Link:
@@ -141,14 +55,15 @@ class Link:
     Args:
         store: where the two meet; used by this link alone from here on (a clone).
         name: of the connection, the same on both sides.
-        side: 0 on one side, 1 on the other.
+        identity: of this side.
+        side: 0 sends routes, 1 receives them.
         backend: "nccl" needs a GPU on each side, and messages in its memory.
         device: of messages that the link makes itself.
         timeout: for the other side to appear.
         failure: asked while it has not; what it returns ends the wait, and the other side is told when it comes.
 
     Raises:
-        LinkError: it did not appear, or failed before.
+        LinkError: it did not appear, left before, or disagrees on the terms.
     """
 
     def __init__(
@@ -156,6 +71,7 @@ class Link:
         store: Store,
         name: str,
         *,
+        identity: Identity,
         side: int,
         backend: Backend,
         device: torch.device,
@@ -163,103 +79,72 @@ class Link:
         failure: Callable[[], str | None],
     ) -> None:
         self._name, self._side, self._backend, self._device = name, side, backend, device
-        self._group: Any = None
-        self._waits: _Waits | None = None
+        self._control: Any = None
+        self._data: Any = None
+        self._pair: Store = None
         try:
             # A clone, for a store's client serves one blocking call at a time.
-            self._store = dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
-            self._meet(timeout, failure)
-            self._group = self._connect(timeout)
-            if backend == "gloo":
-                self._waits = _Waits(self.irecv(torch.empty(1, dtype=torch.uint8), _CANARY))
-            _open_links.add(self)
+            place = prefixed(store.clone(), name)
+            place.set_timeout(STORE_TIMEOUT)
+            _, self._pair = meet(place, identity, side=side, timeout=timeout, failure=failure)
+            self._control = self._connect("control", timeout)
+            # NCCL runs what one group does in the order in which it was asked for; notes must not wait behind routes.
+            self._data = self._control if backend == "gloo" else self._connect("data", timeout)
+        except MeetingError as error:
+            raise LinkError(f"cannot connect {name}: {error}") from error
         except RuntimeError as error:
-            reason = self._reason(error, min(timeout, _CONNECT_TIMEOUT))
-            raise LinkError(f"cannot connect {name}: {reason}") from error
-        if _exiting.is_set():
-            self.close()  # nobody else will
+            raise LinkError(f"cannot connect {name}: {self._reason(error, min(timeout, STORE_TIMEOUT))}") from error
 
-    def _meet(self, timeout: timedelta, failure: Callable[[], str | None]) -> None:
-        """Wait until the other side is there, too. gloo would wait for it in C++, where nothing could end the wait."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        pause = _POLL_S
-        other = 1 - self._side
-        self._store.set_timeout(_CONNECT_TIMEOUT)
-        self._store.set(f"here/{self._side}", "")
-        while True:
-            failed = "this process ends" if _exiting.is_set() else failure()
-            if self._store.check([f"failed/{other}"]):
-                said = self._store.get(f"failed/{other}").decode()
-                raise LinkError(f"cannot connect {self._name}: the other side failed: {said}")
-            if self._store.check([f"here/{other}"]):
-                return
-            if failed is not None:
-                self._store.set(f"failed/{self._side}", failed)
-                raise LinkError(f"cannot connect {self._name}: {failed}")
-            if time.monotonic() > deadline:
-                raise LinkError(f"cannot connect {self._name}: {_nothing_came(timeout)}")
-            _exiting.wait(pause)
-            pause = min(2 * pause, _LONGEST_POLL_S)
-
-    def _connect(self, timeout: timedelta) -> Any:
-        rendezvous = dist.PrefixStore("group", self._store)  # type: ignore[attr-defined]
+    def _connect(self, group: str, timeout: timedelta) -> Any:
+        rendezvous = prefixed(self._pair, group)
         if self._backend == "gloo":
-            return dist.ProcessGroupGloo(rendezvous, self._side, 2, min(timeout, _CONNECT_TIMEOUT))
+            return dist.ProcessGroupGloo(rendezvous, self._side, 2, min(timeout, STORE_TIMEOUT))
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         torch.cuda.set_device(self._device)  # of this thread
         return dist.ProcessGroupNCCL(rendezvous, self._side, 2, options)
 
-    def isend(self, message: Tensor) -> Any:
-        """Start to send a contiguous uint8 message that the peer expects with just this size; wait for it with `wait`."""
-        return self._start("send", message)
+    def start_sending(self, messages: Sequence[Tensor]) -> list[Any]:
+        """Start to send contiguous uint8 messages, and a byte that says that they have come; `finish` the returned works."""
+        return [self._start(self._data, "send", message) for message in [*messages, self._byte()]]
 
-    def irecv(self, message: Tensor, tag: int = 0) -> Any:
-        """Start to receive into a contiguous uint8 tensor."""
-        return self._start("recv", message, tag)
+    def start_receiving(self, messages: Sequence[Tensor]) -> list[Any]:
+        """Start to receive into contiguous uint8 tensors of just the sizes that are sent; `finish` the returned works."""
+        return [self._start(self._data, "recv", message) for message in [*messages, self._byte()]]
 
-    def _start(self, what: str, message: Tensor, tag: int = 0) -> Any:
-        try:
-            return getattr(self._open(), what)([message], 1 - self._side, tag)
-        except RuntimeError as error:
-            raise LinkError(self._reason(error, timedelta(0))) from error
+    def finish(self, works: Sequence[Any], timeout: timedelta) -> None:
+        """Wait until messages have arrived, the last first: by then the others are there (see 1. above).
 
-    def wait(self, work: Any, timeout: timedelta) -> None:
-        """Wait until a message has arrived or may be overwritten; the device is done with it, too.
+        A sender calls it when the receiver's note says so, and returns at once.
 
         Raises:
             LinkError: the peer failed, died or closed the link, or time ran out. The link cannot be used any more.
         """
-        try:
-            if self._waits is not None:
-                self._waits.wait(work, timeout)
-            else:
-                self._poll(work, timeout)
-        except RuntimeError as error:
-            raise LinkError(self._reason(error, timeout)) from error
+        for work in reversed(works):
+            self._wait(work, timeout)
 
-    def _poll(self, work: Any, timeout: timedelta) -> None:
-        """Wait for NCCL, which does not notice that a peer is gone, and ask for the peer's failure all the while."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        while not work.is_completed():
-            said = self._peer_said()
-            if said is not None or time.monotonic() > deadline:
-                self._open().abort()
-                raise LinkError(f"{said or f'nothing moved for {timeout.total_seconds():g} s'}")
-            time.sleep(_POLL_S)
-        work.wait()
+    def start_note(self, value: int) -> Any:
+        """Start to send a note of one byte; `finish` the returned work when the peer has surely read it."""
+        return self._start(self._control, "send", self._byte(value))
+
+    def recv_note(self, timeout: timedelta) -> int:
+        """Wait for a note of one byte and return it."""
+        message = self._byte()
+        self._wait(self._start(self._control, "recv", message), timeout)
+        return int(message)
 
     def send_json(self, value: dict[str, Any], timeout: timedelta) -> None:
         """Send a small message of plain values."""
         text = json.dumps(value).encode()
         for content in (struct.pack("<q", len(text)), text):
-            self.wait(self.isend(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)), timeout)
+            message = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
+            self._wait(self._start(self._control, "send", message), timeout)
 
     def recv_json(self, timeout: timedelta) -> dict[str, Any]:
         """Receive what `send_json` sends.
 
         Raises:
-            LinkError: as `wait`; or no such message came.
+            LinkError: as `finish`; or no such message came.
         """
         (length,) = struct.unpack("<q", self._recv_bytes(8, timeout))
         if not 2 <= length <= _MAX_JSON:
@@ -271,61 +156,84 @@ class Link:
         assert isinstance(value, dict)
         return value
 
-    def _recv_bytes(self, length: int, timeout: timedelta) -> bytes:
-        message = torch.empty(length, dtype=torch.uint8, device=self._device)
-        self.wait(self.irecv(message), timeout)
-        return message.cpu().numpy().tobytes()
-
     def fail(self, text: str) -> None:
         """Tell the peer why, and close: whatever it waits for ends now. The first failure counts."""
-        if self._group is None:
+        if self._control is None:
             return
         with contextlib.suppress(RuntimeError):  # the store may have died with the peer
-            self._store.set_timeout(_NOTE_TIMEOUT)
-            self._store.set(f"failed/{self._side}", text)
+            self._pair.set_timeout(_ERROR_TIMEOUT)
+            self._pair.set(f"failed/{self._side}", text)
         self.close()
 
     def close(self) -> None:
-        """Close the connection; twice is once."""
-        group, self._group = self._group, None
+        """Close the connection; closing it again does nothing. Any thread may, while another waits for a message."""
+        group, data, self._control, self._data = self._control, self._data, None, None
         if group is None:
             return
         with contextlib.suppress(RuntimeError):
             if self._backend == "nccl":
                 group.abort()
+                data.abort()
             else:
-                # gloo has no call to close a connection, but it closes one on which a wait ran out, and that wakes the
-                # peer. Dropping the group is not enough: tracebacks may hold it.
-                group.recv([torch.empty(1, dtype=torch.uint8)], 1 - self._side, _CLOSING).wait(
-                    timedelta(milliseconds=1)
-                )
-        if self._waits is not None:
-            self._waits.end()
+                # See 3. above: a wait that runs out closes the connection, and that wakes the peer.
+                closing = group.recv([torch.empty(1, dtype=torch.uint8)], 1 - self._side, _CLOSING_TAG)
+                closing.wait(timedelta(milliseconds=1))
 
-    def _open(self) -> Any:
-        if self._group is None:
-            raise LinkError(f"{self._name} is closed")
-        return self._group
+    def _byte(self, value: int = 0) -> Tensor:
+        return torch.full((1,), value, dtype=torch.uint8, device=self._device)
 
-    def _peer_said(self) -> str | None:
+    def _recv_bytes(self, length: int, timeout: timedelta) -> bytes:
+        message = torch.empty(length, dtype=torch.uint8, device=self._device)
+        self._wait(self._start(self._control, "recv", message), timeout)
+        return message.cpu().numpy().tobytes()
+
+    def _start(self, group: Any, operation: str, message: Tensor) -> Any:
+        if group is None:
+            raise LinkError(self._peer_error() or f"{self._name} is closed")
         try:
-            self._store.set_timeout(_NOTE_TIMEOUT)
-            key = f"failed/{1 - self._side}"
-            return self._store.get(key).decode() if self._store.check([key]) else None
+            return getattr(group, operation)([message], 1 - self._side, 0)
+        except RuntimeError as error:
+            raise LinkError(self._reason(error, timedelta(0))) from error
+
+    def _wait(self, work: Any, timeout: timedelta) -> None:
+        try:
+            if self._backend == "gloo":
+                work.wait(timeout)
+            else:
+                self._poll(work, timeout)
+        except RuntimeError as error:
+            raise LinkError(self._reason(error, timeout)) from error
+
+    def _poll(self, work: Any, timeout: timedelta) -> None:
+        """Wait for NCCL, which does not notice that a peer is gone, and ask for the peer's failure all the while."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not work.is_completed():
+            peer_error = self._peer_error()
+            if peer_error is not None or time.monotonic() > deadline:
+                self.close()
+                raise LinkError(peer_error or f"nothing moved for {timeout.total_seconds():g} s")
+            time.sleep(_POLL_S)
+        work.wait()
+
+    def _peer_error(self) -> str | None:
+        if self._pair is None:
+            return None
+        try:
+            self._pair.set_timeout(_ERROR_TIMEOUT)
+            text = read(self._pair, f"failed/{1 - self._side}")
         except RuntimeError:
             return None
+        return None if text is None else f"the other side failed: {text.decode()}"
 
     def _reason(self, error: RuntimeError, timeout: timedelta) -> str:
-        said = self._peer_said() if hasattr(self, "_store") else None
-        if said is not None:
-            return f"the other side failed: {said}"
+        peer_error = self._peer_error()
+        if peer_error is not None:
+            return peer_error
+        if self._control is None and self._data is None and self._pair is not None:
+            return f"{self._name} was closed"
         text = str(error).split("\n")[0]
         if "imed out" in text or "imeout" in text:
-            return _nothing_came(timeout)
+            return f"nothing came from the other side within {timeout.total_seconds():g} s"
         if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
             return "the other side died or closed the connection"
         return f"{type(error).__name__}: {text}"
-
-
-def _nothing_came(timeout: timedelta) -> str:
-    return f"nothing came from the other side within {timeout.total_seconds():g} s"

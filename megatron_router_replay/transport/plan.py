@@ -9,16 +9,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_router_replay.ids import index_dtype
-from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.header import TraceFormat, TraceHeader
+from megatron_router_replay.runs import neighbour_runs
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.partition import Partition, partition_samples
 
@@ -100,56 +99,6 @@ class ParallelLayout:
         return [place for place in self.places() if place.tp_rank == 0]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceFormat:
-    """What a row of a trace holds; together with the number of layers it fixes the bytes of a row."""
-
-    layer_numbers: tuple[int, ...]
-    topk: int
-    num_experts: int
-    has_token_ids: bool = False
-    has_weight_version: bool = False
-
-    @classmethod
-    def of(cls, trace: RoutingTrace) -> TraceFormat:
-        """Return the format of a trace."""
-        return cls(
-            layer_numbers=trace.layer_numbers,
-            topk=trace.topk,
-            num_experts=trace.num_experts,
-            has_token_ids=trace.token_ids is not None,
-            has_weight_version=trace.weight_version is not None,
-        )
-
-    @property
-    def per_token(self) -> dict[str, torch.dtype]:
-        """The values that a row has once, whatever its layers."""
-        values = {"replay_mask": torch.bool}
-        values |= {"token_ids": torch.int32} if self.has_token_ids else {}
-        return values | ({"weight_version": torch.int32} if self.has_weight_version else {})
-
-    def row_bytes(self, num_layers: int) -> int:
-        """Return the bytes of one row: num_layers * topk ids of 1 or 2 bytes, a mask byte, 4 for each optional value."""
-        return num_layers * self.topk * index_dtype(self.num_experts).itemsize + sum(
-            dtype.itemsize for dtype in self.per_token.values()
-        )
-
-    def empty(self, num_rows: int, num_layers: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return uninitialised memory for rows: topk_indices [num_rows, num_layers, topk] and the values per token."""
-        ids = torch.empty((num_rows, num_layers, self.topk), dtype=index_dtype(self.num_experts), device=device)
-        per_token = {name: torch.empty(num_rows, dtype=dtype, device=device) for name, dtype in self.per_token.items()}
-        return {"topk_indices": ids, **per_token}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> TraceFormat:
-        """Return what `to_json` described."""
-        return cls(**{**values, "layer_numbers": tuple(values["layer_numbers"])})
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
     """What one place gets (all its tensor-parallel ranks get the same).
@@ -175,6 +124,11 @@ class Part:
     @property
     def num_layers(self) -> int:
         return len(self.layer_numbers)
+
+    def header(self, format: TraceFormat) -> TraceHeader:
+        """Return the header of the trace that this place gets of a batch of this format."""
+        of_stage = format.select_layers(self.layer_numbers)
+        return TraceHeader(**of_stage.to_json(), num_tokens=self.num_rows, sequence_lengths=self.sequence_lengths)
 
     def local_rows(self, routing_rows: Tensor) -> Tensor:
         """Return `routing_rows` of the data-parallel rank's samples as rows of this part; -1 stays -1.
@@ -304,10 +258,8 @@ def _runs_of(own: Tensor, whole: Runs) -> Runs:
     rows = own.numpy()
     sample = np.searchsorted(ends, rows, side="right")
     in_batch = rows - (ends - whole[:, 1])[sample] if len(rows) else rows
-    breaks = np.flatnonzero(np.diff(in_batch) != 1) + 1
-    bounds = np.concatenate([[0], breaks, [len(rows)]]) if len(rows) else np.zeros(0, np.int64)
-    runs = [(in_batch[a], in_batch[b - 1] + 1) for a, b in pairwise(bounds)]
-    return np.array(runs, dtype=np.int64).reshape(-1, 2)
+    runs = neighbour_runs(in_batch)
+    return np.stack([runs[:, 1], runs[:, 1] + runs[:, 2]], axis=1)
 
 
 def _join(runs: Runs) -> Runs:

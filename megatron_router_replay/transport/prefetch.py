@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_router_replay.routes import MicrobatchRoutes
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.transport.errors import TransportError
+from megatron_router_replay.transport.snapshot import Snapshot
 from megatron_router_replay.transport.timing import LegTimes
 
 
@@ -38,23 +39,33 @@ def prefetch_batches(
 ) -> Iterator[dict[str, Any]]:
     """Return a data iterator's batches with their rows replaced by their routes, loaded one batch ahead.
 
+    A batch is held while the next one is asked for. An iterator that writes the next batch into the same memory would change
+    it under the forward that is about to use it: that raises.
+
     Args:
         batches: of this trace's step, one a micro-batch, with routing_rows under `key`. One batch more than was asked for
             is taken: give `itertools.islice(batches, num_microbatches)` of an iterator that goes on with the next step.
         others: as for `prefetch`.
 
     Raises:
-        TransportError: rows are outside the trace.
+        TransportError: rows are outside the trace; or a batch changed while the next one was made.
     """
-    ahead: deque[Mapping[str, Any]] = deque()
+    ahead: deque[tuple[Mapping[str, Any], Snapshot]] = deque()
 
     def rows() -> Iterator[Tensor]:
         for batch in batches:
-            ahead.append(batch)
+            ahead.append((batch, Snapshot(batch)))
             yield batch[key]
 
     def with_routes(routes: MicrobatchRoutes) -> dict[str, Any]:
-        return {**ahead.popleft(), key: routes}
+        batch, snapshot = ahead.popleft()
+        changed = snapshot.changed()
+        if changed is not None:
+            raise TransportError(
+                f"{changed} of a batch changed while the next batch was made: the data iterator uses its memory again. "
+                "Batches are taken one ahead, so give each memory of its own, such as tensor.clone()."
+            )
+        return {**batch, key: routes}
 
     loaded = prefetch(trace, rows(), layer_numbers=layer_numbers, device=device, times=times)
     # Not a loop of our own: its variable would hold the last batch as long as the schedule holds this iterator.
@@ -93,7 +104,9 @@ def prefetch(
     with ThreadPoolExecutor(1, thread_name_prefix="routes-prefetch") as worker:
         pending: deque[Future[_Loaded]] = deque()
         for number, rows in enumerate(routing_rows):
-            pending.append(worker.submit(_load, trace, layers, rows, slots[number % 2], stream))
+            # A copy, made by this thread: whoever gave the rows may write the next ones into them while the worker reads.
+            own_rows = rows.detach().to(device="cpu", dtype=torch.int64, copy=True)
+            pending.append(worker.submit(_load, trace, layers, own_rows, slots[number % 2], stream))
             if len(pending) == 2:
                 yield _hand_over(pending.popleft(), times)
         while pending:
@@ -118,7 +131,7 @@ class _Slot:
         if not self._pinned:
             return like.new_empty((rows, *like.shape[1:]))  # the caller gets this very memory: nothing to copy to
         if self.copied is not None:
-            self.copied.synchronize()  # of two micro-batches ago, by a thread of ours
+            self.copied.synchronize()  # of the micro-batch before the last; only the worker thread waits here
             self.copied = None
         memory = self._memory.get(name)
         if memory is None or len(memory) < rows or memory.shape[1:] != like.shape[1:]:
@@ -129,7 +142,7 @@ class _Slot:
 def _load(
     source: RoutingTrace, trace: RoutingTrace, rows: Tensor, slot: _Slot, stream: torch.cuda.Stream | None
 ) -> _Loaded:
-    used, local = torch.unique(rows.detach().to(device="cpu", dtype=torch.int64), return_inverse=True)
+    used, local = torch.unique(rows, return_inverse=True)
     padding = int(used.numel() > 0 and int(used[0]) == -1)
     used, local = used[padding:], local - padding
     if used.numel() and not (0 <= int(used[0]) and int(used[-1]) < trace.num_tokens):
@@ -153,7 +166,7 @@ def _load(
 
 
 def _hand_over(following: Future[_Loaded], times: LegTimes) -> MicrobatchRoutes:
-    with times.leg("wait"):
+    with times.measure("wait"):
         loaded = following.result()
     if loaded.copied is not None:
         trace, rows = loaded.routes.trace, loaded.routes.routing_rows

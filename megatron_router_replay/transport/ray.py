@@ -10,216 +10,65 @@ gather every place's rows from there, and Ray moves a buffer between machines wh
 actor hands out references only. On one machine the ranks of a TP group share one buffer; across machines Ray fetches it
 once a machine. The memory is free again when the last trace that looks into it is gone.
 
-The death of a training rank is noticed at once if the rank is an actor that has asked for routes before (the mailbox pings
-it while it owes a fetch); of a rank that never asked, or is a driver, by the timeouts. The rollout side's death is noticed
-at once, for the mailbox dies with it.
+A training rank that closes its receiver, or dies as an actor that has asked for routes before (the mailbox pings it while it
+owes a fetch), frees the sender within seconds; one that dies without having asked, or as a driver, by the timeouts. So does
+one that was closed before there was a sender: there is nobody to tell. The rollout side's death is noticed at once, for the
+mailbox dies with it.
 
-Call `ray.init` first; these classes never do.
+Call `ray.init` first; these classes never do. Who reaches the cluster reaches the mailbox: it asks nobody for a password.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
+import contextlib
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import ray  # type: ignore[import-not-found, unused-ignore]
-import torch
 from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.transport.endpoint import Endpoint
+from megatron_router_replay.transport.endpoint import READY_TIMEOUT, TIMEOUT, Endpoint
 from megatron_router_replay.transport.errors import TransportError
+from megatron_router_replay.transport.meeting import BELIEVE_S
+from megatron_router_replay.transport.offer import PROTOCOL, Offer, check_offer
 from megatron_router_replay.transport.partition import Partition
-from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TraceFormat, TransportPlan, plan_routes
-from megatron_router_replay.transport.rows import RowSource, TraceRows, carve, check_plan
-from megatron_router_replay.transport.stream import Offer, check_offer
-from megatron_router_replay.transport.timing import Lap, LegTimes
+from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TransportPlan, plan_routes
+from megatron_router_replay.transport.ray_mailbox import Mailbox
+from megatron_router_replay.transport.ray_refs import TraceRef, first_line, put_part, put_trace
+from megatron_router_replay.transport.rows import RowSource, TraceRows, check_plan
+from megatron_router_replay.transport.threads import run_in_thread
+from megatron_router_replay.transport.timing import LegTime, LegTimes
 
-TIMEOUT = timedelta(minutes=2)
-READY_TIMEOUT = timedelta(hours=2)
+__all__ = ["RayReceiver", "RaySender", "TraceRef", "put_trace"]
+
 _POLL_S = 0.05
-_PING_S = 1.0
+_NAME_FREE_S = 10.0
+"""How long Ray may take to give the name of a mailbox that was closed to the next one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceRef:
-    """A trace in the object store: small enough to pass around.
-
-    Args:
-        buffer: a list with the one reference, so that Ray passes it on instead of fetching it.
-        seconds: what the worker measured on the way here, by leg; counted by the sender.
-    """
-
-    buffer: list[Any]
-    format: TraceFormat
-    layer_numbers: tuple[int, ...]
-    num_rows: int
-    sequence_lengths: tuple[int, ...] | None
-    laps: Mapping[str, Lap]
-
-    def get(self, timeout: timedelta | None = None) -> RoutingTrace:
-        """Return the trace, which looks into the object store and must not be written to.
-
-        Raises:
-            TransportError: the buffer is gone (its worker died) or did not come in time.
-        """
-        try:
-            array = ray.get(self.buffer[0], timeout=None if timeout is None else timeout.total_seconds())
-        except ray.exceptions.RayError as error:
-            raise TransportError(f"cannot get {self.num_rows} rows of routes: {_first_line(error)}") from error
-        expected = self.num_rows * self.format.row_bytes(len(self.layer_numbers))
-        if array.nbytes != expected:
-            raise TransportError(f"{array.nbytes} bytes came, {self.num_rows} rows take {expected}.")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-            flat = torch.from_numpy(array)
-        memory = carve(flat, self.format, self.num_rows, len(self.layer_numbers))
-        return RoutingTrace.from_checked(
-            **memory,
-            layer_numbers=self.layer_numbers,
-            num_experts=self.format.num_experts,
-            sequence_lengths=self.sequence_lengths,
-        )
-
-
-def put_trace(trace: RoutingTrace, *, times: LegTimes | None = None) -> TraceRef:
-    """Put a trace into the object store; for rollout actors, so that their manager handles references only.
-
-    Args:
-        times: where this worker counted collecting and decoding; its lap travels with the trace.
-    """
-    source = TraceRows([trace])
-    plan = plan_routes(
-        source.sequence_lengths, layout=ParallelLayout(stage_layers=(trace.layer_numbers,)), format=source.format
-    )
-    laps = {} if times is None else times.lap()
-    return _put_part(source, plan, plan.part(Place()), laps)
-
-
-def _put_part(source: RowSource, plan: TransportPlan, part: Part, laps: Mapping[str, Lap]) -> TraceRef:
-    flat = np.empty(part.nbytes, np.uint8)
-    memory = carve(torch.from_numpy(flat), plan.format, part.num_rows, part.num_layers)
-    source.fill(part, 0, part.num_rows, memory)
-    # A numpy array is put as one buffer beside the pickle, not through it.
-    return TraceRef(
-        buffer=[ray.put(flat)],
-        format=TraceFormat(**{**plan.format.to_json(), "layer_numbers": part.layer_numbers}),
-        layer_numbers=part.layer_numbers,
-        num_rows=part.num_rows,
-        sequence_lengths=part.sequence_lengths,
-        laps=laps,
-    )
-
-
-class Mailbox:
-    """The actor where references wait; it never touches routes. Its waits end by a result, a failure or a timeout.
-
-    It keeps handles of the training ranks that are actors, so it keeps these alive until it ends with the sender.
-    """
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Condition()
-        self._offers: dict[tuple[int, Place], tuple[dict[str, Any], TraceRef]] = {}
-        self._left: dict[tuple[int, Place], int] = {}  # ranks of the TP group that have not confirmed
-        self._laps: dict[int, dict[str, Lap]] = {}
-        self._failed: str | None = None
-        self._ranks: dict[Place, Any] = {}  # training ranks that are actors, once they have asked for routes
-        self._watched: dict[Place, asyncio.Task[None]] = {}
-
-    async def offer(self, step: int, place: Place, offer: dict[str, Any], ref: TraceRef, ranks: int) -> None:
-        """Take a part for a place, which `ranks` ranks will fetch."""
-        self._offers[step, place], self._left[step, place] = (offer, ref), ranks
-        self._watch(place)
-        await self._tell()
-
-    async def take(self, step: int, place: Place, timeout_s: float, actor: Any = None) -> tuple[str | None, Any]:
-        """Return (None, (offer, reference)) when there is one, or (why not, None); `actor` is the rank, if it is one."""
-        key = (step, place._replace(tp_rank=0))
-        if actor is not None:
-            self._ranks[place] = actor
-            self._watch(place)
-        came = await self._wait(lambda: key in self._offers, timeout_s)
-        if self._failed is not None or not came:
-            return self._failed or "nothing came from the rollout side in time", None
-        return None, self._offers[key]
-
-    async def confirm(self, step: int, place: Place, laps: dict[str, Lap]) -> None:
-        """Take note that a rank has its part; the reference goes when all of its TP group have."""
-        key = (step, place._replace(tp_rank=0))
-        heard = self._laps.setdefault(step, {})
-        for name, lap in laps.items():
-            heard[name] = max(heard.get(name, (0.0, 0)), lap)
-        self._left[key] -= 1
-        if not self._left[key]:
-            del self._offers[key]
-        await self._tell()
-
-    async def finish(self, step: int, timeout_s: float) -> tuple[str | None, dict[str, Lap]]:
-        """Return (None, the training side's laps) when every rank has confirmed, or why that does not happen."""
-        done = await self._wait(lambda: not any(self._left.values()), timeout_s)
-        if self._failed is None and not done:
-            missing = [str(place) for (_, place), left in self._left.items() if left]
-            self._failed = f"{', '.join(missing)} did not fetch their routes within {timeout_s:g} s"
-            await self._tell()
-        self._left.clear()
-        return self._failed, self._laps.pop(step, {})
-
-    async def fail(self, text: str) -> None:
-        """Let every call raise, now and later; the first failure counts."""
-        self._failed = self._failed or text
-        self._offers.clear()
-        await self._tell()
-
-    def _watch(self, part: Place) -> None:
-        """Watch the ranks of a part's TP group, as far as they are known, while one of them has not confirmed."""
-        for place in self._ranks:
-            if place._replace(tp_rank=0) == part._replace(tp_rank=0) and place not in self._watched:
-                self._watched[place] = asyncio.ensure_future(self._ping(place))
-
-    async def _ping(self, place: Place) -> None:
-        part = place._replace(tp_rank=0)
-        try:
-            while self._failed is None and any(left for (_, of), left in self._left.items() if of == part):
-                # Waits while the rank is busy, and raises when it is dead.
-                await self._ranks[place].__ray_ready__.remote()
-                await asyncio.sleep(_PING_S)
-        except ray.exceptions.RayActorError as error:
-            await self.fail(f"training side, {place}: its actor died ({_first_line(error)})")
-        finally:
-            del self._watched[place]
-
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        try:
-            async with self._changed:
-                waiting = self._changed.wait_for(lambda: self._failed is not None or condition())
-                await asyncio.wait_for(waiting, timeout_s)
-        except TimeoutError:
-            return False
-        return True
+class MailboxGoneError(TransportError):
+    """The mailbox died with the rollout side, or was closed."""
 
 
 class RaySender(Endpoint):
     """The rollout side: puts every place's part into the object store, in the background.
 
     Args:
-        layout: of training; the receivers must have the same.
-        name, namespace: of the mailbox actor, which ends with this process; another name after a failure.
+        layout: of training; receivers with another one, and this side, raise.
+        name, namespace: of the mailbox actor, which ends with this process; free again as soon as this side was closed.
         num_threads: that gather rows at once.
         timeout: for receivers to fetch their part, once it is there and they have begun.
         ready_timeout: for receivers to begin.
         times: where legs are counted; make one to count decoding in it, too.
+
+    Raises:
+        TransportError: another sender has this name.
     """
 
     def __init__(
@@ -233,17 +82,13 @@ class RaySender(Endpoint):
         ready_timeout: timedelta = READY_TIMEOUT,
         times: LegTimes | None = None,
     ) -> None:
-        self.layout = layout
+        super().__init__(layout, side="rollout side")
         self.times = LegTimes("rollout") if times is None else times
         self._timeout, self._ready_timeout = timeout, ready_timeout
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="routes")
-        options: dict[str, Any] = {"name": name, "num_cpus": 0}
-        if namespace is not None:
-            options["namespace"] = namespace
-        self._mailbox: Any = ray.remote(Mailbox).options(**options).remote()
+        self._mailbox: Any = _start_mailbox(layout, name, namespace)
         self._step = 0
-        self._thread: threading.Thread | None = None
-        self._broken: BaseException | None = None
+        self._sending: Future[None] | None = None
 
     def send(
         self,
@@ -265,7 +110,7 @@ class RaySender(Endpoint):
         """
         self.join()
         items = [traces] if isinstance(traces, (RoutingTrace, TraceRef)) else list(traces)
-        with self.times.leg("collect"):
+        with self.times.measure("collect"):
             source = TraceRows([self._fetch(item) for item in items])
         if plan is None:
             plan = plan_routes(
@@ -276,10 +121,8 @@ class RaySender(Endpoint):
                 cp_rows=cp_rows,
             )
         check_plan(plan, source, self.layout)
-        self._thread = threading.Thread(
-            target=self._send, args=(source, plan, self._step, self.times.lap()), name="routes-send", daemon=True
-        )
-        self._thread.start()
+        leg_times = self.times.take_unreported()
+        self._sending = run_in_thread(self._send, source, plan, self._step, leg_times, name="routes-send")
         self._step += 1
         return plan
 
@@ -289,13 +132,10 @@ class RaySender(Endpoint):
         Raises:
             TransportError: a receiver failed or did not fetch its part in time. The transport cannot be used any more.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            if self._broken is not None:
-                raise TransportError(str(self._broken)) from self._broken
-        if self._broken is not None:
-            raise TransportError(f"this transport failed before: {self._broken}") from self._broken
+        if self._sending is not None:
+            sending, self._sending = self._sending, None
+            sending.result()
+        self._raise_if_broken()
 
     def fail(self, error: BaseException) -> None:
         """Tell every receiver that no routes will come, and why; their `receive` raises."""
@@ -314,31 +154,38 @@ class RaySender(Endpoint):
     def _fetch(self, item: RoutingTrace | TraceRef) -> RoutingTrace:
         if isinstance(item, RoutingTrace):
             return item
-        for name, (seconds, nbytes) in item.laps.items():
+        for name, (seconds, nbytes) in item.leg_times.items():
             self.times.add(name, seconds, nbytes)
         return item.get(self._timeout)
 
-    def _send(self, source: RowSource, plan: TransportPlan, step: int, laps: dict[str, Lap]) -> None:
-        what = f"rollout side, step {step}"
+    def _send(self, source: RowSource, plan: TransportPlan, step: int, leg_times: dict[str, LegTime]) -> None:
+        """Put and offer every part, and wait until all were fetched; runs in a thread of its own."""
+        stage = f"rollout side, step {step}"
         try:
-            for _ in self._threads.map(lambda part: self._offer(source, plan, part, step, laps), plan.parts.values()):
-                pass
-            what += ", waiting for the training side"
+            parts = plan.parts.values()
+            list(self._threads.map(lambda part: self._offer(source, plan, part, step, leg_times), parts))
+            stage += ", waiting for the training side"
             limit = self._ready_timeout + self._timeout
-            with self.times.leg("wait"):
-                failed, heard = _call(self._mailbox.finish, step, limit.total_seconds(), timeout=limit + self._timeout)
+            with self.times.measure("wait"):
+                failed, reported = _call(
+                    self._mailbox.finish, step, limit.total_seconds(), timeout=limit + self._timeout
+                )
             if failed:
                 raise TransportError(failed)
-            self.times.hear(heard)
+            self.times.add_peer(reported)
         except BaseException as error:
-            self._broken = TransportError(f"{what}; {plan.nbytes:,} bytes in {len(plan.parts)} parts: {_text(error)}")
-            with _quietly():
-                _call(self._mailbox.fail, str(self._broken), timeout=self._timeout)
+            broken = TransportError(f"{stage}; {plan.nbytes:,} bytes in {len(plan.parts)} parts: {_text(error)}")
+            self._broken = broken
+            with contextlib.suppress(TransportError):  # it may be gone; what led to this is raised anyway
+                _call(self._mailbox.fail, str(broken), timeout=self._timeout)
+            raise broken from error
 
-    def _offer(self, source: RowSource, plan: TransportPlan, part: Part, step: int, laps: dict[str, Lap]) -> None:
-        with self.times.leg("partition", part.nbytes):
-            ref = _put_part(source, plan, part, laps)
-        offer = Offer.of(plan, part, step=step, bucket_bytes=max(1, part.nbytes), laps=laps)
+    def _offer(
+        self, source: RowSource, plan: TransportPlan, part: Part, step: int, leg_times: dict[str, LegTime]
+    ) -> None:
+        with self.times.measure("partition", part.nbytes):
+            ref = put_part(source, plan, part, leg_times)
+        offer = Offer.of(plan, part, step=step, bucket_bytes=max(1, part.nbytes), leg_times=leg_times)
         _call(self._mailbox.offer, step, part.place, offer.to_json(), ref, self.layout.tp_size, timeout=self._timeout)
 
 
@@ -365,33 +212,27 @@ class RayReceiver(Endpoint):
     ) -> None:
         if place not in layout.places():
             raise TransportError(f"{place} is not in the layout: {layout}.")
-        self.layout, self.place = layout, place
+        super().__init__(layout, side=f"training side, {place}")
+        self.place = place
         self.times = LegTimes("training") if times is None else times
         self._name, self._namespace = name, namespace
         self._timeout, self._ready_timeout = timeout, ready_timeout
+        self._token = uuid.uuid4().hex  # tells the mailbox this receiver from an earlier one in its place
         self._mailbox: Any = None
         self._step = 0
-        self._broken: BaseException | None = None
 
     def receive(self, plan: TransportPlan | None = None) -> RoutingTrace:
         """Return the next batch's routes for this place; they look into the object store and must not be written to.
 
         Args, Raises: as for `DistributedReceiver.receive`.
         """
-        if self._broken is not None:
-            raise TransportError(f"this transport failed before: {self._broken}") from self._broken
+        self._raise_if_broken()
         stage, total = "waiting for the rollout side", 0
         try:
-            with self.times.leg("wait"):
-                mailbox = self._find_mailbox()
-                limit = self._ready_timeout.total_seconds()
-                take = (self._step, self.place, limit, _own_actor())
-                failed, taken = _call(mailbox.take, *take, timeout=self._ready_timeout + self._timeout)
-            if failed:
-                raise TransportError(f"the other side failed: {failed}")
-            offer, ref = Offer.from_json(taken[0]), taken[1]
+            with self.times.measure("wait"):
+                offer, ref = self._take()
             total = offer.nbytes
-            self.times.hear(offer.laps)
+            self.times.add_peer(offer.leg_times)
             refused = check_offer(
                 offer,
                 step=self._step,
@@ -403,9 +244,10 @@ class RayReceiver(Endpoint):
             if refused:
                 raise TransportError(refused)
             stage = "receiving"
-            with self.times.leg("receive", offer.nbytes):
+            with self.times.measure("receive", offer.nbytes):
                 trace: RoutingTrace = ref.get(self._timeout)
-            _call(mailbox.confirm, self._step, self.place, self.times.lap(), timeout=self._timeout)
+            leg_times = self.times.take_unreported()
+            _call(self._mailbox.confirm, self._step, self.place, leg_times, timeout=self._timeout)
         except BaseException as error:
             self._broken = TransportError(
                 f"training side, step {self._step}, {self.place}: {stage}; {total:,} bytes: {_text(error)}"
@@ -418,25 +260,82 @@ class RayReceiver(Endpoint):
     def fail(self, error: BaseException) -> None:
         """Tell the sender and all receivers that this rank cannot go on, and why; they raise."""
         self._broken = self._broken or error
-        if self._mailbox is not None:
-            with _quietly():
-                _call(self._mailbox.fail, str(error), timeout=self._timeout)
+        mailbox = self._mailbox or self._mailbox_now()
+        if mailbox is not None:
+            with contextlib.suppress(TransportError):  # it may be gone; what led to this is raised anyway
+                _call(mailbox.fail, str(self._failure()), timeout=self._timeout)
 
     def close(self) -> None:
-        """Let go of the sender; traces that were received stay as they are."""
-        self._broken = self._broken or TransportError("it was closed")
-        self._mailbox = None
+        """Let go of the sender, which raises if it has, or gets, routes for this rank; received traces stay as they are."""
+        broken, self._broken = self._broken, self._broken or TransportError("it was closed")
+        mailbox, self._mailbox = self._mailbox or self._mailbox_now(), None
+        if mailbox is not None and broken is None:
+            with contextlib.suppress(TransportError):  # it may be gone, which is well
+                _call(mailbox.leave, self.place, self._token, str(self._failure()), timeout=self._timeout)
 
-    def _find_mailbox(self) -> Any:
+    def _take(self) -> tuple[Offer, TraceRef]:
+        """Wait for the mailbox and for what it has for this rank."""
+        gone: MailboxGoneError | None = None
         deadline = time.monotonic() + self._ready_timeout.total_seconds()
-        while self._mailbox is None:
+        while True:
             try:
-                self._mailbox = ray.get_actor(self._name, namespace=self._namespace)
-            except ValueError:
+                mailbox = self._find_mailbox(deadline)
+                arguments = (
+                    self._step,
+                    self.place,
+                    self._ready_timeout.total_seconds(),
+                    _terms(self.layout),
+                    self._token,
+                )
+                limit = self._ready_timeout + self._timeout
+                failed, taken = _call(mailbox.take, *arguments, _own_actor(), timeout=limit)
+                break
+            except MailboxGoneError as error:
+                # It may be an earlier sender's that was just closed: another takes its name within seconds, or none does.
+                if self._mailbox is None or self._step:
+                    raise gone or error from error
+                if gone is None:
+                    gone, deadline = error, time.monotonic() + BELIEVE_S
+                self._mailbox = None
+                time.sleep(_POLL_S)
+        if failed:
+            raise TransportError(f"the other side failed: {failed}")
+        return Offer.from_json(taken[0]), taken[1]
+
+    def _find_mailbox(self, deadline: float) -> Any:
+        while self._mailbox is None:
+            self._mailbox = self._mailbox_now()
+            if self._mailbox is None:
                 if time.monotonic() > deadline:
-                    raise TransportError(f"there is no sender {self._name!r} in this Ray cluster.") from None
+                    raise MailboxGoneError(f"there is no sender {self._name!r} in this Ray cluster")
                 time.sleep(_POLL_S)
         return self._mailbox
+
+    def _mailbox_now(self) -> Any:
+        try:
+            return ray.get_actor(self._name, namespace=self._namespace)
+        except ValueError:
+            return None
+
+
+def _start_mailbox(layout: ParallelLayout, name: str, namespace: str | None) -> Any:
+    options: dict[str, Any] = {"name": name, "num_cpus": 0}
+    if namespace is not None:
+        options["namespace"] = namespace
+    deadline = time.monotonic() + _NAME_FREE_S
+    while True:
+        try:
+            return ray.remote(Mailbox).options(**options).remote(_terms(layout))
+        except ValueError as error:
+            # Ray frees the name of an actor that was killed a little later than it kills it.
+            if time.monotonic() > deadline:
+                raise TransportError(f"cannot send as {name!r}: {first_line(error)}") from error
+            time.sleep(_POLL_S)
+
+
+def _terms(layout: ParallelLayout) -> dict[str, Any]:
+    """Return what both sides must have alike."""
+    return {"protocol": PROTOCOL, **asdict(layout)}
 
 
 def _own_actor() -> Any:
@@ -447,32 +346,19 @@ def _own_actor() -> Any:
         return None
 
 
-class _quietly:  # noqa: N801  # a context manager
-    """Let a message to a mailbox that may be gone fail: the error that led to it is raised anyway."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        return isinstance(error, TransportError)
-
-
 def _call(method: Any, *args: Any, timeout: timedelta) -> Any:
     """Call the mailbox.
 
     Raises:
-        TransportError: it is gone, or time ran out.
+        MailboxGoneError: it is gone.
+        TransportError: time ran out.
     """
     try:
         return ray.get(method.remote(*args), timeout=timeout.total_seconds())
     except ray.exceptions.GetTimeoutError:
         raise TransportError(f"no answer within {timeout.total_seconds():g} s") from None
     except ray.exceptions.RayActorError as error:
-        raise TransportError(f"the rollout side is gone, or closed the transport ({_first_line(error)})") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+        raise MailboxGoneError(f"the rollout side is gone, or closed the transport ({first_line(error)})") from error
 
 
 def _text(error: BaseException) -> str:

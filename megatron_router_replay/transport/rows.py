@@ -6,16 +6,19 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_router_replay.header import TraceFormat, TraceHeader
+from megatron_router_replay.runs import neighbour_runs
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.memory import TraceMemory
-from megatron_router_replay.transport.plan import ParallelLayout, Part, TraceFormat, TransportPlan
+from megatron_router_replay.transport.plan import ParallelLayout, Part, TransportPlan
 
 _ARENA_BYTES = 1 << 20
 
@@ -37,13 +40,13 @@ class RowSource(Protocol):
 
 
 class RowSink(Protocol):
-    """Where a receiver's rows go."""
+    """Where a receiver's rows go; one thread asks, bucket after bucket."""
 
-    def memory(self, start: int, stop: int) -> Memory:
-        """Return contiguous memory for rows start..stop-1; it is asked for in order."""
+    def memory(self, start: int, stop: int, *, block: bool) -> Memory | None:
+        """Return contiguous memory for rows start..stop-1; None if there is none yet and the caller does not want to wait."""
 
     def done(self, start: int, stop: int) -> None:
-        """Take note that these rows have arrived; their memory is not used by the transport any more."""
+        """Take note that these rows have arrived; the transport does not use their memory any more."""
 
 
 class TraceRows:
@@ -76,13 +79,14 @@ class TraceRows:
 
     def fill(self, part: Part, start: int, stop: int, memory: Memory) -> None:
         """Write rows start..stop-1 of the part into `memory`, which has just that many."""
-        columns = layer_runs(self.format, part)
+        index = [self.format.layer_numbers.index(number) for number in part.layer_numbers]
+        columns = neighbour_runs(index).tolist()
         topk = self.format.topk
         ids = memory["topk_indices"].flatten(1)
         at = 0
         for trace, rows in self._runs(part, start, stop):
             target = slice(at, at + rows.stop - rows.start)
-            for from_layer, to_layer, layers in columns:
+            for to_layer, from_layer, layers in columns:
                 values = self._ids[trace][rows, from_layer * topk : (from_layer + layers) * topk]
                 ids[target, to_layer * topk : (to_layer + layers) * topk] = values
             for name, tensors in self._per_token.items():
@@ -127,56 +131,80 @@ class Arena:
 class WholeTrace:
     """A sink that becomes this place's trace; rows are received straight into it."""
 
-    def __init__(self, format: TraceFormat, part_rows: int, part_layers: int, arena: Arena) -> None:
-        flat = arena.take(part_rows * format.row_bytes(part_layers))
-        self._memory = carve(flat, format, part_rows, part_layers)
+    def __init__(self, header: TraceHeader, arena: Arena) -> None:
+        self._header = header
+        self._memory = views_of_bytes(arena.take(header.num_bytes), header, header.num_tokens, header.num_layers)
 
-    def memory(self, start: int, stop: int) -> Memory:
+    def memory(self, start: int, stop: int, *, block: bool) -> Memory:
+        """Return these rows of the trace."""
         return {name: tensor[start:stop] for name, tensor in self._memory.items()}
 
     def done(self, start: int, stop: int) -> None:
         """Nothing to do: the rows are where they belong."""
 
-    def trace(
-        self, format: TraceFormat, layer_numbers: tuple[int, ...], lengths: tuple[int, ...] | None
-    ) -> RoutingTrace:
+    def trace(self) -> RoutingTrace:
         """Return the trace; its rows were checked where they were decoded."""
         return RoutingTrace.from_checked(
-            **self._memory, layer_numbers=layer_numbers, num_experts=format.num_experts, sequence_lengths=lengths
+            **self._memory,
+            layer_numbers=self._header.layer_numbers,
+            num_experts=self._header.num_experts,
+            sequence_lengths=self._header.sequence_lengths,
         )
 
 
 class BucketSink:
-    """A sink that hands every bucket on and uses its memory again."""
+    """A sink with memory for a few buckets: one thread receives into it while another works on what has come.
 
-    def __init__(
-        self,
-        format: TraceFormat,
-        layer_numbers: tuple[int, ...],
-        consume: Callable[[int, RoutingTrace], None],
-        *,
-        device: torch.device,
-    ) -> None:
-        self._format, self._layer_numbers, self._consume, self._device = format, layer_numbers, consume, device
-        self._under_way: deque[dict[str, Tensor]] = deque()
-        self._free: list[dict[str, Tensor]] = []
+    Args:
+        buckets: for how many there is memory.
+    """
 
-    def memory(self, start: int, stop: int) -> Memory:
+    def __init__(self, header: TraceHeader, *, device: torch.device, buckets: int) -> None:
+        self._header, self._device = header, device
+        self._receiving: deque[dict[str, Tensor]] = deque()
+        self._received: SimpleQueue[tuple[int, int, dict[str, Tensor]] | None] = SimpleQueue()
+        self._free: SimpleQueue[dict[str, Tensor] | None] = SimpleQueue()
+        for _ in range(buckets):
+            self._free.put({})  # allocated when a bucket's size is known
+
+    def memory(self, start: int, stop: int, *, block: bool) -> Memory | None:
+        """Return memory for these rows; waits for `consume` if it shall.
+
+        Raises:
+            TransportError: `stop` was called.
+        """
+        try:
+            memory = self._free.get(block=block)
+        except Empty:
+            return None
+        if memory is None:
+            raise TransportError("nobody takes the rows any more")
         rows = stop - start
-        memory = self._free.pop() if self._free else {}
         if not memory or len(memory["topk_indices"]) < rows:
-            memory = self._format.empty(rows, len(self._layer_numbers), self._device)
-        self._under_way.append(memory)
+            memory = self._header.empty(rows, device=self._device)
+        self._receiving.append(memory)
         return {name: tensor[:rows] for name, tensor in memory.items()}
 
     def done(self, start: int, stop: int) -> None:
-        memory = self._under_way.popleft()
-        rows = {name: tensor[: stop - start] for name, tensor in memory.items()}
-        self._consume(
-            start,
-            RoutingTrace.from_checked(**rows, layer_numbers=self._layer_numbers, num_experts=self._format.num_experts),
-        )
-        self._free.append(memory)
+        """Hand the oldest bucket to `consume`."""
+        self._received.put((start, stop, self._receiving.popleft()))
+
+    def end(self) -> None:
+        """Let `consume` return when it has had what came until now."""
+        self._received.put(None)
+
+    def stop(self) -> None:
+        """Let whoever waits for memory raise: `consume` has failed."""
+        self._free.put(None)
+
+    def consume(self, consume: Callable[[int, RoutingTrace], None]) -> None:
+        """Hand every bucket on until the end, in order; its memory is used again afterwards."""
+        while (bucket := self._received.get()) is not None:
+            start, stop, memory = bucket
+            rows = {name: tensor[: stop - start] for name, tensor in memory.items()}
+            numbers, num_experts = self._header.layer_numbers, self._header.num_experts
+            consume(start, RoutingTrace.from_checked(**rows, layer_numbers=numbers, num_experts=num_experts))
+            self._free.put(memory)
 
 
 def check_plan(plan: TransportPlan, source: RowSource, layout: ParallelLayout) -> None:
@@ -194,14 +222,7 @@ def check_plan(plan: TransportPlan, source: RowSource, layout: ParallelLayout) -
             raise TransportError(f"the plan has {name}={str(of_plan)[:200]}, the batch {str(actual)[:200]}.")
 
 
-def layer_runs(format: TraceFormat, part: Part) -> list[tuple[int, int, int]]:
-    """Return (layer index in the trace, layer index in the part, layers) of each run of neighbouring layers."""
-    index = [format.layer_numbers.index(number) for number in part.layer_numbers]
-    starts = [i for i in range(len(index)) if i == 0 or index[i] != index[i - 1] + 1]
-    return [(index[start], start, stop - start) for start, stop in zip(starts, [*starts[1:], len(index)])]
-
-
-def carve(flat: Tensor, format: TraceFormat, rows: int, layers: int) -> Memory:
+def views_of_bytes(flat: Tensor, format: TraceFormat, rows: int, layers: int) -> Memory:
     """Return the format's tensors for some rows as views of the first bytes of flat uint8 memory.
 
     The widest dtype comes first, so each begins at a multiple of its width.

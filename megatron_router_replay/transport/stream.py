@@ -2,11 +2,13 @@
 
     receiver -> sender    request     step, digest of the receiver's plan if it has one, its leg times
     sender -> receiver    offer       step, what is coming: format, layers, rows, bytes, bucket size, the sender's leg times
-    receiver -> sender    verdict     yes, or why not
+    receiver -> sender    verdict     why not, or for how many buckets it has memory
     sender -> receiver    buckets     of whole rows; one message each for topk_indices and every value per token
+    receiver -> sender    notes       one byte each: a bucket has arrived, there is memory for another, or both
     receiver -> sender    receipt     bytes received
 
-Sizes are agreed on before any bucket: gloo ends the process that gets more than it asked for.
+The notes bound what a slow receiver costs the others. A bucket is gathered only when the receiver has memory for it, and
+its staging buffer is free as soon as it has arrived, however long the receiver then works on it.
 """
 
 from __future__ import annotations
@@ -15,23 +17,26 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.link import Link, LinkError
-from megatron_router_replay.transport.plan import Part, Place, TraceFormat, TransportPlan, bucket_rows
-from megatron_router_replay.transport.rows import Memory, RowSink, RowSource, as_bytes, carve
-from megatron_router_replay.transport.timing import Lap, LegTimes
+from megatron_router_replay.transport.offer import PROTOCOL, Offer
+from megatron_router_replay.transport.plan import Part, Place
+from megatron_router_replay.transport.rows import RowSink, RowSource, as_bytes
+from megatron_router_replay.transport.staging import Buffer, Staging
+from megatron_router_replay.transport.timing import LegTime, LegTimes
 
 Sink = TypeVar("Sink", bound=RowSink)
 
-PROTOCOL = 1
-_IN_FLIGHT = 2
+WINDOW = 2
 """Buckets of one part that are under way at once: one on the wire, one being filled or emptied."""
+_ARRIVED, _READY = 1, 2
+"""What a note may say, added up."""
+_UNREAD_NOTES = 2 * (WINDOW + 1)
+"""A sender that has sent a bucket has read every note but the last few."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,329 +52,263 @@ class Timeouts:
     progress: timedelta
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """What is coming over a link."""
+class _OutgoingBuckets:
+    """Buckets on their way over one link: which have arrived, and for how many more the receiver has memory."""
 
-    step: int
-    digest: str
-    place: str
-    format: TraceFormat
-    layer_numbers: tuple[int, ...]
-    num_rows: int
-    nbytes: int
-    bucket_bytes: int
-    sequence_lengths: tuple[int, ...] | None
-    laps: dict[str, Lap]
+    def __init__(self, link: Link, *, window: int, timeout: timedelta) -> None:
+        self._link, self._timeout = link, timeout
+        self.room = window
+        self.under_way: deque[tuple[list[Any], int]] = deque()
 
-    @classmethod
-    def of(cls, plan: TransportPlan, part: Part, *, step: int, bucket_bytes: int, laps: dict[str, Lap]) -> Offer:
-        """Return the offer of a part."""
-        return cls(
-            step=step,
-            digest=plan.digest,
-            place=str(part.place),
-            format=plan.format,
-            layer_numbers=part.layer_numbers,
-            num_rows=part.num_rows,
-            nbytes=part.nbytes,
-            bucket_bytes=bucket_bytes,
-            sequence_lengths=part.sequence_lengths,
-            laps=laps,
-        )
+    def send(self, messages: Sequence[Tensor]) -> None:
+        """Start to send a bucket, for which there must be room."""
+        self.room -= 1
+        nbytes = sum(message.numel() for message in messages)
+        self.under_way.append((self._link.start_sending(messages), nbytes))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        values = {name: getattr(self, name) for name in self.__slots__ if name != "format"}
-        return {"protocol": PROTOCOL, "format": self.format.to_json(), **values}
+    def wait_for_note(self) -> int:
+        """Wait for the receiver's next note; return the bytes of the oldest bucket if it has arrived, else 0."""
+        note = self._link.recv_note(self._timeout)
+        self.room += bool(note & _READY)
+        if not note & _ARRIVED:
+            return 0
+        works, nbytes = self.under_way.popleft()
+        self._link.finish(works, self._timeout)
+        return nbytes
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Offer:
-        """Return what `to_json` described.
+
+class PartSender:
+    """Sends one part over a link.
+
+    Args:
+        offer: of the part, with this side's leg times.
+        staging: shared with the senders of other parts.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        source: RowSource,
+        part: Part,
+        *,
+        offer: Offer,
+        staging: Staging,
+        timeouts: Timeouts,
+        times: LegTimes,
+    ) -> None:
+        self._link, self._source, self._part, self._offer = link, source, part, offer
+        self._staging, self._timeouts, self._times = staging, timeouts, times
+        self._buffers: deque[Buffer] = deque()  # of the buckets under way, oldest first
+        self._stage = "waiting for the training side's request"
+        self._arrived_bytes = 0
+
+    def run(self) -> dict[str, LegTime]:
+        """Wait for the request, offer, send the buckets, wait for the receipt; return the other side's leg times.
 
         Raises:
-            TransportError: another version of the protocol.
-        """
-        if values.get("protocol") != PROTOCOL:
-            raise TransportError(f"the other side speaks protocol {values.get('protocol')}, this one {PROTOCOL}.")
-        lengths = values["sequence_lengths"]
-        return cls(
-            format=TraceFormat.from_json(values["format"]),
-            layer_numbers=tuple(values["layer_numbers"]),
-            sequence_lengths=None if lengths is None else tuple(lengths),
-            laps={name: (float(s), int(b)) for name, (s, b) in values["laps"].items()},
-            **{name: values[name] for name in ("step", "digest", "place", "num_rows", "nbytes", "bucket_bytes")},
-        )
-
-    @property
-    def buckets(self) -> list[tuple[int, int]]:
-        """The (start, stop) rows of each bucket."""
-        return bucket_rows(self.num_rows, self.format.row_bytes(len(self.layer_numbers)), self.bucket_bytes)
-
-
-def check_offer(
-    offer: Offer,
-    *,
-    step: int,
-    place: Place,
-    layer_numbers: tuple[int, ...],
-    expected: TransportPlan | None,
-    part: Part | None,
-) -> str | None:
-    """Return why this place cannot take the offer, or None."""
-    own: dict[str, Any] = {"step": step, "place": str(place._replace(tp_rank=0)), "layer_numbers": layer_numbers}
-    if part is not None:
-        own |= {"num_rows": part.num_rows, "nbytes": part.nbytes}
-    for name, value in own.items():
-        if getattr(offer, name) != value:
-            return f"{place} expects {name}={value}, the rollout side sends {name}={getattr(offer, name)}"
-    if expected is not None and offer.digest != expected.digest:
-        return (
-            f"{place} expects plan {expected.digest}, the rollout side sends {offer.digest}: sample lengths, partition, "
-            "layout or format differ"
-        )
-    predicted = offer.num_rows * offer.format.row_bytes(len(offer.layer_numbers))
-    if offer.nbytes != predicted:
-        return f"the rollout side announces {offer.nbytes} bytes to {place}, {offer.num_rows} rows take {predicted}"
-    return None
-
-
-class Staging:
-    """A fixed number of bucket buffers that all parts of a transport share.
-
-    Args:
-        buffers: how many.
-        bucket_bytes: of each; a bucket is never larger unless it is a single row.
-        device: where messages lie; on a GPU each buffer has a page-locked twin on the host, where rows are gathered.
-    """
-
-    def __init__(self, *, buffers: int, bucket_bytes: int, device: torch.device) -> None:
-        self.bucket_bytes = bucket_bytes
-        self._device = device
-        self._free: SimpleQueue[Buffer] = SimpleQueue()
-        for _ in range(buffers):
-            self._free.put(Buffer(device))
-
-    def take(self, *, block: bool) -> Buffer | None:
-        """Return a buffer, or None if there is none and the caller shall not wait.
-
-        A waiting caller holds no buffer, and who holds one gives it back within its timeout: this ends.
+            TransportError: the link failed, or the receiver refused; names place and bytes. The receiver raises, too.
         """
         try:
-            return self._free.get(block=block)
-        except Empty:
-            return None
+            with self._times.measure("wait"):
+                request = self._link.recv_json(self._timeouts.ready)
+            window = self._agree()
+            self._stage = "sending"
+            self._send_buckets(window)
+            self._stage = "waiting for the receipt"
+            received = self._link.recv_json(self._timeouts.progress).get("received")
+            if not self._arrived_bytes == received == self._part.nbytes:
+                raise TransportError(f"{self._arrived_bytes} bytes were sent, {received} received")
+            return dict(request["leg_times"])
+        except BaseException as error:
+            what = f"rollout side, step {self._offer.step}, to {self._part.place}: {self._stage}"
+            raise _failed([self._link], error, what, self._arrived_bytes, self._part.nbytes) from error
+        finally:
+            # Only now, after the link is closed: until then a failed part's messages may be read from these buffers.
+            while self._buffers:
+                self._staging.give_back(self._buffers.popleft())
 
-    def give_back(self, buffer: Buffer) -> None:
-        """Let others have the buffer."""
-        self._free.put(buffer)
+    def _agree(self) -> int:
+        self._stage = "agreeing on the plan"
+        self._link.send_json(self._offer.to_json(), self._timeouts.progress)
+        verdict = self._link.recv_json(self._timeouts.progress)
+        if verdict.get("refused"):
+            raise TransportError(f"refused: {verdict['refused']}")
+        return int(verdict["window"])
 
-
-class Buffer:
-    """Memory for one bucket, allocated when first used."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._host = torch.empty(0, dtype=torch.uint8)
-        self._on_device = self._host
-
-    @property
-    def nbytes(self) -> int:
-        return self._host.numel()
-
-    def carve(self, format: TraceFormat, rows: int, layers: int, size: int) -> Memory:
-        """Return the format's tensors for some rows, in this buffer's host memory; `size` is the least to allocate."""
-        size = max(size, rows * format.row_bytes(layers))
-        if self._host.numel() < size:
-            cuda = self._device.type == "cuda"
-            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=cuda)
-            self._on_device = torch.empty_like(self._host, device=self._device) if cuda else self._host
-        return carve(self._host, format, rows, layers)
-
-    def messages(self, memory: Memory) -> list[Tensor]:
-        """Return what to send of carved memory, in the format's order, on the device."""
-        parts = [as_bytes(memory[name]) for name in sorted(memory)]
-        if self._device.type != "cuda":
-            return parts
-        sent = [self._on_device[at : at + part.numel()] for part in parts for at in (part.storage_offset(),)]
-        for target, part in zip(sent, parts):
-            target.copy_(part, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()  # a sender thread of the rollout side, not training
-        return sent
-
-
-def push(
-    link: Link,
-    source: RowSource,
-    part: Part,
-    *,
-    plan: TransportPlan,
-    step: int,
-    staging: Staging,
-    timeouts: Timeouts,
-    times: LegTimes,
-    laps: dict[str, Lap],
-) -> dict[str, Lap]:
-    """Send one part over a link: wait for the request, offer, send the buckets, wait for the receipt.
-
-    Args:
-        laps: this side's leg times, for the other side.
-
-    Returns:
-        The other side's leg times.
-
-    Raises:
-        TransportError: the link failed, or the receiver refused; names place and bytes. The receiver raises, too.
-    """
-    sent = 0
-    under_way: deque[tuple[Buffer, list[Any], int]] = deque()
-
-    def finish_oldest() -> Buffer:
-        nonlocal sent
-        buffer, works, nbytes = under_way[0]
-        with times.leg("send", nbytes):
-            for work in works:
-                link.wait(work, timeouts.progress)
-        under_way.popleft()
-        sent += nbytes
-        return buffer
-
-    stage = "waiting for the training side's request"
-    try:
-        with times.leg("wait"):
-            request = link.recv_json(timeouts.ready)
-        stage = "agreeing on the plan"
-        offer = Offer.of(plan, part, step=step, bucket_bytes=staging.bucket_bytes, laps=laps)
-        link.send_json(offer.to_json(), timeouts.progress)
-        _raise_if_refused(link.recv_json(timeouts.progress))
-        stage = "sending"
-        for start, stop in offer.buckets:
+    def _send_buckets(self, window: int) -> None:
+        outgoing = _OutgoingBuckets(self._link, window=window, timeout=self._timeouts.progress)
+        coming = deque(self._offer.buckets)
+        while coming or outgoing.under_way:
+            # With a bucket under way there is a note to wait for, and a buffer that comes back with it: take another
+            # one only if nobody else needs it. With none, wait for one: who has it gives it back as its bucket arrives.
             buffer = None
-            if len(under_way) < _IN_FLIGHT:
-                # Never wait for another's buffer while one of our own can be finished.
-                buffer = staging.take(block=not under_way)
+            if coming and outgoing.room and len(outgoing.under_way) < WINDOW:
+                buffer = self._staging.take(block=not outgoing.under_way)
             if buffer is None:
-                buffer = finish_oldest()
-            under_way.append((buffer, [], 0))
-            nbytes = (stop - start) * plan.format.row_bytes(part.num_layers)
-            with times.leg("partition", nbytes):
-                memory = buffer.carve(plan.format, stop - start, part.num_layers, staging.bucket_bytes)
-                source.fill(part, start, stop, memory)
-                messages = buffer.messages(memory)
-            under_way[-1] = (buffer, [link.isend(message) for message in messages if message.numel()], nbytes)
-        while under_way:
-            staging.give_back(finish_oldest())
-        stage = "waiting for the receipt"
-        received = link.recv_json(timeouts.progress).get("received")
-        if not sent == received == part.nbytes:
-            raise TransportError(f"{sent} bytes were sent, {received} received")
-        return dict(request["laps"])
-    except BaseException as error:
-        raise _failed(link, error, f"rollout side, step {step}, to {part.place}: {stage}", sent, part.nbytes) from error
-    finally:
-        # After the link is closed: until then a failed part's messages may still be read from these buffers.
-        for buffer, _, _ in under_way:
-            staging.give_back(buffer)
+                self._wait_for_note(outgoing)
+            else:
+                self._buffers.append(buffer)
+                self._send_bucket(outgoing, buffer, *coming.popleft())
+
+    def _send_bucket(self, outgoing: _OutgoingBuckets, buffer: Buffer, start: int, stop: int) -> None:
+        with self._times.measure("partition", (stop - start) * self._offer.header.row_bytes()):
+            memory = buffer.views(self._offer.header, stop - start, self._staging.bucket_bytes)
+            self._source.fill(self._part, start, stop, memory)
+            messages = [message for message in buffer.messages(memory) if message.numel()]
+        outgoing.send(messages)
+
+    def _wait_for_note(self, outgoing: _OutgoingBuckets) -> None:
+        with self._times.measure("send"):
+            nbytes = outgoing.wait_for_note()
+        if nbytes:
+            self._staging.give_back(self._buffers.popleft())
+            self._times.add("send", 0.0, nbytes)
+            self._arrived_bytes += nbytes
 
 
-def pull(
-    up: Link,
-    down: Sequence[Link],
-    sink_of: Callable[[Offer], Sink],
-    *,
-    check: Callable[[Offer], str | None],
-    digest: str | None,
-    step: int,
-    place: Place,
-    timeouts: Timeouts,
-    times: LegTimes,
-    waits: LegTimes,
-) -> tuple[Offer, Sink]:
-    """Receive one part over `up`, passing every bucket on to the links in `down` as it comes.
+class PartReceiver(Generic[Sink]):
+    """Receives one part over a link and passes every bucket on to the links of its TP group as it comes.
 
     Args:
+        up, down: to who sends, and to the other ranks of the TP group, if this is rank 0.
         sink_of: offer -> RowSink, asked once the offer is accepted.
         check: offer -> why it cannot be taken, or None.
-        waits: where waiting for the other side is counted.
-
-    Raises:
-        TransportError: a link failed, or the sides do not agree; names place and bytes. All links' other ends raise, too.
+        times, waits: where legs, and waiting for the other side, are counted.
     """
-    received, total = 0, 0
-    stage = "waiting for this place's TP group"
-    try:
-        with waits.leg("wait"):
-            for link in down:
-                link.recv_json(timeouts.ready)
-            stage = "waiting for the rollout side" if place.tp_rank == 0 else "waiting for TP rank 0"
-            request = {"protocol": PROTOCOL, "step": step, "plan": digest, "laps": times.lap()}
-            up.send_json(request, timeouts.ready)
-            answer = up.recv_json(timeouts.ready)
-        stage = "agreeing on the plan"
+
+    def __init__(
+        self,
+        up: Link,
+        down: Sequence[Link],
+        sink_of: Callable[[Offer], Sink],
+        *,
+        check: Callable[[Offer], str | None],
+        step: int,
+        place: Place,
+        timeouts: Timeouts,
+        times: LegTimes,
+        waits: LegTimes,
+    ) -> None:
+        self._up, self._down, self._sink_of, self._check = up, down, sink_of, check
+        self._step, self._place, self._timeouts, self._times, self._waits = step, place, timeouts, times, waits
+        self._notes: deque[Any] = deque()  # that the sender may not have read yet
+        self._stage = ""
+        self._received, self._total = 0, 0
+
+    def run(self, digest: str | None) -> Sink:
+        """Ask for the part, judge the offer, take the buckets, send the receipt; return the filled sink.
+
+        Args:
+            digest: of the plan that this side expects; for the request.
+
+        Raises:
+            TransportError: a link failed, or the sides do not agree; names place and bytes. All links' other ends raise.
+        """
+        try:
+            answer = self._request(digest)
+            offer, windows = self._agree(answer)
+            sink = self._sink_of(offer)
+            window = min(WINDOW, len(offer.buckets))
+            self._up.send_json({"window": window}, self._timeouts.progress)
+            self._stage = "receiving"
+            relays = [
+                _OutgoingBuckets(link, window=room, timeout=self._timeouts.progress)
+                for link, room in zip(self._down, windows)
+            ]
+            self._receive_buckets(offer, sink, window, relays)
+            self._hand_over()
+            return sink
+        except BaseException as error:
+            what = f"training side, step {self._step}, {self._place}: {self._stage}"
+            raise _failed([self._up, *self._down], error, what, self._received, self._total) from error
+
+    def _request(self, digest: str | None) -> dict[str, Any]:
+        with self._waits.measure("wait"):
+            self._stage = "waiting for this place's TP group"
+            for link in self._down:
+                link.recv_json(self._timeouts.ready)
+            self._stage = f"waiting for {'TP rank 0' if self._place.tp_rank else 'the rollout side'}"
+            leg_times = self._times.take_unreported()
+            request = {"protocol": PROTOCOL, "step": self._step, "plan": digest, "leg_times": leg_times}
+            self._up.send_json(request, self._timeouts.ready)
+            return self._up.recv_json(self._timeouts.ready)
+
+    def _agree(self, answer: dict[str, Any]) -> tuple[Offer, list[int]]:
+        """Judge the offer together with the TP group; return it, and for how many buckets each of the group has memory."""
+        self._stage = "agreeing on the plan"
         offer = Offer.from_json(answer)
-        total = offer.nbytes
-        times.hear(offer.laps)
-        for link in down:
-            link.send_json(answer, timeouts.progress)
-        refusals = [check(offer)] + [link.recv_json(timeouts.progress).get("refused") for link in down]
-        refused = next((text for text in refusals if text), None)
-        up.send_json({"refused": refused}, timeouts.progress)
+        self._total = offer.nbytes
+        self._times.add_peer(offer.leg_times)
+        for link in self._down:
+            link.send_json(answer, self._timeouts.progress)
+        verdicts = [link.recv_json(self._timeouts.progress) for link in self._down]
+        reasons = [self._check(offer), *(verdict.get("refused") for verdict in verdicts)]
+        refused = next((text for text in reasons if text), None)
         if refused:
+            self._up.send_json({"refused": refused}, self._timeouts.progress)
             raise TransportError(refused)
-        sink = sink_of(offer)
-        stage = "receiving"
-        under_way: deque[tuple[tuple[int, int], list[Tensor], list[Any]]] = deque()
+        return offer, [int(verdict["window"]) for verdict in verdicts]
 
-        def finish_oldest() -> None:
-            nonlocal received
-            (start, stop), messages, works = under_way[0]
-            with times.leg("receive"):
-                for work in works:
-                    up.wait(work, timeouts.progress)
-                passed_on = [(link, link.isend(message)) for message in messages for link in down]
-                for link, work in passed_on:
-                    link.wait(work, timeouts.progress)
-            under_way.popleft()
-            nbytes = sum(message.numel() for message in messages)
-            times.add("receive", 0.0, nbytes)
-            received += nbytes
-            sink.done(start, stop)
+    def _receive_buckets(self, offer: Offer, sink: RowSink, window: int, relays: list[_OutgoingBuckets]) -> None:
+        coming = deque(offer.buckets)
+        posted: deque[tuple[tuple[int, int], list[Tensor], list[Any]]] = deque()
 
-        for start, stop in offer.buckets:
-            memory = sink.memory(start, stop)
-            messages = [part for name in sorted(memory) if (part := as_bytes(memory[name])).numel()]
-            under_way.append(((start, stop), messages, [up.irecv(message) for message in messages]))
-            if len(under_way) == _IN_FLIGHT:
-                finish_oldest()
-        while under_way:
-            finish_oldest()
-        stage = "handing over"
-        if received != offer.nbytes:
-            raise TransportError(f"{offer.nbytes} bytes were announced")
-        for link in down:
-            if link.recv_json(timeouts.progress).get("received") != received:
+        def post(*, block: bool) -> bool:
+            """Begin to receive the next bucket, if there is one and memory for it."""
+            memory = sink.memory(*coming[0], block=block) if coming else None
+            if memory is not None:
+                messages = [part for name in sorted(memory) if (part := as_bytes(memory[name])).numel()]
+                posted.append((coming.popleft(), messages, self._up.start_receiving(messages)))
+            return memory is not None
+
+        for _ in range(window):
+            post(block=True)
+        while coming or posted:
+            if not posted:  # the sink was full, and all that came has been handed to it
+                post(block=True)
+                self._send_note(_READY)
+                continue
+            rows, messages, works = posted.popleft()
+            with self._times.measure("receive", sum(message.numel() for message in messages)):
+                self._up.finish(works, self._timeouts.progress)
+                _relay(relays, messages)
+            self._received += sum(message.numel() for message in messages)
+            sink.done(*rows)
+            self._send_note(_ARRIVED | (_READY if post(block=False) else 0))
+
+    def _send_note(self, note: int) -> None:
+        self._notes.append(self._up.start_note(note))
+        while len(self._notes) > _UNREAD_NOTES:
+            self._up.finish([self._notes.popleft()], self._timeouts.progress)
+
+    def _hand_over(self) -> None:
+        self._stage = "handing over"
+        if self._received != self._total:
+            raise TransportError(f"{self._total} bytes were announced")
+        for link in self._down:
+            if link.recv_json(self._timeouts.progress).get("received") != self._received:
                 raise TransportError("a rank of the TP group received another number of bytes")
-        up.send_json({"received": received}, timeouts.progress)
-        return offer, sink
-    except BaseException as error:
-        raised = _failed(up, error, f"training side, step {step}, {place}: {stage}", received, total)
-        for link in down:
-            link.fail(str(raised))
-        raise raised from error
+        # The sender reads all notes before it waits for the receipt.
+        self._up.finish(list(self._notes), self._timeouts.progress)
+        self._up.send_json({"received": self._received}, self._timeouts.progress)
 
 
-def _raise_if_refused(verdict: dict[str, Any]) -> None:
-    if verdict.get("refused"):
-        raise TransportError(f"refused: {verdict['refused']}")
+def _relay(relays: Sequence[_OutgoingBuckets], messages: Sequence[Tensor]) -> None:
+    """Pass a bucket on to every rank of the TP group and wait until all have it: its memory may be used again then."""
+    for relay in relays:
+        while not relay.room:
+            relay.wait_for_note()
+        relay.send(messages)
+    for relay in relays:
+        while relay.under_way:
+            relay.wait_for_note()
 
 
-def _failed(link: Link, error: BaseException, what: str, moved: int, total: int) -> BaseException:
-    """Tell the other side, and return what to raise on this one."""
-    text = f"{what}; {moved:,} of {total:,} bytes had moved: {_text(error)}"
-    link.fail(text)
-    return TransportError(text) if isinstance(error, Exception) else error
-
-
-def _text(error: BaseException) -> str:
+def _failed(links: Sequence[Link], error: BaseException, what: str, moved: int, total: int) -> BaseException:
+    """Tell the other sides, and return what to raise on this one."""
     known = isinstance(error, (TransportError, LinkError))
-    return str(error).rstrip(".") if known else f"{type(error).__name__}: {error}"
+    reason = str(error).rstrip(".") if known else f"{type(error).__name__}: {error}"
+    text = f"{what}; {moved:,} of {total:,} bytes had moved: {reason}"
+    for link in links:
+        link.fail(text)
+    return TransportError(text) if isinstance(error, Exception) else error

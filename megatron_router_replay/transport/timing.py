@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 Leg = Literal["collect", "decode", "assemble", "partition", "send", "receive", "wait"]
 Side = Literal["rollout", "training"]
-Lap = tuple[float, int]
+LegTime = tuple[float, int]
 """Seconds and bytes of a leg."""
 
-LEGS: tuple[Leg, ...] = ("collect", "decode", "assemble", "partition", "send", "receive", "wait")
 _SIDES: dict[Side, Side] = {"rollout": "training", "training": "rollout"}
 _DOING: dict[str, str] = {
     "collect": "collecting from the engines",
@@ -66,11 +65,11 @@ class LegTimes:
         self._seconds: dict[str, float] = {}
         self._bytes: dict[str, int] = {}
         self._since: dict[str, tuple[int, float]] = {}  # leg -> how many threads are in it, since when
-        self._unheard: dict[str, Lap] = {}  # by the other side
-        self._other: dict[str, Lap] = {}
+        self._unreported: dict[str, LegTime] = {}  # to the other side
+        self._peer: dict[str, LegTime] = {}
 
     @contextmanager
-    def leg(self, name: Leg, nbytes: int = 0) -> Iterator[None]:
+    def measure(self, name: Leg, nbytes: int = 0) -> Iterator[None]:
         """Count the time of this block, also if it raises."""
         with self._lock:
             threads, since = self._since.get(name, (0, time.perf_counter()))
@@ -92,23 +91,23 @@ class LegTimes:
         with self._lock:
             self._add(name, seconds, nbytes)
 
-    def lap(self) -> dict[str, Lap]:
-        """Return what came since the last lap, for the other side."""
+    def take_unreported(self) -> dict[str, LegTime]:
+        """Return what came since this was called last, for the other side."""
         with self._lock:
-            laps, self._unheard = self._unheard, {}
-        return {name: values for name, values in laps.items() if values[0] or values[1]}
+            unreported, self._unreported = self._unreported, {}
+        return {name: values for name, values in unreported.items() if values[0] or values[1]}
 
-    def hear(self, laps: Mapping[str, Lap]) -> None:
-        """Take the other side's lap."""
+    def add_peer(self, leg_times: Mapping[str, LegTime]) -> None:
+        """Add what the other side reported."""
         with self._lock:
-            for name, (seconds, nbytes) in laps.items():
-                before = self._other.get(str(name), (0.0, 0))
-                self._other[str(name)] = (before[0] + float(seconds), before[1] + int(nbytes))
+            for name, (seconds, nbytes) in leg_times.items():
+                before = self._peer.get(str(name), (0.0, 0))
+                self._peer[str(name)] = (before[0] + float(seconds), before[1] + int(nbytes))
 
     def reset(self) -> None:
-        """Start again from zero, for numbers of one step; what the other side has not heard yet it will hear."""
+        """Start again from zero, for numbers of one step; what the other side was not told yet it will be told."""
         with self._lock:
-            self._seconds, self._bytes, self._other = {}, {}, {}
+            self._seconds, self._bytes, self._peer = {}, {}, {}
 
     def metrics(self, prefix: str = "router_replay/transport/") -> dict[str, float]:
         """Return `<side>_<leg>_s` for every leg, `_gb_per_s` for those with bytes, of both sides, for a training logger."""
@@ -117,8 +116,8 @@ class LegTimes:
     def report(self) -> LegReport:
         """Return what was counted so far, for good: later times do not change it."""
         numbers: dict[str, float] = {}
-        for side, laps in ((self.side, self._own()), (_SIDES[self.side], self._others())):
-            for name, (seconds, nbytes) in laps.items():
+        for side, leg_times in ((self.side, self._own()), (_SIDES[self.side], self._of_peer())):
+            for name, (seconds, nbytes) in leg_times.items():
                 numbers[f"{side}_{name}_s"] = seconds
                 if nbytes and seconds:
                     numbers[f"{side}_{name}_gb_per_s"] = nbytes / seconds / 1e9
@@ -132,7 +131,7 @@ class LegTimes:
         if busy is not None and own[busy][0] >= waited:
             return f"routes: {self.side} spent {_spent(self.side, busy, own[busy])}, waited {waited:.1f} s"
         other_side = _SIDES[self.side]
-        other = {name: laps for name, laps in self._others().items() if name != "wait"}
+        other = {name: leg_time for name, leg_time in self._of_peer().items() if name != "wait"}
         slowest = max(other, key=lambda name: other[name][0], default=None)
         text = f"routes: {self.side} waited {waited:.1f} s"
         if slowest is None or other[slowest][0] < 0.1 * waited:
@@ -140,22 +139,31 @@ class LegTimes:
             return f"{text}: {other_side} side {missing}"
         return f"{text}: {other_side} side {_spent(other_side, slowest, other[slowest])}"
 
-    def _own(self) -> dict[str, Lap]:
+    def _own(self) -> dict[str, LegTime]:
         with self._lock:
             return {name: (self._seconds[name], self._bytes[name]) for name in self._seconds}
 
-    def _others(self) -> dict[str, Lap]:
+    def _of_peer(self) -> dict[str, LegTime]:
         with self._lock:
-            return dict(self._other)
+            return dict(self._peer)
 
     def _add(self, name: str, seconds: float, nbytes: int) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         self._bytes[name] = self._bytes.get(name, 0) + nbytes
-        before = self._unheard.get(name, (0.0, 0))
-        self._unheard[name] = (before[0] + seconds, before[1] + nbytes)
+        before = self._unreported.get(name, (0.0, 0))
+        self._unreported[name] = (before[0] + seconds, before[1] + nbytes)
 
 
-def _spent(side: Side, name: str, lap: Lap) -> str:
-    seconds, nbytes = lap
+def longest(reports: Iterable[Mapping[str, LegTime]]) -> dict[str, LegTime]:
+    """Return each leg's longest time over ranks that worked at the same time."""
+    result: dict[str, LegTime] = {}
+    for report in reports:
+        for name, (seconds, nbytes) in report.items():
+            result[name] = max(result.get(name, (0.0, 0)), (float(seconds), int(nbytes)))
+    return result
+
+
+def _spent(side: Side, name: str, leg_time: LegTime) -> str:
+    seconds, nbytes = leg_time
     rate = f", {nbytes / seconds / 1e9:.2f} GB/s" if nbytes and seconds else ""
     return f"{_DOING.get(name, name)} ({seconds:.1f} s{rate})"

@@ -173,3 +173,90 @@ def test_buckets_cover_all_rows_and_respect_their_size(num_rows: int, row_bytes:
     buckets = bucket_rows(num_rows, row_bytes, bucket_bytes)
     assert [row for start, stop in buckets for row in range(start, stop)] == list(range(num_rows))
     assert all((stop - start) * row_bytes <= max(bucket_bytes, row_bytes) for start, stop in buckets)
+
+
+def test_balanced_fills_every_rank_when_all_samples_are_as_long() -> None:
+    # By hand: 7 samples over 3 ranks are 3, 2 and 2; each goes to the rank with the fewest tokens, then the lowest rank.
+    assert partition_samples([4] * 7, dp_size=3, partition="balanced") == ((0, 3, 6), (1, 4), (2, 5))
+
+
+def test_balanced_spreads_samples_without_tokens_evenly() -> None:
+    # All ranks have 0 tokens for ever, so the lowest one that takes samples gets them: 3 to rank 0, then 2 each.
+    samples = partition_samples([0] * 7, dp_size=3, partition="balanced")
+    assert sorted(len(of_rank) for of_rank in samples) == [2, 2, 3]
+    assert samples == ((0, 1, 2), (3, 4), (5, 6))
+
+
+def test_balanced_gives_one_long_sample_no_more_company_than_the_others_have() -> None:
+    # 100 to rank 0; then 1, 1 to each of the others, which are full with two, or three for the one that may take most.
+    samples = partition_samples([100] + [1] * 6, dp_size=3, partition="balanced")
+    assert [len(of_rank) for of_rank in samples] == [2, 3, 2]
+    assert samples == ((0, 6), (1, 3, 5), (2, 4))
+
+
+@pytest.mark.parametrize("dp_size", [0, -1])
+def test_a_partition_needs_a_rank(dp_size: int) -> None:
+    with pytest.raises(TransportError, match=f"dp_size={dp_size}: it must be 1 or more"):
+        partition_samples([1], dp_size=dp_size)
+
+
+def test_a_partition_may_name_the_first_and_the_last_sample_and_no_other() -> None:
+    assert partition_samples([1, 2, 3], dp_size=2, partition=[[2], [0]]) == ((2,), (0,))
+    for outside in (-1, 3):
+        with pytest.raises(TransportError, match="there are 3, from 0"):
+            partition_samples([1, 2, 3], dp_size=2, partition=[[outside], [0]])
+
+
+@pytest.mark.parametrize("size", ["dp_size", "cp_size", "tp_size"])
+def test_a_layout_has_one_rank_of_each_kind_at_least(size: str) -> None:
+    assert getattr(ParallelLayout(stage_layers=((1,),), **{size: 1}), size) == 1
+    with pytest.raises(TransportError, match=f"sizes of 1 or more, got 1 stages.*{size}=0"):
+        ParallelLayout(stage_layers=((1,),), **{size: 0})
+    with pytest.raises(TransportError, match="got 0 stages"):
+        ParallelLayout(stage_layers=())
+
+
+def test_the_layers_of_a_stage_are_sorted_as_a_trace_has_them() -> None:
+    layout = ParallelLayout(stage_layers=((5, 2), (3,)))
+    assert layout.stage_layers == ((2, 5), (3,))
+    assert plan_routes((1,), layout=layout, format=FORMAT).part(Place()).layer_numbers == (2, 5)
+
+
+def test_the_last_rank_has_a_place_and_the_one_behind_it_has_none() -> None:
+    layout = ParallelLayout(stage_layers=((2,), (3, 5)), dp_size=2)
+    assert layout.place_of(3) == Place(1, 1, 0, 0)
+    for rank in (4, -1):
+        with pytest.raises(TransportError, match=f"rank {rank} is not in a layout of 4 ranks"):
+            layout.place_of(rank)
+
+
+def test_context_parallel_rows_reach_the_last_row_and_no_further() -> None:
+    layout = ParallelLayout(stage_layers=((2,),))
+    plan = plan_routes((3,), layout=layout, format=FORMAT, cp_rows={(0, 0): torch.tensor([2])})
+    assert plan.part(Place()).runs.tolist() == [[2, 3]]
+    with pytest.raises(TransportError, match="reach row 3, its samples have 3 rows, from 0"):
+        plan_routes((3,), layout=layout, format=FORMAT, cp_rows={(0, 0): torch.tensor([3])})
+
+
+def test_a_sample_may_have_no_tokens_but_not_fewer() -> None:
+    layout = ParallelLayout(stage_layers=((2,),))
+    plan = plan_routes((0, 0), layout=layout, format=FORMAT)
+    assert (plan.nbytes, plan.part(Place()).runs.tolist()) == (0, [])
+    with pytest.raises(TransportError, match="a sample has -1 tokens"):
+        plan_routes((3, -1), layout=layout, format=FORMAT)
+
+
+def test_a_part_without_rows_has_none_to_renumber() -> None:
+    layout = ParallelLayout(stage_layers=((2,),))
+    part = plan_routes((3,), layout=layout, format=FORMAT, cp_rows={(0, 0): torch.tensor([-1])}).part(Place())
+    assert (part.num_rows, part.nbytes) == (0, 0)
+    assert part.local_rows(torch.tensor([[-1, -1]])).tolist() == [[-1, -1]]
+    with pytest.raises(TransportError, match="was not sent row 0"):
+        part.local_rows(torch.tensor([0]))
+
+
+def test_a_bucket_is_filled_to_its_last_byte() -> None:
+    assert bucket_rows(5, 10, 20) == [(0, 2), (2, 4), (4, 5)]
+    assert bucket_rows(5, 10, 19) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert bucket_rows(2, 10, 9) == [(0, 1), (1, 2)], "a row is never divided"
+    assert bucket_rows(0, 10, 20) == []

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_router_replay import RoutingTrace, engines
 from megatron_router_replay.errors import PayloadError, TraceError
 from megatron_router_replay.transport import LegTimes, TransportError, decode_responses, prefetch, prefetch_batches
+from megatron_router_replay.transport.snapshot import Snapshot
 
 
 def _trace(device: str = "cpu") -> RoutingTrace:
@@ -108,6 +111,80 @@ def test_rows_outside_the_trace_raise() -> None:
         list(prefetch(_trace(), [torch.tensor([-2, 3])]))
 
 
+def _sixteen(how: str) -> Iterator[dict[str, object]]:
+    """Batches of one row each, number i with token i and row i, from an iterator that uses its memory again."""
+    tokens, rows = torch.zeros(1, 40, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    as_numpy = tokens.numpy(), rows.numpy()
+    for number in range(16):
+        row = number % 10
+        if how == "torch":
+            tokens.fill_(number)
+            rows.fill_(row)
+        elif how == "numpy":
+            as_numpy[0][:] = number
+            as_numpy[1][:] = row
+        else:
+            tokens, rows = torch.full((1, 40), number), torch.full((1,), row)
+        yield {"number": number, "packed": [tokens], "routing_rows": rows}
+
+
+def test_batches_with_memory_of_their_own_come_out_as_they_went_in() -> None:
+    for number, batch in enumerate(prefetch_batches(_trace(), _sixteen("own"))):
+        assert batch["number"] == number
+        assert batch["packed"][0].tolist() == [[number] * 40]
+        assert batch["routing_rows"].trace.token_ids.tolist() == [number % 10]
+    assert number == 15
+
+
+@pytest.mark.parametrize("how", ["torch", "numpy"])
+def test_an_iterator_that_uses_its_memory_again_is_refused(how: str) -> None:
+    with pytest.raises(TransportError, match=r"'packed'\[0\] of a batch changed while the next batch was made.*clone"):
+        next(prefetch_batches(_trace(), _sixteen(how)))
+
+
+def test_rows_that_are_written_over_are_those_of_their_time() -> None:
+    def rows() -> Iterator[torch.Tensor]:
+        memory = torch.zeros(1, dtype=torch.int64)
+        for number in range(10):
+            yield memory.fill_(number)
+
+    taken = [routes.trace.token_ids.tolist() for routes in prefetch(_trace(), rows())]
+    assert taken == [[number] for number in range(10)]
+
+
+def test_one_batch_given_many_times_is_no_change() -> None:
+    batch = {"tokens": torch.arange(3), "routing_rows": torch.tensor([2])}
+    assert len(list(prefetch_batches(_trace(), [batch] * 4))) == 4
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(3, 5),
+        torch.zeros(4, 6)[::2, ::3],
+        torch.zeros(70_000, dtype=torch.bfloat16),
+        np.zeros((3, 4), np.int32),
+        torch.zeros(0),
+        torch.zeros(2, dtype=torch.complex64).conj(),
+    ],
+)
+def test_a_snapshot_finds_what_torch_or_numpy_wrote(value: torch.Tensor | np.ndarray) -> None:
+    snapshot = Snapshot({"a": {"b": (1, value)}})
+    assert snapshot.changed() is None
+    value += 1
+    assert snapshot.changed() == "'a'['b'][1]"
+
+
+def test_a_snapshot_of_inference_tensors_compares_their_values() -> None:
+    with torch.inference_mode():
+        value = torch.zeros(3)
+    snapshot = Snapshot({"a": value})
+    assert snapshot.changed() is None
+    with torch.inference_mode():
+        value += 1
+    assert snapshot.changed() == "'a'"
+
+
 MODEL = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=8, topk=2)
 
 
@@ -121,7 +198,7 @@ def test_responses_are_decoded_in_order_and_counted() -> None:
         times=times,
     )
     assert [trace.topk_indices.tolist() for trace in traces] == [array.tolist() for array in arrays]
-    assert times.lap()["decode"][1] == 8 * 4
+    assert times.take_unreported()["decode"][1] == 8 * 4
 
 
 def test_a_response_that_cannot_be_decoded_raises() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from megatron_router_replay import RoutingTrace
 from megatron_router_replay.transport import ParallelLayout, Place, TraceRows, TransportError, plan_routes
-from megatron_router_replay.transport.rows import as_bytes, carve
+from megatron_router_replay.transport.rows import as_bytes, views_of_bytes
 
 
 def _trace(num_tokens: int, *, first: int = 0, num_experts: int = 300, token_ids: bool = True) -> RoutingTrace:
@@ -42,10 +42,10 @@ def test_traces_of_different_kinds_are_refused() -> None:
         TraceRows([])
 
 
-def test_carved_memory_begins_at_multiples_of_its_width_and_fills_the_bytes() -> None:
+def test_views_of_bytes_begins_at_multiples_of_its_width_and_fills_the_bytes() -> None:
     format = TraceRows([_trace(3)]).format
     flat = torch.zeros(3 * format.row_bytes(3), dtype=torch.uint8)
-    memory = carve(flat, format, 3, 3)
+    memory = views_of_bytes(flat, format, 3, 3)
     assert {name: (value.storage_offset() * value.itemsize, list(value.shape)) for name, value in memory.items()} == {
         "token_ids": (0, [3]),
         "topk_indices": (12, [3, 3, 2]),
