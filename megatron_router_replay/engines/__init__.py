@@ -3,7 +3,7 @@
 Each module has `decode` for one sample and `decode_batch` for several, with the same options (`DecodeOptions`); its docstring
 says which forms of result it reads. For example `vllm.decode(output, model="path/of/the/checkpoint")`, or
 `sglang.decode_batch(response, model=info, token_ids=ids)`. `RoutingSegments` joins the turns of a conversation and resumed
-generations.
+generations. `megatron_trace.decode` reads the files of Megatron-Core's own routing trace.
 
 How it reads: `front` is the one decode, `options` what a caller may say, `reply` and `responses` what a response holds,
 `tokens` whose rows they are, `weights` who chose them, `payload` the wire formats, `assemble` and `checks` the rows.
@@ -12,6 +12,7 @@ How it reads: `front` is the one decode, `options` what a caller may say, `reply
 from megatron_router_replay.engines import (
     array,
     megatron,
+    megatron_trace,
     sglang,
     sglang_jax,
     tensorrt_llm,
@@ -28,6 +29,7 @@ __all__ = [
     "RoutingSegments",
     "array",
     "megatron",
+    "megatron_trace",
     "sglang",
     "sglang_jax",
     "tensorrt_llm",
