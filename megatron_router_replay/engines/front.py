@@ -154,7 +154,7 @@ class Decoder:
         replies = self.read(result, batch=True)
         each: dict[str, Sequence[Any] | None] = {
             "token_ids": token_ids,
-            "start": [start] * len(replies) if hasattr(start, "__index__") else _as_sequence("start", start),
+            "start": [start] * len(replies) if isinstance(start, (int, np.integer)) else _as_sequence("start", start),
             "prompt_token_ids": _per_sample(prompt_token_ids, len(replies)),
             "num_tokens": num_tokens,
             "sample_ids": sample_ids,

@@ -112,7 +112,7 @@ def _unwrapped(value: Any, source: Source) -> Any:
         return content
     if kind != "ndarray" or not isinstance(content, Mapping) or not {"data", "dtype"} <= set(content):
         raise source.error(f"is wrapped as {kind!r:.40}, expected 'tensor', or 'ndarray' with its data and dtype.")
-    if content["dtype"] not in _DTYPES:
+    if not isinstance(content["dtype"], str) or content["dtype"] not in _DTYPES:
         raise source.error(f"is an ndarray of dtype {content['dtype']!r:.40}, expected integers.")
     array, limits = as_array(content["data"], source=source), np.iinfo(content["dtype"])
     if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):

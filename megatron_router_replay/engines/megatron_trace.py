@@ -37,6 +37,7 @@ import numpy as np
 from megatron_router_replay.engines.assemble import build_trace
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
 from megatron_router_replay.engines.payload import Array, Source, as_array
+from megatron_router_replay.engines.reply import says
 from megatron_router_replay.engines.rows import RowLayout, SampleRows
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
@@ -116,7 +117,10 @@ def decode(
 
 def _lines(result: Any, rank: int | None) -> tuple[Iterator[Any], Source]:
     if not isinstance(result, (str, os.PathLike)):
-        return iter(result), Source(engine=_ENGINE, field="the lines")
+        source = Source(engine=_ENGINE, field="the lines")
+        if not isinstance(result, Iterable):
+            raise source.error(f"are {type(result).__name__}, expected a folder, a file or a list of lines.")
+        return iter(result), source
     path = Path(result)
     if path.is_dir():
         found = {int(match[1]): child for child in path.iterdir() if (match := _FILE.fullmatch(child.name))}
@@ -158,9 +162,9 @@ def _record(line: Any, model: ModelRoutingInfo, source: Source) -> _Record | Non
             raise source.error(f"has a line with {name}={value!r:.40}, expected an integer of 0 or more.")
         numbers[name] = value
     block = line.get("block")
-    if block == "mtp":
+    if says(block, "mtp"):
         return None
-    if block not in (None, "decoder"):
+    if block is not None and not says(block, "decoder"):
         raise source.error(f"has a line of the block {block!r:.40}, expected 'decoder' or 'mtp'.")
     where = f"step {numbers['step']}, layer {numbers['layer']}"
     indices = as_array(line["top_indices"], source=source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,10 @@ class DecodeOptions:
             value: Any = getattr(self, name)
             if value is None and name == "num_tokens":
                 continue
-            if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
-                raise PayloadError(f"{name}={value!r} must be an integer of 0 or more.")
-            object.__setattr__(self, name, int(value))
+            try:
+                number = -1 if isinstance(value, bool) else operator.index(value)
+            except TypeError:
+                number = -1
+            if number < 0:
+                raise PayloadError(f"{name}={value!r:.60} must be an integer of 0 or more.")
+            object.__setattr__(self, name, number)

@@ -79,6 +79,11 @@ def first_known(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
+def says(value: Any, word: str) -> bool:
+    """Return whether a field holds this word; one that holds an array has no truth value to compare by."""
+    return isinstance(value, str) and value == word
+
+
 def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: Source) -> tuple[StatedCount, ...]:
     """Return the counts that `holder` states under `names`; absent and null ones are left out.
 

@@ -28,6 +28,7 @@ from megatron_router_replay.engines.reply import (
     get_field,
     read_counts,
     read_usage,
+    says,
     spans_count,
 )
 from megatron_router_replay.engines.responses import Response, is_response, read_response, read_responses
@@ -145,7 +146,7 @@ class Runtime:
             source=source,
             routed_experts=first_known(get_field(meta, "routed_experts"), last.get("routed_experts")),
             output_token_ids=last.get("output_ids") if len(chunks) == 1 else self._streamed_ids(chunks, source),
-            aborted=_reason_type(reason) == "abort",
+            aborted=says(_reason_type(reason), "abort"),
             counts=tuple(counts),
             weight_spans=spans,
             weight_name=name if isinstance(name, str) else None,
@@ -205,7 +206,7 @@ class Runtime:
                 Reply(
                     source=label,
                     routed_experts=routes[0] if routes else None,
-                    aborted=_reason_type(get_field(parts[-1], "finish_reason")) == "abort",
+                    aborted=says(_reason_type(get_field(parts[-1], "finish_reason")), "abort"),
                     counts=(*counts, *spans_count(spans)),
                     usage=usage,
                     weight_spans=spans,

@@ -18,7 +18,7 @@ from megatron_router_replay.engines.front import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import Source, as_array
-from megatron_router_replay.engines.reply import Reply, first_known, get_field
+from megatron_router_replay.engines.reply import Reply, first_known, get_field, says
 from megatron_router_replay.engines.responses import (
     Response,
     check_bare_choices,
@@ -71,7 +71,7 @@ def _of_output(parts: Sequence[Any], response: Response | None, label: str) -> R
         routed_experts=get_field(last, "routed_experts"),
         prompt_token_ids=first_known(*(get_field(item, "prompt_token_ids") for item in (last, *chunks))),
         output_token_ids=get_field(last, "token_ids"),
-        aborted=get_field(last, "finish_reason") == "cancelled",
+        aborted=says(get_field(last, "finish_reason"), "cancelled"),
     )
 
 

@@ -15,8 +15,8 @@ What the versions send (S tokens: P of the prompt, G generated; L hidden layers,
 - 0.32: `weight_versions`, which weights sampled which part of the output.
 
 What no check can see: ids of the right number that are not the engine's, where the reply has none of its own (a plain array;
-completions and chat without return_token_ids), and a chunk of a generate stream that was replaced by a copy of its neighbour,
-for its chunks carry neither a number nor a count.
+completions and chat without return_token_ids), and a chunk of a generate stream that was replaced by a copy of its neighbour
+or changed places with it, for its chunks carry neither a number nor a count.
 
 Source: vLLM 0.14 to 0.32, and captures of 0.30.0 (tests/unit/data/engine_captures).
 """
@@ -33,7 +33,7 @@ from megatron_router_replay.engines.front import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import Array, Source, as_rows, as_token_ids
-from megatron_router_replay.engines.reply import Reply, first_known, get_field, read_usage, spans_count
+from megatron_router_replay.engines.reply import Reply, first_known, get_field, read_usage, says, spans_count
 from megatron_router_replay.engines.responses import (
     Response,
     check_bare_choices,
@@ -105,7 +105,7 @@ def _of_choice(parts: Sequence[Any], response: Response | None, index: int) -> R
         prompt_routed_experts=first_known(*(get_field(item, "prompt_routed_experts") for item in (*parts, *chunks))),
         prompt_token_ids=first_known(*(get_field(item, "prompt_token_ids") for item in (*parts, *chunks))),
         output_token_ids=_joined_ids(parts, source),
-        aborted=get_field(parts[-1], "finish_reason") == "abort",
+        aborted=says(get_field(parts[-1], "finish_reason"), "abort"),
         counts=spans_count(spans),
         weight_spans=spans,
     )
