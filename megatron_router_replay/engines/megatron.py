@@ -26,7 +26,7 @@ import numpy as np
 from megatron_router_replay.engines.front import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
-from megatron_router_replay.engines.payload import Source, as_array
+from megatron_router_replay.engines.payload import Source, as_array, short_repr
 from megatron_router_replay.engines.reply import Reply, first_known, get_field, read_usage
 from megatron_router_replay.engines.responses import Response, is_response, read_response, read_responses
 from megatron_router_replay.engines.rows import RowLayout
@@ -111,9 +111,11 @@ def _unwrapped(value: Any, source: Source) -> Any:
     if kind == "tensor":
         return content
     if kind != "ndarray" or not isinstance(content, Mapping) or not {"data", "dtype"} <= set(content):
-        raise source.error(f"is wrapped as {kind!r:.40}, expected 'tensor', or 'ndarray' with its data and dtype.")
+        raise source.error(
+            f"is wrapped as {short_repr(kind)}, expected 'tensor', or 'ndarray' with its data and dtype."
+        )
     if not isinstance(content["dtype"], str) or content["dtype"] not in _DTYPES:
-        raise source.error(f"is an ndarray of dtype {content['dtype']!r:.40}, expected integers.")
+        raise source.error(f"is an ndarray of dtype {short_repr(content['dtype'])}, expected integers.")
     array, limits = as_array(content["data"], source=source), np.iinfo(content["dtype"])
     if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
         raise source.error(f"holds ids that {content['dtype']}, its dtype, does not.")

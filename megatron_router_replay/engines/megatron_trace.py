@@ -36,7 +36,7 @@ import numpy as np
 
 from megatron_router_replay.engines.assemble import build_trace
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
-from megatron_router_replay.engines.payload import Array, Source, as_array
+from megatron_router_replay.engines.payload import Array, Source, as_array, short_repr
 from megatron_router_replay.engines.reply import says
 from megatron_router_replay.engines.rows import RowLayout, SampleRows
 from megatron_router_replay.errors import PayloadError
@@ -154,18 +154,18 @@ def _parsed(path: Path, source: Source) -> Iterator[Any]:
 def _record(line: Any, model: ModelRoutingInfo, source: Source) -> _Record | None:
     """Return the routes of a line, None for an MTP layer."""
     if not isinstance(line, Mapping) or "top_indices" not in line:
-        raise source.error(f"has the line {str(line)[:80]!r}, which has no top_indices.")
+        raise source.error(f"has the line {short_repr(line)}, which has no top_indices.")
     numbers: dict[str, int] = {}
     for name in ("step", "layer", "rank", "num_tokens", "topk"):
         value = line.get(name)
-        if type(value) is not int or value < 0:
-            raise source.error(f"has a line with {name}={value!r:.40}, expected an integer of 0 or more.")
+        if type(value) is not int or not 0 <= value < 1 << 48:
+            raise source.error(f"has a line with {name}={short_repr(value)}, expected an integer of 0 or more.")
         numbers[name] = value
     block = line.get("block")
     if says(block, "mtp"):
         return None
     if block is not None and not says(block, "decoder"):
-        raise source.error(f"has a line of the block {block!r:.40}, expected 'decoder' or 'mtp'.")
+        raise source.error(f"has a line of the block {short_repr(block)}, expected 'decoder' or 'mtp'.")
     where = f"step {numbers['step']}, layer {numbers['layer']}"
     indices = as_array(line["top_indices"], source=source)
     if numbers["num_tokens"] == 0:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_router_replay.engines.payload import Array
+from megatron_router_replay.engines.payload import Array, short_repr
 from megatron_router_replay.errors import PayloadError
 
 TokenIds = Sequence[int] | torch.Tensor | Array
@@ -61,5 +61,5 @@ class DecodeOptions:
             except TypeError:
                 number = -1
             if number < 0:
-                raise PayloadError(f"{name}={value!r:.60} must be an integer of 0 or more.")
+                raise PayloadError(f"{name}={short_repr(value)} must be an integer of 0 or more.")
             object.__setattr__(self, name, number)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_router_replay.engines.payload import Source
+from megatron_router_replay.engines.payload import Source, short_repr
 from megatron_router_replay.engines.weights import WeightSpan
 
 Kind = Literal["prompt", "output", "all"]
@@ -71,7 +71,8 @@ class Reply:
 
 def get_field(item: Any, name: str) -> Any:
     """Return a field of a parsed JSON object or an attribute of a python object; None if it is not there."""
-    return item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
+    # Most items are dicts, and asking an abstract class whether one is a Mapping costs more than reading the field.
+    return item.get(name) if type(item) is dict or isinstance(item, Mapping) else getattr(item, name, None)
 
 
 def first_known(*values: Any) -> Any:
@@ -82,6 +83,10 @@ def first_known(*values: Any) -> Any:
 def says(value: Any, word: str) -> bool:
     """Return whether a field holds this word; one that holds an array has no truth value to compare by."""
     return isinstance(value, str) and value == word
+
+
+_MAX_COUNT = 1 << 48
+"""No response counts so many tokens; integers of thousands of digits cannot even be written into a message."""
 
 
 def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: Source) -> tuple[StatedCount, ...]:
@@ -95,8 +100,8 @@ def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: 
         value = get_field(holder, name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise source.error(f"{prefix}.{name}={value!r:.60} must be an integer of 0 or more.")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_COUNT:
+            raise source.error(f"{prefix}.{name} is {short_repr(value)}, it must be an integer of 0 or more.")
         counts.append(StatedCount(name=f"{prefix}.{name}", kind=kind, value=value))
     return tuple(counts)
 

@@ -12,8 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_router_replay.engines.payload import Source
+from megatron_router_replay.engines.payload import Source, short_repr
 from megatron_router_replay.engines.reply import first_known, get_field
+
+_MAX_CHOICES = 1 << 20
+"""No request asks for so many; an index beyond it is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +39,7 @@ class Response:
     def name(self) -> str:
         """` of <id>` for messages, "" where the response has no id."""
         request = first_known(*(get_field(self.chunks[0], name) for name in ("request_id", "id")))
-        return f" of {str(request)[:60]}" if request else ""
+        return f" of {short_repr(request)}" if isinstance(request, (str, int)) else ""
 
 
 def is_response(item: Any) -> bool:
@@ -81,8 +84,8 @@ def check_bare_choices(items: Sequence[Any], *, engine: str) -> None:
     known = [index for index in indexes if isinstance(index, int)]
     if len(set(known)) > 1 and len(set(known)) == len(known) and known != sorted(known):
         raise Source(engine=engine, field="the choices").error(
-            f"have index {indexes} in this order, without their response: are they in order, or of several responses? "
-            "Pass the response itself, or decode each choice."
+            f"have index {short_repr(indexes)} in this order, without their response: are they in order, or of several "
+            "responses? Pass the response itself, or decode each choice."
         )
 
 
@@ -98,8 +101,8 @@ def _indexes(items: Sequence[Any], source: Source) -> list[int]:
     indexes = [get_field(item, "index") for item in items]
     if all(index is None for index in indexes):
         return list(range(len(items)))
-    if not all(type(index) is int and index >= 0 for index in indexes):
-        raise source.error(f"have index {indexes}: each must be an integer of 0 or more.")
+    if not all(type(index) is int and 0 <= index < _MAX_CHOICES for index in indexes):
+        raise source.error(f"have index {short_repr(indexes)}: each must be an integer of 0 or more.")
     return indexes
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_router_replay.engines.front import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
-from megatron_router_replay.engines.payload import Array, Source, as_array, decode_base64, parse_int32
+from megatron_router_replay.engines.payload import Array, Source, as_array, decode_base64, parse_int32, short_repr
 from megatron_router_replay.engines.reply import (
     Reply,
     StatedCount,
@@ -95,8 +95,10 @@ class Runtime:
         """Return the chunks of each sample, in order of their index where they have one, else of their appearance."""
         source = self._source("the results")
         indexes = [item.get("index") for item in items]
-        if any(index is not None for index in indexes) and not all(type(index) is int for index in indexes):
-            raise source.error(f"have index {indexes[:8]}: all chunks of one request must have one, or none.")
+        if any(index is not None for index in indexes) and not all(
+            type(index) is int and 0 <= index < len(items) for index in indexes
+        ):
+            raise source.error(f"have index {short_repr(indexes)}: all chunks of one request must have one, or none.")
         streams: dict[Any, list[Mapping[str, Any]]] = {}
         streamed = any(_is_unfinished(item) for item in items)
         for position, (item, index) in enumerate(zip(items, indexes)):
@@ -105,8 +107,8 @@ class Runtime:
             chunks = streams.setdefault(key, [])
             if chunks and not _is_unfinished(chunks[-1]):
                 raise source.error(
-                    f"the stream of {key!r:.60} has a chunk behind the one that finished it: a chunk came twice, or results "
-                    "that share an id or index lie among the chunks. Decode each stream by itself."
+                    f"the stream of {short_repr(key)} has a chunk behind the one that finished it: a chunk came twice, or "
+                    "results that share an id or index lie among the chunks. Decode each stream by itself."
                 )
             if chunks and get_field(chunks[-1].get("meta_info"), "id") != request:
                 raise source.error(f"index {index} is of several requests: decode each request by itself.")
@@ -127,7 +129,9 @@ class Runtime:
         last = chunks[-1]
         meta = last.get("meta_info")
         request = get_field(meta, "id")
-        source = self._source(f"sample {position}" + (f", request {str(request)[:60]}" if request else ""))
+        source = self._source(
+            f"sample {position}" + (f", request {short_repr(request)}" if isinstance(request, (str, int)) else "")
+        )
         reason = get_field(meta, "finish_reason")
         spans = read_spans(get_field(meta, "weight_versions"), source=source)
         names = {"prompt_tokens": "prompt", "completion_tokens": "output"}

@@ -13,8 +13,9 @@ A hook on every module whose class name ends in `TopKRouter` or `TopkRouter` get
 A forward of all S tokens has a row for the last one too. Top-k of `output_router_logits` is not used: it is the
 routing of some models only (ENGINES: Qwen3-MoE, Mixtral, gpt-oss).
 
-`decode` takes such a dict by layer_number (from 1), `decode_batch` a list of them, one a sample. A value is the router's output tuple, its indices [tokens, topk] or
-[1, tokens, topk], or a list of several, which are joined, as `generate` with a cache makes them.
+`decode` takes such a dict by layer_number (from 1), `decode_batch` a list of them, one a sample. A value is the router's
+output tuple, its indices [tokens, topk] or [1, tokens, topk], or a list of several, which are joined, as `generate` with a
+cache makes them.
 
 Source: transformers 5.23, MixtralTopKRouter, Qwen3MoeTopKRouter, DeepseekV3TopkRouter, GptOssTopKRouter.
 """

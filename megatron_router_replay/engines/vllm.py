@@ -32,7 +32,7 @@ import numpy as np
 from megatron_router_replay.engines.front import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
-from megatron_router_replay.engines.payload import Array, Source, as_rows, as_token_ids
+from megatron_router_replay.engines.payload import Array, Source, as_rows, as_token_ids, short_repr
 from megatron_router_replay.engines.reply import Reply, first_known, get_field, read_usage, says, spans_count
 from megatron_router_replay.engines.responses import (
     Response,
@@ -120,7 +120,7 @@ def _joined_ids(parts: Sequence[Any], source: Source) -> Any:
         return None  # a completions or chat stream, some of whose chunks have no ids and none has routes
     for i, value in enumerate(ids):
         if not isinstance(value, (list, tuple)):
-            raise source.error(f"chunk {i} of the stream has token_ids {value!r:.60}, expected a list of ids.")
+            raise source.error(f"chunk {i} of the stream has token_ids {short_repr(value)}, expected a list of ids.")
     return [token for value in ids for token in value]
 
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_router_replay.engines.payload import Array, Source
+from megatron_router_replay.engines.payload import Array, Source, short_repr
+
+_MAX_COUNT = 1 << 48
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +45,9 @@ def read_spans(value: Any, *, source: Source) -> tuple[WeightSpan, ...]:
             item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
             for name in ("version", "start", "end")
         )
-        if type(version) not in (str, int) or type(start) is not int or type(end) is not int:
-            raise source.error(f"weight_versions has {item!r:.80}, expected a version with its start and end.")
+        named = type(version) is str or (type(version) is int and abs(version) < _MAX_COUNT)
+        if not named or not (type(start) is int and type(end) is int and 0 <= start < _MAX_COUNT > end >= 0):
+            raise source.error("weight_versions has a span without version, start or end, or with others than numbers.")
         if start != (spans[-1].end if spans else 0) or end < start:
             raise source.error(
                 f"weight_versions has a span {start}..{end} behind {spans[-1].end if spans else 0} tokens: spans must "
@@ -110,12 +113,12 @@ def _as_numbers(names: Sequence[str], given: int | None, source: Source) -> dict
     elif given is None:
         return {}
     raise source.error(
-        f"weight_version={given}, but the weights changed during this reply, from version to version {list(names)}. Pass "
-        f"weight_version={{{names[0]!r}: ..., ...}}, your number for each."
+        f"weight_version={short_repr(given)}, but the weights of this reply changed, from version to version {list(names)}. "
+        f"Pass weight_version={{{names[0]!r}: ..., ...}}, your number for each."
     )
 
 
 def _filled(size: int, version: int, source: Source) -> Array:
     if isinstance(version, bool) or not hasattr(version, "__index__") or not -(2**31) <= version.__index__() < 2**31:
-        raise source.error(f"weight_version={version!r} must be an integer of 32 bits.")
+        raise source.error(f"weight_version={short_repr(version)} must be an integer of 32 bits.")
     return np.full(size, int(version), np.int32)
