@@ -23,6 +23,7 @@ from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.payload import Array
 from megatron_router_replay.engines.rows import SampleRows, check_rows, moe_columns
 from megatron_router_replay.ids import index_dtype, spread_experts
+from megatron_router_replay.runs import neighbour_runs
 from megatron_router_replay.trace import RoutingTrace
 
 Allocate = Callable[[int], Array]
@@ -105,7 +106,8 @@ def _copy_part(sample: SampleRows, part: Array, first_row: int, out: Array, mode
                 f"{values[row].tolist()} there, not filler (0 or -1). Is this the config of the served model, and does "
                 "the payload have one column for each hidden layer?"
             )
-    runs = tuple(_runs(pairs))
+    # Neighbouring columns are copied as one slice; (layer index, first column, number of columns) of each.
+    runs = neighbour_runs([column for _, column in pairs]).tolist()
     narrow = part.dtype == out.dtype
     step = max(1, _BLOCK_BYTES // max(1, part.shape[1] * part.shape[2] * part.itemsize))
     for begin in range(0, part.shape[0], step):
@@ -131,18 +133,9 @@ def _copy_part(sample: SampleRows, part: Array, first_row: int, out: Array, mode
             )
 
 
-def _copy_rest(part: Array, runs: Sequence[tuple[int, int, int]], out: Array) -> None:
+def _copy_rest(part: Array, runs: Sequence[Sequence[int]], out: Array) -> None:
     for layer_index, column, length in runs:
         out[:, layer_index : layer_index + length] = part[:, column : column + length]
-
-
-def _runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield (layer index, column, length) of each run of neighbouring columns, so that each is copied as one slice."""
-    begin = 0
-    for i in range(1, len(pairs) + 1):
-        if i == len(pairs) or pairs[i][1] != pairs[i - 1][1] + 1:
-            yield begin, pairs[begin][1], i - begin
-            begin = i
 
 
 def _segments(sample: SampleRows, end: int) -> Iterator[tuple[str, int, int]]:
