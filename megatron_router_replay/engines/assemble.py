@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -106,8 +107,7 @@ def _copy_part(sample: SampleRows, part: Array, first_row: int, out: Array, mode
                 f"{values[row].tolist()} there, not filler (0 or -1). Is this the config of the served model, and does "
                 "the payload have one column for each hidden layer?"
             )
-    # Neighbouring columns are copied as one slice; (layer index, first column, number of columns) of each.
-    runs = neighbour_runs([column for _, column in pairs]).tolist()
+    runs = _column_runs(tuple(column for _, column in pairs))
     narrow = part.dtype == out.dtype
     step = max(1, _BLOCK_BYTES // max(1, part.shape[1] * part.shape[2] * part.itemsize))
     for begin in range(0, part.shape[0], step):
@@ -131,6 +131,16 @@ def _copy_part(sample: SampleRows, part: Array, first_row: int, out: Array, mode
                 model=model,
                 source=sample.source,
             )
+
+
+@lru_cache(maxsize=64)
+def _column_runs(columns: tuple[int, ...]) -> list[list[int]]:
+    """Return (layer index, first column, number of columns) of each run of neighbouring columns, copied as one slice.
+
+    Cached, for it is the same for every reply of a model and costs more than copying a short one.
+    """
+    runs: list[list[int]] = neighbour_runs(columns).tolist()
+    return runs
 
 
 def _copy_rest(part: Array, runs: Sequence[Sequence[int]], out: Array) -> None:
