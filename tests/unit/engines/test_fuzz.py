@@ -369,10 +369,11 @@ def test_mutated_structures_never_give_a_sample_the_routes_of_another():
     outcomes = {"decoded": 0, "refused": 0}
     for i in range(STRUCTURE):
         engine, result, options = kinds[i % len(kinds)]
+        # sglang-jax's completions have no ids: a choice that is copied in place of another, with its index, is forged.
         # vLLM's chunks have no number: one that is lost and one that comes twice make up for each other, and their order
         # is that of their arrival.
         unnumbered = i % len(kinds) == len(kinds) - 1
-        times = 1 if unnumbered else rng.randrange(1, 4)
+        times = 1 if unnumbered or engine == "sglang_jax" else rng.randrange(1, 4)
         mutated = result.mutated(rng, times, change_structure)
         outcomes["refused"] += 1
         with bounded_case():
