@@ -176,7 +176,7 @@ class Tree:
         tree = pickle.loads(self.pickled)
         for _ in range(times):
             path = rng.choice(self.paths)
-            with contextlib.suppress(KeyError, IndexError, TypeError, AttributeError):
+            with contextlib.suppress(KeyError, IndexError, TypeError, AttributeError, ValueError):
                 parent = tree
                 for key in path[:-1]:
                     parent = parent[key]
