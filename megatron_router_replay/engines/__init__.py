@@ -1,20 +1,38 @@
 """What inference engines return -> RoutingTrace: one module per engine, none of which imports its engine.
 
-For example `vllm.decode(output, model="path/of/the/checkpoint")` for one sample, `sglang.decode_batch(response,
-model=info, token_ids=ids)` for several. `RoutingSegments` joins the turns of a conversation and resumed generations.
+Each module has `decode` for one sample and `decode_batch` for several, with the same options (`DecodeOptions`); its docstring
+says which forms of result it reads. For example `vllm.decode(output, model="path/of/the/checkpoint")`, or
+`sglang.decode_batch(response, model=info, token_ids=ids)`. `RoutingSegments` joins the turns of a conversation and resumed
+generations. `megatron_trace.decode` reads the files of Megatron-Core's own routing trace.
+
+How it reads: `front` is the one decode, `options` what a caller may say, `reply` and `responses` what a response holds,
+`tokens` whose rows they are, `weights` who chose them, `payload` the wire formats, `assemble` and `checks` the rows.
 """
 
-from megatron_router_replay.engines import array, megatron, sglang, sglang_jax, transformers, vllm
+from megatron_router_replay.engines import (
+    array,
+    megatron,
+    megatron_trace,
+    sglang,
+    sglang_jax,
+    tensorrt_llm,
+    transformers,
+    vllm,
+)
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
+from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.segments import RoutingSegments
 
 __all__ = [
+    "DecodeOptions",
     "ModelRoutingInfo",
     "RoutingSegments",
     "array",
     "megatron",
+    "megatron_trace",
     "sglang",
     "sglang_jax",
+    "tensorrt_llm",
     "transformers",
     "vllm",
 ]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_router_replay.engines.assemble import SampleRows, build_trace
-from megatron_router_replay.engines.model_info import ModelLike, as_model_info
-from megatron_router_replay.engines.payload import Source, as_array
-from megatron_router_replay.engines.tokens import resolve_tokens
+from megatron_router_replay.engines.assemble import Allocate
+from megatron_router_replay.engines.front import Decoder
+from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo
+from megatron_router_replay.engines.options import DecodeOptions, TokenIds, WeightVersion
+from megatron_router_replay.engines.payload import Array, Source, as_array
+from megatron_router_replay.engines.reply import Reply, StatedCount
+from megatron_router_replay.engines.rows import RowLayout
+from megatron_router_replay.engines.tokens import SampleTokens
+from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 
 _ENGINE = "array"
@@ -22,72 +28,101 @@ def decode(
     model: ModelLike,
     axes: Sequence[str],
     layer_numbers: Sequence[int] | None = None,
-    token_ids: Any = None,
+    token_ids: TokenIds | None = None,
     start: int = 0,
     num_tokens: int | None = None,
     num_prompt_tokens: int | None = None,
     last_token_routed: bool = True,
     allow_surplus_rows: bool = False,
     allow_constant_layers: bool = False,
-    weight_version: int | None = None,
+    weight_version: WeightVersion | None = None,
     sample_id: str | None = None,
+    allocate: Allocate | None = None,
 ) -> RoutingTrace:
     """Return the routes of one sample from an array whose axes are named, nothing about it being guessed.
 
     Args:
         result: numpy, torch or nested lists, any integer dtype.
-        model: ModelRoutingInfo, or the Hugging Face config as a dict or path.
         axes: "token", "layer" and "expert" in the array's order, such as ("layer", "token", "expert"); axes of length
             1 may be named "batch" or "".
         layer_numbers: Megatron's layer_number of each entry of the layer axis, entries of other than MoE layers must be
             filler (0 or -1). None: all hidden layers.
-        token_ids: [S] of the sample.
-        start: the token that the first row belongs to.
-        num_tokens: S, where ids are not known.
         num_prompt_tokens: where the generation begins, for the checks of each part.
         last_token_routed: False: a row of the last token, where there is one, is padding.
-        others: as for the engines.
+        model, token_ids, start, num_tokens, allow_surplus_rows, allow_constant_layers, weight_version, sample_id,
+            allocate: as for every engine, see `engines.DecodeOptions`.
 
     Returns:
-        [S, MoE layers, topk] with sequence_lengths (S,).
+        [S, MoE layers, topk] with sequence_lengths (S,); S - 1 - start or S - start rows are legal.
 
     Raises:
         PayloadError: the axes do not fit the array, or the routes do not fit the tokens or the model.
     """
-    info = as_model_info(model)
-    source = Source(engine=_ENGINE, field="the array", sample=sample_id or "")
-    names = tuple(axes)
-    array = as_array(result, source=source)
-    if array.ndim != len(names) or sorted(n for n in names if n not in ("batch", "")) != ["expert", "layer", "token"]:
-        raise source.error(
-            f"axes {list(names)} do not name shape {list(array.shape)}: one token, layer and expert each."
-        )
-    extra = [i for i, name in enumerate(names) if name in ("batch", "")]
-    if any(array.shape[i] != 1 for i in extra):
-        raise source.error(f"has shape {list(array.shape)}, but only axes of length 1 may be named batch or ''.")
-    array = array.reshape([size for i, size in enumerate(array.shape) if i not in extra])
-    kept = [name for name in names if name not in ("batch", "")]
-    array = np.moveaxis(array, [kept.index("token"), kept.index("layer"), kept.index("expert")], [0, 1, 2])
-    tokens = resolve_tokens(source=source, token_ids=token_ids, num_tokens=num_tokens)
-    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-        raise source.error(f"start={start!r} must be an integer of 0 or more.")
-    columns, filler = _columns(layer_numbers, info.moe_layer_numbers, array.shape[1], source)
-    sample = SampleRows(
-        source=source,
-        parts=(array,),
-        num_tokens=tokens.num_tokens,
+    named = _NamedAxes(
+        axes=tuple(axes),
+        layer_numbers=None if layer_numbers is None else tuple(layer_numbers),
         num_prompt_tokens=num_prompt_tokens,
-        token_ids=tokens.token_ids,
-        start=start,
         last_token_routed=last_token_routed,
-        layer_columns=columns,
-        filler_columns=filler,
+    )
+    decoder = Decoder(name=_ENGINE, read=named.read, rows=named.rows, if_missing="Pass the array.")
+    return decoder.decode(
+        result,
+        model=model,
+        token_ids=token_ids,
+        start=start,
+        num_tokens=num_tokens,
         allow_surplus_rows=allow_surplus_rows,
         allow_constant_layers=allow_constant_layers,
         weight_version=weight_version,
         sample_id=sample_id,
+        allocate=allocate,
     )
-    return build_trace([sample], model=info)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _NamedAxes:
+    """What the caller says of the array."""
+
+    axes: tuple[str, ...]
+    layer_numbers: tuple[int, ...] | None
+    num_prompt_tokens: int | None
+    last_token_routed: bool
+
+    def __post_init__(self) -> None:
+        if sorted(self._kept) != ["expert", "layer", "token"]:
+            raise PayloadError(f"axes {list(self.axes)} must name one token, one layer and one expert axis.")
+
+    @property
+    def _kept(self) -> list[str]:
+        return [name for name in self.axes if name not in ("batch", "")]
+
+    def read(self, result: Any, *, batch: bool) -> list[Reply]:
+        counts: tuple[StatedCount, ...] = ()
+        if self.num_prompt_tokens is not None:
+            counts = (StatedCount(name="num_prompt_tokens", kind="prompt", value=self.num_prompt_tokens),)
+        return [Reply(source=Source(engine=_ENGINE, field="the array"), routed_experts=result, counts=counts)]
+
+    def rows(self, reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+        array = self._token_major(as_array(reply.routed_experts, source=reply.source), reply.source)
+        columns, filler = _columns(self.layer_numbers, model.moe_layer_numbers, array.shape[1], reply.source)
+        return RowLayout(
+            parts=(array,),
+            layer_columns=columns,
+            filler_columns=filler,
+            may_have_last_row=True,
+            last_row_is_route=self.last_token_routed,
+        )
+
+    def _token_major(self, array: Array, source: Source) -> Array:
+        """Return the array as [tokens, layers, topk]."""
+        kept = self._kept
+        if array.ndim != len(self.axes):
+            raise source.error(f"axes {list(self.axes)} do not name shape {list(array.shape)}: one name an axis.")
+        extra = [i for i, name in enumerate(self.axes) if name in ("batch", "")]
+        if any(array.shape[i] != 1 for i in extra):
+            raise source.error(f"has shape {list(array.shape)}, but only axes of length 1 may be named batch or ''.")
+        array = array.reshape([size for i, size in enumerate(array.shape) if i not in extra])
+        return np.moveaxis(array, [kept.index("token"), kept.index("layer"), kept.index("expert")], [0, 1, 2])
 
 
 def _columns(

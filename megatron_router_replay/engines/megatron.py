@@ -1,158 +1,151 @@
-"""Megatron-Core's own inference (`DynamicInferenceRequest.routing_indices`) -> RoutingTrace.
+"""Megatron-Core's own inference -> RoutingTrace.
 
-`routing_indices` is [S - 1, MoE layers, topk], accumulated over the steps of the request; dense layers are not in it.
-The tokens are `prompt_tokens` and `generated_tokens` of the request.
+`decode` reads a finished request (`DynamicInferenceRequest`, or its serialised dict) with `routing_indices`, a response of
+the text generation server (completions, chat) or one of its choices with `moe_topk_indices`, or the array
+[S - 1, MoE layers, topk]; `decode_batch` responses with several choices and lists of these. Dense layers are not in it.
 
-Source: Megatron-Core 0.16, megatron.core.inference.inference_request and contexts.routing_metadata.
+The server sends `moe_topk_indices` as nested lists (0.17) or as `["ndarray", {"data": lists, "dtype": name}]` (0.18 and
+later), with `prompt_token_ids` and `generation_token_ids` (chat; completions from 0.18 on). `prompt_moe_topk_indices` is the
+first rows of the same array in 0.17; from 0.18 on the wrapper is cut instead of the array, so it is never read.
+`usage.prompt_tokens` of several choices is the largest of their prompts.
+
+A request that was suspended and resumed is served in parts, and merging them concatenates the routes of every part, each of
+which starts at the first token again: it has more rows than S - 1 and is refused.
+
+Source: Megatron-Core 0.16 to 0.19, core.inference.inference_request and text_generation_server endpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from megatron_router_replay.engines.assemble import SampleRows, build_trace
-from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
-from megatron_router_replay.engines.payload import Source, as_array
-from megatron_router_replay.engines.tokens import get_field, resolve_tokens
-from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.trace import RoutingTrace
+import numpy as np
+
+from megatron_router_replay.engines.front import Decoder
+from megatron_router_replay.engines.model_info import ModelRoutingInfo
+from megatron_router_replay.engines.options import DecodeOptions
+from megatron_router_replay.engines.payload import Source, as_array, short_repr
+from megatron_router_replay.engines.reply import Reply, first_known, get_field, read_usage
+from megatron_router_replay.engines.responses import Response, is_response, read_response, read_responses
+from megatron_router_replay.engines.rows import RowLayout
+from megatron_router_replay.engines.tokens import SampleTokens
+
+_ENGINE = "Megatron"
+_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
 
-def decode(
-    result: Any,
-    *,
-    model: ModelLike,
-    token_ids: Any = None,
-    start: int = 0,
-    num_tokens: int | None = None,
-    allow_surplus_rows: bool = False,
-    allow_constant_layers: bool = False,
-    weight_version: int | None = None,
-    sample_id: str | None = None,
-) -> RoutingTrace:
-    """Return the routes of one request: S rows for its S tokens, the last one without a route.
-
-    Args:
-        result: a finished request (object or dict) with `routing_indices`, or that array [rows, MoE layers, topk].
-        model: ModelRoutingInfo, or the Hugging Face config as a dict or path.
-        token_ids: prompt and output, [S]; compared with those of the request.
-        start: rows that are not in the array.
-        num_tokens: S, where ids are not known.
-        allow_surplus_rows: drop rows behind the last token.
-        allow_constant_layers: believe a layer that sends all tokens to the same experts.
-        weight_version, sample_id: stored in the trace.
-
-    Raises:
-        PayloadError: routes are missing, do not fit the tokens or the model, or are damaged.
-    """
-    info = as_model_info(model)
-    sample = _sample(
-        result,
-        info,
-        label="the request",
-        token_ids=token_ids,
-        start=start,
-        num_tokens=num_tokens,
-        allow_surplus_rows=allow_surplus_rows,
-        allow_constant_layers=allow_constant_layers,
-        weight_version=weight_version,
-        sample_id=sample_id,
-    )
-    return build_trace([sample], model=info)
-
-
-def decode_batch(
-    results: Sequence[Any],
-    *,
-    model: ModelLike,
-    token_ids: Sequence[Any] | None = None,
-    allow_surplus_rows: bool = False,
-    allow_constant_layers: bool = False,
-    weight_version: int | None = None,
-    sample_ids: Sequence[str] | None = None,
-) -> RoutingTrace:
-    """Return the routes of several requests behind one another; arguments as for `decode`, lists with one per request.
-
-    Raises:
-        PayloadError: as for `decode`; a list has another length than `results`.
-    """
-    info = as_model_info(model)
-    if not isinstance(results, (list, tuple)) or not results:
-        raise PayloadError(
-            f"Megatron: decode_batch takes a list of requests, got {type(results).__name__} without any."
+def _read(result: Any, *, batch: bool) -> list[Reply]:
+    if is_response(result):
+        return _of_response(read_response(result, engine=_ENGINE))
+    if isinstance(result, (list, tuple)) and result and not _is_wrapped(result):
+        if all(is_response(item) for item in result):
+            responses = read_responses(result, engine=_ENGINE)
+            return [reply for response in responses for reply in _of_response(response)]
+        if batch:
+            replies = [reply for item in result for reply in _read(item, batch=False)]
+            return [
+                replace(reply, source=replace(reply.source, sample=f"request {i}")) for i, reply in enumerate(replies)
+            ]
+    if isinstance(result, (list, tuple)) or hasattr(result, "__array__") or result is None:
+        return [Reply(source=_source("the request"), routed_experts=_unwrapped(result, _source("the request")))]
+    if get_field(result, "moe_topk_indices") is not None or get_field(result, "prompt_moe_topk_indices") is not None:
+        return [_of_choice(result, _source("the choice", "moe_topk_indices"))]
+    source = _source("the request")
+    return [
+        Reply(
+            source=source,
+            routed_experts=_unwrapped(get_field(result, "routing_indices"), source),
+            prompt_token_ids=_unwrapped(get_field(result, "prompt_tokens"), source),
+            output_token_ids=_unwrapped(get_field(result, "generated_tokens"), source),
         )
-    for name, values in (("token_ids", token_ids), ("sample_ids", sample_ids)):
-        if values is not None and len(values) != len(results):
-            raise PayloadError(f"Megatron: {len(values)} {name} for {len(results)} requests: give one a request.")
-    samples = [
-        _sample(
-            result,
-            info,
-            label=f"request {i}",
-            token_ids=None if token_ids is None else token_ids[i],
-            start=0,
-            num_tokens=None,
-            allow_surplus_rows=allow_surplus_rows,
-            allow_constant_layers=allow_constant_layers,
-            weight_version=weight_version,
-            sample_id=None if sample_ids is None else sample_ids[i],
-        )
-        for i, result in enumerate(results)
     ]
-    return build_trace(samples, model=info)
 
 
-def _sample(
-    result: Any,
-    model: ModelRoutingInfo,
-    *,
-    label: str,
-    token_ids: Any,
-    start: int,
-    num_tokens: int | None,
-    allow_surplus_rows: bool,
-    allow_constant_layers: bool,
-    weight_version: int | None,
-    sample_id: str | None,
-) -> SampleRows:
-    source = Source(engine="Megatron", field="routing_indices", sample=label)
-    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-        raise source.error(f"start={start!r} must be an integer of 0 or more.")
-    is_array = isinstance(result, (list, tuple)) or hasattr(result, "__array__")
-    routes = result if is_array else get_field(result, "routing_indices")
-    output = None if is_array else get_field(result, "generated_tokens")
-    tokens = resolve_tokens(
-        source=source,
-        token_ids=token_ids,
-        sent_prompt=None if is_array else get_field(result, "prompt_tokens"),
-        sent_output=output,
-        num_tokens=num_tokens,
-    )
-    if routes is None:
-        raise source.error(
-            "missing, though the model has MoE layers: it would train on live routes. "
-            "Set moe_enable_routing_replay=True in the engine's config."
+def _source(label: str, field: str = "routing_indices") -> Source:
+    return Source(engine=_ENGINE, field=field, sample=label)
+
+
+def _of_response(response: Response) -> list[Reply]:
+    if response.is_stream:
+        raise _source(f"the stream{response.name}", "moe_topk_indices").error(
+            "the server does not stream routes: send the request without stream."
         )
-    pairs = tuple((number, i) for i, number in enumerate(model.moe_layer_numbers))
-    rows = as_array(routes, source=source)
-    if rows.ndim == 3 and rows.shape[0] and rows.shape[1] != len(pairs):
+    source = _source("the response" + response.name, "moe_topk_indices")
+    counts, usage = read_usage(
+        response.chunks[0], source=source, num_choices=len(response.choices), largest_prompt=True
+    )
+    replies = [
+        _of_choice(parts[0], _source(f"choice {i}{response.name}", "moe_topk_indices"))
+        for i, parts in enumerate(response.choices)
+    ]
+    return [replace(reply, counts=counts, usage=usage) for reply in replies]
+
+
+def _of_choice(choice: Any, source: Source) -> Reply:
+    routes, prompt_routes = get_field(choice, "moe_topk_indices"), get_field(choice, "prompt_moe_topk_indices")
+    if routes is None and prompt_routes is not None:
         raise source.error(
+            "missing: there is prompt_moe_topk_indices alone, which has no routes of the generation, and from Megatron-Core "
+            "0.18 on is cut from the array's wrapper instead of the array."
+        )
+    message = get_field(choice, "message")
+    return Reply(
+        source=source,
+        routed_experts=_unwrapped(routes, source),
+        prompt_token_ids=first_known(*(get_field(item, "prompt_token_ids") for item in (choice, message))),
+        output_token_ids=first_known(*(get_field(item, "generation_token_ids") for item in (choice, message))),
+    )
+
+
+def _is_wrapped(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)
+
+
+def _unwrapped(value: Any, source: Source) -> Any:
+    """Return what `DynamicInferenceRequest.serialize` wrapped: ("tensor", lists) or ("ndarray", {data, dtype})."""
+    if not _is_wrapped(value):
+        return value
+    kind, content = value
+    if kind == "tensor":
+        return content
+    if kind != "ndarray" or not isinstance(content, Mapping) or not {"data", "dtype"} <= set(content):
+        raise source.error(
+            f"is wrapped as {short_repr(kind)}, expected 'tensor', or 'ndarray' with its data and dtype."
+        )
+    if not isinstance(content["dtype"], str) or content["dtype"] not in _DTYPES:
+        raise source.error(f"is an ndarray of dtype {short_repr(content['dtype'])}, expected integers.")
+    array, limits = as_array(content["data"], source=source), np.iinfo(content["dtype"])
+    if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
+        raise source.error(f"holds ids that {content['dtype']}, its dtype, does not.")
+    return array
+
+
+def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+    pairs = tuple((number, i) for i, number in enumerate(model.moe_layer_numbers))
+    rows = as_array(reply.routed_experts, source=reply.source)
+    if rows.ndim == 3 and rows.shape[0] and rows.shape[1] != len(pairs):
+        raise reply.source.error(
             f"has {rows.shape[1]} layers, the model has {len(pairs)} MoE layers. "
             "Each pipeline stage records its own layers only: join them first."
         )
-    return SampleRows(
-        source=source,
+    return RowLayout(
         parts=(rows,),
-        num_tokens=tokens.num_tokens,
-        num_prompt_tokens=tokens.num_prompt_tokens,
-        token_ids=tokens.token_ids,
-        start=start,
-        last_token_routed=tokens.num_prompt_tokens == tokens.num_tokens,
         layer_columns=pairs,
         filler_columns=(),
-        allow_surplus_rows=allow_surplus_rows,
-        allow_constant_layers=allow_constant_layers,
-        weight_version=weight_version,
-        sample_id=sample_id,
+        explain_surplus=(
+            "Are these the ids of this very request? Megatron sends no surplus rows; the parts of a request that was "
+            "suspended are concatenated, each from its first token on: decode each part by itself."
+        ),
     )
+
+
+_DECODER = Decoder(
+    name=_ENGINE,
+    read=_read,
+    rows=_rows,
+    if_missing="Set moe_enable_routing_replay=True in the engine's config.",
+)
+decode = _DECODER.decode
+decode_batch = _DECODER.decode_batch

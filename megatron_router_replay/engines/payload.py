@@ -52,6 +52,14 @@ class Source:
         return PayloadError(f"{self}: {text}")
 
 
+def short_repr(value: Any, length: int = 60) -> str:
+    """Return how a value of a payload looks, for a message; python refuses to write integers of thousands of digits."""
+    try:
+        return (value if isinstance(value, str) else repr(value))[:length]
+    except ValueError:
+        return f"a {type(value).__name__} that cannot be written out"
+
+
 _NPY_MAGIC = b"\x93NUMPY\x01\x00"
 _NPY_HEADER = re.compile(
     rb"\{'descr': '([<>|=][iu][1248])', 'fortran_order': (True|False), "

@@ -1,288 +1,259 @@
 """The replies of SGLang's runtime and of its JAX sibling: what `sglang` and `sglang_jax` share.
 
-Both send `meta_info["routed_experts"]`, base64 of raw little-endian int32 [rows, all hidden layers, topk] in C order,
-without a shape, so the model's config and the number of tokens must account for every byte.
+Both send `meta_info["routed_experts"]`, base64 of raw little-endian int32 [S - 1 - start, all hidden layers, topk] in C
+order, without a shape, so the model's config and the number of tokens must account for every byte.
+
+The chunks of a /generate stream state the number of output tokens so far, and `output_ids` are all of them or, with
+incremental streaming, the new ones; every chunk must fit the count. A request of several samples streams them with an
+`index`. Whole results are never taken for chunks, also if they share a request id: they are finished.
+
+Source: SGLang 0.5.7 to 0.5.23, sglang-jax at commit cddbf6f, and captures of both (tests/unit/data/engine_captures).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from megatron_router_replay.engines.assemble import Allocate, SampleRows, build_trace
-from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
-from megatron_router_replay.engines.payload import Array, Source, as_array, decode_base64, parse_int32
-from megatron_router_replay.engines.tokens import SampleTokens, as_count, get_field, resolve_tokens
-from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.engines.front import Decoder
+from megatron_router_replay.engines.model_info import ModelRoutingInfo
+from megatron_router_replay.engines.options import DecodeOptions
+from megatron_router_replay.engines.payload import Array, Source, as_array, decode_base64, parse_int32, short_repr
+from megatron_router_replay.engines.reply import (
+    Reply,
+    StatedCount,
+    first_known,
+    get_field,
+    read_counts,
+    read_usage,
+    says,
+    spans_count,
+)
+from megatron_router_replay.engines.responses import Response, is_response, read_response, read_responses
+from megatron_router_replay.engines.rows import RowLayout
+from megatron_router_replay.engines.tokens import SampleTokens
+from megatron_router_replay.engines.weights import read_spans
+
+_SLACK_ROWS = 4096
+_SURPLUS_ROWS = 65536
+"""Rows beyond the expected ones that a string may hold, so that the row check can say what is wrong with them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runtime:
-    """What differs between the two engines."""
+    """What differs between the two engines.
+
+    Args:
+        routes_per_choice: OpenAI endpoints send routes with each choice; False: once for the response, those of its
+            first result.
+        ids_on_dense_layers: model types whose dense layers hold ids instead of filler.
+    """
 
     name: str
     routes_per_choice: bool
-    """True: OpenAI endpoints send routes with each choice; False: once for the response, those of its first result."""
     ids_on_dense_layers: tuple[str, ...] = ()
-    """Model types whose dense layers hold ids instead of filler."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
-    """One generated sequence, whatever form the response has."""
-
-    label: str
-    routed_experts: Any
-    output_ids: Any = None
-    finish_reason: Any = None
-    counted_prompt: int | None = None
-    counted_output: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What the caller of a decoder says of one sample."""
-
-    token_ids: Any = None
-    start: int = 0
-    prompt_token_ids: Any = None
-    num_tokens: int | None = None
-    allow_surplus_rows: bool = False
-    allow_constant_layers: bool = False
-    weight_version: int | None = None
-    sample_id: str | None = None
-
-
-def decode_one(
-    result: Any, runtime: Runtime, model: ModelLike, options: Options, allocate: Allocate | None = None
-) -> RoutingTrace:
-    """Return the trace of a response that holds one sample.
-
-    Raises:
-        PayloadError: it holds several, or see `decode` of the engine.
-    """
-    info = as_model_info(model)
-    replies = read_replies(result, runtime, batch=False)
-    if len(replies) != 1:
-        raise PayloadError(f"{runtime.name}: the response holds {len(replies)} samples: use decode_batch.")
-    return build_trace([_sample(replies[0], info, runtime, options)], model=info, allocate=allocate)
-
-
-def decode_many(
-    result: Any,
-    runtime: Runtime,
-    model: ModelLike,
-    *,
-    token_ids: Sequence[Any] | None,
-    start: int | Sequence[int],
-    prompt_token_ids: Sequence[Any] | None,
-    num_tokens: Sequence[int] | None,
-    sample_ids: Sequence[str] | None,
-    allow_surplus_rows: bool,
-    allow_constant_layers: bool,
-    weight_version: int | None,
-    allocate: Allocate | None = None,
-) -> RoutingTrace:
-    """Return one trace of all samples of a response; the sequences hold one value per sample.
-
-    Raises:
-        PayloadError: a sequence has another length than the samples, or see `decode_batch` of the engine.
-    """
-    info = as_model_info(model)
-    replies = read_replies(result, runtime, batch=True)
-    starts = [start] * len(replies) if isinstance(start, int) else start
-    given: dict[str, Any] = {
-        "token_ids": token_ids,
-        "start": starts,
-        "prompt_token_ids": prompt_token_ids,
-        "num_tokens": num_tokens,
-        "sample_id": sample_ids,
-    }
-    for name, values in given.items():
-        if values is not None and len(values) != len(replies):
-            raise PayloadError(f"{runtime.name}: {len(values)} {name} for {len(replies)} samples: give one a sample.")
-    samples = [
-        _sample(
-            reply,
-            info,
-            runtime,
-            Options(
-                **{name: values[i] for name, values in given.items() if values is not None},
-                allow_surplus_rows=allow_surplus_rows,
-                allow_constant_layers=allow_constant_layers,
-                weight_version=weight_version,
+    def decoder(self) -> Decoder:
+        """Return what the engine's module decodes with."""
+        return Decoder(
+            name=self.name,
+            read=self.read,
+            rows=self.rows,
+            if_missing=(
+                "Start the server with --enable-return-routed-experts and send return_routed_experts=true with each request."
             ),
         )
-        for i, reply in enumerate(replies)
-    ]
-    return build_trace(samples, model=info, allocate=allocate)
 
+    def read(self, result: Any, *, batch: bool) -> list[Reply]:
+        """Return the generated sequences of a response: of /generate (one, a list, a stream) or of an OpenAI endpoint."""
+        if is_response(result):
+            return self._of_openai(read_response(result, engine=self.name))
+        if isinstance(result, Mapping):
+            return [self._of_generate([result], 0)]
+        if isinstance(result, (list, tuple)) and result:
+            if all(is_response(item) for item in result):
+                responses = read_responses(result, engine=self.name)
+                return [reply for response in responses for reply in self._of_openai(response)]
+            if all(isinstance(item, Mapping) and not is_response(item) for item in result):
+                streams = self._streams(result)
+                return [self._of_generate(chunks, i) for i, chunks in enumerate(streams)]
+            if batch:
+                return [reply for item in result for reply in self.read(item, batch=False)]
+        return [Reply(source=self._source("the result"), routed_experts=result)]
 
-def read_replies(result: Any, runtime: Runtime, *, batch: bool) -> list[Reply]:
-    """Return the generated sequences of a response: of /generate (one, a list, a stream) or of an OpenAI endpoint.
+    def rows(self, reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+        """Return the rows [rows, all hidden layers, topk] of a base64 string, of the raw bytes or of an array."""
+        filler = () if model.model_type in self.ids_on_dense_layers else None
+        return RowLayout(parts=(_rows(reply, model, tokens, options),), filler_columns=filler)
 
-    Raises:
-        PayloadError: not a response, or one that has lost the routes of some of its results.
-    """
-    if isinstance(result, Mapping):
-        return _of_openai([result], runtime) if "choices" in result else [_of_generate(result, 0)]
-    if isinstance(result, (list, tuple)) and result:
-        if all(isinstance(item, Mapping) for item in result):
-            if all("choices" in item for item in result):
-                return _of_openai(result, runtime)
-            return _last_chunks(result)
-        if batch:
-            return [reply for item in result for reply in read_replies(item, runtime, batch=False)]
-    return [Reply(label="the result", routed_experts=result)]
+    def _source(self, label: str) -> Source:
+        return Source(engine=self.name, field="routed_experts", sample=label)
 
-
-def _of_generate(item: Mapping[str, Any], position: int) -> Reply:
-    meta = item.get("meta_info")
-    routes = get_field(meta, "routed_experts")
-    request = get_field(meta, "id")
-    return Reply(
-        label=f"sample {position}" + (f", request {str(request)[:60]}" if request else ""),
-        routed_experts=item.get("routed_experts") if routes is None else routes,
-        output_ids=item.get("output_ids"),
-        finish_reason=get_field(meta, "finish_reason"),
-        counted_prompt=as_count(get_field(meta, "prompt_tokens")),
-        counted_output=as_count(get_field(meta, "completion_tokens")),
-    )
-
-
-def _last_chunks(items: Sequence[Mapping[str, Any]]) -> list[Reply]:
-    """Return one reply per request: the results of a batch have ids of their own, the chunks of a stream share one."""
-    requests: dict[Any, list[Mapping[str, Any]]] = {}
-    for position, item in enumerate(items):
-        request = get_field(item.get("meta_info"), "id")
-        key = request if isinstance(request, str) else position
-        requests.setdefault(key, []).append(item)
-    replies = []
-    for position, chunks in enumerate(requests.values()):
-        reply = _of_generate(chunks[-1], position)
-        if len(chunks) > 1:
-            reply = replace(reply, output_ids=_streamed_ids(chunks, reply.counted_output))
-        replies.append(reply)
-    return replies
-
-
-def _streamed_ids(chunks: Sequence[Mapping[str, Any]], count: int | None) -> list[Any] | None:
-    """Return all output ids of a stream: the last chunk has them all, or each has its own (incremental streaming)."""
-    lists = [ids for chunk in chunks if isinstance(ids := chunk.get("output_ids"), list)]
-    if lists and len(lists[-1]) == count:
-        return lists[-1]
-    joined = [token for ids in lists for token in ids]
-    return joined if len(joined) == count else None
-
-
-def _of_openai(chunks: Sequence[Mapping[str, Any]], runtime: Runtime) -> list[Reply]:
-    """Read a completions or chat response, or the chunks of its stream."""
-    choices: dict[Any, Any] = {}
-    for chunk in chunks:
-        items = chunk["choices"]
-        if not isinstance(items, (list, tuple)):
-            raise PayloadError(
-                f"{runtime.name}: the choices of a response are {type(items).__name__}, expected a list."
+    def _streams(self, items: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+        """Return the chunks of each sample, in order of their index where they have one, else of their appearance."""
+        source = self._source("the results")
+        indexes = [item.get("index") for item in items]
+        if any(index is not None for index in indexes) and not all(
+            type(index) is int and 0 <= index < len(items) for index in indexes
+        ):
+            raise source.error(f"have index {short_repr(indexes)}: all chunks of one request must have one, or none.")
+        streams: dict[Any, list[Mapping[str, Any]]] = {}
+        streamed = any(_is_unfinished(item) for item in items)
+        for position, (item, index) in enumerate(zip(items, indexes)):
+            request = get_field(item.get("meta_info"), "id")
+            key = index if index is not None else request if streamed and isinstance(request, str) else position
+            chunks = streams.setdefault(key, [])
+            if chunks and not _is_unfinished(chunks[-1]):
+                raise source.error(
+                    f"the stream of {short_repr(key)} has a chunk behind the one that finished it: a chunk came twice, or "
+                    "results that share an id or index lie among the chunks. Decode each stream by itself."
+                )
+            if chunks and get_field(chunks[-1].get("meta_info"), "id") != request:
+                raise source.error(f"index {index} is of several requests: decode each request by itself.")
+            chunks.append(item)
+        unfinished = [key for key, chunks in streams.items() if len(items) > 1 and _is_unfinished(chunks[-1])]
+        if unfinished:
+            raise source.error(f"the stream ends before {unfinished[:8]} is finished: missing its last chunk.")
+        if indexes[0] is None:
+            return list(streams.values())
+        if sorted(streams) != list(range(len(streams))):
+            raise source.error(
+                f"have index {sorted(streams)[:8]}, expected each of 0..{len(streams) - 1}: one is lost."
             )
-        for position, item in enumerate(items):
-            index = get_field(item, "index")
-            choices[index if isinstance(index, int) else position] = item
-    usage = next((chunk["usage"] for chunk in reversed(chunks) if isinstance(chunk.get("usage"), Mapping)), None)
-    counted = {
-        "counted_prompt": as_count(get_field(usage, "prompt_tokens")) if len(choices) == 1 else None,
-        "counted_output": as_count(get_field(usage, "completion_tokens")) if len(choices) == 1 else None,
-    }
-    if runtime.routes_per_choice:
-        return [
-            Reply(
-                label=f"choice {index}",
-                routed_experts=_of_choice(item),
-                finish_reason=get_field(item, "finish_reason"),
-                **counted,
-            )
-            for index, item in choices.items()
+        return [streams[index] for index in range(len(streams))]
+
+    def _of_generate(self, chunks: Sequence[Mapping[str, Any]], position: int) -> Reply:
+        """Return the reply of one result, or of the chunks of its stream."""
+        last = chunks[-1]
+        meta = last.get("meta_info")
+        request = get_field(meta, "id")
+        source = self._source(
+            f"sample {position}" + (f", request {short_repr(request)}" if isinstance(request, (str, int)) else "")
+        )
+        reason = get_field(meta, "finish_reason")
+        spans = read_spans(get_field(meta, "weight_versions"), source=source)
+        names = {"prompt_tokens": "prompt", "completion_tokens": "output"}
+        counts = [
+            *read_counts(meta, names, prefix="meta_info", source=source),  # type: ignore[arg-type]
+            *read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source),
+            *spans_count(spans),
         ]
-    routes = [value for chunk in chunks if (value := get_field(chunk.get("sglext"), "routed_experts")) is not None]
-    if len(choices) != 1 or len(routes) > 1:
-        raise PayloadError(
-            f"{runtime.name}: sglext.routed_experts of a response with {len(choices)} choices holds the routes of the "
-            "first result only, the others are lost. Use /generate for n > 1 and for several prompts."
+        for chunk in chunks[:-1]:
+            # Every chunk repeats the number of prompt tokens.
+            counts += read_counts(
+                chunk.get("meta_info"), {"prompt_tokens": "prompt"}, prefix="meta_info", source=source
+            )
+        name = get_field(meta, "weight_version")
+        return Reply(
+            source=source,
+            routed_experts=first_known(get_field(meta, "routed_experts"), last.get("routed_experts")),
+            output_token_ids=last.get("output_ids") if len(chunks) == 1 else self._streamed_ids(chunks, source),
+            aborted=says(_reason_type(reason), "abort"),
+            counts=tuple(counts),
+            weight_spans=spans,
+            weight_name=name if isinstance(name, str) else None,
         )
-    index, item = next(iter(choices.items()))
-    return [
-        Reply(
-            label=f"choice {index}",
-            routed_experts=routes[0] if routes else None,
-            finish_reason=get_field(item, "finish_reason"),
-            **counted,
-        )
-    ]
 
-
-def _of_choice(item: Any) -> Any:
-    for holder in (item, get_field(item, "meta_info"), get_field(item, "sglext")):
-        routes = get_field(holder, "routed_experts")
-        if routes is not None:
-            return routes
-    return None
-
-
-def _sample(reply: Reply, model: ModelRoutingInfo, runtime: Runtime, options: Options) -> SampleRows:
-    source = Source(engine=runtime.name, field="routed_experts", sample=reply.label)
-    start = options.start
-    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-        raise source.error(f"start={start!r} must be an integer of 0 or more.")
-    tokens = resolve_tokens(
-        source=source,
-        token_ids=options.token_ids,
-        given_prompt=options.prompt_token_ids,
-        sent_output=reply.output_ids,
-        num_tokens=options.num_tokens,
-        counted_prompt=reply.counted_prompt,
-        counted_output=reply.counted_output,
-    )
-    reason = reply.finish_reason.get("type") if isinstance(reply.finish_reason, Mapping) else reply.finish_reason
-    nothing_generated = tokens.num_prompt_tokens == tokens.num_tokens
-    aborted = reason == "abort" and nothing_generated
-    if reply.routed_experts is None and not aborted:
+    def _streamed_ids(self, chunks: Sequence[Mapping[str, Any]], source: Source) -> list[Any] | None:
+        """Return all output ids of a stream, whose chunks hold all so far or only the new ones."""
+        ids = [chunk.get("output_ids") for chunk in chunks]
+        if all(value is None for value in ids):
+            return None
+        lists = [value for value in ids if isinstance(value, (list, tuple))]
+        if len(lists) != len(ids):
+            raise source.error("a chunk of the stream has no output_ids while others have: it is broken.")
+        stated = [_completion_tokens(chunk, source) for chunk in chunks]
+        sizes = [len(value) for value in lists]
+        sums = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        if all(count in (None, size) for count, size in zip(stated, sizes)) and stated[-1] is not None:
+            for earlier, later in pairwise(lists):
+                if list(later[: len(earlier)]) != list(earlier):
+                    raise source.error("a chunk of the stream does not begin with the output_ids of the one before it.")
+            return list(lists[-1])
+        if all(count in (None, size) for count, size in zip(stated, sums)) and stated[-1] is not None:
+            return [token for value in lists for token in value]
         raise source.error(
-            "missing, though the model has MoE layers: it would train on live routes. Start the server with "
-            "--enable-return-routed-experts and send return_routed_experts=true with each request."
+            f"the chunks of the stream have {sizes[:8]} output_ids and state completion_tokens {stated[:8]}: neither all so "
+            "far nor the new ones. A chunk is lost or came twice."
         )
-    rows = None
-    if reply.routed_experts is not None:
-        rows = _rows(reply.routed_experts, model, tokens, source, options)
-    return SampleRows(
-        source=source,
-        parts=() if rows is None else (rows,),
-        num_tokens=tokens.num_tokens,
-        num_prompt_tokens=tokens.num_prompt_tokens,
-        token_ids=tokens.token_ids,
-        start=start,
-        last_token_routed=nothing_generated,
-        filler_columns=() if model.model_type in runtime.ids_on_dense_layers else None,
-        allow_surplus_rows=options.allow_surplus_rows,
-        allow_constant_layers=options.allow_constant_layers,
-        may_be_empty=aborted,
-        weight_version=options.weight_version,
-        sample_id=options.sample_id,
+
+    def _of_openai(self, response: Response) -> list[Reply]:
+        """Return the replies of a completions or chat response, or of the chunks of its stream."""
+        num_choices = len(response.choices)
+        counted = next((c for c in reversed(response.chunks) if get_field(c, "usage") is not None), None)
+        source = self._source("the response" + response.name)
+        counts, usage = read_usage(counted, source=source, num_choices=num_choices)
+        shared = [
+            routes
+            for c in response.chunks
+            if (routes := get_field(get_field(c, "sglext"), "routed_experts")) is not None
+        ]
+        if not self.routes_per_choice and (num_choices != 1 or len(shared) > 1):
+            raise source.error(
+                f"sglext.routed_experts of a response with {num_choices} choices holds the routes of the first result only, "
+                "the others are lost. Use /generate for n > 1 and for several prompts."
+            )
+        metadata = first_known(*(get_field(c, "metadata") for c in reversed(response.chunks)))
+        spans = read_spans(get_field(metadata, "weight_versions"), source=source) if num_choices == 1 else ()
+        name = get_field(metadata, "weight_version") if num_choices == 1 else None
+        replies = []
+        for index, parts in enumerate(response.choices):
+            routes = [found for part in parts if (found := _routes_of_choice(part)) is not None] + (
+                shared if num_choices == 1 else []
+            )
+            label = self._source(f"choice {index}{response.name}")
+            if len(routes) > 1:
+                raise label.error("two chunks of the stream carry routes, expected only the last one.")
+            replies.append(
+                Reply(
+                    source=label,
+                    routed_experts=routes[0] if routes else None,
+                    aborted=says(_reason_type(get_field(parts[-1], "finish_reason")), "abort"),
+                    counts=(*counts, *spans_count(spans)),
+                    usage=usage,
+                    weight_spans=spans,
+                    weight_name=name if isinstance(name, str) else None,
+                )
+            )
+        return replies
+
+
+def _is_unfinished(item: Mapping[str, Any]) -> bool:
+    """Return whether a result says that it is not finished: it is a chunk of a stream."""
+    meta = item.get("meta_info")
+    return isinstance(meta, Mapping) and "finish_reason" in meta and meta["finish_reason"] is None
+
+
+def _reason_type(reason: Any) -> Any:
+    return reason.get("type") if isinstance(reason, Mapping) else reason
+
+
+def _completion_tokens(chunk: Mapping[str, Any], source: Source) -> int | None:
+    counts: tuple[StatedCount, ...] = read_counts(
+        chunk.get("meta_info"), {"completion_tokens": "output"}, prefix="meta_info", source=source
     )
+    return counts[0].value if counts else None
 
 
-def _rows(value: Any, model: ModelRoutingInfo, tokens: SampleTokens, source: Source, options: Options) -> Array:
-    """Return [rows, all hidden layers, topk] of a base64 string, of the raw bytes or of an array."""
+def _routes_of_choice(item: Any) -> Any:
+    holders = (item, get_field(item, "meta_info"), get_field(item, "sglext"))
+    return first_known(*(get_field(holder, "routed_experts") for holder in holders))
+
+
+def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> Array:
+    value, source = reply.routed_experts, reply.source
     columns, topk = model.num_layers, model.topk
     if isinstance(value, str):
-        slack = 65536 if options.allow_surplus_rows else 4096
+        slack = _SURPLUS_ROWS if options.allow_surplus_rows else _SLACK_ROWS
         most = (tokens.num_tokens + slack) * columns * (topk + model.num_shared_experts) * 4
         value = decode_base64(value, source=source, max_bytes=most)
     if isinstance(value, (bytes, bytearray, memoryview)):
         raw = bytes(value)
-        expected = (max(tokens.num_tokens - options.start - 1, 0), tokens.num_tokens - options.start)
-        if len(raw) not in [count * columns * topk * 4 for count in expected]:
-            _explain_size(len(raw), expected, model, source)
+        expected = max(tokens.num_tokens - options.start - 1, 0)
+        if len(raw) != expected * columns * topk * 4:
+            _explain_size(len(raw), (expected, expected + 1), model, source)
         return parse_int32(raw, source=source, num_columns=columns, topk=topk)
     array = as_array(value, source=source)
     if array.ndim == 1 and array.size % (columns * topk) == 0:

@@ -1,14 +1,21 @@
-"""Whose rows these are: the token ids of a sample, put together from the caller and the response and compared."""
+"""Whose rows these are: the tokens of a sample, put together from the caller and the reply and compared.
+
+Nothing in an array of routes says which tokens it is of, so whatever else says it must agree: token ids with token ids, and
+every count that a reply states with the number of ids that are used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import Array, Source, as_token_ids
+from megatron_router_replay.engines.reply import Kind, Reply, StatedCount
+
+_NOUNS: dict[Kind, str] = {"prompt": "prompt tokens", "output": "output tokens", "all": "tokens"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,63 +26,61 @@ class SampleTokens:
     num_prompt_tokens: int | None
     token_ids: Array | None
 
+    @property
+    def num_output_tokens(self) -> int | None:
+        return None if self.num_prompt_tokens is None else self.num_tokens - self.num_prompt_tokens
 
-def get_field(item: Any, name: str) -> Any:
-    """Return a field of a parsed JSON object or an attribute of a python object; None if it is not there."""
-    return item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
-
-
-def as_count(value: Any) -> int | None:
-    """Return a count that a response states, or None if it states none that can be used."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    @property
+    def nothing_generated(self) -> bool:
+        return self.num_prompt_tokens == self.num_tokens
 
 
-def resolve_tokens(
-    *,
-    source: Source,
-    token_ids: Any = None,
-    given_prompt: Any = None,
-    sent_prompt: Any = None,
-    sent_output: Any = None,
-    num_tokens: int | None = None,
-    counted_prompt: int | None = None,
-    counted_output: int | None = None,
-) -> SampleTokens:
-    """Return the tokens of a sample; what the caller gives and what the response says must agree.
-
-    Args:
-        token_ids: prompt and output, from the caller.
-        given_prompt: the prompt alone, from the caller.
-        sent_prompt, sent_output: from the response.
-        num_tokens: from the caller, where ids are unknown.
-        counted_prompt, counted_output: numbers of tokens that the response states.
+def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
+    """Return the tokens of a sample; what the caller gives and what the reply says must agree.
 
     Raises:
-        PayloadError: the number of tokens cannot be told, or two sources disagree.
+        PayloadError: the number of tokens cannot be told, or two sources disagree; the message names both.
     """
-    prompt = None if given_prompt is None else as_token_ids(given_prompt, source=source)
-    if sent_prompt is not None:
-        sent = as_token_ids(sent_prompt, source=source)
+    source = reply.source
+    prompt, output, ids = _token_ids(reply, options)
+    counts: list[StatedCount] = []
+    if ids is not None:
+        counts.append(StatedCount(name="the token ids", kind="all", value=len(ids)))
+    if prompt is not None:
+        counts.append(StatedCount(name="the prompt's ids", kind="prompt", value=len(prompt)))
+    if output is not None:
+        counts.append(StatedCount(name="the ids of the response's output", kind="output", value=len(output)))
+    if options.num_tokens is not None:
+        counts.append(StatedCount(name="num_tokens", kind="all", value=options.num_tokens))
+    known = _agreed([*counts, *reply.counts], source)
+    total = known.get("all")
+    if total is None:
+        raise source.error(
+            "cannot tell how many tokens these rows belong to: pass token_ids=... (prompt and output), or "
+            "prompt_token_ids=... where the response has the output, or num_tokens=... if ids are unknown."
+        )
+    num_prompt = known.get("prompt")
+    return SampleTokens(
+        num_tokens=total.value, num_prompt_tokens=None if num_prompt is None else num_prompt.value, token_ids=ids
+    )
+
+
+def _token_ids(reply: Reply, options: DecodeOptions) -> tuple[Array | None, Array | None, Array | None]:
+    """Return the ids of prompt, output and both, each None where unknown; copies, never a buffer of the caller."""
+    source = reply.source
+    prompt = None if options.prompt_token_ids is None else as_token_ids(options.prompt_token_ids, source=source)
+    if reply.prompt_token_ids is not None:
+        sent = as_token_ids(reply.prompt_token_ids, source=source)
         if prompt is not None and not np.array_equal(prompt, sent):
             raise source.error(
                 f"prompt_token_ids ({len(prompt)}) are not the prompt of the response ({len(sent)} ids)."
             )
         prompt = sent
-    output = None if sent_output is None else as_token_ids(sent_output, source=source)
-    ids = None if token_ids is None else as_token_ids(token_ids, source=source)
-    if ids is None and prompt is not None and output is not None:
-        ids = np.concatenate([prompt, output])
-    num_prompt = _num_prompt_tokens(ids, prompt, output, source)
-    if ids is None:
-        return _counted(source, num_tokens, prompt, output, counted_prompt, counted_output)
-    if num_tokens is not None and num_tokens != len(ids):
-        raise source.error(f"num_tokens={num_tokens}, but {len(ids)} token ids are known.")
-    return SampleTokens(num_tokens=len(ids), num_prompt_tokens=num_prompt, token_ids=ids)
-
-
-def _num_prompt_tokens(ids: Array | None, prompt: Array | None, output: Array | None, source: Source) -> int | None:
-    if ids is None:
-        return None
+    output = None if reply.output_token_ids is None else as_token_ids(reply.output_token_ids, source=source)
+    if options.token_ids is None:
+        both = None if prompt is None or output is None else np.concatenate([prompt, output])
+        return prompt, output, both
+    ids = as_token_ids(options.token_ids, source=source)
     if prompt is not None and not np.array_equal(ids[: len(prompt)], prompt):
         raise source.error(f"token_ids ({len(ids)}) do not begin with the prompt of the response ({len(prompt)} ids).")
     if output is not None and (len(output) > len(ids) or not np.array_equal(ids[len(ids) - len(output) :], output)):
@@ -87,34 +92,33 @@ def _num_prompt_tokens(ids: Array | None, prompt: Array | None, output: Array | 
         raise source.error(
             f"{len(ids)} token_ids were given, the response has {len(prompt)} prompt and {len(output)} output ids."
         )
-    if prompt is not None:
-        return len(prompt)
-    return None if output is None else len(ids) - len(output)
+    return prompt, output, ids
 
 
-def _counted(
-    source: Source,
-    num_tokens: int | None,
-    prompt: Array | None,
-    output: Array | None,
-    counted_prompt: int | None,
-    counted_output: int | None,
-) -> SampleTokens:
-    num_prompt = counted_prompt if prompt is None else len(prompt)
-    num_output = counted_output if output is None else len(output)
-    if num_tokens is None:
-        if num_prompt is None or num_output is None:
+def _agreed(counts: list[StatedCount], source: Source) -> dict[Kind, StatedCount]:
+    """Return one count of each kind that is known or follows from the other two."""
+    known: dict[Kind, StatedCount] = {}
+    for count in counts:
+        first = known.setdefault(count.kind, count)
+        if first.value != count.value:
             raise source.error(
-                "cannot tell how many tokens these rows belong to: pass token_ids=... (prompt and output), or "
-                "prompt_token_ids=... where the response has the output, or num_tokens=... if ids are unknown."
+                f"{count.name}={count.value}, but {first.value} {_NOUNS[count.kind]} by {first.name}: these are not the "
+                "tokens that the engine counted. Is a chunk of the stream lost, or a BOS token?"
             )
-        num_tokens = num_prompt + num_output
-    elif num_prompt is None and num_output is not None:
-        num_prompt = num_tokens - num_output
-    elif num_prompt is not None and num_output is not None and num_prompt + num_output != num_tokens:
-        raise source.error(
-            f"num_tokens={num_tokens}, but the response has {num_prompt} prompt and {num_output} output tokens."
-        )
-    if num_tokens < 0 or not 0 <= (num_prompt or 0) <= num_tokens:
-        raise source.error(f"num_tokens={num_tokens} cannot hold {num_prompt} prompt and {num_output} output tokens.")
-    return SampleTokens(num_tokens=num_tokens, num_prompt_tokens=num_prompt, token_ids=None)
+    for kind, count in _following(known):
+        if count.value < 0:
+            raise source.error(f"{count.name} leaves {count.value} {_NOUNS[kind]}.")
+        if known.setdefault(kind, count).value != count.value:
+            raise source.error(f"{known[kind].name}={known[kind].value}, but {count.name} make {count.value}.")
+    return known
+
+
+def _following(known: dict[Kind, StatedCount]) -> Iterator[tuple[Kind, StatedCount]]:
+    prompt, output, both = known.get("prompt"), known.get("output"), known.get("all")
+    if prompt is not None and output is not None:
+        name = f"{prompt.name} ({prompt.value}) and {output.name} ({output.value})"
+        yield "all", StatedCount(name=name, kind="all", value=prompt.value + output.value)
+    elif both is not None and (part := prompt or output) is not None:
+        other: Kind = "output" if prompt is not None else "prompt"
+        name = f"{part.name}={part.value} of {both.name} ({both.value})"
+        yield other, StatedCount(name=name, kind=other, value=both.value - part.value)

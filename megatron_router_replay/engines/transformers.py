@@ -13,6 +13,10 @@ A hook on every module whose class name ends in `TopKRouter` or `TopkRouter` get
 A forward of all S tokens has a row for the last one too. Top-k of `output_router_logits` is not used: it is the
 routing of some models only (ENGINES: Qwen3-MoE, Mixtral, gpt-oss).
 
+`decode` takes such a dict by layer_number (from 1), `decode_batch` a list of them, one a sample. A value is the router's
+output tuple, its indices [tokens, topk] or [1, tokens, topk], or a list of several, which are joined, as `generate` with a
+cache makes them.
+
 Source: transformers 5.23, MixtralTopKRouter, Qwen3MoeTopKRouter, DeepseekV3TopkRouter, GptOssTopKRouter.
 """
 
@@ -23,73 +27,51 @@ from typing import Any
 
 import numpy as np
 
-from megatron_router_replay.engines.assemble import SampleRows, build_trace
-from megatron_router_replay.engines.model_info import ModelLike, as_model_info
+from megatron_router_replay.engines.front import Decoder
+from megatron_router_replay.engines.model_info import ModelRoutingInfo
+from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import Array, Source, as_array
-from megatron_router_replay.engines.tokens import resolve_tokens
-from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.engines.reply import Reply
+from megatron_router_replay.engines.rows import RowLayout
+from megatron_router_replay.engines.tokens import SampleTokens
+
+_ENGINE = "transformers"
 
 
-def decode(
-    result: Mapping[int, Any],
-    *,
-    model: ModelLike,
-    token_ids: Any = None,
-    start: int = 0,
-    num_tokens: int | None = None,
-    allow_constant_layers: bool = False,
-    weight_version: int | None = None,
-    sample_id: str | None = None,
-) -> RoutingTrace:
-    """Return the routes of one sample of a forward over its S tokens, or over all but the last.
+def _read(result: Any, *, batch: bool) -> list[Reply]:
+    samples = result if batch and isinstance(result, (list, tuple)) else [result]
+    label = "sample {}" if len(samples) > 1 else ""
+    return [
+        Reply(
+            source=Source(engine=_ENGINE, field="router indices", sample=label.format(i)),
+            routed_experts=sample,
+        )
+        for i, sample in enumerate(samples)
+    ]
 
-    Args:
-        result: by layer_number (from 1), what the hook of that layer saw: the router's output tuple, or its indices
-            [tokens, topk] or [1, tokens, topk]. A list of several is joined, as `generate` with a cache makes them.
-        model: ModelRoutingInfo, or the Hugging Face config as a dict, object or path.
-        token_ids: [S].
-        start: the token that the first row belongs to.
-        num_tokens: S, where ids are not known.
-        others: as for the engines.
 
-    Returns:
-        [S, MoE layers, topk] with sequence_lengths (S,).
-
-    Raises:
-        PayloadError: a MoE layer was not seen, layers differ in rows, or the routes do not fit tokens or model.
-    """
-    info = as_model_info(model)
-    source = Source(engine="transformers", field="router indices")
-    if not isinstance(result, Mapping):
-        raise source.error(f"expected a dict by layer_number, got {type(result).__name__}.")
-    missing = [number for number in info.moe_layer_numbers if number not in result]
-    surplus = [number for number in result if number not in info.moe_layer_numbers]
+def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+    seen, source = reply.routed_experts, reply.source
+    if not isinstance(seen, Mapping):
+        raise source.error(f"expected a dict by layer_number, got {type(seen).__name__}.")
+    missing = [number for number in model.moe_layer_numbers if number not in seen]
+    surplus = [number for number in seen if number not in model.moe_layer_numbers]
     if missing or surplus:
         raise source.error(
-            f"seen on layers {list(result)}, the model's MoE layers are {list(info.moe_layer_numbers)}: missing {missing}, "
+            f"seen on layers {list(seen)}, the model's MoE layers are {list(model.moe_layer_numbers)}: missing {missing}, "
             f"unexpected {surplus}. Layer numbers count from 1."
         )
-    layers = [_indices(result[number], number, source) for number in info.moe_layer_numbers]
+    layers = [_indices(seen[number], number, source) for number in model.moe_layer_numbers]
     shapes = {layer.shape for layer in layers}
     if len(shapes) > 1:
         raise source.error(f"layers differ in shape: {sorted(shapes)}.")
-    tokens = resolve_tokens(source=source, token_ids=token_ids, num_tokens=num_tokens)
-    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-        raise source.error(f"start={start!r} must be an integer of 0 or more.")
-    sample = SampleRows(
-        source=source,
+    return RowLayout(
         parts=(np.stack(layers, axis=1),),
-        num_tokens=tokens.num_tokens,
-        token_ids=tokens.token_ids,
-        start=start,
-        last_token_routed=True,
-        layer_columns=tuple((number, i) for i, number in enumerate(info.moe_layer_numbers)),
+        layer_columns=tuple((number, i) for i, number in enumerate(model.moe_layer_numbers)),
         filler_columns=(),
-        allow_constant_layers=allow_constant_layers,
-        weight_version=weight_version,
-        sample_id=sample_id,
+        may_have_last_row=True,
+        last_row_is_route=True,
     )
-    return build_trace([sample], model=info)
 
 
 def _indices(seen: Any, layer_number: int, source: Source) -> Array:
@@ -112,3 +94,8 @@ def _indices(seen: Any, layer_number: int, source: Source) -> Array:
 
 def _is_output(item: Any) -> bool:
     return isinstance(item, tuple) and len(item) == 3 and all(hasattr(part, "shape") for part in item)
+
+
+_DECODER = Decoder(name=_ENGINE, read=_read, rows=_rows, if_missing="Register the hooks before the forward.")
+decode = _DECODER.decode
+decode_batch = _DECODER.decode_batch

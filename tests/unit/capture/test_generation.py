@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 
 from megatron_router_replay import engines
 from megatron_router_replay.capture import CaptureError, create_capturer, token_positions, vllm_response
+from megatron_router_replay.errors import PayloadError
 from tests.unit.capture.sampling import MODELS, build_model, experts_of, pad, recompute, sample
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [20]]
@@ -161,7 +162,7 @@ def test_prefix_cached_tokens_have_no_route_and_the_rest_do():
     partial = engines.sglang.decode(captured.base64_int32(start=3), model=config, token_ids=sequence, start=3)
     assert torch.equal(partial.replay_mask, trace.replay_mask)
     assert torch.equal(partial.topk_indices[3:5], trace.topk_indices[3:5])
-    with pytest.raises(engines.vllm.PayloadError, match="Negative ids mark rows without data"):
+    with pytest.raises(PayloadError, match="Negative ids mark rows without data"):
         engines.vllm.decode(vllm_response([captured]), model=config)
 
 

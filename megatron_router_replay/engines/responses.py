@@ -1,0 +1,154 @@
+"""Responses with `choices` (or python objects with `outputs`), whole or as the chunks of a stream -> each choice's parts.
+
+Choices are placed by their `index`, never by the order in which they arrive or stand in a list. The chunks of a stream have
+the request's id in common, but so may whole replies: what makes a chunk is a choice that is not finished, or an index
+without those before it. A stream is whole if every choice finishes, once and at its end; chunks that are lost or repeated
+before that show in the number of its ids, by the rule of rows and by the counts that the reply states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_router_replay.engines.payload import Source, short_repr
+from megatron_router_replay.engines.reply import first_known, get_field
+
+_MAX_CHOICES = 1 << 20
+"""No request asks for so many; an index beyond it is damaged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Response:
+    """One response.
+
+    Args:
+        chunks: as they came; a response that was not streamed is one.
+        choices: by index, the parts of each choice in order; the last one has its finish_reason and routes.
+    """
+
+    chunks: tuple[Any, ...]
+    choices: tuple[tuple[Any, ...], ...]
+
+    @property
+    def is_stream(self) -> bool:
+        return len(self.chunks) > 1
+
+    @property
+    def name(self) -> str:
+        """` of <id>` for messages, "" where the response has no id."""
+        request = first_known(*(get_field(self.chunks[0], name) for name in ("request_id", "id")))
+        return f" of {short_repr(request)}" if isinstance(request, (str, int)) else ""
+
+
+def is_response(item: Any) -> bool:
+    """Return whether this is a response with choices or outputs."""
+    if isinstance(item, Mapping):
+        return "choices" in item
+    return getattr(item, "outputs", None) is not None
+
+
+def read_responses(items: Sequence[Any], *, engine: str) -> list[Response]:
+    """Return the responses of a list of whole responses and chunks of streams, in order of their first appearance.
+
+    Raises:
+        PayloadError: a choice is lost or there twice, a stream is broken, or its chunks have no id.
+    """
+    source = Source(engine=engine, field="the choices")
+    if not any(_is_chunk(item, source) for item in items):
+        return [_whole(item, source) for item in items]
+    streams: dict[Any, list[Any]] = {}
+    for item in items:
+        request = first_known(get_field(item, "request_id"), get_field(item, "id"))
+        streams.setdefault(request if isinstance(request, (str, int)) else None, []).append(item)
+    if None in streams and len(streams) > 1:
+        raise source.error(
+            f"{len(streams[None])} of {len(items)} chunks have no request_id or id, so they cannot be told apart."
+        )
+    return [_joined(chunks, source) for chunks in streams.values()]
+
+
+def read_response(item: Any, *, engine: str) -> Response:
+    """Return the response that is not one of a list.
+
+    Raises:
+        PayloadError: it holds no choice, or one is lost or there twice.
+    """
+    return _whole(item, Source(engine=engine, field="the choices"))
+
+
+def check_bare_choices(items: Sequence[Any], *, engine: str) -> None:
+    """Raise if a list of choices without their response could be one response's in another order."""
+    indexes = [get_field(item, "index") for item in items]
+    known = [index for index in indexes if isinstance(index, int)]
+    if len(set(known)) > 1 and len(set(known)) == len(known) and known != sorted(known):
+        raise Source(engine=engine, field="the choices").error(
+            f"have index {short_repr(indexes)} in this order, without their response: are they in order, or of several "
+            "responses? Pass the response itself, or decode each choice."
+        )
+
+
+def _items(response: Any, source: Source) -> Sequence[Any]:
+    items = response["choices"] if isinstance(response, Mapping) else response.outputs
+    if not isinstance(items, (list, tuple)):
+        raise source.error(f"of the response are {type(items).__name__}, expected a list.")
+    return items
+
+
+def _indexes(items: Sequence[Any], source: Source) -> list[int]:
+    """Return the index of each choice; those of choices that all have none are their positions."""
+    indexes = [get_field(item, "index") for item in items]
+    if all(index is None for index in indexes):
+        return list(range(len(items)))
+    if not all(type(index) is int and 0 <= index < _MAX_CHOICES for index in indexes):
+        raise source.error(f"have index {short_repr(indexes)}: each must be an integer of 0 or more.")
+    return indexes
+
+
+def _is_chunk(item: Any, source: Source) -> bool:
+    items = _items(item, source)
+    indexes = _indexes(items, source)
+    unfinished = any(_is_unfinished(choice) for choice in items)
+    return not items or unfinished or max(indexes) >= len(items) or str(get_field(item, "object")).endswith(".chunk")
+
+
+def _is_unfinished(choice: Any) -> bool:
+    """Return whether a choice says that it is not finished: it has the field, and nothing in it."""
+    has = "finish_reason" in choice if isinstance(choice, Mapping) else hasattr(choice, "finish_reason")
+    return has and get_field(choice, "finish_reason") is None
+
+
+def _whole(item: Any, source: Source) -> Response:
+    items = _items(item, source)
+    if not items:
+        raise source.error("of the response are none.")
+    indexes = _indexes(items, source)
+    return Response(chunks=(item,), choices=_placed({i: [items[at]] for at, i in enumerate(indexes)}, indexes, source))
+
+
+def _joined(chunks: Sequence[Any], source: Source) -> Response:
+    parts: dict[int, list[Any]] = {}
+    for chunk in chunks:
+        items = _items(chunk, source)
+        for index, item in zip(_indexes(items, source), items):
+            if parts.get(index) and not _is_unfinished(parts[index][-1]):
+                raise source.error(
+                    f"the stream has a chunk of index {index} behind the one that finished it: a chunk came twice, or "
+                    "replies that share a request id lie among the chunks. Decode each stream by itself."
+                )
+            parts.setdefault(index, []).append(item)
+    if not parts:
+        raise source.error("of the stream are none.")
+    unfinished = [index for index, items in parts.items() if _is_unfinished(items[-1])]
+    if unfinished:
+        raise source.error(f"the stream ends before index {unfinished} is finished: missing its last chunk.")
+    return Response(chunks=tuple(chunks), choices=_placed(parts, list(parts), source))
+
+
+def _placed(parts: Mapping[int, list[Any]], indexes: Sequence[int], source: Source) -> tuple[tuple[Any, ...], ...]:
+    if sorted(indexes) != list(range(len(indexes))):
+        raise source.error(
+            f"have index {list(indexes)}, expected each of 0..{len(indexes) - 1} once: one is lost or there twice."
+        )
+    return tuple(tuple(parts[index]) for index in range(len(indexes)))

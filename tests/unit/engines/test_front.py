@@ -1,0 +1,119 @@
+"""The one decode and decode_batch: their names, their types and what they refuse whatever the engine."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_router_replay import engines
+from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import npy_base64, routes, tokens
+
+MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
+ENGINES = ("vllm", "sglang", "sglang_jax", "megatron", "tensorrt_llm", "transformers")
+S = 9
+IDS = tokens(S)
+ROWS = routes(S - 1, 3, num_experts=16, topk=2).astype(np.int32)
+
+
+def array_of(engine):
+    return {number: ROWS[:, number - 1] for number in (1, 2, 3)} if engine == "transformers" else ROWS
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_has_both_functions_with_named_types(engine):
+    module = getattr(engines, engine)
+    for name, options in (
+        ("decode", {"model", "token_ids", "start", "num_tokens", "weight_version", "sample_id", "allocate"}),
+        ("decode_batch", {"model", "token_ids", "start", "num_tokens", "weight_version", "sample_ids", "allocate"}),
+    ):
+        signature = inspect.signature(getattr(module, name))
+        assert options < set(signature.parameters)
+        assert next(iter(signature.parameters)) == "result"
+        assert all(
+            parameter.kind is inspect.Parameter.KEYWORD_ONLY
+            and parameter.annotation not in ("Any", inspect.Parameter.empty)
+            for parameter in list(signature.parameters.values())[1:]
+        )
+        assert signature.return_annotation == "RoutingTrace"
+        assert "token_ids" in getattr(module, name).__doc__
+        assert "`decode`" in module.__doc__  # the forms of result that it reads
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_rows_at_all_are_refused(engine):
+    none = dict.fromkeys((1, 2, 3), ROWS[:0, 0]) if engine == "transformers" else ROWS[:0]
+    with pytest.raises(PayloadError, match="has 0 rows"):
+        getattr(engines, engine).decode(none, model=MODEL, token_ids=IDS)
+    with pytest.raises(PayloadError):
+        getattr(engines, engine).decode_batch([none, none], model=MODEL, token_ids=[IDS, IDS])
+
+
+@pytest.mark.parametrize("engine", ENGINES[:-1])
+def test_one_token_has_no_row_to_have(engine):
+    trace = getattr(engines, engine).decode(ROWS[:0], model=MODEL, num_tokens=1)
+    assert trace.replay_mask.tolist() == [False]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_options_of_a_batch_are_one_a_sample(engine):
+    decode_batch, two = getattr(engines, engine).decode_batch, [array_of(engine)] * 2
+    trace = decode_batch(two, model=MODEL, num_tokens=[S, S], sample_ids=["a", "b"], weight_version=3)
+    assert trace.sample_ids == ("a", "b")
+    assert trace.weight_version.tolist() == [3] * (2 * S)
+    assert torch.equal(trace.topk_indices[: S - 1].int(), torch.from_numpy(ROWS))
+    for name, values in (("num_tokens", [S]), ("sample_ids", ["a"]), ("token_ids", [IDS] * 3), ("start", [0])):
+        with pytest.raises(PayloadError, match=f"{len(values)} {name} for 2 choices"):
+            decode_batch(two, model=MODEL, **({"num_tokens": [S, S]} | {name: values}))
+    for name, value in (("sample_ids", "ab"), ("token_ids", {0: IDS, 1: IDS}), ("start", "00")):
+        with pytest.raises(PayloadError, match=f"{name} is"):
+            decode_batch(two, model=MODEL, **({"num_tokens": [S, S]} | {name: value}))
+
+
+def test_each_sample_of_a_batch_has_its_start():
+    trace = engines.vllm.decode_batch([ROWS, ROWS[3:]], model=MODEL, num_tokens=[S, S], start=np.array([0, 3]))
+    assert trace.replay_mask.tolist() == [True] * 8 + [False] + [False] * 3 + [True] * 5 + [False]
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1", [1], None, np.array([1, 2])])
+def test_start_is_an_integer_of_0_or_more(value):
+    with pytest.raises(PayloadError, match="start="):
+        engines.vllm.decode(ROWS, model=MODEL, token_ids=IDS, start=value)
+    assert engines.vllm.decode(ROWS[1:], model=MODEL, token_ids=IDS, start=np.int64(1)).replay_mask.sum() == 7
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 1.5, True, "a"])
+def test_a_weight_version_is_an_integer_of_32_bits(value):
+    with pytest.raises(PayloadError, match="weight_version"):
+        engines.vllm.decode(ROWS, model=MODEL, token_ids=IDS, weight_version=value)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "sglang_jax", "megatron", "tensorrt_llm"])
+def test_a_version_that_would_be_ignored_is_refused(engine):
+    with pytest.raises(PayloadError, match=r"version='0\.21' means nothing here"):
+        getattr(engines, engine).decode(ROWS, model=MODEL, token_ids=IDS, version="0.21")
+
+
+@pytest.mark.parametrize("choice", [2, -1, True])
+def test_a_choice_that_is_not_there(choice):
+    choices = [
+        {
+            "index": i,
+            "token_ids": IDS[5:],
+            "prompt_token_ids": IDS[:5],
+            "routed_experts": npy_base64(ROWS.astype(np.uint8)),
+        }
+        for i in range(2)
+    ]
+    assert len(engines.vllm.decode({"choices": choices}, model=MODEL, choice=1)) == S
+    with pytest.raises(PayloadError, match="choice="):
+        engines.vllm.decode({"choices": choices}, model=MODEL, choice=choice)
+    with pytest.raises(PayloadError, match="holds 2 choices"):
+        engines.vllm.decode({"choices": choices}, model=MODEL)
+
+
+@pytest.mark.parametrize("value", [5, None, "x", [5], [None], [[]]])
+def test_lines_of_a_trace_that_are_none(value):
+    with pytest.raises(PayloadError):
+        engines.megatron_trace.decode(value, model=MODEL)

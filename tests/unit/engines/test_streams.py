@@ -1,0 +1,241 @@
+"""Streams with a missing, repeated or broken chunk raise; choices are placed by their index, whatever arrives first."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_router_replay import engines
+from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import config, int32_base64, npy_base64, read_json, routes, tokens
+
+MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
+P, G = 7, 5
+S = P + G
+PROMPT = tokens(P)
+
+
+def rows(index):
+    return routes(S - 1, 3, num_experts=16, topk=2, seed=index).astype(np.uint8)
+
+
+def output(index):
+    return tokens(G, seed=20 + index)
+
+
+def vllm_chunks(index=0, request="r", size=1):
+    chunks = []
+    for begin in range(0, G, size):
+        last = begin + size >= G
+        choice = {"index": index, "token_ids": output(index)[begin : begin + size]}
+        choice |= {
+            "finish_reason": "length" if last else None,
+            "routed_experts": npy_base64(rows(index)) if last else None,
+        }
+        chunks.append({"request_id": request, "choices": [choice], "usage": None})
+    return chunks
+
+
+def sglang_chunks(index=None, request="r", incremental=False, size=1):
+    chunks, key = [], index or 0
+    for begin in range(0, G, size):
+        end = min(begin + size, G)
+        meta = {"id": request, "prompt_tokens": P, "completion_tokens": end, "finish_reason": None}
+        if end == G:
+            meta |= {"finish_reason": {"type": "length", "length": G}, "routed_experts": int32_base64(rows(key))}
+        ids = output(key)[begin:end] if incremental else output(key)[:end]
+        chunks.append({"text": "", "output_ids": ids, "meta_info": meta} | ({} if index is None else {"index": index}))
+    return chunks
+
+
+def jax_choice_chunks(index):
+    choices = [{"index": index, "text": "x", "finish_reason": None} for _ in range(G - 1)]
+    choices.append({"index": index, "finish_reason": "length", "routed_experts": int32_base64(rows(index))})
+    return [{"id": "r", "choices": [choice], "usage": None} for choice in choices]
+
+
+STREAMS = {
+    "vllm": ("vllm", vllm_chunks()),
+    "vllm, chunks of 2": ("vllm", vllm_chunks(size=2)),
+    "sglang cumulative": ("sglang", sglang_chunks()),
+    "sglang incremental": ("sglang", sglang_chunks(incremental=True)),
+    "sglang incremental, chunks of 2": ("sglang", sglang_chunks(incremental=True, size=2)),
+    "sglang_jax incremental": ("sglang_jax", sglang_chunks(incremental=True)),
+}
+
+
+def decode(engine, chunks, **options):
+    return getattr(engines, engine).decode(chunks, model=MODEL, prompt_token_ids=PROMPT, **options)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_whole_stream_decodes(stream):
+    engine, chunks = STREAMS[stream]
+    trace = decode(engine, chunks)
+    assert trace.token_ids.tolist() == PROMPT + output(0)
+    assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(rows(0)))
+    assert trace.replay_mask.tolist() == [True] * (S - 1) + [False]
+
+
+def broken(chunks):
+    for i in range(len(chunks)):
+        yield f"chunk {i} missing", [*chunks[:i], *chunks[i + 1 :]]
+        yield f"chunk {i} repeated", [*chunks[: i + 1], *chunks[i:]]
+        yield f"chunk {i} repeated at the end", [*chunks, chunks[i]]
+        yield f"cut before chunk {i}", chunks[:i]
+    for i in range(len(chunks) - 1):
+        yield f"chunk {i} instead of {i + 1}", [*chunks[: i + 1], chunks[i], *chunks[i + 2 :]]
+    for junk in (None, "cut", {}, [], 3):
+        yield f"{junk!r} in the middle", [chunks[0], junk, *chunks[1:]]
+
+
+@pytest.mark.parametrize("stream", [name for name in STREAMS if "cumulative" not in name])
+def test_a_stream_with_a_missing_repeated_or_broken_chunk_raises(stream):
+    engine, chunks = STREAMS[stream]
+    decoded = []
+    for name, changed in broken(chunks):
+        try:
+            trace = decode(engine, changed)
+        except PayloadError:
+            continue
+        if trace.token_ids.tolist() != PROMPT + output(0):
+            decoded.append(name)
+    # vLLM's chunks have no number of their own: one that replaces its neighbour changes ids, never their number.
+    unseen = [f"chunk {i} instead of {i + 1}" for i in range(len(chunks) - 2)] if engine == "vllm" else []
+    assert [name for name in decoded if name not in unseen] == []
+
+
+def test_a_cumulative_stream_is_right_as_long_as_its_last_chunk_is_there():
+    chunks = sglang_chunks()
+    for name, changed in broken(chunks):
+        try:
+            trace = decode("sglang", changed)
+        except PayloadError:
+            continue
+        assert trace.token_ids.tolist() == PROMPT + output(0), name
+        assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(rows(0))), name
+
+
+@pytest.mark.parametrize(("engine", "chunks"), [("vllm", vllm_chunks()), ("sglang", sglang_chunks())])
+def test_a_chunk_whose_ids_are_broken_raises(engine, chunks):
+    for junk in (None, "5", 5, [1.5], ["a"]):
+        changed = copy.deepcopy(chunks)
+        place = changed[1]["choices"][0] if engine == "vllm" else changed[1]
+        place["token_ids" if engine == "vllm" else "output_ids"] = junk
+        with pytest.raises(PayloadError):
+            decode(engine, changed)
+
+
+def test_an_sglang_chunk_that_does_not_continue_the_one_before_raises():
+    chunks = sglang_chunks()
+    chunks[3]["output_ids"] = [1, 2, 3, 4]
+    with pytest.raises(PayloadError, match="stream"):
+        decode("sglang", chunks)
+
+
+def test_the_usage_and_weight_versions_of_the_last_chunk_count():
+    for field, value in (
+        ("usage", {"prompt_tokens": P, "completion_tokens": G + 1, "total_tokens": S + 1}),
+        ("weight_versions", [{"version": "1", "start": 0, "end": G + 1}]),
+    ):
+        chunks = copy.deepcopy(vllm_chunks())
+        (chunks[-1] if field == "usage" else chunks[-1]["choices"][0])[field] = value
+        with pytest.raises(PayloadError, match=field):
+            decode("vllm", chunks)
+    end = {"request_id": "r", "choices": [], "usage": {"prompt_tokens": P, "completion_tokens": G, "total_tokens": S}}
+    assert len(decode("vllm", [*vllm_chunks(), end])) == S
+    end["usage"]["completion_tokens"] = G - 1
+    with pytest.raises(PayloadError, match="usage"):
+        decode("vllm", [*vllm_chunks(), end])
+
+
+ORDERS = [[0, 1, 2], [2, 1, 0], [1, 2, 0]]
+
+
+def interleaved(streams, order):
+    """The choices finish in this order, their chunks in turn before that."""
+    merged = [stream[i] for i in range(G - 1) for stream in streams]
+    return merged + [streams[i][-1] for i in order]
+
+
+def check(trace):
+    for index, sample in enumerate(trace.samples()):
+        assert torch.equal(sample.topk_indices[:-1], torch.from_numpy(rows(index)))
+        if sample.token_ids is not None:
+            assert sample.token_ids.tolist() == PROMPT + output(index)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_choices_of_streams_are_placed_by_their_index(order):
+    for arrive in (interleaved([vllm_chunks(i) for i in range(3)], order), [c for i in order for c in vllm_chunks(i)]):
+        check(engines.vllm.decode_batch(arrive, model=MODEL, prompt_token_ids=PROMPT))
+    for incremental in (True, False):
+        streams = [sglang_chunks(i, request=f"r{9 - i}", incremental=incremental) for i in range(3)]
+        for engine in (engines.sglang, engines.sglang_jax):
+            for arrive in (interleaved(streams, order), [c for i in order for c in streams[i]]):
+                check(engine.decode_batch(arrive, model=MODEL, prompt_token_ids=[PROMPT] * 3))
+    streams = [jax_choice_chunks(i) for i in range(3)]
+    check(engines.sglang_jax.decode_batch(interleaved(streams, order), model=MODEL, num_tokens=[S] * 3))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_choices_of_a_response_are_placed_by_their_index(order):
+    whole = [
+        {"index": i, "token_ids": output(i), "prompt_token_ids": PROMPT, "routed_experts": npy_base64(rows(i))}
+        for i in order
+    ]
+    check(engines.vllm.decode_batch({"id": "r", "choices": whole}, model=MODEL))
+    assert torch.equal(
+        engines.vllm.decode({"id": "r", "choices": whole}, model=MODEL, choice=2).topk_indices[:-1],
+        torch.from_numpy(rows(2)),
+    )
+    whole = [{"index": i, "finish_reason": "length", "routed_experts": int32_base64(rows(i))} for i in order]
+    check(engines.sglang_jax.decode_batch({"id": "r", "choices": whole}, model=MODEL, num_tokens=[S] * 3))
+    whole = [sglang_chunks(i, request=f"r{i}")[-1] for i in order]
+    check(engines.sglang.decode_batch(whole, model=MODEL, prompt_token_ids=[PROMPT] * 3))
+
+
+@pytest.mark.parametrize("indexes", [[0, 2], [1, 2], [0, 0], [0, None], [0, "1"], [0, True], [-1, 0]])
+def test_a_lost_or_doubled_choice_raises(indexes):
+    whole = [
+        {"index": i, "token_ids": output(0), "prompt_token_ids": PROMPT, "routed_experts": npy_base64(rows(0))}
+        for i in indexes
+    ]
+    with pytest.raises(PayloadError, match="index"):
+        engines.vllm.decode_batch({"id": "r", "choices": whole}, model=MODEL)
+    with pytest.raises(PayloadError, match="index"):
+        engines.vllm.decode({"id": "r", "choices": whole}, model=MODEL, choice=0)
+
+
+def test_bare_choices_in_another_order_are_not_guessed():
+    choices = [
+        {"index": i, "token_ids": output(i), "prompt_token_ids": PROMPT, "routed_experts": rows(i)} for i in (1, 0)
+    ]
+    with pytest.raises(PayloadError, match="index"):
+        engines.vllm.decode_batch(choices, model=MODEL)
+    check(engines.vllm.decode_batch(choices[::-1], model=MODEL))
+
+
+def test_the_captured_streams_with_one_chunk_lost_or_doubled():
+    decoded = refused = 0
+    vllm = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")["generate_stream"]
+    sglang = read_json("sglang_0.5.23_qwen3moe_sparse_http.json")
+    prompt = read_json("sglang_0.5.23_qwen3moe_sparse.json")["cases"]["batch.0"]["prompt_token_ids"]
+    for engine, call, model, ids in (
+        ("vllm", vllm, "qwen3moe", vllm["request"]["token_ids"]),
+        ("sglang", sglang["generate_stream"], "qwen3moe_sparse", prompt),
+    ):
+        chunks, decoder = call["chunks"], getattr(engines, engine)
+        right = decoder.decode(chunks, model=config(model), prompt_token_ids=ids)
+        for i in range(len(chunks)):
+            for changed in ([*chunks[:i], *chunks[i + 1 :]], [*chunks[: i + 1], *chunks[i:]]):
+                try:
+                    trace = decoder.decode(changed, model=config(model), prompt_token_ids=ids)
+                except PayloadError:
+                    refused += 1
+                    continue
+                decoded += 1
+                assert torch.equal(trace.token_ids, right.token_ids)
+                assert torch.equal(trace.topk_indices, right.topk_indices)
+    assert refused >= 14

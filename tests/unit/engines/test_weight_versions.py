@@ -1,0 +1,116 @@
+"""A reply whose weights changed on the way is stamped token by token: a row has the version of its own forward."""
+
+import numpy as np
+import pytest
+
+from megatron_router_replay import engines
+from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import npy_base64, routes, sglang_result, tokens
+
+MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
+P, G = 3, 5
+PROMPT, OUTPUT = tokens(P), tokens(G, seed=2)
+ROWS = routes(P + G - 1, 3, num_experts=16, topk=2).astype(np.uint8)
+
+
+def spans(*parts):
+    return [{"version": version, "start": start, "end": end} for version, start, end in parts]
+
+
+CHANGED = spans(("6", 0, 2), ("7", 2, 5))
+# Outputs 0 and 1 were sampled by version 6: by the forwards of the prompt (rows 0..2) and of output 0 (row 3). The forward
+# of output 1 (row 4) sampled output 2 and is of version 7, as all after it.
+STAMPED = [6, 6, 6, 6, 7, 7, 7, 7]
+
+
+def sglang(versions, **meta):
+    result = sglang_result(ROWS, P, OUTPUT)
+    result["meta_info"] |= {"weight_versions": versions, **meta}
+    return engines.sglang, result, {"token_ids": PROMPT + OUTPUT}
+
+
+def vllm(versions, **more):
+    choice = {"index": 0, "token_ids": OUTPUT, "prompt_token_ids": PROMPT, "routed_experts": npy_base64(ROWS)}
+    return engines.vllm, {"choices": [choice | {"weight_versions": versions}]}, {}
+
+
+@pytest.mark.parametrize("build", [sglang, vllm])
+@pytest.mark.parametrize("given", [None, 7, 6, {"6": 6, "7": 7}])
+def test_a_change_on_the_way_is_stamped_per_token(build, given):
+    engine, result, options = build(CHANGED)
+    trace = engine.decode(result, model=MODEL, weight_version=given, **options)
+    assert trace.weight_version.tolist() == STAMPED
+
+
+def test_the_callers_numbers_for_the_engines_names():
+    engine, result, options = sglang(spans(("step-a", 0, 2), ("step-b", 2, 5)))
+    trace = engine.decode(result, model=MODEL, weight_version={"step-a": 16, "step-b": 17}, **options)
+    assert trace.weight_version.tolist() == [version + 10 for version in STAMPED]
+    with pytest.raises(PayloadError, match="step-b"):
+        engine.decode(result, model=MODEL, weight_version={"step-a": 16}, **options)
+    with pytest.raises(PayloadError, match=r"weight_version=\{"):
+        engine.decode(result, model=MODEL, weight_version=17, **options)
+    assert engine.decode(result, model=MODEL, **options).weight_version is None
+
+
+def test_one_number_of_the_caller_cannot_stamp_versions_that_it_is_none_of():
+    engine, result, options = sglang(CHANGED)
+    with pytest.raises(PayloadError, match=r"weight_version=12.*\['6', '7'\]"):
+        engine.decode(result, model=MODEL, weight_version=12, **options)
+
+
+@pytest.mark.parametrize(
+    ("versions", "given", "expected"),
+    [
+        (spans(("default", 0, 5)), None, None),
+        (spans(("default", 0, 5)), 12, [12] * 8),
+        (spans(("3", 0, 5)), None, [3] * 8),
+        (spans(("3", 0, 5)), 12, [12] * 8),
+        (spans(("3", 0, 5)), {"3": 13}, [13] * 8),
+        (None, 12, [12] * 8),
+        (None, None, None),
+    ],
+)
+def test_a_reply_of_one_version(versions, given, expected):
+    engine, result, options = sglang(versions)
+    trace = engine.decode(result, model=MODEL, weight_version=given, **options)
+    assert (trace.weight_version is None) if expected is None else (trace.weight_version.tolist() == expected)
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        spans(("6", 0, 2), ("7", 3, 5)),
+        spans(("6", 0, 3), ("7", 2, 5)),
+        spans(("6", 1, 5)),
+        spans(("6", 0, 2), ("7", 2, 4)),
+        spans(("6", 0, 6)),
+        [{"version": "6"}],
+        [{"version": None, "start": 0, "end": 5}],
+        "6",
+        [6],
+        {"version": "6"},
+    ],
+)
+def test_spans_that_do_not_cover_the_output_are_refused(versions):
+    engine, result, options = sglang(versions)
+    with pytest.raises(PayloadError, match="weight_versions"):
+        engine.decode(result, model=MODEL, **options)
+
+
+def test_a_batch_is_stamped_sample_by_sample():
+    results = [sglang(CHANGED)[1], sglang(spans(("7", 0, 5)))[1], sglang_result(None, P, [], finish="abort")]
+    ids = [PROMPT + OUTPUT, PROMPT + OUTPUT, PROMPT]
+    trace = engines.sglang.decode_batch(results, model=MODEL, token_ids=ids)
+    assert trace.weight_version.tolist() == STAMPED + [7] * 8 + [-1] * 3
+    with pytest.raises(PayloadError, match="has no weight version"):
+        engines.sglang.decode_batch([results[0], sglang(None)[1]], model=MODEL, token_ids=ids[:2])
+
+
+def test_a_name_for_the_callers_mapping_without_spans_is_missing():
+    engine, result, options = sglang(None)
+    with pytest.raises(PayloadError, match="weight_version"):
+        engine.decode(result, model=MODEL, weight_version={"3": 13}, **options)
+    engine, result, options = sglang(None, weight_version="3")
+    trace = engine.decode(result, model=MODEL, weight_version={"3": 13}, **options)
+    assert trace.weight_version.tolist() == [13] * 8
