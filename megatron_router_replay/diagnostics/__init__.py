@@ -4,6 +4,7 @@ Importing this package loads neither megatron nor matplotlib.
 """
 
 from megatron_router_replay.diagnostics.diff import FirstDifference, TraceDiff, diff_traces
+from megatron_router_replay.diagnostics.finding import Finding
 from megatron_router_replay.diagnostics.metrics import (
     LogprobMismatch,
     MismatchByRoutes,
@@ -14,7 +15,6 @@ from megatron_router_replay.diagnostics.metrics import (
     route_checksums,
     routes_differ,
 )
-from megatron_router_replay.diagnostics.shifts import Finding
 from megatron_router_replay.diagnostics.source import open_source
 
 __all__ = [
