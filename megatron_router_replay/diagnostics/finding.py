@@ -17,7 +17,7 @@ ADVICE = {
     "layers_moved": "Check the map from the engine's layer axis to layer_number: dense layers, pipeline offsets, MTP.",
     "layer_constant": "The layer's data was lost: check that the engine's kernel for this layer records what it chose.",
     "layer_outlier": "Check this layer's weights on both sides, and that its routes are of the same step.",
-    "experts_relabelled": "Translate physical to logical ids (expert load balancing), or check the checkpoint's expert order.",
+    "experts_relabelled": "Translate physical to logical ids, or check the checkpoint's expert order.",
     "order_changed": "Nothing is wrong with the sets. Sort the experts of each decision, or compare without --order.",
     "unrelated": "Check that both traces are of the same batch, step and model before you look at anything else.",
 }
