@@ -147,7 +147,7 @@ def check_model(path: Path) -> None:
     """
     if path.exists():
         return
-    hub = not path.is_absolute() and len(path.parts) == 2 and not path.suffix == ".json" and not path.parent.exists()
+    hub = not path.is_absolute() and len(path.parts) == 2 and path.suffix != ".json" and not path.parent.exists()
     advice = (
         f" It looks like an id of the Hugging Face hub: nothing is downloaded here, so fetch the config first (hf download "
         f"{path} config.json) and give its path."

@@ -43,8 +43,8 @@ def load_npz(path: Path) -> dict[str, Array]:
             total, limit = sum(member.file_size for member in members), decoded_limit(path)
             if len(members) > _MAX_ARRAYS or total > limit:
                 raise StoreError(
-                    f"cannot read {path}: its {len(members)} arrays take {total:,} bytes, more than the {limit:,} that a file "
-                    f"of {path.stat().st_size:,} bytes may hold."
+                    f"cannot read {path}: its {len(members)} arrays take {total:,} bytes, more than the {limit:,} of a file "
+                    f"of {path.stat().st_size:,} bytes."
                 )
             return {member.filename.removesuffix(".npy"): _array(content.read(member)) for member in members}
     except StoreError:
