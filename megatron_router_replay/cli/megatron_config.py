@@ -14,6 +14,7 @@ from torch import nn
 from megatron_router_replay.errors import StoreError
 
 _PATTERN = re.compile(r"\[\s*([01](?:\s*,\s*[01])*)\s*,?\s*\]\s*(?:\*\s*(\d+))?")
+_MAX_LAYERS = 10_000
 _ALIASES = {"num_experts": "num_moe_experts"}
 """Names of Megatron-LM's arguments -> fields of TransformerConfig."""
 
@@ -42,6 +43,10 @@ def read_megatron_config(values: dict[str, Any], file: Path) -> dict[str, Any]:
     )
     for name, value in given.items():
         setattr(config, name, value)
+    if num_layers > _MAX_LAYERS:
+        raise StoreError(
+            f"the config {file} asks for num_layers={num_layers}, more than the {_MAX_LAYERS} that are read."
+        )
     topk = _count(given | {"moe_router_topk": config.moe_router_topk}, "moe_router_topk", file)
     if not topk <= num_experts <= 32768:
         raise StoreError(f"the config {file} asks for top-{topk} of {num_experts} experts.")

@@ -64,7 +64,10 @@ def _array(raw: bytes) -> Array:
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in readers:
         raise ValueError(f"array format {version}")
-    shape, fortran_order, dtype = readers[version](stream)
+    try:
+        shape, fortran_order, dtype = readers[version](stream)
+    except Exception as error:  # numpy evaluates the header as a literal: its parser's errors are of many kinds
+        raise ValueError(f"a header that numpy cannot read ({type(error).__name__})") from None
     if dtype.hasobject or dtype.names is not None or not dtype.itemsize or dtype.kind not in "biufUS":
         raise ValueError(f"an array of {dtype}: objects and records are not read")
     if any(size < 0 for size in shape) or prod(shape) * dtype.itemsize != len(raw) - stream.tell():

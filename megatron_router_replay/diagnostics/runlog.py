@@ -32,7 +32,6 @@ from megatron_router_replay.errors import ReplayStateError, StoreError
 from megatron_router_replay.trace import RoutingTrace
 
 
-
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
@@ -68,7 +67,7 @@ _COUNTS = ("session", "chunk", "rows", "replayed", "live", "padding")
 _FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
     "run": {"version": _is_text, "rank": _is_integer},
     "begin": {"session": _is_count, "step": _is_integer, "kind": _is_text, "tp_size": _is_size},
-    "microbatch": {name: _is_count for name in _COUNTS} | {"checksums": _are_checksums},
+    "microbatch": dict.fromkeys(_COUNTS, _is_count) | {"checksums": _are_checksums},
     "end": {"session": _is_count, "report": _is_object},
     "metrics": {"step": _is_integer, "values": _are_numbers},
 }
@@ -216,7 +215,9 @@ def _parse(line: str, number: int, path: str | os.PathLike[str]) -> dict[str, An
         raise StoreError(f"{where} is no record of a run: {line[:60].strip()}")
     wrong = [name for name, is_right in _FIELDS[event].items() if not is_right(record[name])]
     if wrong:
-        raise StoreError(f"{where} has {wrong[0]}={str(record[wrong[0]])[:60]}: it was altered, or is no record of a run.")
+        raise StoreError(
+            f"{where} has {wrong[0]}={str(record[wrong[0]])[:60]}: it was altered, or is no record of a run."
+        )
     if not _is_count(record.get("seq")) or record["seq"] != number:
         raise StoreError(
             f"{where} has seq {str(record.get('seq'))[:20]}, expected {number}: lines are missing or were moved."
@@ -349,7 +350,8 @@ def compare_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[s
             _, session, microbatch, layer = different[0]
             lines.append(
                 f"step {step}: {len(different)} of {len(keys)} checksums differ, first session {session}, micro-batch "
-                f"{microbatch}, layer {layer}: {sums_a.get(different[0], 'missing')} and {sums_b.get(different[0], 'missing')}"
+                f"{microbatch}, layer {layer}: "
+                f"{sums_a.get(different[0], 'missing')} and {sums_b.get(different[0], 'missing')}"
             )
     return lines
 
