@@ -141,7 +141,10 @@ def _model(path: Path) -> dict[str, Any]:
 def _hugging_face(values: dict[str, Any], file: Path) -> dict[str, Any]:
     from megatron_router_replay.engines import ModelRoutingInfo
 
-    info = ModelRoutingInfo.from_hf_config(values)
+    try:
+        info = ModelRoutingInfo.from_hf_config(values)
+    except (TypeError, AttributeError, KeyError, OverflowError) as error:
+        raise StoreError(f"the config {file} has a field of another kind than Hugging Face writes: {error}.") from None
     width = 1 if info.num_experts <= 256 else 2
     return {
         "kind": "hugging_face",

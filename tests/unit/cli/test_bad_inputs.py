@@ -235,7 +235,8 @@ def test_altered_logs_are_told_and_never_crash(folder):
     told = 0
     for number, record in enumerate(records):
         places = [(record, name) for name in record]
-        places += [(record[name], inner) for name in record for inner in record[name] if isinstance(record[name], dict)]
+        nested = [name for name in record if isinstance(record[name], dict)]
+        places += [(record[name], inner) for name in nested for inner in record[name]]
         for inside, name in places:
             kept = inside[name]
             for value in WRONG:
@@ -345,5 +346,5 @@ def test_ctrl_c_never_prints_a_traceback(folder, delay):
     time.sleep(delay)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=120)
-    if b"megatron_router_replay" in errors or running.returncode in (0, 130):  # not before Python itself had begun
-        assert b"Traceback" not in errors, errors.decode()
+    # Before the command line's first line, Python itself reports the interrupt.
+    assert b"Traceback" not in errors or b"/megatron_router_replay/cli/" not in errors, errors.decode()

@@ -302,6 +302,15 @@ def test_doctor_of_a_megatron_config_names_what_is_refused(folder, changes, reas
     assert call("doctor", "--config", "megatron.json", code=1 if reason else 0).output.count("refused:") == bool(reason)
 
 
+def test_doctor_of_a_hybrid_config_reads_the_pattern(folder):
+    hybrid = {"num_layers": 6, "num_moe_experts": 16, "moe_router_topk": 4, "hybrid_layer_pattern": "MEM|*E-/ME"}
+    Path("hybrid.json").write_text(json.dumps(hybrid))
+    values = json.loads(call("doctor", "--config", "hybrid.json", "--json").output)["model"]
+    assert values["moe_layers"] == [2, 5]
+    Path("hybrid.json").write_text(json.dumps(hybrid | {"hybrid_layer_pattern": "ME"}))
+    assert "names 2 layers" in call("doctor", "--config", "hybrid.json", code=2).stderr
+
+
 @pytest.mark.parametrize(
     "broken", [{}, {"num_layers": 3}, MEGATRON | {"moe_layer_freq": "import os"}, [1], MEGATRON | {"num_layers": "x"}]
 )
