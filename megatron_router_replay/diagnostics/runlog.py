@@ -64,10 +64,11 @@ def _is_size(value: object) -> bool:
 
 
 _COUNTS = ("session", "chunk", "rows", "replayed", "live", "padding")
+_COUNT_FIELDS: dict[str, Callable[[object], bool]] = dict.fromkeys(_COUNTS, _is_count)
 _FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
     "run": {"version": _is_text, "rank": _is_integer},
     "begin": {"session": _is_count, "step": _is_integer, "kind": _is_text, "tp_size": _is_size},
-    "microbatch": dict.fromkeys(_COUNTS, _is_count) | {"checksums": _are_checksums},
+    "microbatch": {**_COUNT_FIELDS, "checksums": _are_checksums},
     "end": {"session": _is_count, "report": _is_object},
     "metrics": {"step": _is_integer, "values": _are_numbers},
 }
