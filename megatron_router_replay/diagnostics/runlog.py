@@ -310,7 +310,8 @@ def _check_session(begun: dict[str, Any], seen: list[dict[str, Any]], report: di
     for key, value in expected.items():
         if report.get(key) != value:
             yield f"{name}: the session reports {key}={_shown(report.get(key))}, its micro-batches add up to {value}"
-    counts = {key: report.get(key, 0) for key in _REPORTED}
+    # A session that verifies nothing reports no count of wrong decisions.
+    counts = {key: 0 if report.get(key) is None else report[key] for key in _REPORTED}
     strange = [key for key, value in counts.items() if not _is_count(value)]
     if strange:
         yield f"{name}: the session reports {strange[0]}={_shown(counts[strange[0]])}, which is no count"

@@ -92,7 +92,7 @@ def test_parts_of_two_layouts_compare_by_global_rows():
 
 
 def test_ranks_that_contradict_each_other_are_an_error():
-    with pytest.raises(TraceError, match="parts 0 and 1 disagree on row"):
+    with pytest.raises(TraceError, match="part 0 and part 1 disagree on row 0"):
         mrr.diff_traces([big_trace(), big_trace(seed=1)], big_trace())
 
 
