@@ -1,4 +1,7 @@
-"""The command line, `router-replay`: one module a command. Exit codes: 0 fine or the same, 1 they differ, 2 bad input."""
+"""The command line, `router-replay`: one module a command. Exit codes: 0 fine or the same, 1 they differ, 2 bad input.
+
+Commands import what they work with when they run: torch takes seconds, and `--help` needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,25 @@ from inspect import getdoc
 from typing import Annotated
 
 try:
-    import rich  # noqa: F401  # named in the message below, like typer
     import typer
+
+    import megatron_router_replay
+    from megatron_router_replay.cli.convert import convert
+    from megatron_router_replay.cli.demo import demo
+    from megatron_router_replay.cli.diff import diff
+    from megatron_router_replay.cli.doctor import doctor
+    from megatron_router_replay.cli.inspect import inspect
+    from megatron_router_replay.cli.plot import plot
+    from megatron_router_replay.cli.request import request
+    from megatron_router_replay.cli.runlog import verify_run
 except ModuleNotFoundError as error:
+    if error.name not in ("typer", "rich"):
+        raise
     raise SystemExit(
         f"router-replay needs {error.name}: pip install 'megatron-router-replay[demo]' brings it."
     ) from None
-
-import megatron_router_replay
-from megatron_router_replay.cli.convert import convert
-from megatron_router_replay.cli.demo import demo
-from megatron_router_replay.cli.diff import diff
-from megatron_router_replay.cli.doctor import doctor
-from megatron_router_replay.cli.inspect import inspect
-from megatron_router_replay.cli.plot import plot
-from megatron_router_replay.cli.runlog import verify_run
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 app = typer.Typer(
     help="Record and replay which experts a Mixture-of-Experts model uses.",
@@ -46,7 +53,7 @@ def main(
     """Record and replay which experts a Mixture-of-Experts model uses."""
 
 
-for command in (inspect, diff, plot, convert, doctor, verify_run, demo):
+for command in (inspect, diff, plot, convert, request, doctor, verify_run, demo):
     # Lines of a docstring's paragraph are joined: typer would keep each break.
     paragraphs = (getdoc(command) or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_router_replay.cli.files import KINDS, read_any, write_any
-from megatron_router_replay.cli.output import Json, Step, bad_input, emit
+from megatron_router_replay.cli.output import Json, Out, Step, bad_input, check_out, emit
 from megatron_router_replay.errors import StoreError
 
 
@@ -46,6 +45,7 @@ def convert(
     step: Step = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     as_json: Json = False,
+    out: Out = None,
 ) -> None:
     """Turn engine payloads, trace files, npz files and JSON envelopes into each other.
 
@@ -53,21 +53,23 @@ def convert(
     needs --engine and --model. The trace must fit in memory.
     """
     with bad_input():
+        from megatron_router_replay.cli.files import KINDS, PayloadOptions, read_any, write_any
+
+        check_out(out)
         if target.suffix not in KINDS:
             raise StoreError(f"cannot write {target}: its ending must be one of {', '.join(KINDS)}.")
         if target.exists() and not force:
             raise StoreError(f"{target} exists: --force replaces it.")
         if not target.absolute().parent.is_dir():
             raise StoreError(f"cannot write {target}: its folder does not exist.")
-        trace = read_any(
-            source,
+        options = PayloadOptions(
             engine=None if engine is None else engine.value,
             model=model,
             key=key,
             token_ids=token_ids,
             axes=axes.split(","),
-            step=step,
         )
+        trace = read_any(source, options, step=step)
         write_any(trace, target)
     values: dict[str, Any] = {
         "path": str(target),
@@ -77,4 +79,4 @@ def convert(
         "topk": trace.topk,
         "num_experts": trace.num_experts,
     }
-    emit(f"{target}: {trace!r}", values, as_json=as_json)
+    emit(f"{target}: {trace!r}", values, as_json=as_json, out=out)

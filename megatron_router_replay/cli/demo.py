@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from megatron_router_replay.demo import DemoResult, run_demo
-from megatron_router_replay.demo.run import STAGES, write_json
-from megatron_router_replay.errors import RouterReplayError
+from megatron_router_replay.cli.output import Json, Out, bad_input, check_out, write_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megatron_router_replay.demo import DemoResult
 
 
-def demo(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.")] = None,
-) -> None:
+def demo(as_json: Json = False, out: Out = None) -> None:
     """Replay a real vLLM response in Megatron-Core: 2 processes, pipeline parallel, full recompute, on this CPU."""
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        typer.echo(f"cannot write {json_file}: its folder does not exist.", err=True)
-        raise typer.Exit(2)
+    with bad_input():
+        check_out(out)
+        result = _run()
+    if as_json or out is not None:
+        write_json(asdict(result), as_json=as_json, out=out)
+    if not as_json:
+        from rich.console import Console
+
+        Console().print(_table(result))
+    exact = result.differ_with_replay == 0 and result.recomputes_identical == result.recomputes_checked > 0
+    raise typer.Exit(0 if exact else 1)
+
+
+def _run() -> DemoResult:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from megatron_router_replay.demo import run_demo
+    from megatron_router_replay.demo.run import STAGES
+
     progress = Progress(
         TextColumn("{task.description:<42}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)
     )
@@ -31,20 +46,14 @@ def demo(
         def on_stage(stage: str) -> None:
             progress.update(task, description=stage, completed=STAGES.index(stage))
 
-        try:
-            result = run_demo(on_stage)
-        except RouterReplayError as error:
-            typer.echo(f"the demo failed: {error}", err=True)
-            raise typer.Exit(2) from error
+        result = run_demo(on_stage)
         progress.update(task, description="done", completed=len(STAGES))
-    Console().print(_table(result))
-    if json_file is not None:
-        write_json(result, json_file)
-    exact = result.differ_with_replay == 0 and result.recomputes_identical == result.recomputes_checked > 0
-    raise typer.Exit(0 if exact else 1)
+    return result
 
 
 def _table(result: DemoResult) -> Table:
+    from rich.table import Table
+
     table = Table(
         title="routes of vLLM 0.30.0 (bf16), replayed in Megatron-Core (fp32, PP2, recompute)", title_justify="left"
     )

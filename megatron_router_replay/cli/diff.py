@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from megatron_router_replay.cli.output import BAD_INPUT, Json, bad_input, emit, progress, table
-from megatron_router_replay.diagnostics import TraceDiff, diff_traces, expert_load, open_source
+from megatron_router_replay.cli.output import Json, Out, bad_input, check_out, emit, printable, progress, table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_router_replay.diagnostics import TraceDiff
 
 _MAX_LAYERS_SHOWN = 10
 
@@ -38,6 +41,7 @@ def diff(
         bool, typer.Option("--layers", help="List every layer, not only those that differ most.")
     ] = False,
     as_json: Json = False,
+    out: Out = None,
 ) -> None:
     """Say where two traces route tokens to other experts, and what it looks like.
 
@@ -46,9 +50,10 @@ def diff(
     Exit code 0: the same experts everywhere; 1: they differ; 2: an input cannot be read.
     """
     with bad_input():
-        if html is not None and not html.absolute().parent.is_dir():
-            typer.echo(f"error: cannot write {html}: its folder does not exist.", err=True)
-            raise typer.Exit(BAD_INPUT)
+        check_out(html)
+        check_out(out)
+        from megatron_router_replay.diagnostics import diff_traces
+
         with progress("comparing") as on_rows:
             found = diff_traces(a, b, name_a=name_a, name_b=name_b, step_a=step_a, step_b=step_b, on_rows=on_rows)
         if html is not None:
@@ -62,14 +67,14 @@ def diff(
     same = (found.same_in_common and bool(found.decisions) if common else found.same) and not (
         order and found.decisions_other_order
     )
-    emit(_text(found, a, b, all_layers=layers), found.to_dict() | {"same": same}, as_json=as_json)
+    emit(_text(found, a, b, all_layers=layers), found.to_dict() | {"same": same}, as_json=as_json, out=out)
     raise typer.Exit(0 if same else 1)
 
 
 def _text(diff: TraceDiff, a: Path, b: Path, *, all_layers: bool) -> str:
     lines = str(diff).splitlines()
     for i, (letter, name, path) in enumerate((("a", diff.name_a, a), ("b", diff.name_b, b))):
-        lines[i] = f"{letter}: {path}" + (f" ({name})" if name != letter else "")
+        lines[i] = f"{letter}: {printable(path)}" + (f" ({printable(name)})" if name != letter else "")
     rows = _layer_rows(diff)
     shown = rows if all_layers else sorted(rows, key=lambda row: -row[0])[:_MAX_LAYERS_SHOWN]
     shown = [row for row in shown if all_layers or row[0]]
@@ -93,8 +98,10 @@ def _layer_rows(diff: TraceDiff) -> list[tuple[int, tuple[str, str, str, str], i
     return rows
 
 
-def _load(path: Path, step: int | None, layer_numbers: tuple[int, ...]) -> torch.Tensor:
+def _load(path: Path, step: int | None, layer_numbers: tuple[int, ...]) -> Tensor:
     """Return the expert load of these layers."""
+    from megatron_router_replay.diagnostics import expert_load, open_source
+
     load = expert_load(path, step=step)
     with open_source(path, step=step) as source:
         return load[[source.layer_numbers.index(number) for number in layer_numbers]]

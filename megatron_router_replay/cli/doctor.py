@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import warnings
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import megatron_router_replay
-from megatron_router_replay.cli.output import Json, bad_input, emit, numbers
-from megatron_router_replay.engines import ModelRoutingInfo
+from megatron_router_replay.cli.output import Json, Out, bad_input, check_out, emit, numbers, printable
 from megatron_router_replay.errors import RouterReplayError, StoreError
 
-_PACKAGES = ("torch", "megatron-core", "numpy", "safetensors", "matplotlib", "zstandard", "pybase64", "ray")
+_PACKAGES = {
+    "torch": "torch",
+    "megatron-core": "megatron.core",
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+    "typer": "typer",
+    "rich": "rich",
+    "matplotlib": "matplotlib",
+    "jinja2": "jinja2",
+    "zstandard": "zstandard",
+    "pybase64": "pybase64",
+    "ray": "ray",
+    "transformers": "transformers",
+    "triton": "triton",
+    "transformer-engine": "transformer_engine",
+}
+"""Name of a distribution -> the module that it brings."""
+
 _NEEDED = ("torch", "megatron-core", "numpy", "safetensors")
 
 
@@ -26,6 +43,7 @@ def doctor(
         typer.Option(help="A model's config as JSON: Hugging Face's config.json, or Megatron's.", metavar="PATH"),
     ] = None,
     as_json: Json = False,
+    out: Out = None,
 ) -> None:
     """Check what is installed, and whether a model could be replayed.
 
@@ -35,27 +53,23 @@ def doctor(
     Exit code 0: fine; 1: something is missing or refused; 2: the config cannot be read.
     """
     with bad_input():
+        check_out(out)
         environment = _environment()
         model = None if config is None else _model(config)
     problems = list(environment["problems"]) + ([] if model is None else list(model["refused"]))
     values = {"environment": environment, "model": model, "problems": problems}
     text = _environment_text(environment) + ([] if model is None else _model_text(model))
     text.append("something would be refused, see above" if problems else "nothing stands in the way of replay")
-    emit("\n".join(text), values, as_json=as_json)
+    emit("\n".join(text), values, as_json=as_json, out=out)
     raise typer.Exit(1 if problems else 0)
 
 
 def _environment() -> dict[str, Any]:
     import torch
 
-    versions: dict[str, str | None] = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    problems = [f"{name} is not installed" for name in _NEEDED if versions[name] is None]
-    if versions["megatron-core"] is not None:
+    packages = {name: _package(name, module) for name, module in _PACKAGES.items()}
+    problems = [f"{name} is not installed" for name in _NEEDED if packages[name] is None]
+    if packages["megatron-core"] is not None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of optional packages, on import
@@ -69,30 +83,52 @@ def _environment() -> dict[str, Any]:
     return {
         "megatron_router_replay": megatron_router_replay.__version__,
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": packages,
         "gpus": gpus,
         "problems": problems,
     }
 
 
+def _package(name: str, module: str) -> dict[str, str] | None:
+    """Return version and path of an installed package, without importing it; None if there is none."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return None
+    places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
+    path = str(Path(places[0] or "").parent if spec.origin else places[0]) if places else ""
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        found = ""
+    if name == "megatron-core":
+        # A checkout on the path has no metadata of its own, or that of an older installation beside it.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = str(getattr(import_module(module), "__version__", found))
+    return {"version": found or "unknown version", "path": path}
+
+
 def _environment_text(environment: dict[str, Any]) -> list[str]:
-    lines = [
-        f"megatron_router_replay {environment['megatron_router_replay']}, Python {environment['python']}",
-        *(
-            f"  {name:<16} {installed or 'not installed' + ('' if name in _NEEDED else ' (optional)')}"
-            for name, installed in environment["packages"].items()
-        ),
-        f"  {'GPUs':<16} {', '.join(environment['gpus']) or 'none; everything here works on a CPU'}",
-    ]
+    lines = [f"megatron_router_replay {environment['megatron_router_replay']}, Python {environment['python']}"]
+    for name, found in environment["packages"].items():
+        if found is None:
+            lines.append(f"  {name:<18} not installed{'' if name in _NEEDED else ' (optional)'}")
+        else:
+            lines.append(f"  {name:<18} {found['version']:<14} {printable(found['path'])}")
+    lines.append(f"  {'GPUs':<18} {', '.join(environment['gpus']) or 'none; everything here works on a CPU'}")
     return lines + [f"  problem: {problem}" for problem in environment["problems"]]
 
 
 def _model(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(f"cannot read the config {file}: {error}.") from None
+    from megatron_router_replay.cli.files import check_model
+    from megatron_router_replay.cli.json_files import load_json
+
+    check_model(path)
+    values = load_json(file)
     if not isinstance(values, dict):
         raise StoreError(f"the config {file} holds {type(values).__name__}, expected an object.")
     if "model_type" in values or "text_config" in values:
@@ -103,7 +139,12 @@ def _model(path: Path) -> dict[str, Any]:
 
 
 def _hugging_face(values: dict[str, Any], file: Path) -> dict[str, Any]:
-    info = ModelRoutingInfo.from_hf_config(values)
+    from megatron_router_replay.engines import ModelRoutingInfo
+
+    try:
+        info = ModelRoutingInfo.from_hf_config(values)
+    except (TypeError, AttributeError, KeyError, OverflowError) as error:
+        raise StoreError(f"the config {file} has a field of another kind than Hugging Face writes: {error}.") from None
     width = 1 if info.num_experts <= 256 else 2
     return {
         "kind": "hugging_face",
@@ -124,7 +165,7 @@ def _hugging_face(values: dict[str, Any], file: Path) -> dict[str, Any]:
 def _model_text(model: dict[str, Any]) -> list[str]:
     layers = model["moe_layers"]
     lines = [
-        f"{model['path']}: {model['model_type'] or 'a Megatron-Core model'}",
+        f"{printable(model['path'])}: {printable(model['model_type'] or 'a Megatron-Core model')}",
         f"  layers           {model['num_layers']}, {len(layers)} with routed experts: {numbers(layers) or 'none'}",
         f"  experts          top-{model['topk']} of {model['num_experts']}; shared, never routed: "
         f"{model['num_shared_experts']}",

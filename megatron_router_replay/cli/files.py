@@ -4,39 +4,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_router_replay import engines
+from megatron_router_replay.cli.json_files import at_key, check_payload, load_json, load_token_ids, shown
+from megatron_router_replay.cli.npz_files import decoded_limit, load_npz, save_npz, trace_of
 from megatron_router_replay.diagnostics import open_source
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store import decode_envelope, encode_envelope, load_trace, save_trace
 from megatron_router_replay.store.envelope import FORMAT as ENVELOPE
-from megatron_router_replay.store.npz import load_arrays, save_npz, trace_of_arrays
 from megatron_router_replay.trace import RoutingTrace
 
 KINDS = (".safetensors", ".npz", ".json")
 
 
-def read_any(
-    path: Path,
-    *,
-    engine: str | None = None,
-    model: Path | None = None,
-    key: str = "",
-    token_ids: Path | None = None,
-    axes: Sequence[str] = (),
-    step: int | None = None,
-) -> RoutingTrace:
-    """Return the trace in a file or folder.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PayloadOptions:
+    """How a file's payload is read.
 
     Args:
-        engine, model: of a payload.
+        engine, model: whose payload it is, and the model's config.json or its folder; None: the file holds a trace.
         key: dotted path of the payload in a JSON file, or the name of the array in an npz.
         token_ids: JSON file with one list of ids a sample.
         axes: of an array.
+    """
+
+    engine: str | None = None
+    model: Path | None = None
+    key: str = ""
+    token_ids: Path | None = None
+    axes: Sequence[str] = ()
+
+
+def read_any(path: Path, options: PayloadOptions, *, step: int | None = None) -> RoutingTrace:
+    """Return the trace in a file or folder.
+
+    Args:
         step: of a folder with several.
 
     Raises:
@@ -50,9 +57,9 @@ def read_any(
             whole = source.read(0, source.num_tokens)
             return whole._with(sequence_lengths=source.sequence_lengths, sample_ids=source.sample_ids)
     if path.suffix == ".npz":
-        return _from_npz(path, engine, model, key, token_ids, axes)
+        return _from_npz(path, options)
     if path.suffix == ".json":
-        return _from_json(path, engine, model, key, token_ids, axes)
+        return _from_json(path, options)
     return load_trace(path)
 
 
@@ -61,76 +68,90 @@ def write_any(trace: RoutingTrace, path: Path) -> None:
     if path.suffix == ".npz":
         save_npz(trace, path)
     elif path.suffix == ".json":
-        path.write_text(json.dumps(encode_envelope(trace)) + "\n")
+        path.write_text(json.dumps(encode_envelope(trace)) + "\n", encoding="utf-8")
     else:
         save_trace(trace, path)
 
 
-def _from_npz(
-    path: Path, engine: str | None, model: Path | None, key: str, token_ids: Path | None, axes: Sequence[str]
-) -> RoutingTrace:
-    arrays = load_arrays(path)
-    if engine is None:
-        needed = {"topk_indices", "layer_numbers", "num_experts"}
-        if not needed <= arrays.keys():
-            raise StoreError(
-                f"{path} has no {', '.join(sorted(needed - arrays.keys()))}, so it is no trace; it has: "
-                f"{', '.join(sorted(arrays)) or 'nothing'}. An array of routes needs --engine, --model and --key."
-            )
-        return trace_of_arrays(arrays)
-    name = key or (next(iter(arrays)) if len(arrays) == 1 else "")
+def _from_npz(path: Path, options: PayloadOptions) -> RoutingTrace:
+    arrays = load_npz(path)
+    if options.engine is None:
+        return trace_of(arrays, path)
+    name = options.key or (next(iter(arrays)) if len(arrays) == 1 else "")
     if name not in arrays:
-        raise StoreError(f"{path} has no array {name!r}: --key names one of {', '.join(sorted(arrays))}.")
-    return _decode([arrays[name]], path, engine, model, token_ids, axes)
+        raise StoreError(f"{path} has no array {name!r}: --key names one of {shown(sorted(arrays))}.")
+    return _decode([arrays[name]], path, options)
 
 
-def _from_json(
-    path: Path, engine: str | None, model: Path | None, key: str, token_ids: Path | None, axes: Sequence[str]
-) -> RoutingTrace:
-    content = _load_json(path)
-    for part in key.split(".") if key else []:
-        try:
-            content = content[int(part)] if isinstance(content, list) else content[part]
-        except (KeyError, IndexError, ValueError, TypeError):
-            raise StoreError(f"{path} has nothing at {key!r}: {part!r} is not there.") from None
+def _from_json(path: Path, options: PayloadOptions) -> RoutingTrace:
+    content = at_key(load_json(path), options.key, path)
     if isinstance(content, dict) and content.get("format") == ENVELOPE:
-        return decode_envelope(content)
-    return _decode(content, path, engine, model, token_ids, axes)
+        return decode_envelope(content, max_bytes=decoded_limit(path))
+    check_payload(content, path)
+    if isinstance(content, dict) and isinstance(content.get("response"), (dict, list)) and options.key == "":
+        raise StoreError(
+            f"{path} holds its payload below a key: --key response reads it. It has {shown(list(content))}."
+        )
+    return _decode(content, path, options)
 
 
-def _decode(
-    content: Any, path: Path, engine: str | None, model: Path | None, token_ids: Path | None, axes: Sequence[str]
-) -> RoutingTrace:
+def _decode(content: Any, path: Path, options: PayloadOptions) -> RoutingTrace:
+    engine, model = options.engine, options.model
     if engine is None or model is None:
         raise StoreError(
             f"{path} is no trace, so it may be an engine's payload: give --engine and --model (the model's config.json)."
         )
-    ids = None if token_ids is None else _load_json(token_ids)
+    check_model(model)
+    ids = None if options.token_ids is None else load_token_ids(options.token_ids)
     if engine == "array":
-        single = content[0] if isinstance(content, list) and isinstance(content[0], np.ndarray) else content
-        return engines.array.decode(
-            single,
-            model=model,
-            axes=axes,
-            token_ids=None if ids is None else ids[0],
-            num_tokens=_rows(single, axes, ids),
-        )
-    decoder = getattr(engines, engine)
+        return _decode_array(content, path, model, ids, options.axes)
     if engine == "megatron" and not isinstance(content, list):
         content = [content]
-    decoded: RoutingTrace = decoder.decode_batch(content, model=model, token_ids=ids)
+    decoded: RoutingTrace = getattr(engines, engine).decode_batch(content, model=model, token_ids=ids)
     return decoded
 
 
-def _rows(array: Any, axes: Sequence[str], ids: Any) -> int | None:
-    if ids is not None or "token" not in axes:
-        return None
+def _decode_array(
+    content: Any, path: Path, model: Path, ids: list[list[int]] | None, axes: Sequence[str]
+) -> RoutingTrace:
+    if isinstance(content, list) and content and isinstance(content[0], np.ndarray):
+        array = content[0]
+    else:
+        try:
+            array = np.array(content)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise StoreError(f"{path} holds no array: its lists have uneven lengths ({error}).") from None
+    if array.dtype.kind not in "iu":
+        raise StoreError(f"{path} holds no array of integers, but {array.dtype} of shape {list(array.shape)}.")
+    if ids is not None and len(ids) != 1 and "batch" not in axes:
+        raise StoreError(f"the token ids hold {len(ids)} samples, an array without a batch axis is one sample.")
+    return engines.array.decode(
+        array,
+        model=model,
+        axes=axes,
+        token_ids=None if ids is None else ids[0],
+        num_tokens=_rows(array, axes) if ids is None else None,
+    )
+
+
+def _rows(array: Any, axes: Sequence[str]) -> int | None:
     shape = np.shape(array)
-    return int(shape[list(axes).index("token")]) if len(shape) == len(axes) else None
+    return int(shape[list(axes).index("token")]) if "token" in axes and len(shape) == len(axes) else None
 
 
-def _load_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(f"cannot read {path}: {error}.") from None
+def check_model(path: Path) -> None:
+    """Say what a model's path must be.
+
+    Raises:
+        StoreError: nothing is there; a hub id is named as one.
+    """
+    if path.exists():
+        return
+    hub = not path.is_absolute() and len(path.parts) == 2 and path.suffix != ".json" and not path.parent.exists()
+    advice = (
+        f" It looks like an id of the Hugging Face hub: nothing is downloaded here, so fetch the config first (hf download "
+        f"{path} config.json) and give its path."
+        if hub
+        else " Give the model's config.json or the folder that holds it."
+    )
+    raise StoreError(f"cannot read the model's config {path}: there is no such file or folder.{advice}")

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from megatron_router_replay.cli.output import Json, Step, bad_input, emit, numbers, progress, table
-from megatron_router_replay.diagnostics import imbalance, open_source
-from megatron_router_replay.diagnostics.metrics import add_load
-from megatron_router_replay.diagnostics.source import block_rows, part_files
-from megatron_router_replay.errors import StoreError
-from megatron_router_replay.store import TraceStore
+from megatron_router_replay.cli.output import (
+    Json,
+    Out,
+    Step,
+    bad_input,
+    check_out,
+    emit,
+    numbers,
+    printable,
+    progress,
+    table,
+)
+
+if TYPE_CHECKING:
+    from megatron_router_replay.store import TraceStore
 
 _MAX_STEPS_SHOWN = 20
 
@@ -25,26 +33,26 @@ def inspect(
     ],
     step: Step = None,
     as_json: Json = False,
+    out: Out = None,
 ) -> None:
-    """Say what a trace file or folder holds: shapes, layers, missing routes, expert load. Every byte is checked."""
+    """Say what a trace file or folder holds: shapes, layers, missing routes, expert load. Every byte is checked.
+
+    Reads all that `convert` writes: trace files, npz files and JSON envelopes.
+    """
     with bad_input():
-        _check_kind(path)
+        from megatron_router_replay.store import TraceStore
+
+        check_out(out)
         store = TraceStore(path)
         steps = store.steps() if path.is_dir() else []
         if len(steps) > 1 and step is None:
             values = _steps(store, steps)
-            emit(_steps_text(values), values, as_json=as_json)
-            return
-        with progress("reading") as on_rows:
-            values = _trace(path, step, on_rows)
-    emit(_trace_text(values), values, as_json=as_json)
-
-
-def _check_kind(path: Path) -> None:
-    if path.suffix in (".npz", ".json") and path.is_file():
-        raise StoreError(
-            f"{path} is no trace file: turn a payload or an npz into one with `router-replay convert {path} out.safetensors`."
-        )
+            text = _steps_text(values)
+        else:
+            with progress("reading") as on_rows:
+                values = _trace(path, step, on_rows)
+            text = _trace_text(values)
+    emit(text, values, as_json=as_json, out=out)
 
 
 def _steps(store: TraceStore, steps: list[int]) -> dict[str, Any]:
@@ -80,15 +88,23 @@ def _steps_text(values: dict[str, Any]) -> str:
     ]
     left_out = f", {len(steps) - len(shown)} of them left out here" if len(shown) < len(steps) else ""
     return (
-        f"{values['path']}: a folder of {len(steps)} steps{left_out}\n"
+        f"{printable(values['path'])}: a folder of {len(steps)} steps{left_out}\n"
         + table(("step", "ranks", "parts", "tokens", "layers", "MB"), rows)
         + "\n--step N says more of one"
     )
 
 
 def _trace(path: Path, step: int | None, on_rows: Any) -> dict[str, Any]:
+    import torch
+
+    from megatron_router_replay.cli.files import PayloadOptions, read_any
+    from megatron_router_replay.diagnostics import imbalance, open_source
+    from megatron_router_replay.diagnostics.metrics import add_load
+    from megatron_router_replay.diagnostics.source import block_rows, part_files
+
     begin = time.perf_counter()
-    with open_source(path, step=step) as source:
+    in_memory = path.is_file() and path.suffix in (".npz", ".json")
+    with open_source(read_any(path, PayloadOptions()) if in_memory else path, step=step) as source:
         load = torch.zeros(len(source.layer_numbers), source.num_experts, dtype=torch.int64)
         routed, has_tokens = 0, False
         versions: set[int] = set()
@@ -129,7 +145,7 @@ def _trace_text(values: dict[str, Any]) -> str:
     layers = values["layer_numbers"]
     missing = values["num_tokens"] - values["rows_with_route"]
     lines = [
-        f"{values['path']}: a trace, {values['bytes'] / 1e6:,.1f} MB, every byte checked",
+        f"{printable(values['path'])}: a trace, {values['bytes'] / 1e6:,.1f} MB, every byte checked",
         f"  tokens             {values['num_tokens']:,}",
         f"  without a route    {missing:,} ({values['missing_share']:.2%})",
         f"  experts            top-{values['topk']} of {values['num_experts']}, stored as {values['dtype']}",

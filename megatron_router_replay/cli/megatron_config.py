@@ -14,6 +14,9 @@ from torch import nn
 from megatron_router_replay.errors import StoreError
 
 _PATTERN = re.compile(r"\[\s*([01](?:\s*,\s*[01])*)\s*,?\s*\]\s*(?:\*\s*(\d+))?")
+_MAX_LAYERS = 10_000
+_READ_BESIDE = {"moe_n_hash_layers", "hybrid_layer_pattern", "hybrid_override_pattern"}
+"""Arguments that decide about routing and are no field of TransformerConfig."""
 _ALIASES = {"num_experts": "num_moe_experts"}
 """Names of Megatron-LM's arguments -> fields of TransformerConfig."""
 
@@ -42,10 +45,19 @@ def read_megatron_config(values: dict[str, Any], file: Path) -> dict[str, Any]:
     )
     for name, value in given.items():
         setattr(config, name, value)
+    if num_layers > _MAX_LAYERS:
+        raise StoreError(
+            f"the config {file} asks for num_layers={num_layers}, more than the {_MAX_LAYERS} that are read."
+        )
     topk = _count(given | {"moe_router_topk": config.moe_router_topk}, "moe_router_topk", file)
     if not topk <= num_experts <= 32768:
         raise StoreError(f"the config {file} asks for top-{topk} of {num_experts} experts.")
-    layers = [i + 1 for i, is_moe in enumerate(_moe_layers(config.moe_layer_freq, num_layers, file)) if is_moe]
+    pattern = given.get("hybrid_layer_pattern") or given.get("hybrid_override_pattern")
+    if pattern is None:
+        flags = _moe_layers(config.moe_layer_freq, num_layers, file)
+    else:
+        flags = _hybrid_moe_layers(pattern, num_layers, file)
+    layers = [i + 1 for i, is_moe in enumerate(flags) if is_moe]
 
     router: Any = TopKRouter.__new__(TopKRouter)
     nn.Module.__init__(router)
@@ -56,7 +68,7 @@ def read_megatron_config(values: dict[str, Any], file: Path) -> dict[str, Any]:
         router.is_hash_layer = number <= hash_layers
         refused[number] = tuple(refusals(router))
     reasons = {reason: [n for n in layers if reason in refused[n]] for of in refused.values() for reason in of}
-    unread = sorted(set(given) - set(known) - {"moe_n_hash_layers"})
+    unread = sorted(set(given) - set(known) - _READ_BESIDE)
     return {
         "kind": "megatron",
         "path": str(file),
@@ -103,6 +115,20 @@ def _count(values: dict[str, Any], name: str, file: Path) -> int:
             "Hugging Face config has model_type, Megatron's has num_layers and num_moe_experts."
         )
     return value
+
+
+def _hybrid_moe_layers(pattern: Any, num_layers: int, file: Path) -> list[bool]:
+    """Return which layers of a hybrid model have routed experts: one letter a layer, E for experts.
+
+    Behind a slash stand multi-token-prediction layers, which count apart; | parts pipeline stages.
+    """
+    main = pattern.split("/")[0].replace("|", "") if isinstance(pattern, str) else ""
+    if len(main) != num_layers:
+        raise StoreError(
+            f"the config {file} has hybrid_layer_pattern={str(pattern)[:80]!r}, which names {len(main)} layers, and "
+            f"num_layers={num_layers}."
+        )
+    return [letter == "E" for letter in main]
 
 
 def _moe_layers(frequency: Any, num_layers: int, file: Path) -> list[bool]:

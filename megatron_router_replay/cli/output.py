@@ -5,38 +5,72 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatron_router_replay.errors import RouterReplayError
 
 BAD_INPUT = 2
+INTERRUPTED = 130
+"""As shells report a program that Ctrl-C ended."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", metavar="FILE")]
 Step = Annotated[int | None, typer.Option(help="The step, if the folder holds several.", metavar="N")]
+
+_UNSEEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+"""Categories of characters that a terminal obeys or hides: controls, directions, halves of pairs, line separators."""
 
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """Turn an error that a user can mend into one message on stderr and exit code 2."""
+    """Turn whatever an input can cause into one message on stderr and exit code 2."""
     try:
         yield
     except (RouterReplayError, OSError) as error:
-        typer.echo(
-            wrap(f"error: {error}", width=get_terminal_size().columns if sys.stderr.isatty() else None), err=True
+        fail(str(error), error)
+    except MemoryError as error:
+        fail("this input does not fit into memory.", error)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except typer.Exit:
+        raise
+    except Exception as error:
+        text = (
+            f"{type(error).__name__}: {error}. This is a fault of router-replay, which should have said what is wrong"
         )
-        raise typer.Exit(BAD_INPUT) from error
+        fail(f"{text} with the input; please report it with the command.", error)
+
+
+def fail(message: str, cause: BaseException | None = None) -> None:
+    """Print an error on stderr and leave with exit code 2."""
+    width = get_terminal_size().columns if sys.stderr.isatty() else None
+    typer.echo(_encodable(wrap(f"error: {printable(message)}", width=width), sys.stderr), err=True)
+    raise typer.Exit(BAD_INPUT) from cause
+
+
+def printable(text: object) -> str:
+    """Return text from a file or a command line with everything escaped that a terminal would obey or hide."""
+    return "".join(
+        char.encode("unicode_escape", "surrogatepass").decode("ascii")
+        if unicodedata.category(char) in _UNSEEN
+        else char
+        for char in str(text)
+    )
 
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function of (done, total) that moves a bar on stderr; nothing is drawn if that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -44,12 +78,40 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def emit(text: str, values: Any, *, as_json: bool) -> None:
-    """Print one of the two on stdout; text is folded at the width of a terminal and left alone in a pipe."""
+def check_out(out: Path | None) -> None:
+    """Refuse a file that cannot be written before any work is done."""
+    if out is not None and not out.absolute().parent.is_dir():
+        fail(f"cannot write {out}: its folder does not exist.")
+    if out is not None and out.is_dir():
+        fail(f"cannot write {out}: it is a folder.")
+
+
+def emit(text: str, values: Any, *, as_json: bool, out: Path | None = None, fold: bool = True) -> None:
+    """Print one of the two on stdout, and write the JSON to `out`; text is folded at the width of a terminal only."""
+    write_json(values, as_json=as_json, out=out)
     if as_json:
-        typer.echo(json.dumps(values, indent=2))
-    else:
-        typer.echo(wrap(text, width=get_terminal_size().columns if sys.stdout.isatty() else None))
+        return
+    width = get_terminal_size().columns if fold and sys.stdout.isatty() else None
+    lines = "\n".join(printable(line) for line in text.split("\n"))
+    typer.echo(_encodable(wrap(lines, width=width), sys.stdout))
+
+
+def write_json(values: Any, *, as_json: bool, out: Path | None) -> None:
+    """Print values as JSON if asked to, and write them to a file if there is one."""
+    content = json.dumps(values, indent=2)
+    if out is not None:
+        try:
+            out.write_text(content + "\n", encoding="utf-8")
+        except OSError as error:
+            fail(f"cannot write {out}: {error}.", error)
+    if as_json:
+        typer.echo(content)
+
+
+def _encodable(text: str, stream: Any) -> str:
+    """Return text that a stream can write, whatever its encoding: `ü` in a terminal that knows ASCII only is escaped."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def wrap(text: str, *, width: int | None) -> str:
@@ -57,7 +119,7 @@ def wrap(text: str, *, width: int | None) -> str:
     if width is None:
         return text
     folded = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 2)
         folded += textwrap.wrap(
             line, width=max(40, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

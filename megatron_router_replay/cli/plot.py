@@ -7,9 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_router_replay.cli.output import Json, bad_input, emit, progress
-from megatron_router_replay.diagnostics import diff_traces, expert_load, open_source
-from megatron_router_replay.diagnostics.runlog import read_run
+from megatron_router_replay.cli.output import Json, bad_input, emit, printable, progress
 from megatron_router_replay.errors import StoreError, TraceError
 
 
@@ -36,10 +34,11 @@ def plot(
 
         out.mkdir(parents=True, exist_ok=True)
         written = [str(save_png(figure, out / f"{name}.png")) for name, figure in figures.items()]
-    emit("\n".join(written), {"files": written}, as_json=as_json)
+    emit("\n".join(map(printable, written)), {"files": written}, as_json=as_json)
 
 
 def _figures(a: Path, b: Path | None, name_a: str, name_b: str) -> dict[str, Any]:
+    from megatron_router_replay.diagnostics import diff_traces, expert_load, open_source
     from megatron_router_replay.diagnostics import plot as draw
 
     loads = {name: expert_load(path) for name, path in ((name_a, a), (name_b, b)) if path is not None}
@@ -63,6 +62,7 @@ def _figures(a: Path, b: Path | None, name_a: str, name_b: str) -> dict[str, Any
 
 def _curves(path: Path, wanted: list[str] | None) -> dict[str, Any]:
     from megatron_router_replay.diagnostics import plot as draw
+    from megatron_router_replay.diagnostics.runlog import read_run
 
     by_step: dict[int, dict[str, float]] = {}
     for record in read_run(path):

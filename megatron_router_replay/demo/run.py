@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import as_file, files
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ STAGES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult:
-    """What the demo measured; `--json` writes these fields.
+    """What the demo measured; `--json` and `--out` write these fields.
 
     Args:
         prompts, tokens_generated: of the engine's response.
@@ -161,8 +160,3 @@ def count_different(ranks: list[Any], trace: RoutingTrace) -> int:
 
 def _nothing() -> None:
     """What a pool runs to be started."""
-
-
-def write_json(result: DemoResult, path: Path) -> None:
-    """Write the result, flat."""
-    path.write_text(json.dumps(asdict(result), indent=2) + "\n")

@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_router_replay.diagnostics.compare import shared_experts
-from megatron_router_replay.diagnostics.shifts import MAX_SHIFT, Finding, search_shifts
+from megatron_router_replay.diagnostics.counting import NEVER, Counter
+from megatron_router_replay.diagnostics.finding import Finding
+from megatron_router_replay.diagnostics.search import MAX_SHIFT, search_faults
 from megatron_router_replay.diagnostics.source import TraceLike, TraceSource, block_rows, open_source
 from megatron_router_replay.errors import TraceError
 
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all)."""
-
-MAX_POSITION_BINS = 128
-_NEVER = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,15 +173,7 @@ class TraceDiff:
             "sample_ids": None if self.sample_ids is None else list(self.sample_ids),
             "first_by_layer": _first_dict(self.first_by_layer),
             "first_by_row": _first_dict(self.first_by_row),
-            "findings": [
-                {
-                    "kind": finding.kind,
-                    "text": finding.text,
-                    "layer_numbers": list(finding.layer_numbers),
-                    "shift": finding.shift,
-                }
-                for finding in self.findings
-            ],
+            "findings": [finding.to_dict() for finding in self.findings],
         }
 
     def __str__(self) -> str:
@@ -266,170 +256,68 @@ def diff_sources(
                 f"cannot compare {a.name} with {name}={getattr(a, name)} and {b.name} with {name}={getattr(b, name)}: "
                 "they are of different models."
             )
-    counter = _Counter(a, b)
+    counts = Counter(a, b)
     total = max(a.num_tokens, b.num_tokens)
     step = block_rows(a, b)
     for start in range(0, total, step):
         stop = min(start + step, total)
-        counter.add(start, stop)
+        counts.add(start, stop)
         if on_rows is not None:
             on_rows(stop, total)
-    return counter.result(max_shift)
+    return _result(counts, search_faults(counts, max_shift=max_shift))
 
 
-class _Counter:
-    """The sums of a comparison, block by block."""
-
-    def __init__(self, a: TraceSource, b: TraceSource) -> None:
-        self.a, self.b = a, b
-        self.layers = [number for number in a.layer_numbers if number in b.layer_numbers]
-        num_layers = len(self.layers)
-        # Layers of one trace only still say which rows have a route.
-        self.read_a, self.read_b = (self.layers if num_layers else source.layer_numbers for source in (a, b))
-        self.lengths = a.sequence_lengths or b.sequence_lengths
-        self.sample_ids = a.sample_ids if a.sequence_lengths else b.sample_ids
-        longest = max(self.lengths) if self.lengths else max(a.num_tokens, b.num_tokens)
-        self.width = max(1, -(-longest // MAX_POSITION_BINS))
-        self.bins = max(1, -(-longest // self.width))
-        self.ends = torch.tensor(self.lengths or (), dtype=torch.int64).cumsum(0)
-        samples = len(self.lengths or ())
-        self.rows_compared = self.rows_only_a = self.rows_only_b = self.rows_other_token = self.rows_different = 0
-        self.partial = torch.zeros(num_layers, a.topk + 1, dtype=torch.int64)
-        self.other_order = torch.zeros(num_layers, dtype=torch.int64)
-        self.first_row = torch.full((num_layers,), _NEVER, dtype=torch.int64)
-        self.by_position = torch.zeros(self.bins, dtype=torch.int64)
-        self.different_by_position = torch.zeros(num_layers * self.bins, dtype=torch.int64)
-        self.by_sample = torch.zeros(samples, dtype=torch.int64)
-        self.different_by_sample = torch.zeros(samples, dtype=torch.int64)
-
-    def add(self, start: int, stop: int) -> None:
-        a, b = self.a.read(start, stop, self.read_a), self.b.read(start, stop, self.read_b)
-        rows = min(len(a), len(b))
-        self.rows_only_a += int(a.replay_mask[rows:].sum())
-        self.rows_only_b += int(b.replay_mask[rows:].sum())
-        mask_a, mask_b = a.replay_mask[:rows], b.replay_mask[:rows]
-        both = mask_a & mask_b
-        num_both = int(both.sum())
-        self.rows_only_a += int(mask_a.sum()) - num_both
-        self.rows_only_b += int(mask_b.sum()) - num_both
-        self.rows_compared += num_both
-        if not num_both:
-            return
-        if a.token_ids is not None and b.token_ids is not None:
-            one, other = a.token_ids[:rows], b.token_ids[:rows]
-            self.rows_other_token += int((both & (one != other) & (one >= 0) & (other >= 0)).sum())
-        numbers = torch.arange(start, start + rows)
-        position, sample = self._places(numbers)
-        self.by_position += torch.bincount(position[both] // self.width, minlength=self.bins)
-        if self.lengths is not None:
-            self.by_sample += torch.bincount(sample[both], minlength=len(self.lengths)) * len(self.layers)
-        if self.layers:
-            self._add_routes(a.topk_indices[:rows], b.topk_indices[:rows], both, start, position, sample)
-
-    def _add_routes(self, a: Tensor, b: Tensor, both: Tensor, start: int, position: Tensor, sample: Tensor) -> None:
-        num_layers, topk = len(self.layers), self.a.topk
-        overlap, same_order = shared_experts(a, b)
-        self.other_order += ((overlap == topk) & ~same_order & both.unsqueeze(1)).sum(dim=0)
-        different = (overlap < topk) & both.unsqueeze(1)
-        row, layer = different.nonzero(as_tuple=True)
-        if not row.numel():
-            return
-        kept = overlap[row, layer].to(torch.int64)
-        self.partial += torch.bincount(layer * (topk + 1) + kept, minlength=num_layers * (topk + 1)).view_as(
-            self.partial
-        )
-        self.rows_different += int(different.any(dim=1).sum())
-        bins = position[row] // self.width
-        self.different_by_position += torch.bincount(layer * self.bins + bins, minlength=num_layers * self.bins)
-        if self.lengths is not None:
-            self.different_by_sample += torch.bincount(sample[row], minlength=len(self.lengths))
-        self.first_row.scatter_reduce_(0, layer, row + start, "amin")
-
-    def _places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's position in its sample, and the sample; without samples all rows are one."""
-        if self.lengths is None:
-            return rows, torch.zeros_like(rows)
-        sample = torch.searchsorted(self.ends, rows, right=True)
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.ends])
-        return rows - starts[sample], sample
-
-    def result(self, max_shift: int) -> TraceDiff:
-        overlap = self.partial.clone()
-        overlap[:, -1] = self.rows_compared - self.partial.sum(dim=1)
-        differing = [i for i, row in enumerate(self.first_row.tolist()) if row != _NEVER]
-        by_layer = by_row = None
-        findings: list[Finding] = []
-        if self.rows_other_token:
-            findings.append(
-                Finding(
-                    kind="other_tokens",
-                    text=f"{self.rows_other_token:,} of {self.rows_compared:,} rows hold another token in {self.b.name} than "
-                    f"in {self.a.name}: the rows are numbered differently, or the batches differ.",
-                )
-            )
-        if differing:
-            rows = self.first_row.tolist()
-            by_layer = self._first(rows[differing[0]], differing[0])
-            lowest = min(differing, key=lambda i: (rows[i], i))
-            by_row = self._first(rows[lowest], lowest)
-            recognised = search_shifts(self.a, self.b, max_shift=max_shift)
-            findings += recognised or _outliers(overlap, self.layers, self.rows_compared, self.b.name)
-        known = self.lengths is not None
-        return TraceDiff(
-            name_a=self.a.name,
-            name_b=self.b.name,
-            layer_numbers=tuple(self.layers),
-            layers_only_a=tuple(n for n in self.a.layer_numbers if n not in self.layers),
-            layers_only_b=tuple(n for n in self.b.layer_numbers if n not in self.layers),
-            topk=self.a.topk,
-            num_experts=self.a.num_experts,
-            rows_compared=self.rows_compared,
-            rows_only_a=self.rows_only_a,
-            rows_only_b=self.rows_only_b,
-            rows_other_token=self.rows_other_token,
-            overlap=overlap,
-            other_order=self.other_order,
-            rows_all_same=self.rows_compared - self.rows_different,
-            position_width=self.width,
-            compared_by_position=self.by_position,
-            different_by_position=self.different_by_position.view(len(self.layers), self.bins),
-            compared_by_sample=self.by_sample if known else None,
-            different_by_sample=self.different_by_sample if known else None,
-            sample_ids=self.sample_ids,
-            first_by_layer=by_layer,
-            first_by_row=by_row,
-            findings=tuple(findings),
-        )
-
-    def _first(self, row: int, layer_index: int) -> FirstDifference:
-        number = self.layers[layer_index]
-        experts = [source.read(row, row + 1).layer(number)[0].tolist() for source in (self.a, self.b)]
-        position, sample = self._places(torch.tensor([row]))
-        known = self.lengths is not None
-        return FirstDifference(
-            row=row,
-            layer_number=number,
-            experts_a=tuple(experts[0]),
-            experts_b=tuple(experts[1]),
-            sample=int(sample) if known else None,
-            position=int(position) if known else None,
-        )
+def _result(counts: Counter, findings: list[Finding]) -> TraceDiff:
+    overlap = counts.partial.clone()
+    overlap[:, -1] = counts.rows_compared - counts.partial.sum(dim=1)
+    rows = counts.first_row.tolist()
+    differing = [i for i, row in enumerate(rows) if row != NEVER]
+    by_layer = by_row = None
+    if differing:
+        by_layer = _first(counts, rows[differing[0]], differing[0])
+        lowest = min(differing, key=lambda i: (rows[i], i))
+        by_row = _first(counts, rows[lowest], lowest)
+    known = counts.samples.known
+    return TraceDiff(
+        name_a=counts.a.name,
+        name_b=counts.b.name,
+        layer_numbers=counts.layers,
+        layers_only_a=tuple(n for n in counts.a.layer_numbers if n not in counts.layers),
+        layers_only_b=tuple(n for n in counts.b.layer_numbers if n not in counts.layers),
+        topk=counts.a.topk,
+        num_experts=counts.a.num_experts,
+        rows_compared=counts.rows_compared,
+        rows_only_a=counts.rows_only_a,
+        rows_only_b=counts.rows_only_b,
+        rows_other_token=counts.rows_other_token,
+        overlap=overlap,
+        other_order=counts.other_order,
+        rows_all_same=counts.rows_compared - counts.rows_different,
+        position_width=counts.width,
+        compared_by_position=counts.by_position,
+        different_by_position=counts.different_by_position.view(len(counts.layers), counts.bins),
+        compared_by_sample=counts.by_sample if known else None,
+        different_by_sample=counts.different_by_sample if known else None,
+        sample_ids=counts.sample_ids,
+        first_by_layer=by_layer,
+        first_by_row=by_row,
+        findings=tuple(findings),
+    )
 
 
-def _outliers(overlap: Tensor, layers: list[int], rows: int, name: str) -> list[Finding]:
-    """Name layers that differ far more often than the layer in the middle: a wrong capture, not a drift."""
-    different = 1.0 - overlap[:, -1].double() / max(1, rows)
-    middle = float(different.median()) if len(layers) else 0.0
-    return [
-        Finding(
-            kind="layer_outlier",
-            layer_numbers=(number,),
-            text=f"layer {number} of {name} differs in {share:.1%} of its rows, the layer in the middle in {middle:.1%}: its "
-            "routes may be of another layer, step or model.",
-        )
-        for number, share in zip(layers, different.tolist())
-        if len(layers) >= 3 and share > 5 * middle + 0.3
-    ]
+def _first(counts: Counter, row: int, layer_index: int) -> FirstDifference:
+    number = counts.layers[layer_index]
+    experts = [source.read(row, row + 1).layer(number)[0].tolist() for source in (counts.a, counts.b)]
+    position, sample = counts.samples.places(torch.tensor([row]))
+    known = counts.samples.known
+    return FirstDifference(
+        row=row,
+        layer_number=number,
+        experts_a=tuple(experts[0]),
+        experts_b=tuple(experts[1]),
+        sample=int(sample) if known else None,
+        position=int(position) if known else None,
+    )
 
 
 def _shares(values: Tensor | None) -> list[float | None] | None:

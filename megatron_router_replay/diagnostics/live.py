@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_router_replay.diagnostics.shifts import Finding
+from megatron_router_replay.diagnostics.finding import Finding
 from megatron_router_replay.errors import ReplayStateError, TraceError
 
 _MIN_ROWS = 32

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,13 +31,48 @@ from megatron_router_replay.diagnostics.metrics import route_checksums
 from megatron_router_replay.errors import ReplayStateError, StoreError
 from megatron_router_replay.trace import RoutingTrace
 
-_FIELDS = {
-    "run": {"version", "rank"},
-    "begin": {"session", "step", "kind", "tp_size"},
-    "microbatch": {"session", "chunk", "rows", "replayed", "live", "padding", "checksums"},
-    "end": {"session", "report"},
-    "metrics": {"step", "values"},
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_integer(value: object) -> bool:
+    return type(value) is int
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _are_checksums(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        re.fullmatch("[0-9]{1,9}", name) and isinstance(number, str) and re.fullmatch("[0-9a-f]{16}", number)
+        for name, number in value.items()
+    )
+
+
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(type(number) in (int, float) for number in value.values())
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+_COUNTS = ("session", "chunk", "rows", "replayed", "live", "padding")
+_COUNT_FIELDS: dict[str, Callable[[object], bool]] = dict.fromkeys(_COUNTS, _is_count)
+_FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
+    "run": {"version": _is_text, "rank": _is_integer},
+    "begin": {"session": _is_count, "step": _is_integer, "kind": _is_text, "tp_size": _is_size},
+    "microbatch": {**_COUNT_FIELDS, "checksums": _are_checksums},
+    "end": {"session": _is_count, "report": _is_object},
+    "metrics": {"step": _is_integer, "values": _are_numbers},
 }
+"""Event -> its fields and what each must be; a log that was altered is told from one that does not add up."""
 
 
 class Report(Protocol):
@@ -171,13 +207,22 @@ def _parse(line: str, number: int, path: str | os.PathLike[str]) -> dict[str, An
     where = f"cannot read the log {path}: line {number + 1}"
     try:
         record = json.loads(line)
+    except RecursionError:
+        raise StoreError(f"{where} is nested too deeply for a record of a run.") from None
     except ValueError as error:
         raise StoreError(f"{where} is no JSON ({error}); a crash may have cut it off.") from None
     event = record.get("event") if isinstance(record, dict) else None
-    if not isinstance(event, str) or event not in _FIELDS or not _FIELDS[event] <= record.keys():
+    if not isinstance(event, str) or event not in _FIELDS or not _FIELDS[event].keys() <= record.keys():
         raise StoreError(f"{where} is no record of a run: {line[:60].strip()}")
-    if record.get("seq") != number:
-        raise StoreError(f"{where} has seq {record.get('seq')}, expected {number}: lines are missing or were moved.")
+    wrong = [name for name, is_right in _FIELDS[event].items() if not is_right(record[name])]
+    if wrong:
+        raise StoreError(
+            f"{where} has {wrong[0]}={str(record[wrong[0]])[:60]}: it was altered, or is no record of a run."
+        )
+    if not _is_count(record.get("seq")) or record["seq"] != number:
+        raise StoreError(
+            f"{where} has seq {str(record.get('seq'))[:20]}, expected {number}: lines are missing or were moved."
+        )
     return dict(record)
 
 
@@ -222,6 +267,8 @@ def verify_run(path: str | os.PathLike[str]) -> RunCheck:
     seen: list[dict[str, Any]] = []
     for record in read_run(path):
         if record["event"] == "begin":
+            if begun is not None:
+                problems.append(_no_end(begun))
             sessions += 1
             begun, seen = record, []
         elif record["event"] == "microbatch":
@@ -237,8 +284,14 @@ def verify_run(path: str | os.PathLike[str]) -> RunCheck:
                 problems += _check_session(begun, seen, record["report"])
             begun = None
     if begun is not None:
-        problems.append(f"session {begun['session']} (step {begun['step']}) has no end: the run stopped inside it")
+        problems.append(_no_end(begun))
+    if not sessions:
+        problems.append("the log holds no session: nothing was recorded or replayed, so there is nothing to add up")
     return RunCheck(sessions=sessions, microbatches=microbatches, rows_replayed=replayed, problems=tuple(problems))
+
+
+def _no_end(begun: dict[str, Any]) -> str:
+    return f"session {begun['session']} (step {begun['step']}) has no end: the run stopped inside it"
 
 
 def _check_session(begun: dict[str, Any], seen: list[dict[str, Any]], report: dict[str, Any]) -> Iterator[str]:
@@ -256,14 +309,27 @@ def _check_session(begun: dict[str, Any], seen: list[dict[str, Any]], report: di
         expected = {key: value for key, value in expected.items() if not key.startswith("rows_")}
     for key, value in expected.items():
         if report.get(key) != value:
-            yield f"{name}: the session reports {key}={report.get(key)}, its micro-batches add up to {value}"
-    if report.get("tokens") != sum(report.get(key, 0) for key in ("rows_replayed", "rows_live", "rows_padding")):
-        yield f"{name}: replayed, live and padding rows do not add up to tokens={report.get('tokens')}"
-    if report.get("decisions_wrong"):
-        yield f"{name}: {report['decisions_wrong']} decisions left their router with other experts than were chosen"
+            yield f"{name}: the session reports {key}={_shown(report.get(key))}, its micro-batches add up to {value}"
+    # A session that verifies nothing reports no count of wrong decisions.
+    counts = {key: 0 if report.get(key) is None else report[key] for key in _REPORTED}
+    strange = [key for key, value in counts.items() if not _is_count(value)]
+    if strange:
+        yield f"{name}: the session reports {strange[0]}={_shown(counts[strange[0]])}, which is no count"
+        return
+    if report.get("tokens") != sum(counts[key] for key in ("rows_replayed", "rows_live", "rows_padding")):
+        yield f"{name}: replayed, live and padding rows do not add up to tokens={_shown(report.get('tokens'))}"
+    if counts["decisions_wrong"]:
+        yield f"{name}: {counts['decisions_wrong']} decisions left their router with other experts than were chosen"
     # Chunks that recompute do so in every layer they forwarded; evaluation forwards have no recompute.
-    if report.get("recomputes", 0) > report.get("forwards", 0):
-        yield f"{name}: {report['recomputes']} recomputes of {report['forwards']} forwards"
+    if counts["recomputes"] > counts["forwards"]:
+        yield f"{name}: {counts['recomputes']} recomputes of {counts['forwards']} forwards"
+
+
+_REPORTED = ("rows_replayed", "rows_live", "rows_padding", "decisions_wrong", "recomputes", "forwards")
+
+
+def _shown(value: object) -> str:
+    return str(value)[:40]
 
 
 def compare_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str]:
@@ -275,16 +341,19 @@ def compare_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[s
     Raises:
         StoreError: see `read_run`.
     """
-    of_a, of_b = (_checksums(path) for path in (a, b))
+    sums_a, sums_b = (_checksums(path) for path in (a, b))
     lines = []
-    for step in sorted({step for step, *_ in (*of_a, *of_b)}):
-        keys = sorted(key for key in {*of_a, *of_b} if key[0] == step)
-        different = [key for key in keys if of_a.get(key) != of_b.get(key)]
+    by_step: dict[int, list[tuple[int, int, int, int]]] = {}
+    for key in sorted({*sums_a, *sums_b}):
+        by_step.setdefault(key[0], []).append(key)
+    for step, keys in by_step.items():
+        different = [key for key in keys if sums_a.get(key) != sums_b.get(key)]
         if different:
             _, session, microbatch, layer = different[0]
             lines.append(
                 f"step {step}: {len(different)} of {len(keys)} checksums differ, first session {session}, micro-batch "
-                f"{microbatch}, layer {layer}: {of_a.get(different[0], 'missing')} and {of_b.get(different[0], 'missing')}"
+                f"{microbatch}, layer {layer}: "
+                f"{sums_a.get(different[0], 'missing')} and {sums_b.get(different[0], 'missing')}"
             )
     return lines
 

@@ -14,7 +14,7 @@ PROMISED = (
 def test_the_demo_replays_a_real_engines_routes_exactly(tmp_path):
     out = tmp_path / "demo.json"
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_router_replay.cli", "demo", "--json", str(out)],
+        [sys.executable, "-m", "megatron_router_replay.cli", "demo", "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=240,

@@ -20,7 +20,7 @@ from megatron_router_replay.store import TraceStore
 from tests.unit.store.store_traces import assert_same, full_trace, make_trace
 
 CAPTURES = Path(__file__).parents[1] / "data" / "engine_captures"
-COMMANDS = ("inspect", "diff", "plot", "convert", "doctor", "verify-run", "demo")
+COMMANDS = ("inspect", "diff", "plot", "convert", "request", "doctor", "verify-run", "demo")
 
 
 def call(*arguments, code=0):
@@ -154,9 +154,21 @@ def test_a_folder_without_traces_is_named(folder):
         assert "holds no trace file" in call(*arguments, code=2).stderr
 
 
-def test_inspect_of_an_npz_points_to_convert(folder):
-    np.savez("payload.npz", x=np.zeros(3))
-    assert "router-replay convert payload.npz" in call("inspect", "payload.npz", code=2).stderr
+@pytest.mark.parametrize("ending", ["safetensors", "npz", "json"])
+def test_inspect_reads_what_convert_writes(folder, ending):
+    call("convert", "good.safetensors", f"out.{ending}")
+    values = json.loads(call("inspect", f"out.{ending}", "--json").output)
+    assert (values["num_tokens"], values["layer_numbers"], values["samples"]) == (600, [2, 3, 4], 2)
+
+
+def test_json_is_a_flag_and_out_writes_the_same(folder):
+    for arguments in (["inspect", "good.safetensors"], ["doctor"], ["request", "--engine", "vllm"]):
+        printed = json.loads(call(*arguments, "--json", "--out", "out.json").output)
+        written = json.loads(Path("out.json").read_text())
+        for values in (printed, written):
+            values.pop("seconds", None)
+        assert written == printed
+    assert "folder does not exist" in call("inspect", "good.safetensors", "--out", "no/x.json", code=2).stderr
 
 
 def test_diff_exit_codes(folder):
@@ -256,7 +268,7 @@ def test_convert_explains_what_is_missing(folder):
 
 
 def test_doctor_of_the_environment_and_of_a_hugging_face_config(folder):
-    assert json.loads(call("doctor", "--json").output)["environment"]["packages"]["torch"]
+    assert json.loads(call("doctor", "--json").output)["environment"]["packages"]["torch"]["version"]
     values = json.loads(call("doctor", "--config", CAPTURES / "configs" / "qwen3moe.json", "--json").output)["model"]
     assert (values["replayed_layers"], values["topk"], values["num_experts"]) == ([1, 3, 4], 2, 8)
     Path("unknown.json").write_text('{"model_type": "mystery_moe"}')
@@ -288,6 +300,15 @@ def test_doctor_of_a_megatron_config_names_what_is_refused(folder, changes, reas
     assert len(values["refused"]) == bool(reason)
     assert reason in "".join(values["refused"])
     assert call("doctor", "--config", "megatron.json", code=1 if reason else 0).output.count("refused:") == bool(reason)
+
+
+def test_doctor_of_a_hybrid_config_reads_the_pattern(folder):
+    hybrid = {"num_layers": 6, "num_moe_experts": 16, "moe_router_topk": 4, "hybrid_layer_pattern": "MEM|*E-/ME"}
+    Path("hybrid.json").write_text(json.dumps(hybrid))
+    values = json.loads(call("doctor", "--config", "hybrid.json", "--json").output)["model"]
+    assert values["moe_layers"] == [2, 5]
+    Path("hybrid.json").write_text(json.dumps(hybrid | {"hybrid_layer_pattern": "ME"}))
+    assert "names 2 layers" in call("doctor", "--config", "hybrid.json", code=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 def loaded_by(module):
     code = (
         f"import json, sys, {module}; print(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}} & "
-        "{'megatron', 'ray', 'matplotlib', 'transformers', 'typer', 'rich'})))"
+        "{'megatron', 'ray', 'matplotlib', 'transformers', 'typer', 'jinja2', 'torch'})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     return json.loads(done.stdout)
@@ -16,8 +16,28 @@ def loaded_by(module):
 
 def test_diagnostics_need_torch_and_numpy_only():
     modules = ("diagnostics", "diagnostics.page", "diagnostics.live", "diagnostics.runlog")
-    assert loaded_by(", ".join(f"megatron_router_replay.{name}" for name in modules)) == []
+    assert loaded_by(", ".join(f"megatron_router_replay.{name}" for name in modules)) == ["torch"]
 
 
-def test_the_command_line_starts_without_megatron_and_matplotlib():
-    assert loaded_by("megatron_router_replay.cli") == ["rich", "typer"]
+def test_the_live_comparison_loads_nothing_else_of_the_diagnostics():
+    code = (
+        "import sys, megatron_router_replay.diagnostics.live; print(sorted(name.removeprefix('megatron_router_replay.') for "
+        "name in sys.modules if name.startswith(('megatron_router_replay.diagnostics.', 'megatron_router_replay.store'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "['diagnostics.finding', 'diagnostics.live']"
+
+
+def test_the_command_line_starts_without_torch():
+    assert loaded_by("megatron_router_replay.cli") == ["typer"]
+
+
+def test_diagnostics_load_no_other_room():
+    rooms = ("transport", "capture", "mcore", "cli", "demo", "testing", "fused", "trainers")
+    code = (
+        "import sys, pkgutil, importlib, megatron_router_replay.diagnostics as d\n"
+        "for module in pkgutil.iter_modules(d.__path__): importlib.import_module(f'{d.__name__}.{module.name}')\n"
+        "print(sorted({name.split('.')[1] for name in sys.modules if name.startswith('megatron_router_replay.')}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert not [room for room in rooms if f"'{room}'" in done.stdout]

@@ -1,0 +1,176 @@
+"""Two open traces -> one pass over both: what differs, counted by layer, position, sample and piece.
+
+A decision is one row in one layer. It *agrees* if both traces name the same set of experts; its *overlap* is how many
+experts both name; it is *far* if they share less than half of them, which near-ties do not bring about.
+A piece is a run of neighbouring rows inside one sample; far decisions by piece and layer tell where to look for faults.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron_router_replay.diagnostics.compare import shared_experts
+from megatron_router_replay.diagnostics.source import TraceSource
+from megatron_router_replay.trace import RoutingTrace
+
+MAX_POSITION_BINS = 128
+NEVER = 1 << 62
+"""Row of the first difference of a layer that has none."""
+
+_PIECE_ROWS = 64
+_MAX_PIECES = 4096
+_MAX_SAMPLES = 1 << 14
+_SAMPLED_ROWS = 8192
+_GOLDEN = 2654435761
+
+
+class Samples:
+    """Where samples begin and end; without sequence lengths, all rows are one sample that nobody named.
+
+    Args:
+        lengths: tokens of each sample, or None.
+        num_rows: rows in all.
+    """
+
+    def __init__(self, lengths: tuple[int, ...] | None, num_rows: int) -> None:
+        self.lengths, self.num_rows = lengths, num_rows
+        self.ends = torch.tensor(lengths or (), dtype=torch.int64).cumsum(0)
+        self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.ends])
+
+    @property
+    def known(self) -> bool:
+        return self.lengths is not None
+
+    @property
+    def count(self) -> int:
+        return len(self.lengths or ())
+
+    def places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's position in its sample, and the sample; rows behind the last sample count as one more."""
+        if self.lengths is None:
+            return rows, torch.zeros_like(rows)
+        sample = torch.searchsorted(self.ends, rows, right=True)
+        return rows - self.starts[sample], sample
+
+    def bounds(self, sample: int) -> tuple[int, int]:
+        """Return the first row of a sample and the row behind its last."""
+        return int(self.starts[sample]), int(self.ends[sample])
+
+    def piece_starts(self) -> Tensor:
+        """Return the first row of each piece, [pieces] int64: pieces end with samples and have about the same length."""
+        size = max(_PIECE_ROWS, -(-self.num_rows // _MAX_PIECES))
+        lengths = list(self.lengths) if self.lengths is not None and self.count <= _MAX_SAMPLES else []
+        if sum(lengths) < self.num_rows:
+            lengths.append(self.num_rows - sum(lengths))
+        starts = []
+        begin = 0
+        for length in lengths:
+            pieces = max(1, round(length / size)) if length else 0
+            starts += [begin + length * piece // pieces for piece in range(pieces)]
+            begin += length
+        return torch.tensor(starts, dtype=torch.int64)
+
+
+class Counter:
+    """The counts of one pass; `add` takes block after block, in order.
+
+    Args:
+        a, b: open traces of the same num_experts and topk.
+    """
+
+    def __init__(self, a: TraceSource, b: TraceSource) -> None:
+        self.a, self.b = a, b
+        self.layers = tuple(number for number in a.layer_numbers if number in b.layer_numbers)
+        num_layers = len(self.layers)
+        # Layers of one trace only still say which rows have a route.
+        self.read_a, self.read_b = (self.layers if num_layers else source.layer_numbers for source in (a, b))
+        num_rows = max(a.num_tokens, b.num_tokens)
+        self.samples = Samples(a.sequence_lengths or b.sequence_lengths, num_rows)
+        self.sample_ids = a.sample_ids if a.sequence_lengths else b.sample_ids
+        longest = max(self.samples.lengths) if self.samples.lengths else num_rows
+        self.width = max(1, -(-longest // MAX_POSITION_BINS))
+        self.bins = max(1, -(-longest // self.width))
+        self.rows_compared = self.rows_only_a = self.rows_only_b = self.rows_other_token = self.rows_different = 0
+        self.partial = torch.zeros(num_layers, a.topk + 1, dtype=torch.int64)
+        self.other_order = torch.zeros(num_layers, dtype=torch.int64)
+        self.first_row = torch.full((num_layers,), NEVER, dtype=torch.int64)
+        self.by_position = torch.zeros(self.bins, dtype=torch.int64)
+        self.different_by_position = torch.zeros(num_layers * self.bins, dtype=torch.int64)
+        self.by_sample = torch.zeros(self.samples.count, dtype=torch.int64)
+        self.different_by_sample = torch.zeros(self.samples.count, dtype=torch.int64)
+        self.piece_starts = self.samples.piece_starts()
+        self.rows_by_piece = torch.zeros(len(self.piece_starts), dtype=torch.int64)
+        self.far_by_piece = torch.zeros(len(self.piece_starts), num_layers, dtype=torch.int64)
+        # One row in `_threshold / 2**32` is kept, wherever it lies: a fixed stride would meet the same positions only.
+        self._threshold = min(1 << 32, (_SAMPLED_ROWS << 32) // max(1, num_rows))
+        self._sampled: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, start: int, stop: int) -> None:
+        """Read and count rows start..stop-1 of both."""
+        a, b = self.a.read(start, stop, self.read_a), self.b.read(start, stop, self.read_b)
+        rows = min(len(a), len(b))
+        self.rows_only_a += int(a.replay_mask[rows:].sum())
+        self.rows_only_b += int(b.replay_mask[rows:].sum())
+        mask_a, mask_b = a.replay_mask[:rows], b.replay_mask[:rows]
+        both = mask_a & mask_b
+        num_both = int(both.sum())
+        self.rows_only_a += int(mask_a.sum()) - num_both
+        self.rows_only_b += int(mask_b.sum()) - num_both
+        self.rows_compared += num_both
+        if not num_both:
+            return
+        self._add_tokens(a, b, both)
+        numbers = torch.arange(start, start + rows)
+        position, sample = self.samples.places(numbers)
+        self.by_position += torch.bincount((position[both] // self.width).clamp(max=self.bins - 1), minlength=self.bins)
+        if self.samples.known:
+            counts = torch.bincount(sample[both], minlength=self.samples.count)[: self.samples.count]
+            self.by_sample += counts * len(self.layers)
+        piece = torch.searchsorted(self.piece_starts, numbers, right=True) - 1
+        self.rows_by_piece += torch.bincount(piece[both], minlength=len(self.piece_starts))
+        if self.layers:
+            routes_a, routes_b = a.topk_indices[:rows], b.topk_indices[:rows]
+            kept = both & ((numbers * _GOLDEN) % (1 << 32) < self._threshold)
+            self._sampled.append((routes_a[kept].clone(), routes_b[kept].clone()))
+            self._add_routes(routes_a, routes_b, both, numbers, position, sample, piece)
+
+    def sampled_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return some thousand rows of both, spread over all, [n, num_layers, topk] int64 each."""
+        pairs = list(zip(*self._sampled)) or [(), ()]
+        empty = torch.zeros(0, len(self.layers), self.a.topk, dtype=torch.int64)
+        a, b = (torch.cat([empty, *(part.to(torch.int64) for part in parts)]).numpy() for parts in pairs)
+        return a, b
+
+    def _add_tokens(self, a: RoutingTrace, b: RoutingTrace, both: Tensor) -> None:
+        if a.token_ids is not None and b.token_ids is not None:
+            tokens_a, tokens_b = a.token_ids[: len(both)], b.token_ids[: len(both)]
+            known = both & (tokens_a >= 0) & (tokens_b >= 0)
+            self.rows_other_token += int((known & (tokens_a != tokens_b)).sum())
+
+    def _add_routes(
+        self, a: Tensor, b: Tensor, both: Tensor, numbers: Tensor, position: Tensor, sample: Tensor, piece: Tensor
+    ) -> None:
+        num_layers, topk = len(self.layers), self.a.topk
+        overlap, same_order = shared_experts(a, b)
+        self.other_order += ((overlap == topk) & ~same_order & both.unsqueeze(1)).sum(dim=0)
+        different = (overlap < topk) & both.unsqueeze(1)
+        row, layer = different.nonzero(as_tuple=True)
+        if not row.numel():
+            return
+        kept = overlap[row, layer].to(torch.int64)
+        self.partial += torch.bincount(layer * (topk + 1) + kept, minlength=num_layers * (topk + 1)).view_as(
+            self.partial
+        )
+        self.rows_different += int(different.any(dim=1).sum())
+        bins = (position[row] // self.width).clamp(max=self.bins - 1)
+        self.different_by_position += torch.bincount(layer * self.bins + bins, minlength=num_layers * self.bins)
+        if self.samples.known:
+            counts = torch.bincount(sample[row], minlength=self.samples.count)[: self.samples.count]
+            self.different_by_sample += counts
+        self.first_row.scatter_reduce_(0, layer, numbers[row], "amin")
+        far = 2 * kept < topk
+        cells = piece[row[far]] * num_layers + layer[far]
+        self.far_by_piece += torch.bincount(cells, minlength=self.far_by_piece.numel()).view_as(self.far_by_piece)

@@ -1,0 +1,65 @@
+"""A fault that a comparison recognised, as a record: what, in which layers, samples and rows, and what to do next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ADVICE = {
+    "other_tokens": "Compare the batches' token ids: one was filtered, cut or reordered after its routes were taken.",
+    "rows_shifted": "Look for a start that is off by one, a missing BOS, or a lost stream chunk where the rows begin.",
+    "rows_stuck": "The capture stood still there: discard these rows (replay_mask False), check the engine's kernel.",
+    "rows_moved": "Routes and tokens were cut or joined in another order: let routing_rows ride with the tokens.",
+    "rows_shuffled": "Let routing_rows go through the same sort, pack or split as the tokens; never rebuild the order.",
+    "rows_transposed": "[b, s] was flattened as [s, b] or the other way round: flatten routes and tokens with one code.",
+    "rows_unrelated": "Check which request, step and weights these rows are of: nothing in the other trace looks like them.",
+    "samples_moved": "Place replies by their request id or index, never by order of arrival.",
+    "layers_moved": "Check the map from the engine's layer axis to layer_number: dense layers, pipeline offsets, MTP.",
+    "layer_constant": "The layer's data was lost: check that the engine's kernel for this layer records what it chose.",
+    "layer_outlier": "Check this layer's weights on both sides, and that its routes are of the same step.",
+    "experts_relabelled": "Translate physical to logical ids, or check the checkpoint's expert order.",
+    "order_changed": "Nothing is wrong with the sets. Sort the experts of each decision, or compare without --order.",
+    "unrelated": "Check that both traces are of the same batch, step and model before you look at anything else.",
+}
+"""Kind of a finding -> what to do next. The keys are all kinds that there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A fault that a comparison recognised.
+
+    Args:
+        kind: a key of `ADVICE`.
+        text: one plain sentence.
+        layer_numbers: layers of b that it concerns; empty: all.
+        rows: first and last row of b that it was seen in; None: all.
+        samples: samples of b that these rows belong to; empty: all, or samples are unknown.
+        shift: rows_shifted: row r of a is row r + shift of b.
+    """
+
+    kind: str
+    text: str
+    layer_numbers: tuple[int, ...] = ()
+    rows: tuple[int, int] | None = None
+    samples: tuple[int, ...] = ()
+    shift: int | None = None
+
+    @property
+    def advice(self) -> str:
+        """What to do next, in one sentence."""
+        return ADVICE[self.kind]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values that `json.dumps` takes."""
+        return {
+            "kind": self.kind,
+            "text": self.text,
+            "advice": self.advice,
+            "layer_numbers": list(self.layer_numbers),
+            "rows": None if self.rows is None else list(self.rows),
+            "samples": list(self.samples),
+            "shift": self.shift,
+        }
+
+    def __str__(self) -> str:
+        return self.text

@@ -1,0 +1,321 @@
+"""Faults that the rows around, or the other layers of the same row, explain: stuck rows, shifts, layers that changed places.
+
+Every search counts in how many far decisions another row or layer of a holds exactly the set that b names, beside how
+often that happens by chance, and takes out of `Evidence.far` what it explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_router_replay.diagnostics.counting import Samples
+from megatron_router_replay.diagnostics.evidence import Evidence
+from megatron_router_replay.diagnostics.finding import Finding
+from megatron_router_replay.diagnostics.wording import Place, layer_words, place_of, runs_of_rows, with_place
+
+Array = npt.NDArray[Any]
+
+_STUCK_ROWS = 8
+_MIN_RUN = 6
+"""Rows that a shift must hold for: fewer look shifted by chance."""
+
+
+def stands_out(hits: Array, tries: Array, chance: Array) -> Array:
+    """Return where an explanation holds far more often than by chance, bool.
+
+    Args:
+        hits, tries: integers. chance: the share of tries that hit without any reason.
+    """
+    rate = hits / np.maximum(1, tries)
+    excess = rate - chance
+    # Eight standard deviations: thousands of pieces, layers and shifts are tried.
+    stands: Array = (
+        (hits >= 8) & (excess >= 0.3) & (excess * np.sqrt(tries) >= 8 * np.sqrt(chance * (1 - chance) + 0.01))
+    )
+    return stands
+
+
+def find_stuck(evidence: Evidence, samples: Samples) -> Iterator[Finding]:
+    """Yield rows that repeat one route while the other trace's rows differ from each other."""
+    own_a = evidence.shifted(0)[:, evidence.own]
+    neighbours = (np.diff(evidence.rows, prepend=-2) == 1)[:, None]
+    still_a, still_b = (
+        np.concatenate([np.zeros((1, part.shape[1]), dtype=bool), part[1:] == part[:-1]]) & neighbours
+        for part in (own_a, evidence.sets_b)
+    )
+    for still, other, ids, names in (
+        (still_b, still_a, evidence.ids_b, (evidence.name_b, evidence.name_a)),
+        (still_a, still_b, evidence.ids_a, (evidence.name_a, evidence.name_b)),
+    ):
+        stuck = _long_runs(still & ~other, _unlikely_lengths(still, other), evidence.far)
+        for layers in _groups_of_layers(evidence.by_piece(stuck) > 0):
+            explained = stuck[:, layers].mean(axis=1) >= 0.5
+            runs = runs_of_rows(evidence.rows, explained, ~explained, complete=evidence.complete)
+            if not runs:
+                continue
+            place = place_of(runs, int(explained.sum()), samples, seen=not evidence.complete)
+            at = int(np.flatnonzero(explained)[0])
+            yield _stuck_finding(evidence, ids[at][layers], layers, place, names)
+        evidence.far &= ~stuck
+
+
+def _stuck_finding(
+    evidence: Evidence, experts: Array, layers: list[int], place: Place, names: tuple[str, str]
+) -> Finding:
+    name, other = names
+    numbers = tuple(evidence.layers[i] for i in layers)
+    every = len(numbers) == len(evidence.layers) > 1
+    filler = bool((experts == experts[0]).all())
+    chosen = f"the same experts {experts[0].tolist()}" if filler else "one and the same row of experts"
+    if every and place.words:
+        sentence = (
+            f"{name} repeats {chosen} in every layer{_and_layers(filler)}, {place.words}; in {other} the rows differ"
+        )
+        return Finding(kind="rows_stuck", text=sentence + ".", rows=place.rows, samples=place.samples)
+    sentence = f"{layer_words(numbers)} of {name} send{'s' if len(numbers) == 1 else ''} every token to {chosen}"
+    sentence += f" {place.words}" if place.words else ""
+    return Finding(
+        kind="layer_constant",
+        layer_numbers=numbers,
+        rows=place.rows,
+        samples=place.samples,
+        text=sentence
+        + f", in {other} {'it does' if len(numbers) == 1 else 'they do'} not: the data was lost or zeroed.",
+    )
+
+
+def _and_layers(filler: bool) -> str:
+    return " (all layers alike)" if filler else ""
+
+
+def _unlikely_lengths(still: Array, other: Array) -> Array:
+    """Return how many rows in a row must repeat before it is no chance, [num_layers]: one in a million runs is that long.
+
+    Args:
+        still, other: [n, num_layers], where each trace repeats its last row.
+    """
+    usual = np.maximum(still.mean(axis=0), other.mean(axis=0))
+    # Popular experts repeat more often than the mean says; a layer that is stuck as a whole must not hide itself.
+    share = np.clip(1.5 * usual + 0.02, 0.0, 0.6)
+    lengths: Array = np.maximum(_STUCK_ROWS, np.ceil(np.log(1e-6 / max(1, len(still))) / np.log(share)))
+    return lengths
+
+
+def _long_runs(still: Array, lengths: Array, far: Array) -> Array:
+    """Keep flags that stand in long runs down a column where the traces are far apart, and flag the row before each run."""
+    kept = np.zeros_like(still)
+    for layer in range(still.shape[1]):
+        column = np.concatenate([[False], still[:, layer], [False]])
+        edges = np.flatnonzero(column[1:] != column[:-1])
+        # Rows of a that happen to repeat interrupt the run of flags: bridge a row or two.
+        for begin, end in _bridged(edges[::2], edges[1::2]):
+            if end - begin >= lengths[layer] and far[begin:end, layer].mean() >= 0.4:
+                kept[max(0, begin - 1) : end, layer] = True
+    return kept
+
+
+def _bridged(begins: Array, ends: Array) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for begin, end in zip(begins.tolist(), ends.tolist()):
+        if runs and begin - runs[-1][1] <= 2:
+            runs[-1] = (runs[-1][0], end)
+        else:
+            runs.append((begin, end))
+    return runs
+
+
+def find_shifts(evidence: Evidence, samples: Samples) -> tuple[list[Finding], Array]:
+    """Return the findings of shifted rows, and the shift that most layers of each row have, [n].
+
+    Two rounds, for a piece may hold the end of one shift and the beginning of another.
+    """
+    found: list[Finding] = []
+    common = np.zeros(len(evidence.rows), dtype=np.int64)
+    for _ in range(2):
+        shift, common_by_piece = _shift_by_cell(evidence)
+        row_shift = shift[evidence.piece]
+        explained = np.zeros_like(evidence.far)
+        for value in np.unique(shift[shift != 0]).tolist():
+            equal = evidence.shifted(value)[:, evidence.own] == evidence.sets_b
+            explained |= (row_shift == value) & equal
+            found += _shift_findings(evidence, samples, value, shift == value, equal)
+        common = np.where(common == 0, common_by_piece[evidence.piece], common)
+        evidence.far &= ~explained
+        if not explained.any():
+            break
+    return found, common
+
+
+def _shift_by_cell(evidence: Evidence) -> tuple[Array, Array]:
+    """Return the shift of each piece in each layer, 0 where none stands out, and that of all layers of a piece together."""
+    shifts = [value for value in range(-evidence.max_shift, evidence.max_shift + 1) if value]
+    far = evidence.by_piece(evidence.far)
+    hits = np.stack(
+        [
+            evidence.by_piece(evidence.far & (evidence.shifted(value)[:, evidence.own] == evidence.sets_b))
+            for value in shifts
+        ]
+    )  # [shifts, pieces, num_layers]
+    best, stands = _best(hits, far)
+    together, together_stands = _best(hits.sum(axis=2), far.sum(axis=1))
+    of_shift = np.array(shifts)
+    together_hits = np.take_along_axis(hits, np.broadcast_to(together[None, :, None], (1, *far.shape)), axis=0)[0]
+    joins = together_stands[:, None] & (together_hits >= 0.3 * far) & (far > 0)
+    cell = np.where(joins, of_shift[together][:, None], np.where(stands, of_shift[best], 0))
+    return cell, np.where(together_stands, of_shift[together], 0)
+
+
+def _best(hits: Array, tries: Array) -> tuple[Array, Array]:
+    """Return the index of the candidate with most hits, and whether it stands out; candidates on axis 0."""
+    best = hits.argmax(axis=0)
+    chance = np.median(hits, axis=0) / np.maximum(1, tries)
+    return best, stands_out(hits.max(axis=0), tries, chance)
+
+
+def _shift_findings(evidence: Evidence, samples: Samples, shift: int, cells: Array, equal: Array) -> Iterator[Finding]:
+    for layers in _groups_of_layers(cells):
+        explained, contradicted = _votes(evidence, layers, equal & evidence.far, equal)
+        runs = runs_of_rows(evidence.rows, explained, contradicted, complete=evidence.complete)
+        runs = [run for run in runs if _is_shifted(evidence, run, layers, equal)]
+        if not runs:
+            continue
+        place = place_of(runs, int(explained.sum()), samples, seen=not evidence.complete)
+        numbers = tuple(evidence.layers[i] for i in layers) if len(layers) < len(evidence.layers) else ()
+        rows = "one row" if abs(shift) == 1 else f"{abs(shift)} rows"
+        b, a = evidence.name_b, evidence.name_a
+        subject = f"{layer_words(numbers)} of {b} look{'s' if len(numbers) == 1 else ''}" if numbers else f"{b} looks"
+        sentence = (
+            f"{subject} like {a} shifted {'down' if shift > 0 else 'up'} by {rows}: row r of {a} is row r "
+            f"{'+' if shift > 0 else '-'} {abs(shift)} of {b}"
+        )
+        yield Finding(
+            kind="rows_shifted",
+            shift=shift,
+            layer_numbers=numbers,
+            rows=place.rows,
+            samples=place.samples,
+            text=with_place(sentence, place),
+        )
+
+
+def _is_shifted(evidence: Evidence, run: tuple[int, int], layers: list[int], equal: Array) -> bool:
+    """Whether most decisions of a run are those of the shifted rows; rows near each other look alike here and there."""
+    begin, end = np.searchsorted(evidence.rows, [run[0], run[1] + 1])
+    agree = evidence.shifted(0)[begin:end, evidence.own] == evidence.sets_b[begin:end]
+    shifted, unmoved = equal[begin:end, layers].mean(), agree[:, layers].mean()
+    return bool(end - begin >= _MIN_RUN and shifted >= 0.4 and shifted >= unmoved + 0.2)
+
+
+def _votes(evidence: Evidence, layers: list[int], explained: Array, equal: Array) -> tuple[Array, Array]:
+    """Return the rows in which an explanation holds, and those in which the traces agree without it."""
+    holds = explained[:, layers].mean(axis=1)
+    same = evidence.shifted(0)[:, evidence.own] == evidence.sets_b
+    agree = (same & ~equal)[:, layers].mean(axis=1)
+    rows = (holds >= 0.25) & (holds > agree)
+    return rows, (agree >= 0.5) & ~rows
+
+
+def _groups_of_layers(cells: Array) -> list[list[int]]:
+    """Group layers whose fault lies in the same pieces, [pieces, num_layers] bool -> lists of layer indices."""
+    groups: list[list[int]] = []
+    for layer in np.flatnonzero(cells.any(axis=0)).tolist():
+        for group in groups:
+            one, other = cells[:, group[0]], cells[:, layer]
+            if (one & other).sum() >= 0.6 * (one | other).sum():
+                group.append(layer)
+                break
+        else:
+            groups.append([layer])
+    return groups
+
+
+def find_moved_layers(evidence: Evidence, samples: Samples, shift: Array) -> list[Finding]:
+    """Return layers of b that look like other layers of a.
+
+    Args:
+        shift: [n], what most layers of each row are shifted by.
+    """
+    sets_a = evidence.shifted(shift)
+    far = evidence.by_piece(evidence.far)
+    hits = np.stack(
+        [evidence.by_piece(evidence.far & (sets_a[:, [j]] == evidence.sets_b)) for j in range(len(evidence.layers_a))]
+    )
+    hits[evidence.own, :, np.arange(len(evidence.layers))] = 0
+    best, stands = _best(hits, far)
+    # A fault in a third of all rows leaves few decisions in each piece: all pieces count together too.
+    best_of_all, stands_of_all = _best(hits.sum(axis=1), far.sum(axis=0))
+    found: list[tuple[int, int, list[tuple[int, int]], int]] = []
+    for layer in range(len(evidence.layers)):
+        whole = stands_of_all[layer]
+        candidates = {int(best_of_all[layer])} if whole else set(best[stands[:, layer], layer].tolist())
+        for source in sorted(candidates):
+            equal = sets_a[:, source] == evidence.sets_b[:, layer]
+            holds = equal & evidence.far[:, layer]
+            if not whole:
+                holds &= (stands[:, layer] & (best[:, layer] == source))[evidence.piece]
+            agree = sets_a[:, evidence.own[layer]] == evidence.sets_b[:, layer]
+            runs = runs_of_rows(evidence.rows, holds, agree & ~equal, complete=evidence.complete)
+            # Near rows count as well: their experts changed places though half of them are the same.
+            found.append((layer, source, runs, int((equal & ~agree).sum() if whole else holds.sum())))
+            evidence.far[:, layer] &= ~holds
+    return _layer_findings(evidence, samples, found)
+
+
+def _layer_findings(
+    evidence: Evidence, samples: Samples, found: list[tuple[int, int, list[tuple[int, int]], int]]
+) -> list[Finding]:
+    """Join swaps, and neighbours with one offset in the same rows."""
+    groups: list[tuple[Place, dict[int, int]]] = []
+    for layer, source, runs, count in found:
+        place = place_of(runs, count, samples, seen=not evidence.complete)
+        group = next((pairs for other, pairs in groups if _near(place, other, samples)), None)
+        if group is None:
+            group = {}
+            groups.append((place, group))
+        group[evidence.layers[layer]] = evidence.layers_a[source]
+    findings = []
+    for place, pairs in groups:
+        b, a = evidence.name_b, evidence.name_a
+
+        def finding(numbers: tuple[int, ...], text: str, place: Place = place) -> Finding:
+            return Finding(
+                kind="layers_moved",
+                layer_numbers=numbers,
+                rows=place.rows,
+                samples=place.samples,
+                text=with_place(text, place),
+            )
+
+        for number, other in sorted(pairs.items()):
+            if number < other and pairs.get(other) == number:
+                text = f"layers {number} and {other} of {b} are swapped: each looks like the other in {a}"
+                findings.append(finding((number, other), text))
+                del pairs[number], pairs[other]
+        for numbers in _same_offset(pairs):
+            others = [pairs[number] for number in numbers]
+            verb = "looks" if len(numbers) == 1 else "look"
+            text = f"{layer_words(numbers)} of {b} {verb} like {layer_words(others)} of {a}"
+            findings.append(finding(tuple(numbers), text))
+    return findings
+
+
+def _near(one: Place, other: Place, samples: Samples) -> bool:
+    """Places whose ends differ by the few rows that chance decides are the same place."""
+    if one.rows is None or other.rows is None:
+        return one.rows == other.rows
+    size = max(8, samples.num_rows // 50)
+    return all(abs(end - other_end) <= size for end, other_end in zip(one.rows, other.rows))
+
+
+def _same_offset(pairs: dict[int, int]) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for number in sorted(pairs):
+        if groups and pairs[number] - number == pairs[groups[-1][-1]] - groups[-1][-1]:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
