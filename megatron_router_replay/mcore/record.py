@@ -75,8 +75,9 @@ class RecordSession(Session):
     def trace(self, *, num_tokens: int | None = None) -> RoutingTrace:
         """Return this rank's part of the recording: its layers, and the routes of the rows that it routed.
 
-        Rows that this rank did not route (sequence, context or data parallelism) have replay_mask False; `merge_traces`
-        joins the parts of all ranks, and `gather` does so over process groups. A rank without MoE layers returns a trace
+        Rows that this rank did not route (sequence, context or data parallelism) have replay_mask False and, where the
+        forwards got input_ids, no token id, so that replaying them raises; `merge_traces` joins the parts of all ranks, and
+        `gather` does so over process groups. A rank without MoE layers returns a trace
         of no layers.
 
         Args:

@@ -118,6 +118,7 @@ class ReplaySession(Session):
         padding, trained = beside
         unrouted = self._may_be_unrouted(rows, trace.num_tokens)
         check_padding(rows, padding, self._check)
+        self._check_known(trace, rows)
         if trained is not None:
             self._check_trained(trace, rows, trained)
         tokens = None if inputs.token_ids is None else inputs.token_ids.to(trace.device)
@@ -140,6 +141,19 @@ class ReplaySession(Session):
                 targets=targets,
                 counts=targets.counts,
             )
+        )
+
+    def _check_known(self, trace: RoutingTrace, rows: Tensor) -> None:
+        """Check that no row is one which this trace knows nothing of, as merge_traces says: no route, and no token id."""
+        if trace.token_ids is None or not self._any_live or not trace.num_tokens:
+            return
+        at = rows.clamp(min=0)
+        unknown = (rows >= 0) & ~trace.replay_mask[at] & (trace.token_ids[at] < 0)
+        first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if _is_known(unknown) else ""
+        self._check(
+            unknown.any(),
+            f"routing_rows name rows that the trace knows nothing of{first}: no route and no token id. Another rank routed "
+            "them: join the parts with recording.gather() or merge_traces before micro-batches are regrouped.",
         )
 
     def _check_trained(self, trace: RoutingTrace, rows: Tensor, trained: Tensor) -> None:
