@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelLayout, random_microbatches
 from tests.functional.mcore.cases import Case, as_map, build, moe_routers, random_routes, rows_seen, run, same, watched
 
 TP2 = Case(layout=ParallelLayout(tp_size=2))
@@ -72,7 +72,10 @@ def data_parallel() -> dict[str, Any]:
     """Each rank records its own half of the rows, and then trains on the other's."""
     import torch.distributed as dist
 
-    _, chunks, microbatches = build(DP2)
+    _, chunks, mine = build(DP2)
+    microbatches = random_microbatches(DP2.num_microbatches, batch_size=DP2.batch_size, sequence_length=8)
+    for microbatch, one in zip(microbatches, mine):
+        microbatch["routing_rows"] = one["routing_rows"]  # the batch of the whole job, the same on both ranks
     halves = [microbatches[:2], microbatches[2:]]
     case = Case(layout=DP2.layout, num_microbatches=2)
     rank = dist.get_rank()
