@@ -75,7 +75,7 @@ def renaming_findings(
     for number, renaming in renamings:
         for other, numbers in groups:
             known = (renaming >= 0) & (other >= 0)
-            if (renaming[known] == other[known]).mean() >= _SAME:
+            if known.any() and (renaming[known] == other[known]).mean() >= _SAME:
                 numbers.append(number)
                 other[other < 0] = renaming[other < 0]
                 break
