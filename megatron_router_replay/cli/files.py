@@ -12,12 +12,16 @@ import numpy as np
 
 from megatron_router_replay import engines
 from megatron_router_replay.cli.json_files import at_key, check_payload, load_json, load_token_ids, shown
-from megatron_router_replay.cli.npz_files import decoded_limit, load_npz, save_npz, trace_of
 from megatron_router_replay.diagnostics import open_source
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store import decode_envelope, encode_envelope, load_trace, save_trace
 from megatron_router_replay.store.envelope import FORMAT as ENVELOPE
+from megatron_router_replay.store.npz import load_arrays, save_npz, trace_of_arrays
 from megatron_router_replay.trace import RoutingTrace
+
+_FREE_BYTES = 64 << 20
+_MAX_RATIO = 256
+"""Bytes that one byte of an envelope may become, beyond the first 64 MB: routes pack about three to one."""
 
 KINDS = (".safetensors", ".npz", ".json")
 
@@ -63,6 +67,11 @@ def read_any(path: Path, options: PayloadOptions, *, step: int | None = None) ->
     return load_trace(path)
 
 
+def decoded_limit(path: Path) -> int:
+    """Return how many bytes a file's content may take once it is decoded."""
+    return max(_FREE_BYTES, _MAX_RATIO * path.stat().st_size)
+
+
 def write_any(trace: RoutingTrace, path: Path) -> None:
     """Write a trace as the kind of file that the ending names."""
     if path.suffix == ".npz":
@@ -74,9 +83,12 @@ def write_any(trace: RoutingTrace, path: Path) -> None:
 
 
 def _from_npz(path: Path, options: PayloadOptions) -> RoutingTrace:
-    arrays = load_npz(path)
+    arrays = load_arrays(path)
     if options.engine is None:
-        return trace_of(arrays, path)
+        try:
+            return trace_of_arrays(arrays)
+        except StoreError as error:
+            raise StoreError(f"{path}: {error} An array of routes needs --engine, --model and --key.") from None
     name = options.key or (next(iter(arrays)) if len(arrays) == 1 else "")
     if name not in arrays:
         raise StoreError(f"{path} has no array {name!r}: --key names one of {shown(sorted(arrays))}.")

@@ -35,6 +35,15 @@ _MAX_RATIO = 1100
 _MAX_ARRAYS = 4096
 _KINDS = "iubfUS"
 """Integers, bools, floats and text: what has no objects in it."""
+_DAMAGED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    ValueError,
+    EOFError,
+    KeyError,
+    RuntimeError,  # encrypted members, and packings that zipfile does not know (NotImplementedError)
+    OverflowError,
+)
 
 
 def save_npz(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
@@ -66,7 +75,7 @@ def load_arrays(path: str | os.PathLike[str]) -> Arrays:
                 members = archive.infolist()
                 _check_sizes(members, path.stat().st_size)
                 return {info.filename.removesuffix(".npy"): _read_array(archive, info) for info in members}
-        except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, zlib.error) as error:
+        except _DAMAGED as error:
             raise StoreError(f"it is no npz file of plain arrays ({str(error)[:200]}).") from None
 
 
@@ -79,14 +88,30 @@ def trace_of_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> RoutingTrace:
     """
     missing = sorted({"topk_indices", "layer_numbers", "num_experts"} - arrays.keys())
     if missing:
-        raise StoreError(f"there is no array {', '.join(missing)}, so this is no trace.")
+        raise StoreError(
+            f"there is no array {', '.join(missing)}, so this is no trace; there is: "
+            f"{', '.join(sorted(arrays)) or 'nothing'}."
+        )
     values: dict[str, Any] = {name: arrays[name] for name in _TENSORS if name in arrays}
-    values |= {name: arrays[name].reshape(-1).tolist() for name in _NUMBERS if name in arrays}
+    values |= {name: _integers(name, arrays[name]) for name in _NUMBERS if name in arrays}
+    if "replay_mask" in values and values["replay_mask"].dtype.kind != "b":
+        raise StoreError(f"replay_mask must be bool, it is {_kind(values['replay_mask'])}.")
     if "sample_ids" in arrays:
         values["sample_ids"] = _sample_ids(arrays["sample_ids"])
-    if arrays["num_experts"].size != 1:
-        raise StoreError(f"num_experts has shape {list(arrays['num_experts'].shape)}, not one value.")
-    return RoutingTrace(num_experts=arrays["num_experts"].item(), **values)
+    num_experts = arrays["num_experts"]
+    if num_experts.size != 1 or num_experts.dtype.kind not in "iu":
+        raise StoreError(f"num_experts is no single integer, but {_kind(num_experts)}.")
+    return RoutingTrace(num_experts=int(num_experts.item()), **values)
+
+
+def _integers(name: str, array: npt.NDArray[Any]) -> list[int]:
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise StoreError(f"{name} must be a list of integers, it is {_kind(array)}.")
+    return [int(value) for value in array]
+
+
+def _kind(array: npt.NDArray[Any]) -> str:
+    return f"{array.dtype} of shape {list(array.shape)}"
 
 
 def _sample_ids(names: npt.NDArray[Any]) -> tuple[str, ...]:
@@ -114,7 +139,10 @@ def _read_array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> npt.NDArray[
         }
         if version not in readers:
             raise ValueError(f"{info.filename} has npy version {version}")
-        shape, fortran, dtype = readers[version](member)
+        try:
+            shape, fortran, dtype = readers[version](member)
+        except Exception as error:  # numpy evaluates the header as a literal: its parser's errors are of many kinds
+            raise ValueError(f"{info.filename} has a header that numpy cannot read ({type(error).__name__})") from None
         if dtype.kind not in _KINDS or not dtype.itemsize:
             raise ValueError(f"{info.filename} holds {dtype}")
         nbytes = math.prod(shape) * dtype.itemsize

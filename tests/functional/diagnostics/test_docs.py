@@ -121,8 +121,13 @@ def folder(tmp_path_factory):
     mrr.save_trace(trace._with(topk_indices=routes), path / "other.safetensors")
     for step in (11, 12):
         TraceStore(path / "steps").save(trace, step=step)
+    # A log of metrics alone would not add up: one session, with a micro-batch that was reported.
+    rows = torch.arange(8).view(2, 4)
     with RunLog(path / "run.jsonl") as log:
         log.metrics(1, {"loss": 2.5})
+        log.begin(step=1)
+        log.microbatch(rows, trace)
+        log.end(mrr.mcore.SessionReport(kind="replay", microbatches=1, tokens=8, rows_replayed=8, forwards=3))
     return path
 
 

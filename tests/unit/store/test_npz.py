@@ -132,12 +132,12 @@ def test_damaged_files_are_refused_or_harmless(tmp_path_factory, data):
     [
         ({"num_experts": None}, "no array num_experts"),
         ({"topk_indices": None}, "no array topk_indices"),
-        ({"num_experts": np.array([8, 8])}, r"num_experts has shape \[2\]"),
-        ({"num_experts": np.array(8.0)}, "num_experts must be an integer"),
+        ({"num_experts": np.array([8, 8])}, r"num_experts is no single integer, but int64 of shape \[2\]"),
+        ({"num_experts": np.array(8.0)}, "num_experts is no single integer, but float64"),
         ({"sample_ids": np.frombuffer(b"[1]", np.uint8)}, "not a list of strings"),
         ({"sample_ids": np.frombuffer(b"{", np.uint8)}, "no JSON list of names"),
         ({"sample_ids": np.array([1000])}, "no JSON list of names"),
-        ({"layer_numbers": np.array([1.0, 2.0, 3.0])}, "must be an integer"),
+        ({"layer_numbers": np.array([1.0, 2.0, 3.0])}, "layer_numbers must be a list of integers"),
     ],
     ids=str,
 )
