@@ -140,7 +140,6 @@ class Alternatives:
             route,
             topk_indices=shape.topk_indices,
             score_function=shape.config.moe_router_score_function,
-            expert_bias=live.router.expert_bias,
         )
         self.functions["fused.route, torch"] = partial(fused, backend="torch")
         if shape.device.type == "cuda":

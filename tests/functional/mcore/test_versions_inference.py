@@ -67,9 +67,6 @@ def recorded_by_inference(graphed: bool) -> dict[str, Any]:
         mrr.uninstall()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="install() leaves the names that inference modules hold; ours has no static buffers"
-)
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "static buffer"])
 def test_megatrons_inference_records_under_install(graphed, workers_1):
     (result,) = workers_1.run(recorded_by_inference, graphed)
@@ -102,7 +99,6 @@ def names_after_install() -> list[str]:
         mrr.uninstall()
 
 
-@pytest.mark.xfail(strict=True, reason="install() replaces the names of three modules")
 def test_under_install_no_module_of_megatron_holds_the_originals(workers_1):
     assert workers_1.run(names_after_install) == [[]]
 
@@ -117,7 +113,6 @@ def upstream_names() -> list[str]:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="ours has no static buffers and no layer_number")
 def test_every_name_of_megatrons_router_replay_is_there(workers_1):
     assert workers_1.run(upstream_names) == [[]]
 
@@ -255,7 +250,6 @@ def test_the_routes_of_a_request_that_was_suspended_are_refused(workers_1):
     )
 
 
-@pytest.mark.xfail(strict=True, reason="engines.megatron drops the last rows, though the first ones are the surplus")
 def test_surplus_rows_of_a_suspended_request_are_refused_too(workers_1):
     (said,) = workers_1.run(suspended_request)
     assert said["with surplus allowed"].startswith("PayloadError")

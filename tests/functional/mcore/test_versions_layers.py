@@ -57,15 +57,10 @@ def hybrid_replay(case: Case, pattern: str) -> dict[str, Any]:
     }
 
 
-# From 0.18 on Megatron sorts the top-k only where gradients are on: under full recompute a plain run's columns are those of
-# its recompute, a session's those of its forward.
-ORDER = pytest.mark.xfail(strict=True, reason="a session's recompute keeps the unsorted columns of its forward")
-
-
 @needs_hybrid
 @pytest.mark.parametrize(
     ("recompute", "topk"),
-    [({}, 2), ({}, 4), (FULL, 2), pytest.param(FULL, 4, marks=ORDER)],
+    [({}, 2), ({}, 4), (FULL, 2), (FULL, 4)],
     ids=["none-2", "none-4", "full-2", "full-4"],
 )
 def test_a_gpt_model_that_became_a_hybrid_one_routes_in_layers_2_4_6(recompute, topk, workers_1):
@@ -255,7 +250,6 @@ def replay_a_deeper_trace() -> str:
     return "refused"
 
 
-@pytest.mark.xfail(strict=True, reason="replay sessions do not call mcore.layers.check_trace_layers yet")
 def test_a_replay_session_refuses_a_trace_of_a_deeper_model(workers_1):
     assert workers_1.run(replay_a_deeper_trace) == ["refused"]
 

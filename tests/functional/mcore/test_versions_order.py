@@ -10,7 +10,7 @@ import pytest
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelLayout
-from tests.functional.mcore.cases import MEGATRON, Case, build, run, same
+from tests.functional.mcore.cases import Case, build, run, same
 from tests.functional.mcore.test_layers import FULL
 
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -44,10 +44,5 @@ def sessions_beside_a_plain_run(recompute: dict[str, Any], kind: str) -> bool:
 
 @pytest.mark.parametrize("kind", ["freeze", "record", "replay", "replay of live rows"])
 @pytest.mark.parametrize("recompute", [{}, MOE, FULL], ids=["none", "moe", "full"])
-def test_a_session_is_bit_identical_to_the_run_without_it(recompute, kind, request, workers_1):
-    if MEGATRON >= (0, 18) and (recompute or kind.startswith("replay of")):
-        mark = pytest.mark.xfail(
-            strict=True, reason="live top-k and recompute keep the columns of a forward without gradients"
-        )
-        request.node.add_marker(mark)
+def test_a_session_is_bit_identical_to_the_run_without_it(recompute, kind, workers_1):
     assert workers_1.run(sessions_beside_a_plain_run, recompute, kind) == [True]

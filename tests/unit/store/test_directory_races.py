@@ -53,6 +53,7 @@ def in_children(count, work):
         if pid == 0:
             status = 1
             try:
+                torch.set_num_threads(1)  # a fork has none of the threads that torch may have started before
                 work(i)
                 status = 0
             finally:
