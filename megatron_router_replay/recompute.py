@@ -31,16 +31,13 @@ class Selection:
     Args:
         topk_indices: [num_tokens, topk], compact or int64; whoever recomputes uses these.
         maker: what chose them, a session's router or a RouterReplay.
-        live_rows: the rows ([n] int64 positions or [num_tokens] bool) whose columns the recompute puts in the order of its
-            live scores; True: all rows; None: none.
     """
 
-    __slots__ = ("__weakref__", "_checkpoints", "live_rows", "maker", "topk_indices")
+    __slots__ = ("__weakref__", "_checkpoints", "maker", "topk_indices")
 
-    def __init__(self, topk_indices: Tensor, maker: Any, live_rows: Tensor | bool | None = None) -> None:
+    def __init__(self, topk_indices: Tensor, maker: Any) -> None:
         self.topk_indices = topk_indices
         self.maker = maker
-        self.live_rows = live_rows
         self._checkpoints: list[weakref.ref[Any]] = []
 
     @property

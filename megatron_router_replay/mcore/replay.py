@@ -118,13 +118,14 @@ class ReplaySession(Session):
         padding, trained = beside
         unrouted = self._may_be_unrouted(rows, trace.num_tokens)
         check_padding(rows, padding, self._check)
-        self._check_known(trace, rows)
+        view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
+        self._check_known(trace, view)
         if trained is not None:
-            self._check_trained(trace, rows, trained)
+            self._check_trained(trace, view, chunk.router_view(trained))
         tokens = None if inputs.token_ids is None else inputs.token_ids.to(trace.device)
         targets = build_targets(
             trace,
-            chunk.router_view(rows),
+            view,
             padding=None if padding is None else chunk.router_view(padding),
             padding_rank=None if padding is None else chunk.router_view(padding_ranks(padding)),
             device=chunk.routers[0].found.router.weight.device,
@@ -161,10 +162,14 @@ class ReplaySession(Session):
         if trace.num_tokens:
             routed = (rows >= 0) & trace.replay_mask[rows.clamp(min=0)]
         without = trained & ~routed
-        at = f" (first at {without.nonzero()[0].tolist()}, {int(without.sum())} in all)" if _is_known(without) else ""
+        which = ""
+        if _is_known(without):
+            which = (
+                f" ({int(without.sum())} of them, the first is token {int(without.nonzero()[0])} as routers see them)"
+            )
         self._check(
             without.any(),
-            f"a trained position has no route{at}: its row is -1, or the trace has no route for it. Leave `trained` out to "
+            f"a trained position has no route{which}: its row is -1, or the trace has no route for it. Leave `trained` out to "
             "let the live router decide such positions.",
         )
 

@@ -217,26 +217,22 @@ class SessionRouter:
         if self._ledger is not None:
             microbatch = self._ledger.microbatch_of(self.position)
             self._check_shape(microbatch, shape)
-        live_rows: Tensor | bool | None = None
         if self._choose is not None and microbatch is not None:
             used = self._choose(self, microbatch, live)
-            values, indices = gather_topk(live.scores, used)
-            live_rows = microbatch.targets.live if microbatch.targets is not None else None
+            values, indices = self._gather(live.scores, used, like_topk=False)
         else:
             # A recompute gathers what this selects, so a masked top-k is a gather here too: non-reentrant checkpoints
             # compare what the two keep for the backward.
             values, indices = (
                 gather_topk(live.scores, live.indices(), like_topk=True) if live.group_topk else live.with_values()
             )
-            live_rows = True
             if not (place.inside or self._ledger is not None or self.watched):
                 self.forwards += 1
                 return values, indices  # nothing will ask for them again
             used = indices.to(self.dtype)
         self.forwards += 1
         if place.inside:
-            sorts = TOPK_ORDER_FOLLOWS_GRAD and not torch.is_grad_enabled()
-            selection = Selection(used, self, live_rows if sorts else None)
+            selection = Selection(used, self)
             self._alive[weakref.ref(selection, self._freed)] = None
             remember(place, self.found.router, selection)
         self.last_used = used if self.watched else None
@@ -259,9 +255,13 @@ class SessionRouter:
             maker.flips = num_flipped if maker.flips is None else maker.flips + num_flipped
         if self.watched:
             self.last_used = used
-        if selection.live_rows is not None and torch.is_grad_enabled():
-            used = in_order_of_scores(used.to(torch.int64), live.scores, selection.live_rows)
-        return gather_topk(live.scores, used, like_topk=maker._choose is None)
+        return self._gather(live.scores, used, like_topk=maker._choose is None)
+
+    def _gather(self, scores: Tensor, used: Tensor, *, like_topk: bool) -> tuple[Tensor, Tensor]:
+        """Return the live scores of the chosen experts and their indices, in the order of columns that Megatron's have."""
+        if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
+            used = in_order_of_scores(used.to(torch.int64), scores)
+        return gather_topk(scores, used, like_topk=like_topk)
 
     def _pass_on(self, live: LiveTopk) -> tuple[Tensor, Tensor]:
         self._restore_if_done()

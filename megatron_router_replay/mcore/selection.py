@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from torch import Tensor
 
@@ -47,19 +46,12 @@ class LiveTopk:
         return self.compute(scores, self.topk)[1]
 
 
-def in_order_of_scores(topk_indices: Tensor, scores: Tensor, rows: Tensor | bool) -> Tensor:
-    """Return the same experts with the columns of some rows in falling order of their scores, as a sorted top-k has them.
+def in_order_of_scores(topk_indices: Tensor, scores: Tensor) -> Tensor:
+    """Return the same experts with the columns in falling order of their scores, as a sorted top-k has them.
 
     Args:
-        topk_indices: [num_tokens, topk] int64.
+        topk_indices: [num_tokens, topk] int64; equal scores keep their order.
         scores: [num_tokens, num_experts].
-        rows: which rows: [n] int64 positions, [num_tokens] bool, or True: all.
     """
     order = scores.detach().gather(1, topk_indices).argsort(dim=1, descending=True, stable=True)
-    ordered = topk_indices.gather(1, order)
-    if rows is True:
-        return ordered
-    assert isinstance(rows, Tensor), "rows without an order of their own are not asked for"
-    if rows.dtype is torch.bool:
-        return torch.where(rows.unsqueeze(1), ordered, topk_indices)
-    return topk_indices.index_copy(0, rows, ordered.index_select(0, rows))
+    return topk_indices.gather(1, order)

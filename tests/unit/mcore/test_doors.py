@@ -127,7 +127,7 @@ def test_padding_that_has_a_route_and_trained_positions_without_one_raise(start)
     if isinstance(session, mrr.mcore.ReplaySession):
         session.close()
         session = mrr.replay(chunk, trace(replay_mask=torch.arange(8) != 5))
-        with pytest.raises(LayoutError, match=r"first at \[1, 1\], 1 in all"):
+        with pytest.raises(LayoutError, match=r"1 of them, the first is token 3"):
             session.microbatch(ROWS, trained=torch.ones(2, 4))
     session.close()
 
