@@ -59,7 +59,8 @@ test-slow: $(READY)
 # make test-mcore VERSION=0.18.2: what differs between versions of Megatron-Core, with another than the pinned one. TESTS
 # may name fewer files. Left out is what every version does alike, or what the pinned one guards for all.
 TESTS ?= tests/unit/mcore tests/functional/mcore
-NOT_TESTS := $(addprefix --ignore=tests/functional/mcore/,test_compile.py test_cuda_graph_gpu.py test_gpu_benchmark.py)
+NOT_TESTS := $(addprefix --ignore=tests/functional/mcore/test_,compile.py cuda_graph.py cuda_graph_gpu.py gpu_benchmark.py \
+	across_layouts.py fused.py packed.py pitfalls.py ranks.py)
 
 test-mcore: $(VENV)/.triton $(MCORE)/.ready
 	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python -m pytest -m "not slow" $(NOT_TESTS) $(TESTS)
