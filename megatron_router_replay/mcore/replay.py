@@ -164,7 +164,8 @@ class ReplaySession(Session):
         without = trained & ~routed
         which = ""
         if _is_known(without):
-            which = f" ({int(without.sum())} of them, the first is token {int(without.nonzero()[0])} of the router)"
+            first = int(without.nonzero()[0])
+            which = f" ({int(without.sum())} of them, the first is token {first} as routers see them)"
         self._check(
             without.any(),
             f"a trained position has no route{which}: its row is -1, or the trace has no route for it. Leave `trained` out to "
