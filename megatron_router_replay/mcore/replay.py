@@ -168,8 +168,8 @@ class ReplaySession(Session):
             which = f" ({int(without.sum())} of them, the first is token {first} as routers see them)"
         self._check(
             without.any(),
-            f"a trained position has no route{which}: its row is -1, or the trace has no route for it. Leave `trained` out to "
-            "let the live router decide such positions.",
+            f"a trained position has no route{which}: its row is -1, or the trace has no route for it. Leave `trained` out "
+            "to let the live router decide such positions.",
         )
 
     def _expected_tokens(self, trace: RoutingTrace, rows: Tensor, tokens: Tensor | None) -> Tensor | None:
