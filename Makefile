@@ -60,7 +60,7 @@ test-slow: $(READY)
 # may name fewer files. Left out is what every version does alike, or what the pinned one guards for all.
 TESTS ?= tests/unit/mcore tests/functional/mcore
 NOT_TESTS := $(addprefix --ignore=tests/functional/mcore/test_,compile.py cuda_graph.py cuda_graph_gpu.py gpu_benchmark.py \
-	across_layouts.py fused.py packed.py pitfalls.py ranks.py)
+	across_layouts.py combined_1f1b.py fused.py packed.py pitfalls.py ranks.py)
 
 test-mcore: $(VENV)/.triton $(MCORE)/.ready
 	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python -m pytest -m "not slow" $(NOT_TESTS) $(TESTS)

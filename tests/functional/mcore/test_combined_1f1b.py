@@ -51,7 +51,8 @@ def trained_and_evaluated(recompute: dict[str, Any]) -> dict[str, Any]:
         call = model.build_schedule_plan if return_schedule_plan else model
         return call(**inputs), partial(masked_mean_loss, batch["loss_mask"])
 
-    with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True) as session:
+    with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True) as opened:
+        session = opened
         run_schedule(chunks, case.layout, microbatches, forward_step=forward_step)
         run_schedule(chunks, case.layout, microbatches, forward_step=forward_step, forward_only=True)
     wrong = sum(
