@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.torch_private import Surroundings, graph_task, is_spent
+from megatron_router_replay.torch_private import Surroundings, graph_task, is_spent, repeats_its_calls
 
 _ATTRIBUTE = "router_replay_selections"
 
@@ -50,11 +50,13 @@ class Selection:
 class _Selections:
     """The selections inside one checkpoint: for each router those of its calls, in order."""
 
-    __slots__ = ("_made", "_recomputing")
+    __slots__ = ("_calls", "_made", "_repeats_its_calls")
 
-    def __init__(self) -> None:
+    def __init__(self, repeats_its_calls: bool) -> None:
+        self._repeats_its_calls = repeats_its_calls
         self._made: dict[object, list[Selection]] = {}
-        self._recomputing: dict[object, tuple[int, int]] = {}  # router -> (graph task, calls in it so far)
+        # (router, graph task) -> calls in it so far; threads may run several backwards through one graph at once
+        self._calls: dict[tuple[object, int], int] = {}
 
     def add(self, router: object, selection: Selection) -> None:
         self._made.setdefault(router, []).append(selection)
@@ -68,6 +70,12 @@ class _Selections:
         made = self._made.get(router)
         if made is None:
             return None
+        if len(made) > 1 and not self._repeats_its_calls:
+            raise ReplayStateError(
+                f"an autograd function recomputes, and its forward called the router {len(made)} times: which call this "
+                "repeats cannot be told, for it is no activation checkpoint of torch, Megatron-Core or Transformer "
+                "Engine. Put one around each call."
+            )
         # A checkpoint runs once in a backward, so the number of the backward tells one recompute from the next.
         task = graph_task()
         if task == -1:  # saved tensors of a non-reentrant checkpoint were asked for outside a backward
@@ -77,15 +85,28 @@ class _Selections:
                     "call this repeats cannot be told. Run the backward instead."
                 )
             return made[0]
-        last_task, calls = self._recomputing.get(router, (-1, 0))
-        calls = calls if last_task == task else 0
+        calls = self._calls.get((router, task), 0)
         if calls == len(made):
             raise ReplayStateError(
                 f"a recompute calls the router {calls + 1} times, its forward called it {len(made)} times: the checkpointed "
                 "function must do the same both times."
             )
-        self._recomputing[router] = (task, calls + 1)
+        self._calls[router, task] = calls + 1
         return made[calls]
+
+
+def check_known(place: Surroundings) -> None:
+    """Raise if this forward is to be recomputed by something that could not be told apart.
+
+    Raises:
+        ReplayStateError: an autograd function whose forward gets no ctx turned gradients off, so its backward recomputes.
+    """
+    if place.unknown:
+        raise ReplayStateError(
+            f"a router runs without gradients in the forward of the autograd function {place.unknown}, whose recompute is of "
+            "a kind of checkpoint that is not known (known: torch.utils.checkpoint, and autograd functions with "
+            "forward(ctx, ...) and backward(ctx, ...) as Megatron-Core's and Transformer Engine's)."
+        )
 
 
 def remember(place: Surroundings, router: object, selection: Selection) -> None:
@@ -98,7 +119,7 @@ def remember(place: Surroundings, router: object, selection: Selection) -> None:
     for checkpoint in place.inside:
         selections = getattr(checkpoint, _ATTRIBUTE, None)
         if selections is None:
-            selections = _Selections()
+            selections = _Selections(repeats_its_calls(checkpoint))
             setattr(checkpoint, _ATTRIBUTE, selections)
         selections.add(router, selection)
         selection._checkpoints.append(weakref.ref(checkpoint))

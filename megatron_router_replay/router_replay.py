@@ -18,8 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import ReplayDataError, ReplayStateError, TraceError, UnsupportedRouterError
-from megatron_router_replay.recompute import Selection, recall, remember
-from megatron_router_replay.torch_private import Surroundings, is_captured, not_compiled, surroundings
+from megatron_router_replay.recompute import Selection, check_known, recall, remember
+from megatron_router_replay.torch_private import (
+    Surroundings,
+    is_captured,
+    not_compiled,
+    outside_selective_checkpoints,
+    surroundings,
+)
 
 ComputeTopk = Callable[..., tuple[Tensor, Tensor]]
 """(scores [num_tokens, num_experts], topk, num_groups=, group_topk=) -> (values, indices), both [num_tokens, topk]."""
@@ -282,7 +288,14 @@ class RouterReplay:
 
         Args:
             buffer: [max_tokens, topk], any integer dtype that holds the ids.
+
+        Raises:
+            ReplayStateError: it has another shape or kind.
         """
+        if buffer.dim() != 2 or buffer.is_floating_point() or buffer.is_complex() or buffer.dtype is torch.bool:
+            raise ReplayStateError(
+                f"a static buffer must be [max_tokens, topk] integers, got {list(buffer.shape)} {buffer.dtype}."
+            )
         self.static_buffer = buffer
 
     def clear_static_buffer(self) -> None:
@@ -342,6 +355,11 @@ class RouterReplay:
             return live()  # switched off: nothing of ours runs
         if action is not None and not (action == RouterReplayAction.RECORD and self.static_buffer is not None):
             check_not_captured(scores, action.name)
+        with outside_selective_checkpoints():
+            return self._choose(scores, topk, live)
+
+    def _choose(self, scores: Tensor, topk: int, live: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        action = self._action
         place = surroundings()
         if place.in_backward:
             selection = recall(place, self)
@@ -357,8 +375,10 @@ class RouterReplay:
             return live()  # its forward was live too, and a recompute must not overwrite what a forward recorded
         if action is None:
             return live()
+        check_known(place)
         if action == RouterReplayAction.RECORD:
             values, indices = live()
+            self._check_holds(scores.shape[1])
             self.record_indices(indices)
             self._remember(place, indices)
             return values, indices
@@ -370,6 +390,13 @@ class RouterReplay:
         if not place.inside and not torch.is_grad_enabled():
             self._forget(target)  # forward only: no recompute follows
         return gather_topk(scores, target, like_topk=True)  # a recompute may be of a forward that recorded
+
+    def _check_holds(self, num_experts: int) -> None:
+        if self.static_buffer is not None and torch.iinfo(self.static_buffer.dtype).max < num_experts - 1:
+            raise ReplayStateError(
+                f"a static buffer of {self.static_buffer.dtype} cannot hold the ids of {num_experts} experts: they would "
+                "wrap around. Make it int16 or wider."
+            )
 
     def _next_target(self, action: RouterReplayAction) -> Tensor:
         if action == RouterReplayAction.REPLAY_FORWARD:

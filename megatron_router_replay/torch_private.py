@@ -8,6 +8,8 @@ frames, so the stack says exactly in which checkpoints a router runs, however th
     Function.backward(ctx, ...)            reentrant, recompute        the same ctx: it is the node in the graph
     torch.utils.checkpoint.checkpoint      non-reentrant, forward      its _CheckpointFrame
     unpack_hook of a _CheckpointFrame      non-reentrant, recompute    the same _CheckpointFrame
+    torch.autograd.Function.apply          a function's forward        none: its forward gets no ctx, so nothing is known
+    torch.autograd.graph's engine call     a backward in a recompute   none: below it, only what it calls recomputes
 
 Source: torch 2.13, torch/utils/checkpoint.py and torch/autograd/function.py.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -23,12 +26,17 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import FunctionCtx
+from torch.utils import _python_dispatch
 from torch.utils import checkpoint as torch_checkpoint
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_FRAMES = frozenset({"forward", "backward", "checkpoint", "unpack_hook"})
+_FRAMES = frozenset({"forward", "backward", "checkpoint", "unpack_hook", "apply", "_engine_run_backward"})
 _CHECKPOINT_FILE = torch_checkpoint.__file__
+_APPLY = torch.autograd.Function.apply.__code__
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+# Their recompute runs once what their forward ran; that of another function may run it in parts, and in any order.
+_REPEATING = frozenset({"CheckpointFunctionBackward", "_CheckpointFunctionBackward"})
 
 
 def not_compiled(function: Function) -> Function:
@@ -63,11 +71,13 @@ class Surroundings(NamedTuple):
         in_backward: a backward runs in this thread, or a checkpoint recomputes outside one.
         recompute: the checkpoint whose recompute this is; None: none is known.
         inside: the checkpoints whose forward this is, innermost first; in a recompute, those that it makes anew.
+        unknown: the autograd function of another kind that turned gradients off here; empty: there is none.
     """
 
     in_backward: bool
     recompute: Any
     inside: tuple[Any, ...]
+    unknown: str = ""
 
 
 NOWHERE = Surroundings(False, None, ())
@@ -84,15 +94,40 @@ def surroundings() -> Surroundings:
         if hooks is None and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
             return NOWHERE
     inside: list[Any] = []
+    unknown = ""
+    of_function = False  # the innermost autograd function on the stack was seen
     for is_recompute, checkpoint in _checkpoints(sys._getframe(1)):
         if is_recompute:
             return Surroundings(True, checkpoint, tuple(inside))
+        if isinstance(checkpoint, str):
+            unknown = unknown if of_function or torch.is_grad_enabled() else checkpoint
+            of_function = True
+            continue
         inside.append(checkpoint)
+        of_function = of_function or isinstance(checkpoint, FunctionCtx)
     # The composable API enters a checkpoint in one hook and leaves it in another: no frame of it is on the stack.
     checkpoint = _checkpoint_of_hooks(hooks)
     if checkpoint is not None and all(known is not checkpoint for known in inside):
         inside.append(checkpoint)
-    return Surroundings(in_backward, None, tuple(inside))
+    return Surroundings(in_backward, None, tuple(inside), unknown)
+
+
+def repeats_its_calls(checkpoint: Any) -> bool:
+    """Return whether this checkpoint's recompute calls what its forward called once more, in the same order."""
+    return not isinstance(checkpoint, FunctionCtx) or type(checkpoint).__name__ in _REPEATING
+
+
+def outside_selective_checkpoints() -> AbstractContextManager[Any]:
+    """Hide operations from selective activation checkpointing (context_fn), which pairs those of forward and recompute.
+
+    The choice of experts is made in the forward and looked up in the recompute, by other operations.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    kinds = (torch_checkpoint._CachingTorchDispatchMode, torch_checkpoint._CachedTorchDispatchMode)
+    if not any(isinstance(mode, kinds) for mode in _python_dispatch._get_current_dispatch_mode_stack()):
+        return nullcontext()
+    return cast(AbstractContextManager[Any], _python_dispatch._disable_current_modes())
 
 
 def is_spent(checkpoint: Any) -> bool:
@@ -110,7 +145,12 @@ def is_spent(checkpoint: Any) -> bool:
 
 
 def _checkpoints(frame: FrameType | None) -> Iterator[tuple[bool, Any]]:
-    """Yield (it recomputes, checkpoint) for the checkpoints on the stack, from the innermost outwards."""
+    """Yield (it recomputes, checkpoint) for the checkpoints on the stack, from the innermost outwards.
+
+    An autograd function whose ctx its forward does not get is yielded by its name. In a backward that a recompute runs
+    over what it made, whatever recomputes is not that recompute: nothing is known of it.
+    """
+    known = False  # the autograd function whose `apply` comes next was seen by its ctx
     while frame is not None:
         code = frame.f_code
         name = code.co_name
@@ -121,10 +161,17 @@ def _checkpoints(frame: FrameType | None) -> Iterator[tuple[bool, Any]]:
                 if first != "self":
                     context = frame.f_locals.get(first)
                     checkpoint = context if isinstance(context, FunctionCtx) else None
+                    known = known or (checkpoint is not None and name == "forward")
+            elif code is _ENGINE:
+                yield True, None
+            elif code is _APPLY:
+                if not known:
+                    yield False, frame.f_locals["cls"].__name__
+                known = False
             elif code.co_filename == _CHECKPOINT_FILE:
                 if name == "unpack_hook":
                     checkpoint = frame.f_locals.get("frame")
-                else:
+                elif name == "checkpoint":
                     generator = frame.f_locals.get("gen")
                     suspended = None if generator is None else generator.gi_frame
                     checkpoint = None if suspended is None else suspended.f_locals.get("new_frame")

@@ -9,7 +9,7 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 
 from megatron_router_replay.layout import rows_for_router
-from megatron_router_replay.mcore.find import FoundRouter
+from megatron_router_replay.mcore.find import FoundRouter, find_routers
 from megatron_router_replay.mcore.ledger import Ledger, Microbatch
 from megatron_router_replay.mcore.router import Choose, SessionRouter
 from megatron_router_replay.torch_private import not_compiled, surroundings
@@ -115,6 +115,11 @@ class Chunk:
         for router in self.routers:
             if not router.attached:
                 yield f"{router.found}: router.router_replay was replaced during the session"
+        if self.ledger is None:  # else its forwards were missed
+            held = {id(router.found.router) for router in self.routers}
+            for found in find_routers(self.module):
+                if id(found.router) not in held:
+                    yield f"{found}: the router was exchanged during the session, which did not reach the new one"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
         return self  # a model that is copied during a session is not under it
@@ -124,7 +129,7 @@ class Chunk:
         # A checkpoint around the whole chunk calls it again: that is no new forward.
         if self.ledger is None or module is not self.module or surroundings().in_backward:
             return
-        microbatch = self.ledger.begin(f"layer {self.in_trace[0].found.layer_number}")
+        microbatch = self.ledger.enter()
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         # A positional argument of a model that is no language model may be anything else.
         if isinstance(input_ids, Tensor) and not input_ids.is_floating_point():

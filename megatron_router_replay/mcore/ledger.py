@@ -74,12 +74,23 @@ class Ledger:
         self._on_done = on_done
         self._waiting: deque[Microbatch] = deque()
         self._current: Microbatch | None = None
+        self._running = False  # the chunk's forward runs, called as a module
         self._ambiguous: int | None = None  # the micro-batch whose forward failed while others were waiting
 
     def queue(self, microbatch: Microbatch) -> None:
         """Add the micro-batch of a forward to come."""
         self._waiting.append(microbatch)
         self.num_queued += 1
+
+    def enter(self) -> Microbatch:
+        """Take note that the chunk's forward begins; return its micro-batch.
+
+        Raises:
+            ReplayStateError: as `begin`.
+        """
+        microbatch = self.begin(self._layers[0])
+        self._running = True
+        return microbatch
 
     def begin(self, who: str = "") -> Microbatch:
         """Make the next micro-batch the current one and return it.
@@ -113,17 +124,24 @@ class Ledger:
 
     def end(self, *, failed: bool) -> None:
         """Take note that the chunk's forward is over; the current micro-batch may still lack routers outside of it (MTP)."""
-        if failed and self._current is not None and self._current.missing:
-            self._current.failed = True
+        self._running = False
+        if failed and self._current is not None:
+            # Also if every router had routed it: behind the last one are the output layer and the loss.
+            self._current.failed = self._current.missing > 0
             self._ambiguous = self._current.number if self._waiting else None
 
     def microbatch_of(self, position: int) -> Microbatch:
         """Return the micro-batch that the router at this position routes now.
 
         Raises:
-            ReplayStateError: as `begin`.
+            ReplayStateError: as `begin`; or the chunk's forward called the router before.
         """
         current = self._current
+        if self._running and current is not None and current.routed[position]:
+            raise ReplayStateError(
+                f"{self._name(current)}: one forward of the model called the router of {self._layers[position]} twice. A "
+                "micro-batch has one route for a token in a layer; layers that share a router cannot be told apart."
+            )
         if current is None or current.failed or current.routed[position]:
             return self.begin(self._layers[position])
         return current

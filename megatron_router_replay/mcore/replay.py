@@ -202,7 +202,7 @@ class ReplaySession(Session):
                 f"none of {live} tokens was replayed on {ranks}; the trace has no route for any of them, or all rows are -1. "
                 "Were the routes lost on the way, or is this another rank's part of a recording (recording.gather)?"
             ]
-        if self._min_replayed is not None and replayed < self._min_replayed * (replayed + live):
+        if self._min_replayed is not None and replayed + live and replayed / (replayed + live) < self._min_replayed:
             return [
                 f"{replayed / (replayed + live):.4%} of {replayed + live} tokens were replayed on {ranks}, less than "
                 f"min_replayed={self._min_replayed}."
@@ -263,8 +263,10 @@ def replay(
             " The arguments are swapped: replay(model_chunks, trace)." if isinstance(model_chunks, RoutingTrace) else ""
         )
         raise TraceError(f"cannot replay a {type(trace).__name__}: pass a RoutingTrace or the path of one.{swapped}")
-    if min_replayed is not None and not 0 <= min_replayed <= 1:
-        raise TraceError(f"min_replayed={min_replayed} must be a share, 0 to 1.")
+    if min_replayed is not None and not (isinstance(min_replayed, int | float) and 0 <= min_replayed <= 1):
+        raise TraceError(f"min_replayed={min_replayed!r} must be a share, 0 to 1.")
+    if not isinstance(compare_live, int):
+        raise TraceError(f"compare_live={compare_live!r} must be a bool, or an int n for every n-th micro-batch.")
     return ReplaySession(
         model_chunks,
         trace,

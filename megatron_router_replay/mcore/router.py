@@ -17,12 +17,13 @@ from megatron_router_replay.mcore.find import FoundRouter
 from megatron_router_replay.mcore.ledger import Ledger, Microbatch
 from megatron_router_replay.mcore.routing_function import is_needed, routing_function
 from megatron_router_replay.mcore.selection import LiveTopk, in_order_of_scores
-from megatron_router_replay.recompute import Selection, recall, remember
+from megatron_router_replay.recompute import Selection, check_known, recall, remember
 from megatron_router_replay.router_replay import ComputeTopk, check_fits, check_not_captured, gather_topk
 from megatron_router_replay.torch_private import (
     Surroundings,
     in_compiled_autograd,
     not_compiled,
+    outside_selective_checkpoints,
     surroundings,
 )
 
@@ -87,11 +88,12 @@ class SessionRouter:
         self.counts_flips = False
         self.live_comparison: LiveComparison | None = None
         self.watched = False
-        self.last_used: Tensor | None = None  # of the forward or recompute that runs, for a Verifier that watches
+        # thread -> what its forward or recompute uses, for a Verifier that watches; threads may run backwards at once
+        self.last_used: dict[int, Tensor] = {}
         self.forwards = self.recomputes = self.decisions_recomputed = 0
         self.flips: Tensor | None = None  # recomputed decisions whose live top-k would have been another set
         self.closed = False
-        self.session: Session
+        self.session: Session | None = None  # while it is open
         self._choose = choose
         self._ledger = ledger
         self._routing = type(found.router).routing
@@ -120,7 +122,7 @@ class SessionRouter:
             routing_function.attach()
         self._handles = [
             router.register_forward_pre_hook(self._before, with_kwargs=True),
-            router.register_forward_hook(self._after),
+            router.register_forward_hook(self._after, always_call=True),
         ]
 
     def detach(self) -> None:
@@ -133,6 +135,9 @@ class SessionRouter:
             handle.remove()
         self._handles = []
         self.closed = True
+        # The graph may keep this object for long; the session, with its trace, shall not live as long.
+        self._ledger = self.live_comparison = None
+        self.session = None
         self._restore_if_done()
 
     @property
@@ -181,21 +186,21 @@ class SessionRouter:
         """
         assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
         live = LiveTopk(scores, topk, num_groups, group_topk, default_compute_topk)
+        shape = self._inputs.pop(threading.get_ident(), _NOT_ASKED)
+        if shape is None:
+            return self._pass_on(live)
         place = surroundings()
         if self.closed:
             selection = recall(place, self.found.router) if place.in_backward else None
             if selection is None:
                 return self._pass_on(live)
-            return self._recompute(place, selection, live)
+            return self._recompute(selection, live)
         check_not_captured(scores, self.found)
         if in_compiled_autograd():
             raise ReplayStateError(
                 f"{self.found}: cannot tell recomputes from forwards under compiled autograd: turn it off "
                 "(torch._dynamo.config.compiled_autograd = False) while a session runs."
             )
-        shape = self._inputs.pop(threading.get_ident(), _NOT_ASKED)
-        if shape is None:
-            return self._pass_on(live)
         if shape is _NOT_ASKED:
             raise ReplayStateError(
                 f"{self.found}: asked for experts outside its own forward, or twice in one; the session cannot tell for "
@@ -209,8 +214,10 @@ class SessionRouter:
                     "or in a kind of checkpoint that is not known (known: torch.utils.checkpoint, and autograd functions "
                     "with forward(ctx, ...) and backward(ctx, ...) as Megatron-Core's and Transformer Engine's)."
                 )
-            return self._recompute(place, selection, live)
-        return self._forward(place, shape, live)
+            return self._recompute(selection, live)
+        check_known(place)
+        with outside_selective_checkpoints():
+            return self._forward(place, shape, live)
 
     def _forward(self, place: Surroundings, shape: Size, live: LiveTopk) -> tuple[Tensor, Tensor]:
         microbatch = None
@@ -235,14 +242,19 @@ class SessionRouter:
             selection = Selection(used, self)
             self._alive[weakref.ref(selection, self._freed)] = None
             remember(place, self.found.router, selection)
-        self.last_used = used if self.watched else None
+        if self.watched:
+            self.last_used[threading.get_ident()] = used
         if microbatch is not None and self._ledger is not None:
             if self._choose is None:
                 microbatch.used[self.position] = used
             self._ledger.routed(microbatch, self.position)
         return values, indices
 
-    def _recompute(self, place: Surroundings, selection: Selection, live: LiveTopk) -> tuple[Tensor, Tensor]:
+    def _recompute(self, selection: Selection, live: LiveTopk) -> tuple[Tensor, Tensor]:
+        with outside_selective_checkpoints():
+            return self._repeat(selection, live)
+
+    def _repeat(self, selection: Selection, live: LiveTopk) -> tuple[Tensor, Tensor]:
         used = selection.topk_indices
         check_fits(used, live.scores, self.topk)
         maker = selection.maker
@@ -254,7 +266,7 @@ class SessionRouter:
             num_flipped = flipped.any(dim=1).sum()
             maker.flips = num_flipped if maker.flips is None else maker.flips + num_flipped
         if self.watched:
-            self.last_used = used
+            self.last_used[threading.get_ident()] = used
         return self._gather(live.scores, used, like_topk=maker._choose is None)
 
     def _gather(self, scores: Tensor, used: Tensor, *, like_topk: bool) -> tuple[Tensor, Tensor]:
@@ -297,7 +309,8 @@ class SessionRouter:
 
     @not_compiled
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._inputs.pop(threading.get_ident(), None) is not None:
+        # torch passes None for the output of a forward that raised.
+        if self._inputs.pop(threading.get_ident(), None) is not None and output is not None:
             raise ReplayStateError(
                 f"{self.found} chose experts without asking the session: was moe_router_fusion or its balancing changed "
                 "since the session began?"

@@ -21,7 +21,7 @@ from megatron_router_replay.mcore.ledger import Microbatch
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.router import Choose, SessionRouter
 from megatron_router_replay.mcore.support import check_supported
-from megatron_router_replay.mcore.targets import as_integers
+from megatron_router_replay.mcore.targets import as_integers, as_mask
 from megatron_router_replay.mcore.verify import Verifier
 from megatron_router_replay.routes import MicrobatchRoutes
 
@@ -51,7 +51,7 @@ class MicrobatchInputs:
         """Check shapes and copy.
 
         Raises:
-            LayoutError: rows are not [b, s] (or [n], one packed row), or something beside them has another shape.
+            LayoutError: rows are not [b, s] (or [n], one packed row), or something beside them has another shape or kind.
         """
         if rows.dim() not in (1, 2):
             raise LayoutError(f"routing_rows must have the shape of input_ids, [b, s], got {list(rows.shape)}.")
@@ -61,7 +61,7 @@ class MicrobatchInputs:
             if values is None:
                 beside[name] = None
                 continue
-            values = torch.as_tensor(values)
+            values = as_integers(values, name) if name == "token_ids" else as_mask(values, name)
             if values.shape != rows.shape:
                 raise LayoutError(f"routing_rows {list(rows.shape)} and {name} {list(values.shape)} differ in shape.")
             dtype = torch.int64 if name == "token_ids" else torch.bool
@@ -126,8 +126,10 @@ class Session:
         """Take the routers; nothing of the model is touched before.
 
         Raises:
-            ReplayStateError: a router is under another session already, or driven by its own RouterReplay.
+            ReplayStateError: a router is under another session already, or driven by its own RouterReplay; or this session
+                was closed.
         """
+        self._check_open()
         self._check_not_nested([router.found for router in self._routers()])
         try:
             for chunk in self._chunks:
@@ -373,7 +375,8 @@ def sessions_of(found: FoundRouter) -> Iterator[Session]:
     """Yield the open sessions that hold a router, the innermost first."""
     held = getattr(found.router, "router_replay", None)
     while isinstance(held, SessionRouter):
-        if not held.closed:
+        # A copy of a model that was made during a session holds what the original held, and is not under it.
+        if held.session is not None and held.found.router is found.router:
             yield held.session
         held = held.replaced
 

@@ -136,7 +136,26 @@ def as_integers(values: Any, name: str) -> Tensor:
         ) from error
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
         raise LayoutError(f"{name} must be integers, got {list(tensor.shape)} {tensor.dtype}.")
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+        raise LayoutError(
+            f"{name} must be a plain tensor, got a {'nested' if tensor.is_nested else tensor.layout} one on {tensor.device}: "
+            "give [b, s], or [1, total] of a packed batch (nested.values().unsqueeze(0))."
+        )
     return tensor.to(torch.int64) if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
+
+
+def as_mask(values: Any, name: str) -> Tensor:
+    """Return a mask given as a tensor, a numpy array or a list, True where it is not zero.
+
+    Raises:
+        LayoutError: it is none of these.
+    """
+    try:
+        return torch.as_tensor(values) != 0
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LayoutError(
+            f"{name} must be a mask in a tensor or an array, got {type(values).__name__}: {error}"
+        ) from error
 
 
 def broadcast_routing_rows(

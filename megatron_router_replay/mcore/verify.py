@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class Verifier:
         self._wrong: Tensor | None = None
         self._routers = routers
         self._handles: list[Any] = []
+        self._counting = threading.Lock()  # several threads may run backwards at once
 
     def attach(self) -> None:
         """Begin to watch."""
@@ -51,13 +53,13 @@ class Verifier:
     def _watch(self, router: SessionRouter) -> Callable[[nn.Module, Any, tuple[Tensor, Tensor]], None]:
         @not_compiled
         def compare(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
-            used, routing_map = router.last_used, output[1]
+            used, routing_map = router.last_used.pop(threading.get_ident(), None), output[1]
             if not router.attached or used is None:
                 return
             chosen = routing_map.gather(1, used.to(device=routing_map.device, dtype=torch.int64))
             wrong = (~chosen.all(dim=1) | (routing_map.sum(dim=1) != router.topk)).sum()
-            router.last_used = None
-            self._wrong = wrong if self._wrong is None else self._wrong + wrong
-            self.num_verified += used.shape[0]
+            with self._counting:
+                self._wrong = wrong if self._wrong is None else self._wrong + wrong
+                self.num_verified += used.shape[0]
 
         return compare

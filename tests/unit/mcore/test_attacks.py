@@ -1,0 +1,454 @@
+"""Programs that once routed wrongly with every check green, or died of a bare error; each is exact now, or raises ours."""
+
+import copy
+import gc
+import threading
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from tests.unit.mcore.tiny_chunk import (
+    EXPERTS,
+    Chunk,
+    as_map,
+    disturb,
+    flips,
+    non_reentrant,
+    num_recomputed,
+    plain,
+    random_routes,
+    reentrant,
+    tokens,
+    watched,
+)
+
+ROWS = torch.arange(8).view(2, 4)
+
+
+def trace(num_tokens=16, num_layers=3, **options):
+    return mrr.RoutingTrace(
+        topk_indices=random_routes(num_tokens, num_layers),
+        layer_numbers=range(1, num_layers + 1),
+        num_experts=EXPERTS,
+        **options,
+    )
+
+
+def wrong_replays(seen, the_trace):
+    return sum(
+        int((routing_map != as_map(the_trace.layer(layer)[(ROWS + 8 * number).t().reshape(-1)])).any(dim=1).sum())
+        for (number, layer), maps in seen.items()
+        for routing_map in maps
+    )
+
+
+# Checkpoints of other kinds
+
+
+def recompute(function, inputs, grad):
+    inputs = inputs.detach().requires_grad_()
+    with torch.enable_grad():
+        output = function(inputs)
+    torch.autograd.backward(output, grad)
+    return inputs.grad
+
+
+class WithoutContext(torch.autograd.Function):
+    """A checkpoint whose forward gets no ctx."""
+
+    @staticmethod
+    def forward(function, inputs):
+        return function(inputs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.function = inputs[0]
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, recompute(ctx.function, *ctx.saved_tensors, grad)
+
+
+class NamedSelf(torch.autograd.Function):
+    """A checkpoint that calls its ctx self."""
+
+    @staticmethod
+    def forward(self, function, inputs):
+        self.function = function
+        self.save_for_backward(inputs)
+        return function(inputs)
+
+    @staticmethod
+    def backward(self, grad):
+        return None, recompute(self.function, *self.saved_tensors, grad)
+
+
+def by_hook(layer, hidden):
+    """A checkpoint that a hook on the output's gradient recomputes, as Megatron-Core's CheckpointWithoutOutput."""
+    with torch.no_grad():
+        output = layer(hidden)
+    output = output + hidden * 0
+    kept = hidden.detach()
+    if output.requires_grad:
+        output.register_hook(lambda grad: grad + 0 * layer(kept))
+    return output
+
+
+@pytest.mark.parametrize("closed_before_backward", [False, True])
+@pytest.mark.parametrize("kind", [WithoutContext, NamedSelf])
+@pytest.mark.parametrize("outer", [None, reentrant, non_reentrant])
+def test_an_autograd_function_that_checkpoints_in_an_unknown_way_raises(kind, outer, closed_before_backward):
+    chunk = Chunk()
+    chunk.around = kind.apply
+
+    def two_forwards(scale):
+        return (chunk(tokens(), 0) - chunk(tokens(), 1)).mul(scale).square().mean()
+
+    with watched(chunk) as seen, pytest.raises(ReplayStateError, match=kind.__name__):
+        session = mrr.freeze_recompute(chunk)
+        try:
+            scale = torch.ones(1, requires_grad=True)
+            loss = two_forwards(scale) if outer is None else outer(two_forwards, scale)
+            disturb(chunk)
+            if closed_before_backward:
+                session.close()
+            loss.backward()
+        finally:
+            mrr.close_sessions(chunk)
+    assert flips(seen) == 0
+
+
+def test_a_recompute_by_a_hook_inside_a_known_checkpoint_is_not_taken_for_that_checkpoints():
+    chunk = Chunk()
+    chunk.around = by_hook
+
+    def two_forwards(scale):
+        return (chunk(tokens(), 0) - chunk(tokens(), 1)).mul(scale).square().mean()
+
+    with (
+        watched(chunk) as seen,
+        pytest.raises(ReplayStateError, match="saw no forward of it"),
+        mrr.freeze_recompute(chunk),
+    ):
+        loss = reentrant(two_forwards, torch.ones(1, requires_grad=True))
+        disturb(chunk)
+        loss.backward()
+    assert flips(seen) == 0
+
+
+def test_an_autograd_function_that_recomputes_its_parts_in_another_order_raises():
+    class Tiles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, function, *tiles):
+            ctx.function = function
+            ctx.save_for_backward(*tiles)
+            return tuple(function(tile) for tile in tiles)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            pairs = reversed(list(zip(ctx.saved_tensors, grads)))
+            return (None, *reversed([recompute(ctx.function, tile, grad) for tile, grad in pairs]))
+
+    chunk = Chunk(num_layers=1)
+    chunk.around = lambda layer, hidden: torch.cat(Tiles.apply(layer, *hidden.split(2)))
+    with pytest.raises(ReplayStateError, match="which call this repeats cannot be told"), mrr.freeze_recompute(chunk):
+        loss = chunk(tokens()).sum()
+        disturb(chunk)
+        loss.backward()
+    chunk.around = lambda layer, hidden: Tiles.apply(layer, hidden)[0]
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+        loss = chunk(tokens()).sum()
+        disturb(chunk)
+        loss.backward()
+    assert (num_recomputed(seen), flips(seen)) == (1, 0)
+
+
+def test_an_autograd_function_that_keeps_its_graph_may_hold_checkpoints():
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(function, inputs):
+            with torch.enable_grad():
+                inputs = inputs.detach().requires_grad_()
+                Kept.graph = (inputs, function(inputs))
+            return Kept.graph[1].detach()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.graph = Kept.graph
+
+        @staticmethod
+        def backward(ctx, grad):
+            inputs, output = ctx.graph
+            torch.autograd.backward(output, grad)
+            return None, inputs.grad
+
+    for inner in (plain, reentrant, non_reentrant):
+        chunk = Chunk(num_layers=1)
+        chunk.around = lambda layer, hidden, inner=inner: Kept.apply(partial(inner, layer), hidden)
+        with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+            loss = chunk(tokens()).sum()
+            disturb(chunk)
+            loss.backward()
+        assert (num_recomputed(seen), flips(seen)) == (0 if inner is plain else 1, 0)
+
+
+@pytest.mark.parametrize("saved", ["mm", "topk", "gather", "_to_copy"])
+@pytest.mark.parametrize("kind", ["freeze", "record", "replay"])
+def test_selective_checkpoints_pair_their_operations_though_the_recompute_takes_no_topk(kind, saved):
+    operation = getattr(torch.ops.aten, saved).default
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is operation else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    chunk, the_trace = Chunk(), trace(replay_mask=torch.arange(16) % 3 != 0)
+    chunk.around = lambda layer, hidden: checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts)
+    starts = {
+        "freeze": mrr.freeze_recompute,
+        "record": mrr.record,
+        "replay": lambda model: mrr.replay(model, the_trace),
+    }
+    with watched(chunk) as seen, starts[kind](chunk) as session:
+        losses = []
+        for number in range(2):
+            if kind != "freeze":
+                session.microbatch(ROWS + 8 * number)
+            losses.append(chunk(tokens(), number).square().sum())
+        disturb(chunk)
+        torch.stack(losses).sum().backward()
+    assert (num_recomputed(seen), flips(seen)) == (6, 0)
+
+
+def test_verify_with_several_backwards_at_once():
+    chunk, the_trace = Chunk(), trace(16)
+    chunk.around = reentrant
+    failed = []
+    with mrr.replay(chunk, the_trace, verify=True) as session:
+        losses = []
+        for number, shape in enumerate([(1, 8), (2, 4), (1, 7), (3, 5)]):
+            session.microbatch(torch.arange(shape[0] * shape[1]).view(shape))
+            losses.append(chunk(tokens(*shape), number).square().sum())
+        meet = threading.Barrier(4, timeout=20)
+        for router in chunk.routers:  # all four have chosen before the first is compared
+            routing = router.routing
+            router.routing = lambda *args, routing=routing, **kwargs: (routing(*args, **kwargs), meet.wait())[0]
+
+        def backward(loss):
+            try:
+                loss.backward()
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+    assert session.report.decisions_verified == 2 * 3 * (8 + 8 + 7 + 15)
+    assert session.report.decisions_wrong == 0
+
+
+# Forwards that fail or call a router twice
+
+
+def test_a_forward_that_fails_behind_the_last_router_with_others_queued_cannot_be_assigned_and_raises():
+    chunk = Chunk()
+
+    def out_of_memory(module, args, output):
+        raise ArithmeticError("in the output layer")
+
+    handle = chunk.layers[2].register_forward_hook(out_of_memory)
+    session = mrr.replay(chunk, trace())
+    session.microbatch(ROWS)
+    session.microbatch(ROWS + 8)
+    with pytest.raises(ArithmeticError):
+        chunk(tokens())
+    handle.remove()
+    with pytest.raises(ReplayStateError, match="failed while 1 others were queued"):
+        chunk(tokens())
+    mrr.close_sessions(chunk)
+
+
+def test_layers_that_share_a_router_raise():
+    chunk = Chunk(num_layers=2)
+    chunk.layers[1].router = chunk.layers[0].router
+    session = mrr.replay(chunk, trace(num_layers=1))
+    session.microbatch(ROWS)
+    session.microbatch(ROWS + 8)
+    with pytest.raises(ReplayStateError, match="called the router of layer 1 twice"):
+        chunk(tokens())
+    mrr.close_sessions(chunk)
+
+
+def test_a_router_that_fails_in_its_forward_and_in_its_recompute_is_retried():
+    chunk, the_trace = Chunk(), trace()
+    chunk.around = reentrant
+    gating, fails = chunk.routers[1].gating, [True]
+
+    def fail_once(hidden):
+        if fails.pop() if fails else False:
+            raise ArithmeticError("injected")
+        return gating(hidden)
+
+    chunk.routers[1].gating = fail_once
+    with watched(chunk) as seen, mrr.replay(chunk, the_trace, verify=True) as session:
+        session.microbatch(ROWS)
+        with pytest.raises(ArithmeticError):
+            chunk(tokens())
+        with pytest.raises(ReplayStateError, match="outside its own forward"):
+            chunk.routers[1].routing(torch.zeros(8, EXPERTS))
+        session.microbatch(ROWS)
+        loss = chunk(tokens()).square().sum()
+        disturb(chunk)
+        fails.append(True)
+        with pytest.raises(ArithmeticError):
+            loss.backward(retain_graph=True)
+        loss.backward()
+    assert wrong_replays(seen, the_trace) == 0
+
+
+def test_a_router_that_is_exchanged_during_a_freeze_is_named_at_its_end():
+    chunk = Chunk()
+    with pytest.raises(ReplayStateError, match=r"layer 2 .*exchanged during the session"), mrr.freeze_recompute(chunk):
+        chunk.layers[1].router = Chunk().layers[1].router
+        chunk(tokens())
+
+
+# What a session leaves behind
+
+
+@pytest.mark.parametrize("around", [plain, reentrant, non_reentrant])
+def test_a_loss_that_is_kept_does_not_keep_the_closed_session_and_its_trace(around):
+    chunk, the_trace = Chunk(), trace()
+    chunk.around = around
+    session = mrr.replay(chunk, the_trace)
+    session.microbatch(ROWS)
+    loss = chunk(tokens()).square().sum()
+    session.close()
+    kept = [weakref.ref(session), weakref.ref(the_trace.topk_indices)]
+    del session, the_trace
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
+    loss.backward()
+
+
+def test_a_closed_session_cannot_be_started_again():
+    chunk = Chunk()
+    session = mrr.record(chunk)
+    session.close()
+    with pytest.raises(ReplayStateError, match="is closed"):
+        session.start()
+    assert [router.router_replay for router in chunk.routers] == [None] * 3
+
+
+def test_a_copy_made_during_a_session_may_have_sessions_of_its_own():
+    chunk, the_trace = Chunk(), trace()
+    with mrr.freeze_recompute(chunk):
+        twin = copy.deepcopy(chunk)
+        twin.around = reentrant
+        assert mrr.close_sessions(twin) == 0
+        with watched(twin) as seen, mrr.freeze_recompute(twin), mrr.replay(twin, the_trace) as session:
+            session.microbatch(ROWS)
+            loss = twin(tokens()).square().sum()
+            disturb(twin)
+            loss.backward()
+        assert wrong_replays(seen, the_trace) == 0
+        with pytest.raises(ReplayStateError, match="under another session"):
+            mrr.freeze_recompute(chunk)
+
+
+def test_a_copy_inside_its_originals_checkpoint_is_not_given_the_originals_routes():
+    chunk = Chunk()
+    with watched(chunk) as seen:
+        session = mrr.freeze_recompute(chunk)
+        twin = copy.deepcopy(chunk)  # with the watcher
+        scale = torch.ones(1, requires_grad=True)
+        loss = reentrant(lambda scale: (twin(tokens(), 1) - chunk(tokens(), 0)).mul(scale).square().mean(), scale)
+        disturb(twin)
+        session.close()
+        loss.backward()
+    assert all(torch.equal(*seen[0, layer]) for layer in (1, 2, 3))
+    with watched(twin) as live:
+        twin(tokens(), 2)
+    assert torch.equal(live[2, 1][0], seen[1, 1][-1])
+
+
+# What is handed in
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.nested.nested_tensor([torch.arange(4), torch.arange(4)], layout=torch.jagged),
+        ROWS.to_sparse(),
+        ROWS.to("meta"),
+    ],
+    ids=["nested", "sparse", "meta"],
+)
+@pytest.mark.parametrize("start", [mrr.record, lambda chunk: mrr.replay(chunk, trace())], ids=["record", "replay"])
+def test_rows_that_are_no_plain_tensor_raise(start, rows):
+    chunk = Chunk()
+    with pytest.raises(LayoutError, match="must be a plain tensor"):
+        start(chunk).microbatch(rows)
+    mrr.close_sessions(chunk)
+
+
+@pytest.mark.parametrize("name", ["token_ids", "padding", "trained"])
+@pytest.mark.parametrize("values", ["abc", [[1, 2], [3]], object()], ids=["text", "ragged", "object"])
+def test_what_is_no_array_beside_the_rows_raises(name, values):
+    chunk = Chunk()
+    with pytest.raises(LayoutError, match=f"{name} must be"):
+        mrr.record(chunk).microbatch(ROWS, **{name: values})
+    mrr.close_sessions(chunk)
+
+
+def test_token_ids_that_are_not_whole_numbers_raise_and_masks_of_any_kind_work():
+    chunk = Chunk()
+    with mrr.record(chunk) as recording:
+        with pytest.raises(LayoutError, match="token_ids must be integers"):
+            recording.microbatch(ROWS, token_ids=tokens() + 0.5)
+        recording.microbatch(ROWS, trained=np.ones((2, 4), np.uint16), padding=torch.zeros(2, 4))
+        chunk(tokens())
+
+
+def test_a_share_of_exactly_min_replayed_is_enough():
+    chunk = Chunk(num_layers=1)
+    for replayed in (7, 28, 55, 56):  # n / 100 * 100 > n in floating point
+        the_trace = trace(100, 1, replay_mask=torch.arange(100) < replayed)
+        with mrr.replay(chunk, the_trace, min_replayed=replayed / 100) as session:
+            session.microbatch(torch.arange(100))
+            chunk(tokens(1, 100))
+
+
+@pytest.mark.parametrize("option", [{"min_replayed": "0.9"}, {"compare_live": "x"}, {"compare_live": 1.5}])
+def test_options_of_another_kind_raise(option):
+    with pytest.raises(TraceError, match="must be a"):
+        mrr.replay(Chunk(), trace(), **option)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_a_static_buffer_that_cannot_hold_the_ids_raises_instead_of_wrapping_them(dtype):
+    replay = mrr.RouterReplay()
+    replay.set_router_replay_action(mrr.RouterReplayAction.RECORD)
+    scores = torch.arange(400.0).repeat(3, 1)
+    live = {"default_compute_topk": lambda scores, topk, **groups: scores.topk(topk, dim=1)}
+    try:
+        replay.set_static_buffer(torch.zeros(3, 2, dtype=dtype))
+        with pytest.raises(ReplayStateError, match="cannot hold the ids of 400 experts"):
+            replay.get_replay_topk(scores, 2, **live)
+        replay.set_static_buffer(torch.zeros(3, 2, dtype=torch.int16))
+        replay.get_replay_topk(scores, 2, **live)
+        assert replay.get_recorded_indices().tolist() == [[399, 398]] * 3
+        for buffer in (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int32)):
+            with pytest.raises(ReplayStateError, match="must be"):
+                replay.set_static_buffer(buffer)
+    finally:
+        mrr.RouterReplay.clear_global_router_replay_instances()
