@@ -24,7 +24,7 @@ import megatron_router_replay as mrr
 from tests.unit.mcore.tiny_chunk import Chunk, as_map, disturb, non_reentrant, plain, random_routes, reentrant, watched
 
 ROWS = 64
-QUICK, SLOW = 100, 2000
+QUICK, SLOW = 100, 1000
 
 
 @dataclass
@@ -230,12 +230,18 @@ def check(seed: int, chunk: Chunk) -> str:
 def endings(seeds: range) -> dict[str, int]:
     chunk = Chunk()
     counts: dict[str, int] = {}
-    for seed in seeds:
-        ending = check(seed, chunk)
-        counts[ending] = counts.get(ending, 0) + 1
-        if seed % 50 == 0:
-            gc.collect()
-            assert [router.router_replay for router in chunk.routers] == [None] * 3, f"seed {seed}: something is left"
+    gc.collect()
+    gc.freeze()  # the programs collect garbage, and not that of the half million objects of torch and Megatron each time
+    try:
+        for seed in seeds:
+            ending = check(seed, chunk)
+            counts[ending] = counts.get(ending, 0) + 1
+            if seed % 50 == 0:
+                gc.collect()
+                left = [router.router_replay for router in chunk.routers]
+                assert left == [None] * 3, f"seed {seed}: something is left"
+    finally:
+        gc.unfreeze()
     return counts
 
 
@@ -245,6 +251,6 @@ def test_random_programs_are_exact_or_raise():
 
 
 @pytest.mark.slow
-def test_thousands_of_random_programs_are_exact_or_raise():
+def test_a_thousand_random_programs_are_exact_or_raise():
     counts = endings(range(QUICK, QUICK + SLOW))
     assert counts["exact"] > SLOW / 5
