@@ -74,7 +74,7 @@ def test_megatrons_inference_records_under_install(graphed, workers_1):
         "shape": [12, 4, 2],
         "in the buffer": True if graphed else None,
         "as routed": True,
-        "numbered": [1, 2, 3, 4],
+        "numbered": [1, 2, 3, 4] if MEGATRON >= (0, 19) else [None] * 4,  # Megatron-Core numbers them since 0.19
     }
 
 
