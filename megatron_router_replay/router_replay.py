@@ -106,7 +106,7 @@ class RouterReplay:
         replay_backward_list: FIFO of targets for REPLAY_BACKWARD forwards outside a backward, oldest first; filled by
             `set_target_indices`. Recomputes inside a backward use what their forward used, and take their entry out.
         static_buffer: [max_tokens, topk] that recordings are written into, or None.
-        layer_number: Megatron-Core sets it from 0.17 on.
+        layer_number: Megatron-Core sets it from 0.19 on.
     """
 
     global_router_replay_instances: ClassVar[list[Any]] = []

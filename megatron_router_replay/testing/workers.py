@@ -90,7 +90,7 @@ class GlooWorkers:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join(10.0)
+            process.join(60.0)  # a killed process is soon gone, but its forkserver may be slow to say so
             process.close()
         for pipe in self._pipes:
             pipe.close()
