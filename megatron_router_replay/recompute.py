@@ -6,7 +6,8 @@ a non-reentrant one. When a router runs again, the innermost checkpoint that rec
 same object: the choice is found there. So nothing is guessed from the order of forwards and backwards, from outputs or from
 counts; several micro-batches may share one backward, a graph may be used twice, checkpoints may be nested and threads may
 run backwards at once. A choice lives exactly as long as the graph that can ask for it, and a forward outside every
-checkpoint (evaluation, no recompute) leaves nothing. A recompute of a kind that is not known finds nothing, and raises.
+checkpoint (evaluation, no recompute) leaves nothing. A recompute of a kind that is not known finds nothing: it raises while
+a session is open, but routes live once the session was left.
 
     forward:    router -> remember(surroundings(), router, selection)
     recompute:  router -> recall(surroundings(), router) -> the selection of the same call in that checkpoint's forward
