@@ -47,7 +47,8 @@ class Held:
         gc.collect()
         alive = dict(self.saved)
         for item in gc.get_objects():
-            if type(item) in (Tensor, torch.nn.Parameter):  # others, such as torch.compile's fake ones, have no memory
+            # Others, such as torch.compile's fake ones and sparse ones, have no storage.
+            if type(item) in (Tensor, torch.nn.Parameter) and item.layout is torch.strided:
                 storage = item.untyped_storage()
                 alive[storage.data_ptr()] = storage.nbytes()
         return sum(alive.values())

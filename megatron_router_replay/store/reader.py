@@ -19,6 +19,8 @@ from megatron_router_replay.ids import check_topk_indices
 from megatron_router_replay.store.format import FORMAT, MAX_HEADER_BYTES, FileHeader, decode_header
 from megatron_router_replay.trace import RoutingTrace
 
+_MAX_ATTEMPTS = 100
+"""How often a file is opened anew because it was replaced meanwhile."""
 _DTYPES = {"U8": torch.uint8, "BOOL": torch.bool, "I16": torch.int16, "I32": torch.int32, "U32": torch.uint32}
 
 
@@ -45,18 +47,7 @@ class Reader:
         Raises:
             StoreError: not a trace file, truncated, or its header was altered.
         """
-        name = path if isinstance(path, str | os.PathLike) else path.name
-        with open(name, "rb") as beginning:
-            header_bytes = int.from_bytes(beginning.read(8), "little")
-        if header_bytes > MAX_HEADER_BYTES:  # safetensors itself would parse up to 100 MB, at many times that memory
-            raise StoreError(
-                f"its header takes {header_bytes} bytes, more than {MAX_HEADER_BYTES}: it is no trace file."
-            )
-        try:
-            # Checks that all offsets lie in the file; so what follows from a shape is never more than the file holds.
-            file: Any = safe_open(name, "pt")
-        except (SafetensorError, RuntimeError) as error:
-            raise StoreError(f"it is no safetensors file, or truncated or altered ({error}).") from None
+        file = _map(path if isinstance(path, str | os.PathLike) else path.name)
         metadata = file.metadata() or {}
         if list(metadata) != [FORMAT]:
             raise StoreError(f"its metadata has {sorted(metadata)[:9]}, not {FORMAT!r}: it is no trace file.")
@@ -99,6 +90,31 @@ class Reader:
         values = data.view(values.dtype)
         check_bool(name, values)
         return values
+
+
+def _map(path: str | os.PathLike[str]) -> Any:
+    """Return safetensors' handle of the file that has this name, whoever replaces it meanwhile."""
+    for _ in range(_MAX_ATTEMPTS):
+        with open(path, "rb") as held:
+            header_bytes = int.from_bytes(held.read(8), "little")
+            if header_bytes > MAX_HEADER_BYTES:  # safetensors itself would parse up to 100 MB, at many times that memory
+                raise StoreError(
+                    f"its header takes {header_bytes} bytes, more than {MAX_HEADER_BYTES}: it is no trace file."
+                )
+            failure: Exception | None = None
+            try:
+                # Checks that all offsets lie in the file; so what follows from a shape is never more than the file holds.
+                file: Any = safe_open(path, "pt")
+            except (SafetensorError, RuntimeError, OSError) as error:
+                failure = error
+            # safetensors opens the name twice, for the header and for the tensors. As long as `held` is open no other file
+            # can have its number: where the name still leads to it, both were of this file.
+            if not os.path.samestat(os.fstat(held.fileno()), os.stat(path)):
+                continue
+        if failure is not None:
+            raise StoreError(f"it is no safetensors file, or truncated or altered ({failure}).") from None
+        return file
+    raise StoreError("it is being replaced all the time.")
 
 
 def _kind(file: Any, name: str) -> tuple[torch.dtype | None, tuple[int, ...]]:

@@ -21,3 +21,9 @@ def test_what_only_autograd_holds_is_counted():
         loss = (weight.exp() * 1.0).sum()  # exp keeps its result, 40 bytes
     assert held.count() - before == 40 + 40 + 4
     del loss
+
+
+def test_a_tensor_without_a_storage_is_left_out():
+    sparse = torch.eye(3).to_sparse()
+    assert Held().count() > 0
+    del sparse

@@ -1,8 +1,11 @@
 """Threads and processes that save, replace, read and prune at the same time; disks that are full."""
 
 import errno
+import itertools
 import os
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 from megatron_router_replay.errors import StoreError
-from megatron_router_replay.store import TraceStore
+from megatron_router_replay.store import TraceStore, load_trace, save_trace
 from tests.unit.store.store_traces import assert_same, make_trace
 
 NUM_THREADS = 24
@@ -105,6 +108,31 @@ def test_a_reader_always_finds_a_part_that_is_being_replaced(tmp_path):
     stop.set()
     writer.join()
     assert failures == []
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_read_whole(tmp_path):
+    # Without the waits for the disk that a save makes: thousands of replacements, at every moment of opening.
+    traces = [make_trace(3 + number, seed=number) for number in range(4)]
+    spare = [save_trace(trace, tmp_path / f"{number}.safetensors") for number, trace in enumerate(traces)]
+    path = save_trace(traces[0], tmp_path / "replaced.safetensors")
+
+    def replace():
+        for number in itertools.count():
+            shutil.copyfile(spare[number % 4], tmp_path / "next")
+            os.replace(tmp_path / "next", path)
+            if os.getppid() != parent:
+                os._exit(0)
+
+    parent, child = os.getpid(), os.fork()
+    if not child:
+        replace()
+    try:
+        for _ in range(1000):
+            found = load_trace(path)
+            assert_same(found, traces[found.num_tokens - 3])
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_step_that_is_read_while_it_is_replaced_is_of_one_moment(tmp_path):
@@ -203,7 +231,7 @@ def test_a_header_that_is_too_large_leaves_the_old_part(tmp_path):
 RANK = """
 import sys, torch
 from megatron_router_replay import RoutingTrace
-from megatron_router_replay.store import TraceStore
+from megatron_router_replay.store import TraceStore, load_trace, save_trace
 root, rendezvous, rank, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 torch.distributed.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=2)
 routes = [[[seed, seed + 1]]] if rank == 0 else [[[-1, -1]], [[seed, seed + 1]]]
