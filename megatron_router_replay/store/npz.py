@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ _NUMBERS = ("layer_numbers", "sequence_lengths")
 _MAX_RATIO = 1100
 """Deflate makes at most 1032 bytes of one."""
 _MAX_ARRAYS = 4096
+_END_BYTES = 22
+"""Of the record at the end of a zip file without a comment: numpy writes none."""
 _KINDS = "iubfUS"
 """Integers, bools, floats and text: what has no objects in it."""
 _DAMAGED = (
@@ -74,6 +77,7 @@ def load_arrays(path: str | os.PathLike[str]) -> Arrays:
             with zipfile.ZipFile(path) as archive:
                 members = archive.infolist()
                 _check_sizes(members, path.stat().st_size)
+                _check_complete(members, path)
                 return {info.filename.removesuffix(".npy"): _read_array(archive, info) for info in members}
         except _DAMAGED as error:
             raise StoreError(f"it is no npz file of plain arrays ({str(error)[:200]}).") from None
@@ -128,6 +132,16 @@ def _check_sizes(members: list[zipfile.ZipInfo], file_bytes: int) -> None:
     # Of all together, since the entries of a zip file may share the same bytes.
     if len(members) > _MAX_ARRAYS or promised > _MAX_RATIO * file_bytes:
         raise StoreError(f"its {file_bytes} bytes cannot hold {len(members)} arrays of {promised} bytes in all.")
+
+
+def _check_complete(members: list[zipfile.ZipInfo], path: Path) -> None:
+    """Raise StoreError unless these are all members: the length of a comment is covered by no checksum, and can skip one."""
+    with path.open("rb") as file:
+        file.seek(-_END_BYTES, os.SEEK_END)
+        signature, _, _, _, count, *_ = struct.unpack("<4s4H2LH", file.read())
+    names = [info.filename for info in members]
+    if signature != b"PK\5\6" or count != len(members) or len(set(names)) != len(names):
+        raise StoreError(f"its directory names {sorted(names)}, and it ends otherwise than with the number of these.")
 
 
 def _read_array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> npt.NDArray[Any]:

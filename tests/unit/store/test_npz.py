@@ -108,6 +108,21 @@ def test_a_size_that_only_the_directory_of_the_zip_claims_is_refused(tmp_path):
         load_arrays(tmp_path / "x.npz")
 
 
+def test_an_array_that_a_flipped_bit_hides_is_missed(tmp_path):
+    # The directory at the end has 46 bytes, a name and a comment for each member; no checksum covers the comment's length.
+    path = save_npz(full_trace(6), tmp_path / "x.npz")
+    data = bytearray(path.read_bytes())
+    entry = data.index(b"PK\1\2", data.rindex(b"token_ids.npy") - 46)
+    following = data.index(b"PK\1\2", entry + 4)
+    data[entry + 32] = 46 + len("weight_version.npy")
+    assert data[following + 46 :].startswith(b"weight_version.npy")
+    path.write_bytes(data)
+    with zipfile.ZipFile(path) as archive:
+        assert "weight_version.npy" not in archive.namelist()  # Python's reader does not notice
+    with pytest.raises(StoreError, match="its directory names"):
+        load_arrays(path)
+
+
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_damaged_files_are_refused_or_harmless(tmp_path_factory, data):
