@@ -6,8 +6,9 @@ a non-reentrant one. When a router runs again, the innermost checkpoint that rec
 same object: the choice is found there. So nothing is guessed from the order of forwards and backwards, from outputs or from
 counts; several micro-batches may share one backward, a graph may be used twice, checkpoints may be nested and threads may
 run backwards at once. A choice lives exactly as long as the graph that can ask for it, and a forward outside every
-checkpoint (evaluation, no recompute) leaves nothing. A recompute of a kind that is not known finds nothing: it raises while
-a session is open, but routes live once the session was left.
+checkpoint (evaluation, no recompute) leaves nothing. A router that runs inside an autograd function whose recompute could
+not be told raises in its forward. A recompute by hand, in a tensor hook, finds nothing: it raises while a session is open,
+and cannot be seen once the session was left.
 
     forward:    router -> remember(surroundings(), router, selection)
     recompute:  router -> recall(surroundings(), router) -> the selection of the same call in that checkpoint's forward
@@ -97,16 +98,16 @@ class _Selections:
 
 
 def check_known(place: Surroundings) -> None:
-    """Raise if this forward is to be recomputed by something that could not be told apart.
+    """Raise if what runs here may be recomputed by something that cannot be told apart.
 
     Raises:
-        ReplayStateError: an autograd function whose forward gets no ctx turned gradients off, so its backward recomputes.
+        ReplayStateError: an autograd function whose forward gets no ctx; a composable checkpoint inside a reentrant one.
     """
     if place.unknown:
         raise ReplayStateError(
-            f"a router runs without gradients in the forward of the autograd function {place.unknown}, whose recompute is of "
-            "a kind of checkpoint that is not known (known: torch.utils.checkpoint, and autograd functions with "
-            "forward(ctx, ...) and backward(ctx, ...) as Megatron-Core's and Transformer Engine's)."
+            f"a router runs inside {place.unknown}, whose recompute could not be told from others (known: "
+            "torch.utils.checkpoint, and autograd functions with forward(ctx, ...) and backward(ctx, ...) as Megatron-Core's "
+            "and Transformer Engine's)."
         )
 
 
@@ -132,10 +133,11 @@ def recall(place: Surroundings, router: object) -> Selection | None:
     Checkpoints that the recompute makes anew, for their own recompute, get the selection too.
 
     Raises:
-        ReplayStateError: the recompute calls the router more often than its forward did.
+        ReplayStateError: the recompute calls the router more often than its forward did, or as `check_known`.
     """
     selections = getattr(place.recompute, _ATTRIBUTE, None)
     selection = None if selections is None else selections.next(router)
     if selection is not None:
+        check_known(place)
         remember(place, router, selection)
     return selection

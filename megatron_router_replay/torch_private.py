@@ -11,7 +11,11 @@ frames, so the stack says exactly in which checkpoints a router runs, however th
     torch.autograd.Function.apply          a function's forward        none: its forward gets no ctx, so nothing is known
     torch.autograd.graph's engine call     a backward in a recompute   none: below it, only what it calls recomputes
 
-Source: torch 2.13, torch/utils/checkpoint.py and torch/autograd/function.py.
+Checkpoints whose forward has no frame of its own (torch's composable one, Transformer Engine's without reentrance) are read
+off the saved-tensor hooks that they set: these hold the _CheckpointFrame.
+
+Source: torch 2.13, torch/utils/checkpoint.py, torch/distributed/_composable/checkpoint_activation.py and
+torch/autograd/function.py; Transformer Engine d0067d0, transformer_engine/pytorch/distributed.py.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FRAMES = frozenset({"forward", "backward", "checkpoint", "unpack_hook", "apply", "_engine_run_backward"})
 _CHECKPOINT_FILE = torch_checkpoint.__file__
+_CHECKPOINT_FRAME = torch_checkpoint._CheckpointFrame.__name__  # Transformer Engine's is named alike
 _APPLY = torch.autograd.Function.apply.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Their recompute runs once what their forward ran; that of another function may run it in parts, and in any order.
@@ -71,7 +76,7 @@ class Surroundings(NamedTuple):
         in_backward: a backward runs in this thread, or a checkpoint recomputes outside one.
         recompute: the checkpoint whose recompute this is; None: none is known.
         inside: the checkpoints whose forward this is, innermost first; in a recompute, those that it makes anew.
-        unknown: the autograd function of another kind that turned gradients off here; empty: there is none.
+        unknown: what runs here that may recompute and cannot be told apart; empty: there is nothing of that kind.
     """
 
     in_backward: bool
@@ -86,30 +91,31 @@ NOWHERE = Surroundings(False, None, ())
 def surroundings() -> Surroundings:
     """Return in which activation checkpoints the caller runs, and whether as their forward or as a recompute."""
     in_backward = graph_task() != -1
-    hooks = None
-    if not in_backward:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # A reentrant checkpoint turns gradients off and a non-reentrant one sets hooks. Here is neither, so the walk up the
-        # stack is spared: in most forwards of a training run without recompute, and under inference_mode.
-        if hooks is None and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-            return NOWHERE
+    has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    # The forward of every autograd function turns forward-mode differentiation off, which enable_grad() does not undo, and a
+    # non-reentrant checkpoint sets hooks. Where neither is, the walk up the stack is spared: outside all checkpoints.
+    if not (in_backward or has_hooks) and torch._C._is_fwd_grad_enabled():
+        return NOWHERE
     inside: list[Any] = []
-    unknown = ""
-    of_function = False  # the innermost autograd function on the stack was seen
-    for is_recompute, checkpoint in _checkpoints(sys._getframe(1)):
-        if is_recompute:
-            return Surroundings(True, checkpoint, tuple(inside))
+    recompute, unknown, recomputes = None, "", False
+    for recomputes, checkpoint in _checkpoints(sys._getframe(1)):
+        if recomputes:
+            recompute = checkpoint
+            break
         if isinstance(checkpoint, str):
-            unknown = unknown if of_function or torch.is_grad_enabled() else checkpoint
-            of_function = True
-            continue
-        inside.append(checkpoint)
-        of_function = of_function or isinstance(checkpoint, FunctionCtx)
-    # The composable API enters a checkpoint in one hook and leaves it in another: no frame of it is on the stack.
-    checkpoint = _checkpoint_of_hooks(hooks)
-    if checkpoint is not None and all(known is not checkpoint for known in inside):
-        inside.append(checkpoint)
-    return Surroundings(in_backward, None, tuple(inside), unknown)
+            unknown = f"the forward of the autograd function {checkpoint}"
+        else:
+            inside.append(checkpoint)
+    if has_hooks and (recompute is not None or not recomputes):
+        for checkpoint in _checkpoints_of_hooks(recompute):
+            if any(known is checkpoint for known in inside):
+                continue
+            if isinstance(recompute, FunctionCtx):
+                # Of this recompute, or of a forward that was interrupted by the backward: there is no mark between the two.
+                unknown = "a checkpoint by hooks alone (torch's composable one) inside a reentrant one"
+            else:
+                inside.append(checkpoint)
+    return Surroundings(in_backward or recomputes, recompute, tuple(inside), unknown)
 
 
 def repeats_its_calls(checkpoint: Any) -> bool:
@@ -168,23 +174,41 @@ def _checkpoints(frame: FrameType | None) -> Iterator[tuple[bool, Any]]:
                 if not known:
                     yield False, frame.f_locals["cls"].__name__
                 known = False
-            elif code.co_filename == _CHECKPOINT_FILE:
-                if name == "unpack_hook":
-                    checkpoint = frame.f_locals.get("frame")
-                elif name == "checkpoint":
-                    generator = frame.f_locals.get("gen")
-                    suspended = None if generator is None else generator.gi_frame
-                    checkpoint = None if suspended is None else suspended.f_locals.get("new_frame")
+            elif name == "unpack_hook":
+                held = frame.f_locals.get("frame")
+                checkpoint = held if type(held).__name__ == _CHECKPOINT_FRAME else None
+            elif name == "checkpoint" and code.co_filename == _CHECKPOINT_FILE:
+                generator = frame.f_locals.get("gen")
+                suspended = None if generator is None else generator.gi_frame
+                checkpoint = None if suspended is None else suspended.f_locals.get("new_frame")
             if checkpoint is not None:
                 yield name in ("backward", "unpack_hook"), checkpoint
         frame = frame.f_back
 
 
-def _checkpoint_of_hooks(hooks: Any) -> Any:
-    """Return the _CheckpointFrame that a pair of saved-tensor hooks belongs to; None: they are not a checkpoint's."""
-    pack: Any = None if hooks is None else hooks[0]
-    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
-    if "frame" not in names:
-        return None
-    frame = pack.__closure__[names.index("frame")].cell_contents
-    return frame if isinstance(frame, torch_checkpoint._CheckpointFrame) else None
+def _checkpoints_of_hooks(recompute: Any) -> Iterator[Any]:
+    """Yield the _CheckpointFrames that the saved-tensor hooks in force belong to, innermost first.
+
+    Args:
+        recompute: the checkpoint that recomputes: what was set before its recompute began is not yielded.
+    """
+    autograd: Any = torch._C._autograd  # its stubs lack one of these
+    hooks: list[Any] = []
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return
+    # torch shows the innermost pair alone; a save_on_cpu or an inner checkpoint hides the others.
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(hooks):
+        autograd._push_saved_tensors_default_hooks(pack, unpack)
+    for pack, _ in hooks:
+        names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+        held = dict(zip(names, getattr(pack, "__closure__", None) or ()))
+        if "target_frame_ref" in held and held["target_frame_ref"].cell_contents() is recompute:
+            return
+        checkpoint = held["frame"].cell_contents if "frame" in held else None
+        if type(checkpoint).__name__ == _CHECKPOINT_FRAME:
+            if checkpoint is recompute:
+                return
+            yield checkpoint

@@ -1,5 +1,6 @@
 """Fixtures that all tests share: pools of gloo workers, started by the first test that runs something in them."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from hypothesis import settings
 
 from megatron_router_replay.testing import GlooWorkers
 
+# Before torch is loaded. Its tensors are tiny here, and idle OpenMP threads that spin take the processor from the workers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("any machine", deadline=None)  # a busy machine is no reason to fail
 settings.load_profile("any machine")
 

@@ -26,7 +26,7 @@ def freeze_recompute(model_chunks: Models, *, count_flips: bool = False, verify:
     One line before a training loop, for a whole run: it starts at once, needs no call per step, follows any schedule, and
     keeps `topk` bytes per token and layer (two above 256 experts) inside each checkpoint, as long as its graph. Forwards
     outside checkpoints, as evaluations, keep nothing. `record` and `replay` may run inside it. A backward that runs after
-    the session was left still uses its forward's experts, in the kinds of checkpoints that are known (see `recompute`).
+    the session was left still uses its forward's experts (see `recompute`).
 
     Args:
         model_chunks: the model or its chunks on this rank; multi-token-prediction routers are frozen too.

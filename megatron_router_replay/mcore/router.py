@@ -192,9 +192,14 @@ class SessionRouter:
         place = surroundings()
         if self.closed:
             selection = recall(place, self.found.router) if place.in_backward else None
-            if selection is None:
-                return self._pass_on(live)
-            return self._recompute(selection, live)
+            if selection is not None:
+                return self._recompute(selection, live)
+            if place.in_backward and place.recompute is None and self._pending():
+                raise ReplayStateError(
+                    f"{self.found}: recomputed by no checkpoint that is known, after a session of which recomputes are still "
+                    "to come: whether the forward ran under it cannot be told. Run the backward before leaving the session."
+                )
+            return self._pass_on(live)
         check_not_captured(scores, self.found)
         if in_compiled_autograd():
             raise ReplayStateError(

@@ -22,7 +22,8 @@ from megatron_router_replay.testing.worker_process import Job, worker_main
 
 # How long the other ranks may go on after one of them failed: time to fail too, and say why.
 _GRACE_S = 3.0
-
+_MAX_THREADS = 64
+"""Of an idle worker. Megatron's DDP keeps itself alive, and with it its process groups, whose threads poll for ever."""
 
 _PRELOAD = "megatron_router_replay.testing.preload"
 
@@ -51,7 +52,7 @@ class GlooWorkers:
         self._folder: Path | None = None
         self._runs = 0
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
         """Run `fn(*args)` on every rank and return the results by rank.
 
         Args:
@@ -83,6 +84,8 @@ class GlooWorkers:
             message = self._describe_failure(fn, replies, timeout_s)
             self.close()
             raise WorkersError(message)
+        if max(map(_num_threads, self.process_ids)) > _MAX_THREADS:
+            self.close()  # others start in a fraction of a second; these would take the processor from every later case
         return [replies[rank][1] for rank in range(self.world_size)]
 
     def close(self) -> None:
@@ -193,6 +196,14 @@ class GlooWorkers:
         if alive:
             time.sleep(0.3)
         return {rank: (self._folder / f"stack_{rank}").read_text() for rank in alive}
+
+
+def _num_threads(process_id: int) -> int:
+    """Return how many threads a process has; 0 where the system does not say."""
+    try:
+        return len(os.listdir(f"/proc/{process_id}/task"))
+    except FileNotFoundError:
+        return 0
 
 
 def _context() -> Any:

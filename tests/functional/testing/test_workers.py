@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -66,6 +67,11 @@ def leave_state_behind():
     return found
 
 
+def leave_threads_behind():
+    for _ in range(70):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+
 def return_a_view(tensor):
     return {"view": tensor[1:], "device": tensor.device.type}
 
@@ -105,6 +111,14 @@ def test_tensors_travel_by_value_and_no_file_stays_open(workers_2):
             assert result["view"].tolist() == [1, 2]
             assert not result["view"].is_shared()
     assert open_files() == before
+
+
+def test_workers_that_keep_many_threads_make_way_for_others():
+    # Threads of process groups that outlive their case poll for ever, and would slow every later case.
+    with GlooWorkers(2) as workers:
+        before = workers.run(process_id)
+        workers.run(leave_threads_behind)
+        assert not set(before) & set(workers.run(process_id))
 
 
 def test_every_failure_is_reported_and_followed_by_a_fresh_pool():
