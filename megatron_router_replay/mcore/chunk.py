@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 
+from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout import rows_for_router
-from megatron_router_replay.mcore.find import FoundRouter, find_routers
+from megatron_router_replay.mcore.find import FoundRouter, find_routers, unwrap
 from megatron_router_replay.mcore.ledger import Ledger, Microbatch
 from megatron_router_replay.mcore.router import Choose, SessionRouter
 from megatron_router_replay.torch_private import not_compiled, surroundings
@@ -26,7 +27,7 @@ class Chunk:
 
     Args:
         index: which chunk of the session.
-        module: the innermost model, which the wrappers call.
+        outermost: the model as the schedule calls it, with its wrappers.
         routers: as `find_routers` returns them.
         rank: this process, for messages.
         choose: how routers choose; None: live.
@@ -38,7 +39,7 @@ class Chunk:
     def __init__(
         self,
         index: int,
-        module: nn.Module,
+        outermost: nn.Module,
         routers: list[FoundRouter],
         *,
         rank: int,
@@ -49,7 +50,7 @@ class Chunk:
         on_done: Callable[[Chunk, Microbatch], None],
     ) -> None:
         self.index = index
-        self.module = module
+        self.module = unwrap(outermost)
         self.queued = queued
         taking_part = [found for found in routers if mtp or not found.is_mtp]
         self.ledger: Ledger | None = None
@@ -72,6 +73,11 @@ class Chunk:
             self._sequence_parallel = bool(router.config.sequence_parallel)
         self._on_input = on_input
         self._handles: list[Any] = []
+        self._outermost = outermost
+        self._inside = False  # the forward of `module` runs
+        self._num_left = self._num_left_before = (
+            0  # forwards of `module` that ended, now and when the outermost one began
+        )
 
     def attach(self, session: Session) -> None:
         """Put the session's routers in and watch the chunk's forwards.
@@ -87,6 +93,11 @@ class Chunk:
                 # always_call: also for a forward that raises, which its caller may catch and repeat.
                 self.module.register_forward_hook(self._leave, always_call=True),
             ]
+            if self._outermost is not self.module:
+                self._handles += [
+                    self._outermost.register_forward_pre_hook(self._enter_outermost),
+                    self._outermost.register_forward_hook(self._leave_outermost, always_call=True),
+                ]
 
     def detach(self) -> None:
         """Put back what was there and drop all state."""
@@ -124,12 +135,18 @@ class Chunk:
     def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
         return self  # a model that is copied during a session is not under it
 
+    def __reduce__(self) -> str:
+        raise ReplayStateError(
+            "a model under a session cannot be pickled: leave the session first, or save the model's state_dict()."
+        )
+
     @not_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A checkpoint around the whole chunk calls it again: that is no new forward.
         if self.ledger is None or module is not self.module or surroundings().in_backward:
             return
         microbatch = self.ledger.enter()
+        self._inside = True
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         # A positional argument of a model that is no language model may be anything else.
         if isinstance(input_ids, Tensor) and not input_ids.is_floating_point():
@@ -138,5 +155,22 @@ class Chunk:
     @not_compiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # torch passes None for the output of a forward that raised.
-        if self.ledger is not None and module is self.module and not surroundings().in_backward:
+        if self.ledger is None or module is not self.module or surroundings().in_backward:
+            return
+        if output is None and not self._inside:
+            self.ledger.fail_next()  # another's hook raised before ours ran
+        else:
             self.ledger.end(failed=output is None)
+        self._inside = False
+        self._num_left += 1
+
+    @not_compiled
+    def _enter_outermost(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not surroundings().in_backward:
+            self._num_left_before = self._num_left
+
+    @not_compiled
+    def _leave_outermost(self, module: nn.Module, args: Any, output: Any) -> None:
+        never_called = output is None and self._num_left == self._num_left_before
+        if never_called and self.ledger is not None and module is self._outermost and not surroundings().in_backward:
+            self.ledger.fail_next()

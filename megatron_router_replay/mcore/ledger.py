@@ -130,6 +130,13 @@ class Ledger:
             self._current.failed = self._current.missing > 0
             self._ambiguous = self._current.number if self._waiting else None
 
+    def fail_next(self) -> None:
+        """Take note that a forward failed before it reached the chunk: its micro-batch is over."""
+        unfinished = self._current is not None and self._current.missing > 0 and not self._current.failed
+        if self._waiting and self._ambiguous is None and not unfinished:  # else the next forward raises anyway
+            self.begin()
+            self.end(failed=True)
+
     def microbatch_of(self, position: int) -> Microbatch:
         """Return the micro-batch that the router at this position routes now.
 

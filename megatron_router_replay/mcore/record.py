@@ -19,6 +19,9 @@ from megatron_router_replay.merge import merge_traces
 from megatron_router_replay.routes import MicrobatchRoutes
 from megatron_router_replay.trace import RoutingTrace
 
+_MAX_ROWS = 1 << 31
+"""A row beyond is no token's of one step, but a number that means something else: the trace would be larger than a disk."""
+
 
 class RecordSession(Session):
     """Forwards are recorded, recomputes use what their forward chose; see `record`."""
@@ -39,7 +42,7 @@ class RecordSession(Session):
         assert chunk.ledger is not None, "the chunk has routers to record"
         if routes is not None:
             raise LayoutError("prefetched routes are for a replay of their trace; a recording takes routing_rows.")
-        self._may_be_unrouted(rows)
+        self._may_be_unrouted(rows, _MAX_ROWS)
         check_padding(rows, inputs.padding, self._check)
         if inputs.trained is not None:
             self._check(

@@ -169,6 +169,11 @@ class SessionRouter:
     def __deepcopy__(self, memo: dict[int, Any]) -> SessionRouter:
         return self  # a model that is copied during a session is not under it: see `_before`
 
+    def __reduce__(self) -> str:
+        raise ReplayStateError(
+            "a model under a session cannot be pickled: leave the session first, or save the model's state_dict()."
+        )
+
     @not_compiled
     def get_replay_topk(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.compat import check_version
-from megatron_router_replay.mcore.find import FoundRouter, as_chunks, check_has_experts, find_routers, unwrap, wrappers
+from megatron_router_replay.mcore.find import FoundRouter, as_chunks, check_has_experts, find_routers, wrappers
 from megatron_router_replay.mcore.ledger import Microbatch
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.router import Choose, SessionRouter
@@ -101,7 +101,7 @@ class Session:
         self._chunks = [
             Chunk(
                 index,
-                unwrap(module),
+                module,
                 of_chunk,
                 rank=self._rank,
                 choose=self.choose,

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 from functools import partial
@@ -127,6 +128,67 @@ def test_a_forward_that_fails_behind_the_last_router_with_others_queued_cannot_b
     with pytest.raises(ReplayStateError, match="failed while 1 others were queued"):
         chunk(tokens())
     mrr.close_sessions(chunk)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.fails = False
+
+    def forward(self, *args):
+        if self.fails:
+            raise ArithmeticError("injected")
+        return self.module(*args)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("where", ["wrapper", "hook of the wrapper", "hook of the chunk"])
+def test_a_forward_that_fails_before_it_reaches_the_chunk_leaves_later_ones_right(where, others):
+    chunk, the_trace = Chunk(), trace(32)
+    wrapper = Wrapper(chunk)
+    fails = [True]
+
+    def fail_once(module, args):
+        if fails.pop() if fails else False:
+            raise ArithmeticError("injected")
+
+    if where == "wrapper":
+        wrapper.fails = True
+    else:
+        (chunk if where == "hook of the chunk" else wrapper).register_forward_pre_hook(fail_once)
+    with watched(chunk) as seen:
+        session = mrr.replay(wrapper, the_trace)
+        session.microbatch(ROWS)
+        for number in range(others):
+            session.microbatch(ROWS + 8 * (number + 1))
+        with pytest.raises(ArithmeticError):
+            wrapper(tokens(), 0)
+        wrapper.fails = False
+        if others:
+            with pytest.raises(ReplayStateError, match="failed while 1 others were queued"):
+                wrapper(tokens(), 0)
+            mrr.close_sessions(chunk)
+        else:
+            for number in (1, 2):  # 0 is skipped
+                session.microbatch(ROWS + 8 * number)
+                wrapper(tokens(), number)
+            session.close()
+            assert sorted(number for number, layer in seen if layer == 1) == [1, 2]
+    assert wrong_replays(seen, the_trace) == 0
+
+
+def test_a_direct_forward_that_fails_before_any_router_is_found_at_the_end_at_the_latest():
+    chunk = Chunk()
+    session = mrr.replay(chunk, trace())
+    session.microbatch(ROWS)
+    chunk.fail_at = 0
+    with pytest.raises(ArithmeticError):
+        chunk.forward(tokens())  # calls no hook that could tell
+    session.microbatch(ROWS + 8)
+    chunk.forward(tokens())
+    with pytest.raises(ReplayStateError, match="routes were queued, but no forward used them"):
+        session.close()
 
 
 def test_layers_that_share_a_router_raise():
@@ -304,3 +366,70 @@ def test_a_static_buffer_that_cannot_hold_the_ids_raises_instead_of_wrapping_the
                 replay.set_static_buffer(buffer)
     finally:
         mrr.RouterReplay.clear_global_router_replay_instances()
+
+
+# Unusual values
+
+
+@pytest.mark.parametrize("kind", [plain, reentrant, non_reentrant])
+def test_an_empty_micro_batch_between_others(kind):
+    chunk, the_trace = Chunk(), trace()
+    chunk.around = kind
+    nothing = torch.empty(1, 0, dtype=torch.int64)
+    losses = []
+    with mrr.replay(chunk, the_trace, verify=True) as session:
+        for number in range(2):
+            session.microbatch(nothing)
+            assert chunk(nothing).shape == (0, 1, 32)
+            session.microbatch(ROWS + 8 * number)
+            with watched(chunk) as seen:
+                losses.append(chunk(tokens(), number).square().sum())
+            assert wrong_replays(seen, the_trace) == 0
+        disturb(chunk)
+        with watched(chunk) as seen:
+            torch.stack(losses).sum().backward()
+    assert wrong_replays(seen, the_trace) == 0
+    assert session.report.microbatches == 4
+
+
+def test_a_router_whose_logits_are_not_numbers_replays_all_the_same():
+    chunk, the_trace = Chunk(), trace()
+    chunk.around = lambda layer, hidden: (layer.router(hidden), hidden)[
+        1
+    ]  # nor shall the next layer's hidden state be NaN
+    for router in chunk.routers:
+        router.gating = lambda hidden: torch.full((*hidden.shape[:-1], EXPERTS), torch.nan)
+    with watched(chunk) as seen, mrr.replay(chunk, the_trace, verify=True) as session:
+        session.microbatch(ROWS)
+        chunk(tokens(), 0)
+    assert (len(seen), wrong_replays(seen, the_trace)) == (3, 0)
+
+
+def test_gradients_that_are_asked_for_without_a_backward():
+    chunk, the_trace = Chunk(), trace()
+    chunk.around = non_reentrant
+    with watched(chunk) as seen, mrr.replay(chunk, the_trace) as session:
+        session.microbatch(ROWS)
+        loss = chunk(tokens(), 0).square().sum()
+        disturb(chunk)
+        torch.autograd.grad(loss, [chunk.embedding])
+    assert (num_recomputed(seen), wrong_replays(seen, the_trace)) == (3, 0)
+
+
+@pytest.mark.parametrize("kind", ["freeze", "replay"])
+def test_a_model_under_a_session_cannot_be_pickled(kind):
+    chunk = Chunk(num_layers=1)
+    del chunk.layers[0].router.gating  # a lambda of the test's
+    with (
+        pytest.raises(ReplayStateError, match="leave the session first"),
+        mrr.freeze_recompute(chunk) if kind == "freeze" else mrr.replay(chunk, trace(num_layers=1)),
+    ):
+        pickle.dumps(chunk)
+
+
+def test_a_row_beyond_any_batch_is_refused_by_a_recording():
+    chunk = Chunk()
+    session = mrr.record(chunk)
+    with pytest.raises(LayoutError, match="outside the trace's rows"):
+        session.microbatch(torch.full((2, 4), 10**12))
+    mrr.close_sessions(chunk)

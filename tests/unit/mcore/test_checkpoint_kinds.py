@@ -2,12 +2,24 @@
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 from torch.distributed._composable import checkpoint as composable
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
-from tests.unit.mcore.tiny_chunk import Chunk, disturb, flips, non_reentrant, num_recomputed, reentrant, tokens, watched
+from tests.unit.mcore.tiny_chunk import (
+    Chunk,
+    by_hooks,
+    disturb,
+    flips,
+    non_reentrant,
+    num_recomputed,
+    reentrant,
+    reentrant_with_gradients,
+    tokens,
+    watched,
+    with_gradients,
+)
 
 
 def recompute(function, inputs, grad):
@@ -132,16 +144,6 @@ def test_an_autograd_function_that_recomputes_its_parts_in_another_order_raises(
 # Kinds that are known
 
 
-def with_gradients(layer):
-    """A layer that turns gradients on again, as some that train inside a frozen model do."""
-
-    def forward(hidden):
-        with torch.enable_grad():
-            return layer(hidden)
-
-    return forward
-
-
 def save_routing_on_cpu(chunk):
     """Hide the hooks of a checkpoint where routers ask, and there alone: what else it saves still makes it recompute."""
 
@@ -156,51 +158,12 @@ def save_routing_on_cpu(chunk):
         router.routing = saving(router.routing)
 
 
-class _CheckpointFrame:
-    """A checkpoint as Transformer Engine's without reentrance: it recomputes once, by hooks, under no name that we know."""
-
-    def __init__(self, function):
-        self.function = function
-        self.count = 0
-        self.recomputed = []
-
-
-class Recomputing(saved_tensors_hooks):
-    def __init__(self, frame):
-        def pack_hook(x):
-            frame.recomputed.append(x.detach())
-            return x.detach()
-
-        super().__init__(pack_hook, lambda x: x)
-
-
-class Checkpointing(saved_tensors_hooks):
-    def __init__(self, frame, args):
-        def pack_hook(x):
-            frame.count += 1
-            return frame.count - 1
-
-        def unpack_hook(index):
-            if not frame.recomputed:
-                with Recomputing(frame), torch.enable_grad():
-                    frame.function(*args)
-            return frame.recomputed[index]
-
-        super().__init__(pack_hook, unpack_hook)
-
-
-def by_hooks(layer, *args):
-    frame = _CheckpointFrame(layer)
-    with Checkpointing(frame, args):
-        return layer(*args)
-
-
 def nested(outer, inner):
     return lambda layer, hidden: outer(lambda h: inner(layer, h), hidden)
 
 
 KNOWN = {
-    "gradients on inside a reentrant one": (lambda layer, hidden: reentrant(with_gradients(layer), hidden), 1),
+    "gradients on inside a reentrant one": (reentrant_with_gradients, 1),
     "gradients on inside a non-reentrant one": (lambda layer, hidden: non_reentrant(with_gradients(layer), hidden), 1),
     "reentrant": (reentrant, 1),
     "non-reentrant": (non_reentrant, 1),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 HIDDEN, EXPERTS, TOPK, VOCAB = 8, 8, 2, 32
@@ -105,6 +106,59 @@ def reentrant(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 def non_reentrant(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
     return checkpoint(layer, *inputs, use_reentrant=False)
+
+
+def with_gradients(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A layer that turns gradients on again, as some that train inside a frozen model do."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return layer(hidden)
+
+    return forward
+
+
+def reentrant_with_gradients(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    return reentrant(with_gradients(layer), *inputs)
+
+
+class _CheckpointFrame:
+    """A checkpoint as Transformer Engine's without reentrance: it recomputes once, by hooks, under no name that we know."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.count = 0
+        self.recomputed: list[Tensor] = []
+
+
+class Recomputing(saved_tensors_hooks):
+    def __init__(self, frame: _CheckpointFrame) -> None:
+        def pack_hook(x: Tensor) -> Tensor:
+            frame.recomputed.append(x.detach())
+            return x.detach()
+
+        super().__init__(pack_hook, lambda x: x)
+
+
+class Checkpointing(saved_tensors_hooks):
+    def __init__(self, frame: _CheckpointFrame, args: Any) -> None:
+        def pack_hook(x: Tensor) -> int:
+            frame.count += 1
+            return frame.count - 1
+
+        def unpack_hook(index: int) -> Tensor:
+            if not frame.recomputed:
+                with Recomputing(frame), torch.enable_grad():
+                    frame.function(*args)
+            return frame.recomputed[index]
+
+        super().__init__(pack_hook, unpack_hook)
+
+
+def by_hooks(layer: Callable[..., Tensor], *args: Any) -> Tensor:
+    frame = _CheckpointFrame(layer)
+    with Checkpointing(frame, args):
+        return layer(*args)
 
 
 Seen = dict[tuple[int, int], list[Tensor]]
