@@ -17,6 +17,7 @@ TESTED_MEGATRON = [
     "triton>=3; python_version >= '3.12' and sys_platform == 'linux'",
 ]
 DEMO = [*TESTED_MEGATRON, "rich>=13", "typer>=0.15"]
+PAGE = ["jinja2>=3.1"]
 PLOT = ["matplotlib>=3.9"]
 RAY = ["ray>=2.40"]
 FAST = ["pybase64>=1.4"]
@@ -31,7 +32,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_router_replay*"]),
-    package_data={"megatron_router_replay": ["py.typed"], "megatron_router_replay.demo": ["data/*.json", "data/*/*"]},
+    package_data={
+        "megatron_router_replay": ["py.typed"],
+        "megatron_router_replay.demo": ["data/*.json", "data/*/*"],
+        "megatron_router_replay.diagnostics": ["*.jinja"],
+    },
     # transformer-engine and apex are what Megatron-Core uses on CUDA machines; this package never needs them.
     install_requires=[
         "numpy>=1.26",
@@ -44,11 +49,13 @@ setup(
         "megatron": MEGATRON,
         "zstd": ZSTD,
         "ray": RAY,
+        "page": PAGE,
         "plot": PLOT,
         "triton": ["triton>=3"],
         "test": [
             *DEMO,
             *FAST,
+            *PAGE,
             *PLOT,
             *RAY,
             *ZSTD,

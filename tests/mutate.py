@@ -1,8 +1,10 @@
 """Break files in one place after another; do the tests notice? python -m tests.mutate FILE... --tests TEST...
 
 A mutant changes one comparison, arithmetic operator, constant, `and` / `or` / `not`, or removes one `raise`. Each runs the
-tests in a process of its own, with a time limit (an endless loop counts as killed). What survives is printed: a hole in the
-tests, or a change that makes no difference, for a person to tell. The file is put back whatever happens.
+tests in a forked process with a time limit (an endless loop counts as killed), which imports the mutant in place of the
+file: no file is ever changed, and what every test imports (torch, pytest, hypothesis) was imported once, before. What
+survives is printed: a hole in the tests, or a change that makes no difference, for a person to tell. Processes that a test
+starts by itself see the file as it is.
 
     make mutate FILES="megatron_router_replay/layout/rows.py" KILLERS="tests/unit/layout"
 """
@@ -12,11 +14,21 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import subprocess
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import CodeType
+
+# What every test needs, so that no fork imports it again; never the package itself, which each fork imports anew.
+import hypothesis
+import numpy  # noqa: F401
+import pytest
+import torch
 
 COMPARISONS = {
     ast.Eq: ast.NotEq,
@@ -105,13 +117,43 @@ def replaced(tree: ast.Module, target: ast.AST, mutant: ast.AST) -> str:
     return ast.unparse(ast.fix_missing_locations(Replace().visit(tree)))
 
 
-def run_tests(tests: list[str], timeout: float) -> bool:
-    """Return whether they pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=timeout, check=False).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
+class SameExamples:
+    """A plugin: hypothesis tries the same examples on every mutant, and stops at the first that fails."""
+
+    @pytest.hookimpl
+    def pytest_collection(self) -> None:
+        # Behind the conftest files, which load a profile too, and before the tests, which inherit from the one loaded.
+        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+        hypothesis.settings.register_profile("mutants", deadline=None, derandomize=True, database=None, phases=phases)
+        hypothesis.settings.load_profile("mutants")
+
+
+def run_mutant(tests: list[str], path: Path, source: str | None) -> None:
+    """In a fork: run the tests with `source` in place of the file (None: as it is), and exit with 0 if they pass."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    # A mutant's bytecode must not be found by the next.
+    sys.dont_write_bytecode = True
+    torch.set_num_threads(1)
+    if source is not None:
+        code, get_code = compile(source, str(path), "exec"), SourceFileLoader.get_code
+
+        def mutated(loader: SourceFileLoader, name: str) -> CodeType | None:
+            return code if Path(loader.path).resolve() == path.resolve() else get_code(loader, name)
+
+        SourceFileLoader.get_code = mutated  # type: ignore[method-assign]
+    options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
+    os._exit(int(pytest.main([*options, *tests], plugins=[SameExamples()])))
+
+
+def passes(fork: BaseProcess, started: float, timeout: float) -> bool:
+    """Wait for a fork; return whether its tests passed in time."""
+    fork.join(max(0.0, started + timeout - time.monotonic()))
+    if fork.is_alive():
+        fork.kill()
+        fork.join()
+    return fork.exitcode == 0
 
 
 def main() -> int:
@@ -119,13 +161,32 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--tests", nargs="+", required=True)
     parser.add_argument("--every", type=int, default=1, help="take only every n-th mutant")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants that run at the same time")
     options = parser.parse_args()
-    start = time.monotonic()
-    if not run_tests(options.tests, 600):
+    forks = multiprocessing.get_context("fork")
+
+    def start(path: Path, source: str | None) -> BaseProcess:
+        fork = forks.Process(target=run_mutant, args=(options.tests, path, source))
+        fork.start()
+        return fork
+
+    begun = time.monotonic()
+    if not passes(start(options.files[0], None), begun, 600):
         print("the tests fail without any mutant")
         return 2
-    timeout = 10 + 5 * (time.monotonic() - start)
+    timeout = 10 + 5 * (time.monotonic() - begun)
     num_killed = num_survived = 0
+    running: list[tuple[BaseProcess, float, str]] = []
+
+    def finish_first() -> None:
+        nonlocal num_killed, num_survived
+        fork, started, words = running.pop(0)
+        if passes(fork, started, timeout):
+            num_survived += 1
+            print(words, flush=True)
+        else:
+            num_killed += 1
+
     for path in options.files:
         source = path.read_text()
         places = [
@@ -133,20 +194,17 @@ def main() -> int:
             for node_index, node in enumerate(mutable_nodes(ast.parse(source)))
             for mutation_index in range(len(mutations(node)))
         ]
-        try:
-            for node_index, mutation_index in places[:: options.every]:
-                tree = ast.parse(source)
-                node = list(mutable_nodes(tree))[node_index]
-                mutant = mutations(node)[mutation_index]
-                before, after = ast.unparse(node).splitlines()[0], ast.unparse(mutant).splitlines()[0]
-                path.write_text(replaced(tree, node, mutant))
-                if run_tests(options.tests, timeout):
-                    num_survived += 1
-                    print(f"{path}:{node.lineno}: survived: {before}  ->  {after}", flush=True)
-                else:
-                    num_killed += 1
-        finally:
-            path.write_text(source)
+        for node_index, mutation_index in places[:: options.every]:
+            tree = ast.parse(source)
+            node = list(mutable_nodes(tree))[node_index]
+            mutant = mutations(node)[mutation_index]
+            before, after = ast.unparse(node).splitlines()[0], ast.unparse(mutant).splitlines()[0]
+            if len(running) == options.jobs:
+                finish_first()
+            words = f"{path}:{node.lineno}: survived: {before}  ->  {after}"
+            running.append((start(path, replaced(tree, node, mutant)), time.monotonic(), words))
+    while running:
+        finish_first()
     print(f"{num_killed} killed, {num_survived} survived")
     return 1 if num_survived else 0
 

@@ -86,7 +86,7 @@ def main() -> int:
         assert diff.rows_compared == NUM_TOKENS
         flipped = {
             number: int(different)
-            for number, different in zip(diff.layer_numbers, diff.overlap[:, :-1].sum(dim=1))
+            for number, different in zip(diff.layer_numbers, diff.overlap_counts[:, :-1].sum(dim=1))
             if different
         }
         if not flipped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,9 @@ from megatron_router_replay.capture.errors import CaptureError
 from megatron_router_replay.capture.requests import RequestRoutes
 
 IntArray = NDArray[np.int64]
+
+SlottedPositions = tuple[IntArray, int, int]
+"""One sequence's positions, and the slot of entry i: first + i * step, as (positions, first, step)."""
 
 FindRequest = Callable[[Hashable], "RequestRoutes | None"]
 """request id -> its routes, None where it is not captured; raises where it is not running."""
@@ -129,23 +132,43 @@ def iterate_runs(
         raise CaptureError(f"a position is {positions.min()}: tokens count from 0, padding is -1.")
     batch = len(request_ids)
     if query_lengths is not None:
-        lengths = [int(length) for length in query_lengths]
-        if (
-            positions.ndim != 1
-            or len(lengths) != batch
-            or sum(lengths) != positions.size
-            or min(lengths, default=0) < 0
-        ):
-            raise CaptureError(
-                f"query_lengths {lengths} (sum {sum(lengths)}) do not fit {batch} requests and positions of shape "
-                f"{list(positions.shape)}: give one length a request, positions [sum of the lengths]."
-            )
-        start = 0
-        for request_id, length in zip(request_ids, lengths):
-            if request_id is not None:
-                yield from _runs(request_id, positions[start : start + length], start, 1)
-            start += length
-        return
+        sequences = _packed_sequences(positions, [int(length) for length in query_lengths], batch)
+    else:
+        rows = _rows_of_batch(positions, batch, sequence_first=sequence_first)
+        if rows.size == batch:
+            yield from _single_tokens(request_ids, rows)
+            return
+        # Slots count through the forward's tokens as they lie in memory: [length, batch] steps over the other sequences.
+        length = rows.shape[1]
+        sequences = [(row, i, batch) if sequence_first else (row, i * length, 1) for i, row in enumerate(rows)]
+    for request_id, (sequence, first_slot, step) in zip(request_ids, sequences):
+        if request_id is not None:
+            yield from _runs(request_id, sequence, first_slot, step)
+
+
+def _single_tokens(
+    request_ids: Sequence[Hashable | None], positions: IntArray
+) -> Iterator[tuple[Hashable, slice, int]]:
+    """Yield the runs of a decode step: one token each, so no array operation per request pays."""
+    for slot, (request_id, position) in enumerate(zip(request_ids, positions.ravel().tolist())):
+        if request_id is not None and position >= 0:
+            yield request_id, slice(slot, slot + 1, 1), position
+
+
+def _packed_sequences(positions: IntArray, lengths: list[int], batch: int) -> list[SlottedPositions]:
+    """Cut positions that stand one sequence behind the other."""
+    fits = positions.ndim == 1 and len(lengths) == batch and sum(lengths) == positions.size
+    if not fits or min(lengths, default=0) < 0:
+        raise CaptureError(
+            f"query_lengths {lengths} (sum {sum(lengths)}) do not fit {batch} requests and positions of shape "
+            f"{list(positions.shape)}: give one length a request, positions [sum of the lengths]."
+        )
+    starts = [0, *accumulate(lengths)]
+    return [(positions[start : start + length], start, 1) for start, length in zip(starts, lengths)]
+
+
+def _rows_of_batch(positions: IntArray, batch: int, *, sequence_first: bool) -> IntArray:
+    """Return positions as [batch, length], or [batch] of one token each."""
     if positions.ndim == 2 and sequence_first:
         positions = positions.T
     if positions.ndim not in (1, 2) or positions.shape[0] != batch:
@@ -153,16 +176,7 @@ def iterate_runs(
             f"positions of shape {list(positions.shape)} do not fit {batch} requests: expected [batch, length], or [batch] "
             "with one token each, or [tokens] with query_lengths."
         )
-    if positions.size == batch:
-        for slot, (request_id, position) in enumerate(zip(request_ids, positions.ravel().tolist())):
-            if request_id is not None and position >= 0:
-                yield request_id, slice(slot, slot + 1, 1), position
-        return
-    length = positions.shape[1]
-    for row, request_id in enumerate(request_ids):
-        if request_id is not None:
-            first, step = (row, batch) if sequence_first else (row * length, 1)
-            yield from _runs(request_id, positions[row], first, step)
+    return positions
 
 
 def _runs(request_id: Hashable, positions: IntArray, first: int, step: int) -> Iterator[tuple[Hashable, slice, int]]:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_router_replay.cli.output import Json, Out, bad_input, check_out, emit, printable, progress, table
+from megatron_router_replay.cli.output import Json, Out, bad_input, check_out, emit, progress
+from megatron_router_replay.errors import StoreError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_router_replay.diagnostics import TraceDiff
+    from megatron_router_replay.diagnostics.page import TokenText
 
 _MAX_LAYERS_SHOWN = 10
 
@@ -21,7 +22,11 @@ def diff(
     a: Annotated[Path, typer.Argument(help="A trace file, or a folder of the ranks' parts or steps.", metavar="A")],
     b: Annotated[Path, typer.Argument(help="The trace to compare with it.", metavar="B")],
     html: Annotated[
-        Path | None, typer.Option(help="Also write a page with figures and tables.", metavar="FILE")
+        Path | None, typer.Option(help="Also write a page: a map of the differences, and tables.", metavar="FILE")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="The tokenizer.json (or its folder) that shows tokens as text on the page.", metavar="FILE"),
     ] = None,
     name_a: Annotated[str, typer.Option(help="What texts call A.", metavar="NAME")] = "a",
     name_b: Annotated[str, typer.Option(help="What texts call B.", metavar="NAME")] = "b",
@@ -52,7 +57,9 @@ def diff(
     with bad_input():
         check_out(html)
         check_out(out)
+        token_text = None if tokenizer is None else _token_text(tokenizer)
         from megatron_router_replay.diagnostics import diff_traces
+        from megatron_router_replay.diagnostics.diff_tables import diff_text
 
         with progress("comparing") as on_rows:
             found = diff_traces(a, b, name_a=name_a, name_b=name_b, step_a=step_a, step_b=step_b, on_rows=on_rows)
@@ -63,39 +70,39 @@ def diff(
                 name: _load(path, step, found.layer_numbers)
                 for name, path, step in ((name_a, a, step_a), (name_b, b, step_b))
             }
-            save_page(found, html, loads=loads if len(loads) == 2 else None)
+            # Two traces of one name have one load; it would stand for both.
+            save_page(found, html, loads=loads if len(loads) == 2 else None, token_text=token_text)
     same = (found.same_in_common and bool(found.decisions) if common else found.same) and not (
         order and found.decisions_other_order
     )
-    emit(_text(found, a, b, all_layers=layers), found.to_dict() | {"same": same}, as_json=as_json, out=out)
+    text = diff_text(found, max_layers=None if layers else _MAX_LAYERS_SHOWN)
+    emit(text, found.to_dict() | {"same": same}, as_json=as_json, out=out)
     raise typer.Exit(0 if same else 1)
 
 
-def _text(diff: TraceDiff, a: Path, b: Path, *, all_layers: bool) -> str:
-    lines = str(diff).splitlines()
-    for i, (letter, name, path) in enumerate((("a", diff.name_a, a), ("b", diff.name_b, b))):
-        lines[i] = f"{letter}: {printable(path)}" + (f" ({printable(name)})" if name != letter else "")
-    rows = _layer_rows(diff)
-    shown = rows if all_layers else sorted(rows, key=lambda row: -row[0])[:_MAX_LAYERS_SHOWN]
-    shown = [row for row in shown if all_layers or row[0]]
-    if shown and diff.rows_compared:
-        head = ("layer", "other experts", "same set", "experts in common")
-        cells = [row[1] for row in (shown if all_layers else sorted(shown, key=lambda row: row[2]))]
-        lines.insert(-1, table(head, cells))
-        left_out = sum(1 for row in rows if row[0]) - len(shown)
-        if not all_layers and left_out > 0:
-            lines.insert(-1, f"  {left_out} more layers differ (--layers lists all)")
-    return "\n".join(lines)
+def _token_text(path: Path) -> TokenText:
+    """Return what turns a token id into its text.
 
+    Raises:
+        StoreError: there is no tokenizer, or nothing here that reads it.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise StoreError(f"cannot read the tokenizer {file}: there is no such file.")
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        raise StoreError("--tokenizer needs the package tokenizers, which transformers brings too.") from None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise StoreError(f"cannot read the tokenizer {file}: {error}.") from error
 
-def _layer_rows(diff: TraceDiff) -> list[tuple[int, tuple[str, str, str, str], int]]:
-    """(decisions that differ, cells, layer number) of every layer."""
-    rows = []
-    agreement, overlap = diff.agreement_by_layer.tolist(), diff.overlap_by_layer.tolist()
-    for i, number in enumerate(diff.layer_numbers):
-        different = int(diff.overlap[i, :-1].sum())
-        rows.append((different, (f"{number}", f"{different:,}", f"{agreement[i]:.2%}", f"{overlap[i]:.2%}"), number))
-    return rows
+    def text(token: int) -> str:
+        decoded: str = tokenizer.decode([token], skip_special_tokens=False)
+        return decoded
+
+    return text
 
 
 def _load(path: Path, step: int | None, layer_numbers: tuple[int, ...]) -> Tensor:

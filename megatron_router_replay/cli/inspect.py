@@ -18,8 +18,8 @@ from megatron_router_replay.cli.output import (
     numbers,
     printable,
     progress,
-    table,
 )
+from megatron_router_replay.tables import Table
 
 if TYPE_CHECKING:
     from megatron_router_replay.store import TraceStore
@@ -87,9 +87,10 @@ def _steps_text(values: dict[str, Any]) -> str:
         for step in shown
     ]
     left_out = f", {len(steps) - len(shown)} of them left out here" if len(shown) < len(steps) else ""
+    table = Table(name="steps", head=("step", "ranks", "parts", "tokens", "layers", "MB"), rows=rows)
     return (
         f"{printable(values['path'])}: a folder of {len(steps)} steps{left_out}\n"
-        + table(("step", "ranks", "parts", "tokens", "layers", "MB"), rows)
+        + table.text()
         + "\n--step N says more of one"
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from megatron_router_replay.errors import StoreError
+from megatron_router_replay.ids import MAX_EXPERTS
 
 _PATTERN = re.compile(r"\[\s*([01](?:\s*,\s*[01])*)\s*,?\s*\]\s*(?:\*\s*(\d+))?")
 _MAX_LAYERS = 10_000
@@ -27,48 +28,14 @@ def read_megatron_config(values: dict[str, Any], file: Path) -> dict[str, Any]:
     Raises:
         StoreError: fields that decide about routing are missing or of another kind.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of optional packages, on import
-        from megatron.core.transformer.moe.router import TopKRouter
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-        from megatron_router_replay.mcore.support import refusals
-
     given = {_ALIASES.get(name, name): value for name, value in _flat(values).items()}
-    known = {field.name: field for field in fields(TransformerConfig)}
-    num_layers, num_experts = (_count(given, name, file) for name in ("num_layers", "num_moe_experts"))
-    config = SimpleNamespace(
-        **{
-            name: field.default_factory() if field.default_factory is not MISSING else field.default
-            for name, field in known.items()
-        }
+    defaults = _config_defaults()
+    config = SimpleNamespace(**{**defaults, **given})
+    num_layers, num_experts, topk = _sizes(given, config.moe_router_topk, file)
+    layers = _moe_layer_numbers(given, config.moe_layer_freq, num_layers, file)
+    refused = _refusals_by_layer(
+        config, layers, num_experts, topk, hash_layers=int(given.get("moe_n_hash_layers") or 0)
     )
-    for name, value in given.items():
-        setattr(config, name, value)
-    if num_layers > _MAX_LAYERS:
-        raise StoreError(
-            f"the config {file} asks for num_layers={num_layers}, more than the {_MAX_LAYERS} that are read."
-        )
-    topk = _count(given | {"moe_router_topk": config.moe_router_topk}, "moe_router_topk", file)
-    if not topk <= num_experts <= 32768:
-        raise StoreError(f"the config {file} asks for top-{topk} of {num_experts} experts.")
-    pattern = given.get("hybrid_layer_pattern") or given.get("hybrid_override_pattern")
-    if pattern is None:
-        flags = _moe_layers(config.moe_layer_freq, num_layers, file)
-    else:
-        flags = _hybrid_moe_layers(pattern, num_layers, file)
-    layers = [i + 1 for i, is_moe in enumerate(flags) if is_moe]
-
-    router: Any = TopKRouter.__new__(TopKRouter)
-    nn.Module.__init__(router)
-    router.config, router.num_experts, router.topk = config, num_experts, topk
-    hash_layers = int(given.get("moe_n_hash_layers") or 0)
-    refused = {}
-    for number in layers:
-        router.is_hash_layer = number <= hash_layers
-        refused[number] = tuple(refusals(router))
-    reasons = {reason: [n for n in layers if reason in refused[n]] for of in refused.values() for reason in of}
-    unread = sorted(set(given) - set(known) - _READ_BESIDE)
     return {
         "kind": "megatron",
         "path": str(file),
@@ -80,12 +47,78 @@ def read_megatron_config(values: dict[str, Any], file: Path) -> dict[str, Any]:
         "topk": topk,
         "num_shared_experts": 1 if config.moe_shared_expert_intermediate_size else 0,
         "bytes_per_token": len(layers) * topk * (1 if num_experts <= 256 else 2),
-        "refused": [
-            reason if len(numbers) == len(layers) else f"layers {numbers}: {reason}"
-            for reason, numbers in reasons.items()
-        ],
-        "notes": _notes(config, unread),
+        "refused": _refusal_sentences(refused),
+        "notes": _notes(config, unread=sorted(set(given) - set(defaults) - _READ_BESIDE)),
     }
+
+
+def _config_defaults() -> dict[str, Any]:
+    """Return every field of the installed TransformerConfig with its default, None where it has none.
+
+    The class itself is not made: its own checks ask for sizes that say nothing about routing, and for a GPU.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of optional packages, on import
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return {
+        field.name: field.default_factory() if field.default_factory is not MISSING else field.default
+        for field in fields(TransformerConfig)
+    }
+
+
+def _sizes(given: dict[str, Any], topk: Any, file: Path) -> tuple[int, int, int]:
+    """Return num_layers, num_experts and topk, checked."""
+    num_layers, num_experts = (_count(given, name, file) for name in ("num_layers", "num_moe_experts"))
+    if num_layers > _MAX_LAYERS:
+        raise StoreError(
+            f"the config {file} asks for num_layers={num_layers}, more than the {_MAX_LAYERS} that are read."
+        )
+    topk = _count({"moe_router_topk": topk}, "moe_router_topk", file)
+    if not topk <= num_experts <= MAX_EXPERTS:
+        raise StoreError(f"the config {file} asks for top-{topk} of {num_experts} experts.")
+    return num_layers, num_experts, topk
+
+
+def _moe_layer_numbers(given: dict[str, Any], frequency: Any, num_layers: int, file: Path) -> list[int]:
+    pattern = given.get("hybrid_layer_pattern") or given.get("hybrid_override_pattern")
+    # A hybrid model's pattern says of every layer what it is; its moe_layer_freq is a default that nobody looks at.
+    hybrid = pattern is not None
+    flags = _hybrid_moe_layers(pattern, num_layers, file) if hybrid else _moe_layers(frequency, num_layers, file)
+    return [i + 1 for i, is_moe in enumerate(flags) if is_moe]
+
+
+def _refusals_by_layer(
+    config: Any, layers: list[int], num_experts: int, topk: int, *, hash_layers: int
+) -> dict[int, tuple[str, ...]]:
+    """Return why a session would refuse the router of each layer, () where it would not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        from megatron_router_replay.mcore.support import refusals
+
+    # The checks of a session look at a router, so they get one, without the weights that its constructor would allocate.
+    router: Any = TopKRouter.__new__(TopKRouter)
+    nn.Module.__init__(router)
+    router.config, router.num_experts, router.topk = config, num_experts, topk
+    refused = {}
+    for number in layers:
+        router.is_hash_layer = number <= hash_layers
+        refused[number] = tuple(refusals(router))
+    return refused
+
+
+def _refusal_sentences(refused: dict[int, tuple[str, ...]]) -> list[str]:
+    """Return each reason once, with its layers unless it is true of all."""
+    numbers_of: dict[str, list[int]] = {}
+    for number, reasons in refused.items():
+        for reason in reasons:
+            numbers_of.setdefault(reason, []).append(number)
+    return [
+        reason if len(numbers) == len(refused) else f"layers {numbers}: {reason}"
+        for reason, numbers in numbers_of.items()
+    ]
 
 
 def _notes(config: Any, unread: list[str]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_router_replay.errors import RouterReplayError
+from megatron_router_replay.tables import printable as printable
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -23,9 +23,6 @@ INTERRUPTED = 130
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", metavar="FILE")]
 Step = Annotated[int | None, typer.Option(help="The step, if the folder holds several.", metavar="N")]
-
-_UNSEEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
-"""Categories of characters that a terminal obeys or hides: controls, directions, halves of pairs, line separators."""
 
 
 @contextmanager
@@ -53,16 +50,6 @@ def fail(message: str, cause: BaseException | None = None) -> None:
     width = get_terminal_size().columns if sys.stderr.isatty() else None
     typer.echo(_encodable(wrap(f"error: {printable(message)}", width=width), sys.stderr), err=True)
     raise typer.Exit(BAD_INPUT) from cause
-
-
-def printable(text: object) -> str:
-    """Return text from a file or a command line with everything escaped that a terminal would obey or hide."""
-    return "".join(
-        char.encode("unicode_escape", "surrogatepass").decode("ascii")
-        if unicodedata.category(char) in _UNSEEN
-        else char
-        for char in str(text)
-    )
 
 
 @contextmanager
@@ -125,12 +112,6 @@ def wrap(text: str, *, width: int | None) -> str:
             line, width=max(40, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         ) or [""]
     return "\n".join(folded)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return right-aligned columns as plain text, two spaces apart and before."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in [head, *rows])
 
 
 def numbers(values: Sequence[int]) -> str:

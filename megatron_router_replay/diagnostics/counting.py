@@ -1,8 +1,8 @@
 """Two open traces -> one pass over both: what differs, counted by layer, position, sample and piece.
 
-A decision is one row in one layer. It *agrees* if both traces name the same set of experts; its *overlap* is how many
-experts both name; it is *far* if they share less than half of them, which near-ties do not bring about.
-A piece is a run of neighbouring rows inside one sample; far decisions by piece and layer tell where to look for faults.
+A decision (defined in this package's docstring) is *far* if the traces share less than half of its experts, which near-ties
+do not bring about. A piece is a run of neighbouring rows inside one sample; far decisions by piece and layer tell where to
+look for faults. A cell is one layer at one bin of positions.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.diagnostics.compare import shared_experts
+from megatron_router_replay.diagnostics.differences import Difference, DifferenceKeeper, as_differences
 from megatron_router_replay.diagnostics.source import TraceSource
 from megatron_router_replay.trace import RoutingTrace
 
 MAX_POSITION_BINS = 128
-NEVER = 1 << 62
-"""Row of the first difference of a layer that has none."""
-
 _PIECE_ROWS = 64
 _MAX_PIECES = 4096
 _MAX_SAMPLES = 1 << 14
@@ -96,9 +94,11 @@ class Counter:
         self.rows_compared = self.rows_only_a = self.rows_only_b = self.rows_other_token = self.rows_different = 0
         self.partial = torch.zeros(num_layers, a.topk + 1, dtype=torch.int64)
         self.other_order = torch.zeros(num_layers, dtype=torch.int64)
-        self.first_row = torch.full((num_layers,), NEVER, dtype=torch.int64)
         self.by_position = torch.zeros(self.bins, dtype=torch.int64)
         self.different_by_position = torch.zeros(num_layers * self.bins, dtype=torch.int64)
+        self.weight_versions_a: set[int] = set()
+        self.weight_versions_b: set[int] = set()
+        self._differences = DifferenceKeeper(num_layers * self.bins)
         self.by_sample = torch.zeros(self.samples.count, dtype=torch.int64)
         self.different_by_sample = torch.zeros(self.samples.count, dtype=torch.int64)
         self.piece_starts = self.samples.piece_starts()
@@ -111,6 +111,8 @@ class Counter:
     def add(self, start: int, stop: int) -> None:
         """Read and count rows start..stop-1 of both."""
         a, b = self.a.read(start, stop, self.read_a), self.b.read(start, stop, self.read_b)
+        _add_versions(self.weight_versions_a, a)
+        _add_versions(self.weight_versions_b, b)
         rows = min(len(a), len(b))
         self.rows_only_a += int(a.replay_mask[rows:].sum())
         self.rows_only_b += int(b.replay_mask[rows:].sum())
@@ -135,7 +137,8 @@ class Counter:
             routes_a, routes_b = a.topk_indices[:rows], b.topk_indices[:rows]
             kept = both & ((numbers * _GOLDEN) % (1 << 32) < self._threshold)
             self._sampled.append((routes_a[kept].clone(), routes_b[kept].clone()))
-            self._add_routes(routes_a, routes_b, both, numbers, position, sample, piece)
+            different = self._add_overlap(routes_a, routes_b, both)
+            self._add_different(a, b, start, *different, position, sample, piece)
 
     def sampled_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return some thousand rows of both, spread over all, [n, num_layers, topk] int64 each."""
@@ -150,27 +153,57 @@ class Counter:
             known = both & (tokens_a >= 0) & (tokens_b >= 0)
             self.rows_other_token += int((known & (tokens_a != tokens_b)).sum())
 
-    def _add_routes(
-        self, a: Tensor, b: Tensor, both: Tensor, numbers: Tensor, position: Tensor, sample: Tensor, piece: Tensor
-    ) -> None:
-        num_layers, topk = len(self.layers), self.a.topk
+    def differences(self) -> tuple[Difference, ...]:
+        """Return the first decisions that differ in each cell, by layer, bin of positions and row."""
+        kept = self._differences.kept(self.a.topk)
+        position, sample = self.samples.places(kept.row)
+        layer_of_cell = [number for number in self.layers for _ in range(self.bins)]
+        return as_differences(kept, layer_of_cell, position, sample if self.samples.known else None)
+
+    def _add_overlap(self, a: Tensor, b: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Count how many experts decisions share; return those that differ: row and layer index, and the experts shared."""
         overlap, same_order = shared_experts(a, b)
-        self.other_order += ((overlap == topk) & ~same_order & both.unsqueeze(1)).sum(dim=0)
-        different = (overlap < topk) & both.unsqueeze(1)
+        self.other_order += ((overlap == self.a.topk) & ~same_order & both.unsqueeze(1)).sum(dim=0)
+        different = (overlap < self.a.topk) & both.unsqueeze(1)
+        self.rows_different += int(different.any(dim=1).sum())
         row, layer = different.nonzero(as_tuple=True)
+        return row, layer, overlap[row, layer].to(torch.int64)
+
+    def _add_different(
+        self,
+        a: RoutingTrace,
+        b: RoutingTrace,
+        start: int,
+        row: Tensor,
+        layer: Tensor,
+        shared: Tensor,
+        position: Tensor,
+        sample: Tensor,
+        piece: Tensor,
+    ) -> None:
+        """Count the decisions of a block that differ wherever they lie.
+
+        Args:
+            row, layer, shared: [n] of each decision. position, sample, piece: [rows] of each row of the block.
+        """
         if not row.numel():
             return
-        kept = overlap[row, layer].to(torch.int64)
-        self.partial += torch.bincount(layer * (topk + 1) + kept, minlength=num_layers * (topk + 1)).view_as(
+        num_layers, topk = len(self.layers), self.a.topk
+        self.partial += torch.bincount(layer * (topk + 1) + shared, minlength=self.partial.numel()).view_as(
             self.partial
         )
-        self.rows_different += int(different.any(dim=1).sum())
-        bins = (position[row] // self.width).clamp(max=self.bins - 1)
-        self.different_by_position += torch.bincount(layer * self.bins + bins, minlength=num_layers * self.bins)
+        cell = layer * self.bins + (position[row] // self.width).clamp(max=self.bins - 1)
+        self.different_by_position += torch.bincount(cell, minlength=num_layers * self.bins)
+        self._differences.add(a, b, start, cell, row, layer)
         if self.samples.known:
             counts = torch.bincount(sample[row], minlength=self.samples.count)[: self.samples.count]
             self.different_by_sample += counts
-        self.first_row.scatter_reduce_(0, layer, numbers[row], "amin")
-        far = 2 * kept < topk
+        far = 2 * shared < topk
         cells = piece[row[far]] * num_layers + layer[far]
         self.far_by_piece += torch.bincount(cells, minlength=self.far_by_piece.numel()).view_as(self.far_by_piece)
+
+
+def _add_versions(versions: set[int], block: RoutingTrace) -> None:
+    if block.weight_version is not None:
+        # -1 is a row whose version nobody knows.
+        versions.update(version for version in torch.unique(block.weight_version).tolist() if version >= 0)

@@ -1,5 +1,7 @@
 """Two traces -> where routing differs: by layer, by position, by sample, and what it looks like.
 
+What a decision, agreement and overlap are stands in this package's docstring.
+
 Rows are global names of tokens, so traces recorded under different parallel layouts compare token by token. Traces are
 read in blocks: files larger than memory take a few hundred MB.
 """
@@ -7,58 +9,38 @@ read in blocks: files larger than memory take a few hundred MB.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_router_replay.diagnostics.counting import NEVER, Counter
+from megatron_router_replay.diagnostics.counting import Counter
+from megatron_router_replay.diagnostics.diff_tables import diff_html, diff_text
+from megatron_router_replay.diagnostics.differences import Difference
 from megatron_router_replay.diagnostics.finding import Finding
 from megatron_router_replay.diagnostics.search import MAX_SHIFT, search_faults
-from megatron_router_replay.diagnostics.source import TraceLike, TraceSource, block_rows, open_source
+from megatron_router_replay.diagnostics.source import Provenance, TraceLike, TraceSource, block_rows, open_source
 from megatron_router_replay.errors import TraceError
 
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FirstDifference:
-    """A decision that two traces made differently: row, layer, and the experts of each.
-
-    Args:
-        sample, position: where the row lies in its sample, both from 0; None where samples are unknown.
-    """
-
-    row: int
-    layer_number: int
-    experts_a: tuple[int, ...]
-    experts_b: tuple[int, ...]
-    sample: int | None = None
-    position: int | None = None
-
-    def __str__(self) -> str:
-        place = "" if self.sample is None else f" (sample {self.sample}, position {self.position})"
-        return (
-            f"layer {self.layer_number}, row {self.row}{place}\n"
-            f"    a: experts {list(self.experts_a)}\n    b: experts {list(self.experts_b)}"
-        )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TraceDiff:
-    """How two traces differ. A decision is one row in one layer; it is the same if it names the same set of experts.
+    """How two traces differ; `print(diff)` says it, a notebook shows it as a table.
 
     Args:
         name_a, name_b: how texts call the two.
+        provenance_a, provenance_b: where they come from: files, step, date, weight versions.
         layer_numbers: compared layers. layers_only_a, layers_only_b: those that only one has.
         topk, num_experts: of both.
         rows_compared: rows with a route in both; rows_only_a, rows_only_b: with a route in one only.
         rows_other_token: compared rows whose token_ids are known in both and differ.
-        overlap: [num_layers, topk + 1] int64, decisions by the number of experts that both named.
-        other_order: [num_layers] int64, decisions that name the same experts in another order.
-        rows_all_same: rows with the same experts in every layer.
+        overlap_counts: [num_layers, topk + 1] int64, decisions by the number of experts that both named.
+        other_order: [num_layers] int64, decisions that agree and name their experts in another order.
+        rows_all_same: rows whose decisions agree in every layer.
         position_width: positions in a bin of the two below.
         compared_by_position: [bins] int64, rows compared. Positions count within samples, or all rows without samples.
         different_by_position: [num_layers, bins] int64, decisions that differ.
@@ -66,6 +48,7 @@ class TraceDiff:
         sample_ids: names of the samples, where known.
         first_by_layer: the first row of the lowest layer that differs: where a deviation begins within a forward.
         first_by_row: the lowest layer of the first row that differs.
+        differences: the first decisions that differ in each layer and bin of positions, a few of each.
         findings: faults that were recognised, worst first.
     """
 
@@ -80,7 +63,7 @@ class TraceDiff:
     rows_only_a: int
     rows_only_b: int
     rows_other_token: int
-    overlap: Tensor
+    overlap_counts: Tensor
     other_order: Tensor
     rows_all_same: int
     position_width: int
@@ -89,9 +72,12 @@ class TraceDiff:
     compared_by_sample: Tensor | None
     different_by_sample: Tensor | None
     sample_ids: tuple[str, ...] | None
-    first_by_layer: FirstDifference | None
-    first_by_row: FirstDifference | None
+    first_by_layer: Difference | None
+    first_by_row: Difference | None
     findings: tuple[Finding, ...]
+    differences: tuple[Difference, ...] = ()
+    provenance_a: Provenance = field(default_factory=Provenance)
+    provenance_b: Provenance = field(default_factory=Provenance)
 
     @property
     def decisions(self) -> int:
@@ -99,8 +85,8 @@ class TraceDiff:
 
     @property
     def decisions_different(self) -> int:
-        """Decisions that name another set of experts."""
-        return int(self.overlap[:, :-1].sum())
+        """Decisions in which the traces do not agree."""
+        return int(self.overlap_counts[:, :-1].sum())
 
     @property
     def decisions_other_order(self) -> int:
@@ -108,7 +94,7 @@ class TraceDiff:
 
     @property
     def same(self) -> bool:
-        """Whether both have the same rows and layers, and the same experts everywhere."""
+        """Whether both have the same rows and layers, and agree everywhere."""
         missing = self.rows_only_a or self.rows_only_b or self.layers_only_a or self.layers_only_b
         return not missing and self.same_in_common
 
@@ -121,33 +107,34 @@ class TraceDiff:
 
     @property
     def agreement_by_layer(self) -> Tensor:
-        """Share of decisions with the same set of experts, [num_layers] float64; NaN where nothing was compared."""
-        return self.overlap[:, -1].double() / self.rows_compared
+        """Share of decisions that agree, [num_layers] float64; NaN where nothing was compared."""
+        return self.overlap_counts[:, -1].double() / self.rows_compared
 
     @property
     def overlap_by_layer(self) -> Tensor:
-        """Share of experts in common, [num_layers] float64; NaN where nothing was compared."""
+        """Mean overlap as a share of topk, [num_layers] float64; NaN where nothing was compared."""
         shared = torch.arange(self.topk + 1, dtype=torch.float64) / self.topk
-        return (self.overlap.double() @ shared) / self.rows_compared
+        return (self.overlap_counts.double() @ shared) / self.rows_compared
 
     @property
     def agreement_by_position(self) -> Tensor:
-        """Share of decisions with the same set, [bins] float64; NaN where nothing was compared."""
+        """Share of decisions that agree, [bins] float64; NaN where nothing was compared."""
         total = self.compared_by_position.double() * len(self.layer_numbers)
         return 1.0 - self.different_by_position.sum(dim=0).double() / total
 
     @property
     def agreement_by_sample(self) -> Tensor | None:
-        """Share of decisions with the same set, [samples] float64; NaN where nothing was compared."""
+        """Share of decisions that agree, [samples] float64; NaN where nothing was compared."""
         if self.compared_by_sample is None or self.different_by_sample is None:
             return None
         return 1.0 - self.different_by_sample.double() / self.compared_by_sample.double()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as values that `json.dumps` takes; shares of nothing are None."""
+        """Return all but `differences` as values that `json.dumps` takes; shares of nothing are None."""
         return {
             "a": self.name_a,
             "b": self.name_b,
+            "provenance": {"a": self.provenance_a.to_dict(), "b": self.provenance_b.to_dict()},
             "same": self.same,
             "same_in_common": self.same_in_common,
             "topk": self.topk,
@@ -165,52 +152,25 @@ class TraceDiff:
             "decisions_other_order": self.decisions_other_order,
             "agreement_by_layer": _shares(self.agreement_by_layer),
             "overlap_by_layer": _shares(self.overlap_by_layer),
-            "overlap_counts_by_layer": self.overlap.tolist(),
+            "overlap_counts_by_layer": self.overlap_counts.tolist(),
             "position_width": self.position_width,
             "agreement_by_position": _shares(self.agreement_by_position),
             "different_by_position": self.different_by_position.tolist(),
             "agreement_by_sample": _shares(self.agreement_by_sample),
             "sample_ids": None if self.sample_ids is None else list(self.sample_ids),
-            "first_by_layer": _first_dict(self.first_by_layer),
-            "first_by_row": _first_dict(self.first_by_row),
+            "first_by_layer": None if self.first_by_layer is None else self.first_by_layer.to_dict(),
+            "first_by_row": None if self.first_by_row is None else self.first_by_row.to_dict(),
             "findings": [finding.to_dict() for finding in self.findings],
         }
 
     def __str__(self) -> str:
-        lines = [
-            f"a: {self.name_a}",
-            f"b: {self.name_b}",
-            f"{self.rows_compared:,} rows with a route in both, {len(self.layer_numbers)} layers, "
-            f"top-{self.topk} of {self.num_experts} experts",
-        ]
-        for name, rows, layers in (
-            ("a", self.rows_only_a, self.layers_only_a),
-            ("b", self.rows_only_b, self.layers_only_b),
-        ):
-            if rows:
-                lines.append(f"  rows with a route in {name} only   {rows:>14,}")
-            if layers:
-                lines.append(f"  layers in {name} only: {', '.join(map(str, layers))}")
-        if self.decisions:
-            lines += [
-                f"  decisions with other experts  {self.decisions_different:>14,}  "
-                f"({self.decisions_different / self.decisions:.3%} of {self.decisions:,})",
-                f"  same experts, other order     {self.decisions_other_order:>14,}",
-                f"  rows same in every layer      {self.rows_all_same:>14,}  ({self.rows_all_same / self.rows_compared:.2%})",
-            ]
-        if self.first_by_layer is not None and self.first_by_row is not None:
-            lines.append(f"  lowest layer that differs: {self.first_by_layer}")
-            lines.append(f"  first row that differs:    {self.first_by_row}")
-        lines += [f"finding: {finding}" for finding in self.findings]
-        lines.append(self._verdict())
-        return "\n".join(lines)
+        return diff_text(self)
 
-    def _verdict(self) -> str:
-        if self.same:
-            return "the traces are the same"
-        if self.same_in_common and self.decisions:
-            return "the traces differ in what they cover; what both cover is the same"
-        return "the traces differ"
+    # What a notebook or a debugger shows is what `print` says; forty fields with tensors in them tell a person nothing.
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return diff_html(self)
 
 
 def diff_traces(
@@ -268,19 +228,16 @@ def diff_sources(
 
 
 def _result(counts: Counter, findings: list[Finding]) -> TraceDiff:
-    overlap = counts.partial.clone()
-    overlap[:, -1] = counts.rows_compared - counts.partial.sum(dim=1)
-    rows = counts.first_row.tolist()
-    differing = [i for i, row in enumerate(rows) if row != NEVER]
-    by_layer = by_row = None
-    if differing:
-        by_layer = _first(counts, rows[differing[0]], differing[0])
-        lowest = min(differing, key=lambda i: (rows[i], i))
-        by_row = _first(counts, rows[lowest], lowest)
+    overlap_counts = counts.partial.clone()
+    # Decisions that agree are most of all and are not counted one by one.
+    overlap_counts[:, -1] = counts.rows_compared - counts.partial.sum(dim=1)
+    differences = counts.differences()
     known = counts.samples.known
     return TraceDiff(
         name_a=counts.a.name,
         name_b=counts.b.name,
+        provenance_a=replace(counts.a.provenance, weight_versions=tuple(sorted(counts.weight_versions_a))),
+        provenance_b=replace(counts.b.provenance, weight_versions=tuple(sorted(counts.weight_versions_b))),
         layer_numbers=counts.layers,
         layers_only_a=tuple(n for n in counts.a.layer_numbers if n not in counts.layers),
         layers_only_b=tuple(n for n in counts.b.layer_numbers if n not in counts.layers),
@@ -290,7 +247,7 @@ def _result(counts: Counter, findings: list[Finding]) -> TraceDiff:
         rows_only_a=counts.rows_only_a,
         rows_only_b=counts.rows_only_b,
         rows_other_token=counts.rows_other_token,
-        overlap=overlap,
+        overlap_counts=overlap_counts,
         other_order=counts.other_order,
         rows_all_same=counts.rows_compared - counts.rows_different,
         position_width=counts.width,
@@ -299,39 +256,13 @@ def _result(counts: Counter, findings: list[Finding]) -> TraceDiff:
         compared_by_sample=counts.by_sample if known else None,
         different_by_sample=counts.different_by_sample if known else None,
         sample_ids=counts.sample_ids,
-        first_by_layer=by_layer,
-        first_by_row=by_row,
+        # Every cell keeps its first row, so the first of all is among those kept.
+        first_by_layer=min(differences, key=lambda found: (found.layer_number, found.row), default=None),
+        first_by_row=min(differences, key=lambda found: (found.row, found.layer_number), default=None),
+        differences=differences,
         findings=tuple(findings),
-    )
-
-
-def _first(counts: Counter, row: int, layer_index: int) -> FirstDifference:
-    number = counts.layers[layer_index]
-    experts = [source.read(row, row + 1).layer(number)[0].tolist() for source in (counts.a, counts.b)]
-    position, sample = counts.samples.places(torch.tensor([row]))
-    known = counts.samples.known
-    return FirstDifference(
-        row=row,
-        layer_number=number,
-        experts_a=tuple(experts[0]),
-        experts_b=tuple(experts[1]),
-        sample=int(sample) if known else None,
-        position=int(position) if known else None,
     )
 
 
 def _shares(values: Tensor | None) -> list[float | None] | None:
     return None if values is None else [None if value != value else value for value in values.tolist()]
-
-
-def _first_dict(first: FirstDifference | None) -> dict[str, Any] | None:
-    if first is None:
-        return None
-    return {
-        "row": first.row,
-        "layer_number": first.layer_number,
-        "experts_a": list(first.experts_a),
-        "experts_b": list(first.experts_b),
-        "sample": first.sample,
-        "position": first.position,
-    }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 ADVICE = {
@@ -63,3 +65,16 @@ class Finding:
 
     def __str__(self) -> str:
         return self.text
+
+
+def finding_lines(findings: Iterable[Finding]) -> list[str]:
+    """Return findings as lines of a text: what each is, and what to do next below it."""
+    return [line for finding in findings for line in (f"finding: {finding}", f"  what to do next: {finding.advice}")]
+
+
+def findings_html(findings: Iterable[Finding]) -> str:
+    """Return findings as a list in HTML, empty without any."""
+    items = "".join(
+        f"<li>{escape(finding.text)}<br><em>What to do next:</em> {escape(finding.advice)}</li>" for finding in findings
+    )
+    return f'<ul class="findings" id="findings">{items}</ul>' if items else ""

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_router_replay.diagnostics.finding import Finding
+from megatron_router_replay.diagnostics.finding import Finding, finding_lines, findings_html
+from megatron_router_replay.diagnostics.load import imbalance
 from megatron_router_replay.errors import ReplayStateError, TraceError
+from megatron_router_replay.tables import Table
 
 _MIN_ROWS = 32
 _LOST = 0.35
@@ -93,22 +95,23 @@ class LiveComparison:
             weight = torch.ones(shape[0], device=scores.device) if mask is None else mask.reshape(-1)
             weight = weight.to(device=scores.device, dtype=torch.float64)
             probabilities = _probabilities(scores.detach(), kind)
-            of_live, of_replayed = self._one_hot(live, scores.device), self._one_hot(replayed, scores.device)
-            overlap = (of_live * of_replayed).sum(dim=1).to(torch.int64)
-            counts = torch.zeros(shape[0], self.topk + 1, dtype=torch.float64, device=scores.device)
-            counts.scatter_(1, overlap.unsqueeze(1), 1.0)
-            row = torch.cat(
+            live_experts, replayed_experts = (self._one_hot(chosen, scores.device) for chosen in (live, replayed))
+            overlap = (live_experts * replayed_experts).sum(dim=1).to(torch.int64)
+            overlap_counts = torch.zeros(shape[0], self.topk + 1, dtype=torch.float64, device=scores.device)
+            overlap_counts.scatter_(1, overlap.unsqueeze(1), 1.0)
+            sums = torch.cat(
                 [
                     weight.sum().view(1),
-                    (weight * (probabilities * of_live).sum(dim=1)).sum().view(1),
-                    (weight * (probabilities * of_replayed).sum(dim=1)).sum().view(1),
-                    weight @ counts,
-                    weight.to(of_live.dtype) @ of_live,
-                    weight.to(of_live.dtype) @ of_replayed,
+                    (weight * (probabilities * live_experts).sum(dim=1)).sum().view(1),
+                    (weight * (probabilities * replayed_experts).sum(dim=1)).sum().view(1),
+                    weight @ overlap_counts,
+                    weight.to(live_experts.dtype) @ live_experts,
+                    weight.to(live_experts.dtype) @ replayed_experts,
                 ]
             )
-            self._sums[self._index[layer_number]] += row.to(self._sums.device)
+            self._sums[self._index[layer_number]] += sums.to(self._sums.device)
             agrees = overlap == self.topk
+            # A token agrees only if it does in every layer of the micro-batch, and layers come one after the other.
             before = self._agreeing.get(key)
             self._agreeing[key] = (weight, agrees if before is None else before[1] & agrees)
 
@@ -132,17 +135,18 @@ class LiveComparison:
             if group is not None:
                 dist.all_reduce(flat, group=group)
         sums, tokens = flat[:-2].view_as(self._sums).cpu(), flat[-2:].tolist()
-        hist, experts = self.topk + 1, self.num_experts
+        first_load = 3 + self.topk + 1
         return LiveReport(
             layer_numbers=self.layer_numbers,
-            num_experts=experts,
+            num_experts=self.num_experts,
             topk=self.topk,
             rows=sums[:, 0].to(torch.int64),
             mass_live=sums[:, 1] / sums[:, 0],
             mass_replayed=sums[:, 2] / sums[:, 0],
-            overlap=sums[:, 3 : 3 + hist].to(torch.int64),
-            load_live=sums[:, 3 + hist : 3 + hist + experts].round().to(torch.int64),
-            load_replayed=sums[:, 3 + hist + experts :].round().to(torch.int64),
+            overlap_counts=sums[:, 3:first_load].to(torch.int64),
+            # Loads were added up in float32 products: rounding gives back the whole numbers that they are.
+            load_live=sums[:, first_load : first_load + self.num_experts].round().to(torch.int64),
+            load_replayed=sums[:, first_load + self.num_experts :].round().to(torch.int64),
             tokens=int(tokens[0]),
             tokens_agree=int(tokens[1]),
         )
@@ -171,9 +175,9 @@ class LiveReport:
         rows: [num_layers] int64, decisions compared.
         mass_live, mass_replayed: [num_layers] float64, mean live probability of the experts that each names, NaN
             without rows. Nearly equal: the two differ in near-ties only.
-        overlap: [num_layers, topk + 1] int64, decisions by the number of experts in common.
+        overlap_counts: [num_layers, topk + 1] int64, decisions by the number of experts that both name.
         load_live, load_replayed: [num_layers, num_experts] int64, tokens of each expert.
-        tokens, tokens_agree: tokens compared, and those with the same set in every layer of this rank.
+        tokens, tokens_agree: tokens compared, and those that agree in every layer of this rank.
     """
 
     layer_numbers: tuple[int, ...]
@@ -182,22 +186,22 @@ class LiveReport:
     rows: Tensor
     mass_live: Tensor
     mass_replayed: Tensor
-    overlap: Tensor
+    overlap_counts: Tensor
     load_live: Tensor
     load_replayed: Tensor
     tokens: int
     tokens_agree: int
 
     @property
-    def agreement(self) -> Tensor:
-        """Share of decisions with the same set, [num_layers] float64, NaN without rows."""
-        return self.overlap[:, -1].double() / self.rows
+    def agreement_by_layer(self) -> Tensor:
+        """Share of decisions that agree, [num_layers] float64, NaN without rows."""
+        return self.overlap_counts[:, -1].double() / self.rows
 
     @property
-    def overlap_share(self) -> Tensor:
-        """Share of experts in common, [num_layers] float64, NaN without rows."""
+    def overlap_by_layer(self) -> Tensor:
+        """Mean overlap as a share of topk, [num_layers] float64, NaN without rows."""
         shared = torch.arange(self.topk + 1, dtype=torch.float64) / self.topk
-        return (self.overlap.double() @ shared) / self.rows
+        return (self.overlap_counts.double() @ shared) / self.rows
 
     @property
     def skill(self) -> Tensor:
@@ -207,13 +211,14 @@ class LiveReport:
         """
         rows = self.rows.double().unsqueeze(1)
         chance = ((self.load_live / rows) * (self.load_replayed / rows)).sum(dim=1) / self.topk
-        share = self.overlap_share
-        return torch.where(share > 0.999, torch.ones_like(share), (share - chance) / (1 - chance).clamp(min=1e-9))
+        overlap = self.overlap_by_layer
+        # Where every token has the same experts, chance explains all of the overlap, and 0 / 0 would call that unrelated.
+        return torch.where(overlap > 0.999, torch.ones_like(overlap), (overlap - chance) / (1 - chance).clamp(min=1e-9))
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """Layers whose replayed routes have nothing to do with what the live router sees: wrong captures."""
-        skill, share = self.skill.tolist(), self.overlap_share.tolist()
+        skill, overlap = self.skill.tolist(), self.overlap_by_layer.tolist()
         enough = [i for i, rows in enumerate(self.rows.tolist()) if rows >= _MIN_ROWS]
         lost = [i for i in enough if skill[i] < _LOST]
         if len(lost) > 1 and len(lost) == len(enough):
@@ -221,7 +226,7 @@ class LiveReport:
                 Finding(
                     kind="layer_outlier",
                     text=f"in every layer the replayed experts are those of the live router no more often than by chance "
-                    f"({sum(share[i] for i in lost) / len(lost):.1%} in common): rows are shifted, or the routes are of "
+                    f"({sum(overlap[i] for i in lost) / len(lost):.1%} overlap): rows are shifted, or the routes are of "
                     "other tokens or another model.",
                 ),
             )
@@ -230,8 +235,8 @@ class LiveReport:
             Finding(
                 kind="layer_constant" if i in constant else "layer_outlier",
                 layer_numbers=(self.layer_numbers[i],),
-                text=f"layer {self.layer_numbers[i]}: {share[i]:.1%} of its replayed experts are the live router's, no more "
-                "than by chance: "
+                text=f"layer {self.layer_numbers[i]}: {overlap[i]:.1%} of its replayed experts are the live router's, no "
+                "more than by chance: "
                 + (
                     "every token is sent to the same experts, so its data was lost or zeroed."
                     if i in constant
@@ -250,13 +255,13 @@ class LiveReport:
         return {
             "layer_numbers": list(self.layer_numbers),
             "rows": self.rows.tolist(),
-            "agreement": known(self.agreement),
-            "overlap": known(self.overlap_share),
+            "agreement": known(self.agreement_by_layer),
+            "overlap": known(self.overlap_by_layer),
             "skill": known(self.skill),
             "mass_live": known(self.mass_live),
             "mass_replayed": known(self.mass_replayed),
-            "imbalance_live": known(_imbalance(self.load_live)),
-            "imbalance_replayed": known(_imbalance(self.load_replayed)),
+            "imbalance_live": known(imbalance(self.load_live)),
+            "imbalance_replayed": known(imbalance(self.load_replayed)),
             "tokens": self.tokens,
             "tokens_agree": self.tokens_agree,
             "findings": [str(finding) for finding in self.findings],
@@ -267,32 +272,49 @@ class LiveReport:
         rows = max(1, int(self.rows.sum()))
         weights = self.rows.double() / rows
         means = {
-            "agreement": self.agreement,
-            "overlap": self.overlap_share,
+            "agreement": self.agreement_by_layer,
+            "overlap": self.overlap_by_layer,
             "mass_live": self.mass_live,
             "mass_replayed": self.mass_replayed,
-            "imbalance_live": _imbalance(self.load_live),
-            "imbalance_replayed": _imbalance(self.load_replayed),
+            "imbalance_live": imbalance(self.load_live),
+            "imbalance_replayed": imbalance(self.load_replayed),
         }
         values = {name: float((value.nan_to_num() * weights).sum()) for name, value in means.items()}
         values["tokens_agree"] = self.tokens_agree / max(1, self.tokens)
         values["layers_wrong"] = float(len(self.findings))
         return {prefix + name: value for name, value in values.items()}
 
+    def table(self) -> Table:
+        """Return what is measured, layer by layer."""
+        columns = (self.agreement_by_layer, self.overlap_by_layer, self.mass_replayed, self.mass_live)
+        loads = (imbalance(self.load_replayed), imbalance(self.load_live))
+        return Table(
+            name="live",
+            head=("layer", "agreement", "overlap", "mass replayed / live", "imbalance replayed / live"),
+            rows=[
+                (
+                    f"{number}",
+                    f"{agreement:.1%}",
+                    f"{overlap:.1%}",
+                    f"{replayed:.3f} / {live:.3f}",
+                    f"{load_replayed:.2f} / {load_live:.2f}",
+                )
+                for number, agreement, overlap, replayed, live, load_replayed, load_live in zip(
+                    self.layer_numbers, *(column.tolist() for column in (*columns, *loads))
+                )
+            ],
+        )
+
+    def _headline(self) -> str:
+        return f"live router beside the replayed routes: {self.tokens:,} tokens, {self.tokens_agree:,} agree in every layer"
+
     def __str__(self) -> str:
-        lines = [
-            f"live router beside the replayed routes: {self.tokens:,} tokens, {self.tokens_agree:,} agree in every layer",
-            "  layer  same set  in common  mass replayed / live  imbalance replayed / live",
-        ]
-        columns = (self.agreement, self.overlap_share, self.mass_replayed, self.mass_live)
-        uneven = _imbalance(self.load_replayed), _imbalance(self.load_live)
-        for i, number in enumerate(self.layer_numbers):
-            same, common, replayed, live = (column[i] for column in columns)
-            lines.append(
-                f"  {number:>5}  {same:>8.1%}  {common:>9.1%}  {replayed:>13.3f} / {live:.3f}  "
-                f"{uneven[0][i]:>18.2f} / {uneven[1][i]:.2f}"
-            )
-        return "\n".join([*lines, *(f"finding: {finding}" for finding in self.findings)])
+        return "\n".join([self._headline(), self.table().text(), *finding_lines(self.findings)])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<div>{self._headline()}{self.table().html()}{findings_html(self.findings)}</div>"
 
 
 def merge_live_reports(reports: Sequence[LiveReport]) -> LiveReport:
@@ -307,17 +329,19 @@ def merge_live_reports(reports: Sequence[LiveReport]) -> LiveReport:
     if not with_layers:
         raise TraceError("cannot merge reports without layers.")
     first = with_layers[0]
-    order = sorted((number, i, j) for i, r in enumerate(with_layers) for j, number in enumerate(r.layer_numbers))
+    order = sorted(
+        (number, i, j) for i, report in enumerate(with_layers) for j, number in enumerate(report.layer_numbers)
+    )
     numbers = tuple(number for number, _, _ in order)
     if len(set(numbers)) != len(numbers) or any(
-        (r.num_experts, r.topk) != (first.num_experts, first.topk) for r in reports
+        (report.num_experts, report.topk) != (first.num_experts, first.topk) for report in reports
     ):
         raise TraceError(f"cannot merge live reports of layers {list(numbers)}: a layer twice, or other models.")
 
     def joined(name: str) -> Tensor:
         return torch.stack([getattr(with_layers[i], name)[j] for _, i, j in order])
 
-    names = ("rows", "mass_live", "mass_replayed", "overlap", "load_live", "load_replayed")
+    names = ("rows", "mass_live", "mass_replayed", "overlap_counts", "load_live", "load_replayed")
     return LiveReport(
         layer_numbers=numbers,
         num_experts=first.num_experts,
@@ -326,7 +350,3 @@ def merge_live_reports(reports: Sequence[LiveReport]) -> LiveReport:
         tokens_agree=min(report.tokens_agree for report in with_layers),
         **{name: joined(name) for name in names},
     )
-
-
-def _imbalance(load: Tensor) -> Tensor:
-    return load.max(dim=1).values.double() / load.double().mean(dim=1)

@@ -173,15 +173,6 @@ def add_load(load: Tensor, block: RoutingTrace) -> None:
         load[i] += torch.bincount(chosen.reshape(-1), minlength=block.num_experts)
 
 
-def imbalance(load: Tensor) -> Tensor:
-    """Return each layer's load of its busiest expert over the mean, [num_layers] float64; 1.0 is even, NaN is no load.
-
-    Args:
-        load: [num_layers, num_experts], as `expert_load` returns it.
-    """
-    return load.max(dim=1).values.double() / load.double().mean(dim=1)
-
-
 def route_checksums(trace: RoutingTrace, *, microbatches: Sequence[Tensor] | None = None) -> Tensor:
     """Return one number for each micro-batch and layer, [num_microbatches, num_layers] int64.
 
@@ -219,3 +210,22 @@ def _shifted(values: Tensor, bits: int) -> Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def router_margin(scores: Tensor, topk: int) -> Tensor:
+    """Return how far each token's last chosen expert was from the next one, [num_tokens] float32; small margins flip.
+
+    Args:
+        scores: [num_tokens, num_experts], what the router takes the top-k of (with an expert bias, if it has one).
+        topk: below num_experts.
+
+    Raises:
+        TraceError: there is no next expert.
+    """
+    if scores.dim() != 2 or not 1 <= topk < scores.shape[1]:
+        raise TraceError(
+            f"cannot take the margin of top-{topk} of scores {list(scores.shape)}: they must be [num_tokens, num_experts] "
+            "with more experts than are chosen."
+        )
+    best = scores.detach().float().topk(topk + 1, dim=1).values
+    return best[:, topk - 1] - best[:, topk]

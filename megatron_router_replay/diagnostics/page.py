@@ -1,186 +1,221 @@
-"""A diff -> one HTML page that works offline: the figures inside it, and every number of them in tables."""
+"""A diff -> one HTML page that works offline: what differs and where, both expert sets under the pointer, what to do next.
+
+Everything is inside the page: styles, a short script, the data. Its template is `page.html.jinja`; jinja2, which torch brings
+too, is imported when a page is rendered.
+"""
 
 from __future__ import annotations
 
-import base64
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 import megatron_router_replay
 from megatron_router_replay.diagnostics.diff import TraceDiff
-from megatron_router_replay.diagnostics.metrics import imbalance
-from megatron_router_replay.diagnostics.plot import diff_figures, png_bytes
+from megatron_router_replay.diagnostics.diff_tables import (
+    bin_words,
+    headline,
+    layers_table,
+    load_table,
+    positions_table,
+    provenance_table,
+    samples_table,
+    summary_table,
+    verdict,
+)
+from megatron_router_replay.diagnostics.differences import Difference
+from megatron_router_replay.diagnostics.finding import findings_html
+from megatron_router_replay.errors import RouterReplayError, TraceError
+from megatron_router_replay.tables import Table, share
 
-_CSS = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 960px; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin-bottom: .2rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
-p.verdict { font-size: 1.1rem; font-weight: 600 }
-p.same { color: #1a7f37 } p.differ { color: #b3261e }
-ul.findings li { background: #fff4e5; border-left: 4px solid #e08600; padding: .4rem .8rem; margin: .4rem 0;
-  list-style: none }
-ul.findings { padding: 0 }
-img { max-width: 100%; height: auto; display: block; margin: .8rem 0 }
-div.scroll { overflow-x: auto; max-height: 30rem; overflow-y: auto; border: 1px solid #ddd }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; min-width: 60% }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #eee; text-align: right }
-th { background: #f5f5f5; position: sticky; top: 0 } td:first-child, th:first-child { text-align: left }
-td:first-child { white-space: nowrap } div.whole { max-height: none } #table-summary td { text-align: left }
-footer { color: #666; margin: 3rem 0; font-size: .85rem }
-"""
+TokenText = Callable[[int], str]
+"""Token id -> its text, such as `tokenizer.decode`."""
 
-_ALT = {
-    "disagreement": "Heatmap of the share of decisions that differ, layer by position.",
-    "agreement": "Agreement by layer.",
-    "load": "Expert load of both traces.",
-}
+Margins = Mapping[int, Tensor]
+"""layer_number -> [num_rows] how far the last chosen expert was from the next one, as `router_margin` returns it."""
+
+_TEMPLATE = "page.html.jinja"
 _MAX_TABLE_ROWS = 2000
 
 
 def save_page(
-    diff: TraceDiff, path: str | os.PathLike[str], *, loads: Mapping[str, Tensor] | None = None, title: str = ""
+    diff: TraceDiff,
+    path: str | os.PathLike[str],
+    *,
+    loads: Mapping[str, Tensor] | None = None,
+    title: str = "",
+    token_text: TokenText | None = None,
+    margins: Margins | None = None,
 ) -> Path:
     """Write the page of a diff and return its path.
 
     Args:
-        loads: name -> [num_layers, num_experts] of both traces, in the compared layers, for the load figure and table.
+        loads: name -> [num_layers, num_experts] of both traces, in the compared layers, for the table of loads.
         title: heading; by default the names of both traces.
+        token_text: shows tokens as text, where the traces know token ids.
+        margins: shows how near to a tie the router was, where its scores were kept: small margins flip by rounding.
+
+    Raises:
+        TraceError: margins of a layer have no value for a row that differs.
+        RouterReplayError: jinja2 is not installed.
     """
     path = Path(path)
-    path.write_text(render_page(diff, loads=loads, title=title), encoding="utf-8")
+    path.write_text(
+        render_page(diff, loads=loads, title=title, token_text=token_text, margins=margins), encoding="utf-8"
+    )
     return path
 
 
-def render_page(diff: TraceDiff, *, loads: Mapping[str, Tensor] | None = None, title: str = "") -> str:
+def render_page(
+    diff: TraceDiff,
+    *,
+    loads: Mapping[str, Tensor] | None = None,
+    title: str = "",
+    token_text: TokenText | None = None,
+    margins: Margins | None = None,
+) -> str:
     """Return the page of a diff as HTML; see `save_page`."""
-    heading = escape(title or f"Routing of {diff.name_a} and {diff.name_b}")
-    figures = {name: png_bytes(figure) for name, figure in diff_figures(diff, loads).items()}
-    verdict = str(diff).splitlines()[-1].capitalize() + "."
-    parts = [
-        f"<h1>{heading}</h1>",
-        f'<p class="verdict {"same" if diff.same else "differ"}" id="verdict">{verdict}</p>',
-        _findings(diff),
-        "<h2>Summary</h2>",
-        _table("summary", ("", ""), _summary(diff)),
-        "<h2>Where routing differs</h2>",
-        _image("disagreement", figures),
-        _table("positions", ("position", "rows", "decisions that differ", "share"), _positions(diff)),
-        "<h2>By layer</h2>",
-        _image("agreement", figures),
-        _table("layers", ("layer", "same set", "experts in common", "other experts", "other order"), _layers(diff)),
+    try:
+        jinja2 = import_module("jinja2")
+    except ModuleNotFoundError:
+        raise RouterReplayError(
+            "the page needs jinja2: pip install 'megatron-router-replay[page]' brings it."
+        ) from None
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(Path(__file__).with_name(_TEMPLATE).read_text(encoding="utf-8"))
+    page: str = template.render(
+        title=title or f"Routing of {diff.name_a} and {diff.name_b}",
+        same=diff.same,
+        verdict=verdict(diff),
+        headline=headline(diff),
+        findings=findings_html(diff.findings),
+        provenance=provenance_table(diff),
+        summary=summary_table(diff),
+        first=_first_table(diff, token_text, margins),
+        heat=_heat(diff),
+        cells=_cells(diff, token_text, margins),
+        positions=_cut(positions_table(diff)),
+        layers=_cut(layers_table(diff)),
+        samples=_cut(samples_table(diff)),
+        load=_cut(load_table(diff, loads)) if loads else None,
+        version=megatron_router_replay.__version__,
+    )
+    return page
+
+
+def _cut(table: Table) -> Table:
+    left_out = len(table.rows) - _MAX_TABLE_ROWS
+    if left_out <= 0:
+        return table
+    return Table(
+        name=table.name,
+        head=table.head,
+        words=table.words,
+        rows=table.rows[:_MAX_TABLE_ROWS],
+        bars=table.bars,
+        left_out=f"{left_out:,} more rows are left out here.",
+    )
+
+
+def _heat(diff: TraceDiff) -> dict[str, Any]:
+    """Return the map of layers and positions: of each cell the share of decisions that differ, None where none is."""
+    compared = diff.compared_by_position.tolist()
+    shares = [
+        [count / rows if rows else None for count, rows in zip(counts, compared)]
+        for counts in diff.different_by_position.tolist()
     ]
-    if diff.agreement_by_sample is not None:
-        parts += ["<h2>By sample</h2>", _table("samples", ("sample", "decisions", "differ", "same"), _samples(diff))]
-    if loads:
-        parts += ["<h2>Expert load</h2>", _image("load", figures)]
-        parts.append(_table("load", ("layer", *(f"imbalance of {name}" for name in loads)), _loads(diff, loads)))
-    parts.append(f"<footer>megatron_router_replay {megatron_router_replay.__version__}</footer>")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{heading}</title><style>{_CSS}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
-
-
-def _findings(diff: TraceDiff) -> str:
-    items = "".join(f"<li>{escape(str(finding))}</li>" for finding in diff.findings)
-    return f'<ul class="findings" id="findings">{items}</ul>'
-
-
-def _image(name: str, figures: Mapping[str, bytes]) -> str:
-    data = base64.b64encode(figures[name]).decode("ascii")
-    return f'<img id="figure-{name}" alt="{_ALT[name]}" src="data:image/png;base64,{data}">'
-
-
-def _table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    rows = list(rows)
-    left_out = len(rows) - _MAX_TABLE_ROWS
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[:_MAX_TABLE_ROWS]
-    )
-    if left_out > 0:
-        body += f'<tr><td colspan="{len(head)}">{left_out:,} more rows are left out here.</td></tr>'
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head) if any(head) else ""
-    return (
-        f'<div class="scroll{" whole" if not top else ""}"><table id="table-{name}">'
-        + (f"<thead><tr>{top}</tr></thead>" if top else "")
-        + f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def _summary(diff: TraceDiff) -> list[tuple[str, str]]:
+    highest = max((value for line in shares for value in line if value), default=0.0)
     rows = [
-        ("a", diff.name_a),
-        ("b", diff.name_b),
-        ("experts", f"top-{diff.topk} of {diff.num_experts}"),
-        ("layers compared", f"{len(diff.layer_numbers)}"),
-        ("rows with a route in both", f"{diff.rows_compared:,}"),
-        ("rows with a route in a only", f"{diff.rows_only_a:,}"),
-        ("rows with a route in b only", f"{diff.rows_only_b:,}"),
-        ("rows with another token", f"{diff.rows_other_token:,}"),
-        ("decisions", f"{diff.decisions:,}"),
-        (
-            "decisions with other experts",
-            _count(diff.decisions_different, diff.decisions),
-        ),
-        ("same experts, other order", f"{diff.decisions_other_order:,}"),
-        ("rows same in every layer", _count(diff.rows_all_same, diff.rows_compared)),
+        # The worst cell has the strongest colour whatever its share: a map of shares below 1 % would be blank otherwise.
+        (number, [None if value is None else value / highest if highest else 0.0 for value in line])
+        for number, line in zip(diff.layer_numbers, shares)
     ]
-    for name, layers in (("a", diff.layers_only_a), ("b", diff.layers_only_b)):
-        if layers:
-            rows.append((f"layers in {name} only", ", ".join(map(str, layers))))
-    if diff.first_by_layer is not None and diff.first_by_row is not None:
-        rows += [
-            ("lowest layer that differs", str(diff.first_by_layer).replace("\n   ", ";")),
-            ("first row that differs", str(diff.first_by_row).replace("\n   ", ";")),
-        ]
-    return rows
+    where = "position in the sample" if diff.compared_by_sample is not None else "row"
+    last = len(compared) - 1
+    return {
+        "rows": rows,
+        "bins": len(compared),
+        "highest": share(highest, 1) if highest else "0 %",
+        "where": where,
+        "first_bin": bin_words(diff, 0),
+        "last_bin": bin_words(diff, last),
+    }
 
 
-def _positions(diff: TraceDiff) -> Iterable[tuple[str, ...]]:
-    different = diff.different_by_position.sum(dim=0).tolist()
-    for i, (rows, count) in enumerate(zip(diff.compared_by_position.tolist(), different)):
-        first = i * diff.position_width
-        name = f"{first}" if diff.position_width == 1 else f"{first}..{first + diff.position_width - 1}"
-        yield name, f"{rows:,}", f"{count:,}", _percent(count, rows * len(diff.layer_numbers))
-
-
-def _layers(diff: TraceDiff) -> Iterable[tuple[str, ...]]:
-    shared = diff.overlap_by_layer.tolist()
-    for i, number in enumerate(diff.layer_numbers):
-        counts = diff.overlap[i].tolist()
-        total = sum(counts)
-        common = f"{shared[i]:.2%}" if total else "-"
-        yield (
-            f"{number}",
-            _percent(counts[-1], total),
-            common,
-            f"{total - counts[-1]:,}",
-            f"{int(diff.other_order[i]):,}",
+def _cells(diff: TraceDiff, token_text: TokenText | None, margins: Margins | None) -> dict[str, Any]:
+    """Return what the page's script shows of the cells: numbers in lists, because there are thousands."""
+    found: dict[tuple[int, int], list[Any]] = {}
+    for difference in diff.differences:
+        place = difference.row if difference.position is None else difference.position
+        position_bin = min(place // diff.position_width, len(diff.compared_by_position) - 1)
+        found.setdefault((difference.layer_number, position_bin), []).append(
+            [
+                difference.row,
+                difference.sample,
+                difference.position,
+                list(difference.experts_a),
+                list(difference.experts_b),
+                _token(difference, token_text),
+                _margin(difference, margins),
+            ]
         )
+    return {
+        "a": diff.name_a,
+        "b": diff.name_b,
+        "layers": list(diff.layer_numbers),
+        "bins": [bin_words(diff, i) for i in range(len(diff.compared_by_position))],
+        "rows": diff.compared_by_position.tolist(),
+        "differ": diff.different_by_position.tolist(),
+        "examples": {f"{layer},{position_bin}": examples for (layer, position_bin), examples in found.items()},
+    }
 
 
-def _samples(diff: TraceDiff) -> Iterable[tuple[str, ...]]:
-    assert diff.compared_by_sample is not None, "asked for with samples only"
-    assert diff.different_by_sample is not None, "asked for with samples only"
-    for i, (total, count) in enumerate(zip(diff.compared_by_sample.tolist(), diff.different_by_sample.tolist())):
-        name = f"{i}" if diff.sample_ids is None else f"{i} ({diff.sample_ids[i]})"
-        yield name, f"{total:,}", f"{count:,}", _percent(total - count, total)
+def _first_table(diff: TraceDiff, token_text: TokenText | None, margins: Margins | None) -> Table:
+    """Where the traces part: the lowest layer that differs, and the first row."""
+    both = (("lowest layer", diff.first_by_layer), ("first row", diff.first_by_row))
+    return Table(
+        name="first",
+        head=("", "layer", "row", "sample, position", "experts of a", "experts of b", "token", "margin"),
+        words=(0, 3, 4, 5, 6),
+        rows=[
+            (
+                where,
+                f"{found.layer_number}",
+                f"{found.row:,}",
+                "-" if found.sample is None else f"{found.sample}, {found.position}",
+                ", ".join(map(str, found.experts_a)),
+                ", ".join(map(str, found.experts_b)),
+                _token(found, token_text) or "-",
+                "-" if (margin := _margin(found, margins)) is None else f"{margin:.3g}",
+            )
+            for where, found in both
+            if found is not None
+        ],
+    )
 
 
-def _loads(diff: TraceDiff, loads: Mapping[str, Tensor]) -> Iterable[tuple[str, ...]]:
-    columns = [imbalance(load).tolist() for load in loads.values()]
-    for i, number in enumerate(diff.layer_numbers):
-        yield f"{number}", *("-" if column[i] != column[i] else f"{column[i]:.2f}" for column in columns)
+def _token(difference: Difference, token_text: TokenText | None) -> str | None:
+    """Return the token in words, both if the traces hold different ones; None where unknown."""
+    ids = [token for token in (difference.token_a, difference.token_b) if token is not None]
+    words = [f"{token}" if token_text is None else f"{token_text(token)!r} ({token})" for token in dict.fromkeys(ids)]
+    return " and ".join(words) or None
 
 
-def _percent(count: int, total: int) -> str:
-    return f"{count / total:.2%}" if total else "-"
-
-
-def _count(count: int, total: int) -> str:
-    return f"{count:,} ({_percent(count, total)})"
+def _margin(difference: Difference, margins: Margins | None) -> float | None:
+    if margins is None or difference.layer_number not in margins:
+        return None
+    of_rows = margins[difference.layer_number]
+    if of_rows.dim() != 1 or len(of_rows) <= difference.row:
+        raise TraceError(
+            f"margins of layer {difference.layer_number} have the shape {list(of_rows.shape)}, which holds no row "
+            f"{difference.row}: give [num_rows], one a row of the traces."
+        )
+    value = float(of_rows[difference.row])
+    # NaN is no JSON, and says that nobody knows.
+    return None if value != value else value

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_router_replay.diagnostics.diff import TraceDiff
-from megatron_router_replay.diagnostics.metrics import imbalance
+from megatron_router_replay.diagnostics.load import imbalance
 from megatron_router_replay.errors import RouterReplayError
 
 Figure = Any
@@ -78,7 +78,7 @@ def plot_disagreement(diff: TraceDiff) -> Figure:
             extent=extent,
             interpolation="nearest",
         )
-        figure.colorbar(image, ax=axes, label="decisions with other experts (%)")
+        figure.colorbar(image, ax=axes, label="decisions that differ (%)")
     _layer_ticks(axes, diff.layer_numbers, axis="y")
     where = "position in the sample (tokens)" if diff.compared_by_sample is not None else "row"
     axes.set(xlabel=where, ylabel="layer", title=f"Where routing differs: {diff.name_a} and {diff.name_b}")
@@ -87,20 +87,20 @@ def plot_disagreement(diff: TraceDiff) -> Figure:
 
 @_styled
 def plot_agreement(diff: TraceDiff) -> Figure:
-    """Bars by layer: decisions with the same set of experts, and the mean share of experts in common."""
+    """Bars by layer: agreement (decisions that agree), and overlap (experts that both name)."""
     figure, axes = _figure()
-    same, overlap = diff.agreement_by_layer.numpy() * 100.0, diff.overlap_by_layer.numpy() * 100.0
-    places = np.arange(len(same))
-    axes.bar(places, same, color=_A, width=0.7, label="same set of experts (% of decisions)")
-    axes.plot(places, overlap, color=_B, marker="o", markersize=4, linewidth=1.5, label="experts in common (%)")
-    lowest = float(np.nanmin(np.append(np.concatenate([same, overlap]), 100.0)))
+    agreement, overlap = diff.agreement_by_layer.numpy() * 100.0, diff.overlap_by_layer.numpy() * 100.0
+    places = np.arange(len(agreement))
+    axes.bar(places, agreement, color=_A, width=0.7, label="agreement (% of decisions)")
+    axes.plot(places, overlap, color=_B, marker="o", markersize=4, linewidth=1.5, label="overlap (% of experts)")
+    lowest = float(np.nanmin(np.append(np.concatenate([agreement, overlap]), 100.0)))
     # Zoomed where all is close to 100, with the axis saying so; otherwise from 0.
     bottom = 0.0 if lowest < 80.0 else max(0.0, lowest - (100.0 - lowest) - 0.5)
     axes.set_ylim(bottom, 100.0 + 0.02 * (100.0 - bottom))
     _layer_ticks(axes, diff.layer_numbers, axis="x")
     cut = f" (axis from {bottom:.1f} %)" if bottom else ""
-    axes.set(xlabel="layer", ylabel=f"agreement (%){cut}")
-    axes.set_title(f"Agreement by layer: {diff.name_a} and {diff.name_b}", pad=30)
+    axes.set(xlabel="layer", ylabel=f"share (%){cut}")
+    axes.set_title(f"Agreement and overlap by layer: {diff.name_a} and {diff.name_b}", pad=30)
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)
     return figure
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol, Union
+from typing import Any, Protocol, Union
 
 import numpy as np
 
@@ -33,16 +35,47 @@ _FILE_BLOCK = 4096
 """Rows that a trace file checks and reads at once: blocks that are multiples of it read no row twice."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """Where a trace comes from.
+
+    Args:
+        path: the file or folder that was given; empty: it was in memory, or a list of parts.
+        files: the trace files that were read.
+        step: the step of a `TraceStore`, where that is what was given.
+        written: when the newest of the files was last written, UTC, "2026-03-01 12:30"; empty: no file.
+        weight_versions: of its rows, where known.
+    """
+
+    path: str = ""
+    files: tuple[str, ...] = ()
+    step: int | None = None
+    written: str = ""
+    weight_versions: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values that `json.dumps` takes."""
+        return {
+            "path": self.path,
+            "files": list(self.files),
+            "step": self.step,
+            "written": self.written,
+            "weight_versions": list(self.weight_versions),
+        }
+
+
 class TraceSource(Protocol):
     """A trace whose rows are read on demand.
 
     Attributes:
         name: how messages call it.
+        provenance: its files; weight versions are known only once its rows were read.
         num_tokens, layer_numbers, num_experts, topk: as in `RoutingTrace`.
         sequence_lengths, sample_ids: as in `RoutingTrace`.
     """
 
     name: str
+    provenance: Provenance
     num_tokens: int
     layer_numbers: tuple[int, ...]
     num_experts: int
@@ -58,7 +91,7 @@ class TraceSource(Protocol):
 class _Memory:
     def __init__(self, trace: RoutingTrace, name: str) -> None:
         self._trace = trace
-        self.name = name
+        self.name, self.provenance = name, Provenance()
         self.num_tokens, self.layer_numbers = trace.num_tokens, trace.layer_numbers
         self.num_experts, self.topk = trace.num_experts, trace.topk
         self.sequence_lengths, self.sample_ids = trace.sequence_lengths, trace.sample_ids
@@ -75,6 +108,8 @@ class _File:
         self._path = path
         self._mapped = self._next = 0
         self.name = str(path)
+        written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        self.provenance = Provenance(path=str(path), files=(str(path),), written=f"{written:%Y-%m-%d %H:%M}")
         header = self._reader.header
         self.num_tokens, self.layer_numbers = header.num_tokens, header.layer_numbers
         self.num_experts, self.topk = header.num_experts, header.topk
@@ -106,6 +141,10 @@ class _Parts:
         longest = max(parts, key=lambda part: (part.num_tokens, part.sequence_lengths is not None))
         self._parts = parts
         self.name = name
+        self.provenance = Provenance(
+            files=tuple(file for part in parts for file in part.provenance.files),
+            written=max(part.provenance.written for part in parts),
+        )
         self.num_tokens = longest.num_tokens
         self.layer_numbers = tuple(sorted({number for part in parts for number in part.layer_numbers}))
         self.num_experts, self.topk = with_layers[0].num_experts, with_layers[0].topk
@@ -145,7 +184,9 @@ def _open(trace: TraceLike, name: str, step: int | None) -> TraceSource:
     if not path.is_dir():
         return _File(path)
     parts: list[TraceSource] = [_File(part) for part in part_files(path, step)]
-    return parts[0] if len(parts) == 1 else _Parts(parts, str(path))
+    source = parts[0] if len(parts) == 1 else _Parts(parts, str(path))
+    source.provenance = replace(source.provenance, path=str(path), step=chosen_step(path, step))
+    return source
 
 
 def part_files(folder: Path, step: int | None) -> list[Path]:
@@ -154,20 +195,31 @@ def part_files(folder: Path, step: int | None) -> list[Path]:
     Raises:
         StoreError: no trace file, or several steps of which none was chosen.
     """
-    store = TraceStore(folder)
-    steps = store.steps()
-    if steps:
-        if step is None and len(steps) > 1:
-            shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-            raise StoreError(f"{folder} holds {len(steps)} steps ({shown}): say which.")
-        chosen = steps[0] if step is None else step
-        if chosen not in steps:
-            raise StoreError(f"{folder} has no step {chosen}; it has {steps[0]}..{steps[-1]}.")
-        return [part.path for part in store.parts(chosen)]
+    chosen = chosen_step(folder, step)
+    if chosen is not None:
+        return [part.path for part in TraceStore(folder).parts(chosen)]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise StoreError(f"cannot read {folder}: the folder holds no trace file (*.safetensors).")
     return files
+
+
+def chosen_step(folder: Path, step: int | None) -> int | None:
+    """Return the step of a `TraceStore`'s folder that is meant; None if the folder holds no steps.
+
+    Raises:
+        StoreError: there is no such step, or several and none was chosen.
+    """
+    steps = TraceStore(folder).steps()
+    if not steps:
+        return None
+    if step is None and len(steps) > 1:
+        shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
+        raise StoreError(f"{folder} holds {len(steps)} steps ({shown}): say which.")
+    chosen = steps[0] if step is None else step
+    if chosen not in steps:
+        raise StoreError(f"{folder} has no step {chosen}; it has {steps[0]}..{steps[-1]}.")
+    return chosen
 
 
 def block_rows(*sources: TraceSource) -> int:

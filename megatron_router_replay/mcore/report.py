@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+
+from megatron_router_replay.tables import Table
 
 if TYPE_CHECKING:  # rooms, which the core does not load
     from megatron_router_replay.diagnostics.live import LiveReport
@@ -119,30 +122,46 @@ class SessionReport:
         legs = {} if self.leg_times is None else self.leg_times.metrics(f"{prefix}transport/")
         return {prefix + name: float(value) for name, value in (numbers | flips).items()} | live | legs
 
-    def __str__(self) -> str:
-        on_ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
-        lines = [
-            f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches{on_ranks}",
-            f"  forwards / recomputes       {self.forwards:>12,} / {self.recomputes:,}",
-        ]
+    def table(self) -> Table:
+        """Return the counts that `print(report)` shows, each with a remark."""
+        rows = [("forwards / recomputes", f"{self.forwards:,}", f"/ {self.recomputes:,}")]
         if self.kind == "replay":
-            share = "" if self.replayed_share is None else f"  ({self.replayed_share:.1%} of those with a token)"
-            lines += [
-                f"  tokens replayed             {self.rows_replayed:>12,}{share}",
-                f"  tokens routed live          {self.rows_live:>12,}",
-                f"  padding                     {self.rows_padding:>12,}",
+            share = "" if self.replayed_share is None else f"({self.replayed_share:.1%} of those with a token)"
+            rows += [
+                ("tokens replayed", f"{self.rows_replayed:,}", share),
+                ("tokens routed live", f"{self.rows_live:,}", ""),
+                ("padding", f"{self.rows_padding:,}", ""),
             ]
         if self.recompute_flips is not None:
             first = next((layer for layer, count in sorted(self.flips_of_layer.items()) if count), None)
             where = "" if first is None else f", first in layer {first}"
-            lines.append(
-                f"  recompute flips prevented   {self.recompute_flips:>12,} of {self.decisions_recomputed:,} decisions{where}"
+            rows.append(
+                (
+                    "recompute flips prevented",
+                    f"{self.recompute_flips:,}",
+                    f"of {self.decisions_recomputed:,} decisions{where}",
+                )
             )
         if self.decisions_verified is not None:
-            lines.append(f"  decisions verified / wrong  {self.decisions_verified:>12,} / {self.decisions_wrong:,}")
+            rows.append(("decisions verified / wrong", f"{self.decisions_verified:,}", f"/ {self.decisions_wrong:,}"))
+        return Table(name="session", words=(0, 2), rows=rows)
+
+    def _headline(self) -> str:
+        on_ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches{on_ranks}"
+
+    def __str__(self) -> str:
+        lines = [self._headline(), self.table().text()]
         if self.leg_times is not None:
             lines.append(f"  {self.leg_times}")
         return "\n".join([*lines, *([str(self.live)] if self.live is not None else [])])
+
+    __repr__ = __str__  # what a notebook or a debugger shows; `to_dict` has every field
+
+    def _repr_html_(self) -> str:
+        live = "" if self.live is None else self.live._repr_html_()
+        legs = "" if self.leg_times is None else f"<br>{escape(str(self.leg_times))}"
+        return f"<div><b>{escape(self._headline())}</b>{self.table().html()}{legs}{live}</div>"
 
 
 def _add_up(reports: list[SessionReport]) -> SessionReport:

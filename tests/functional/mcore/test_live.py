@@ -35,7 +35,7 @@ def compare(case: Case, fault: str, every: bool | int) -> dict[str, Any]:
     return {
         "layer": layer,
         "rows": live.rows.tolist(),
-        "agreement": live.agreement.tolist(),
+        "agreement": live.agreement_by_layer.tolist(),
         "findings": [(finding.kind, finding.layer_numbers) for finding in live.findings],
         "metrics": session.report.metrics(),
         "printed": str(session.report),

@@ -192,17 +192,31 @@ def test_diff_as_json_and_as_text(folder):
     assert values["findings"][0]["shift"] == 1
     text = call("diff", "good.safetensors", "shifted.safetensors", "--name-b", "engine", code=1).output
     assert "b: shifted.safetensors (engine)" in text
-    assert max(len(line) for line in text.splitlines() if not line.startswith("finding: ")) <= 80
+    assert "  what to do next: Look for a start that is off by one" in text
+    sentences = ("finding: ", "  what to do next: ")
+    assert max(len(line) for line in text.splitlines() if not line.startswith(sentences)) <= 80
 
 
 def test_diff_writes_a_page(folder):
-    pytest.importorskip("matplotlib", reason="the page's figures need matplotlib")
+    pytest.importorskip("jinja2", reason="the page needs jinja2")
     call("diff", "good.safetensors", "shifted.safetensors", "--html", "page.html", code=1)
     assert "shifted down by one row" in Path("page.html").read_text()
     assert (
         "folder does not exist"
         in call("diff", "good.safetensors", "good.safetensors", "--html", "no/x.html", code=2).stderr
     )
+
+
+def test_a_tokenizer_shows_tokens_as_text(folder):
+    tokenizers = pytest.importorskip("tokenizers", reason="--tokenizer needs the package tokenizers")
+    vocabulary = {f"word{i}": i for i in range(600)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="word0")).save("tokenizer.json")
+    arguments = ("diff", "good.safetensors", "shifted.safetensors", "--html", "page.html", "--tokenizer")
+    for path in (".", "tokenizer.json"):
+        call(*arguments, path, code=1)
+        assert "\\u0027word7\\u0027 (7)" in Path("page.html").read_text()
+    assert "there is no such file" in call(*arguments, "nothing", code=2).stderr
+    assert "cannot read the tokenizer" in call(*arguments, "text.safetensors", code=2).stderr
 
 
 def test_plot_of_one_and_of_two_traces(folder):

@@ -1,6 +1,7 @@
 """diff_traces: what differs, where first, and what it looks like."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -35,7 +36,10 @@ B = trace_of([[[0, 1], [2, 3]], [[5, 4], [6, 1]], [[3, 1], [1, 3]]], layer_numbe
 def test_counts_by_layer_position_and_sample_are_those_counted_by_hand():
     diff = mrr.diff_traces(A, B)
     assert diff.rows_compared == 3
-    assert diff.overlap.tolist() == [[1, 0, 2], [0, 1, 2]]  # layer 2: row 2 shares none; layer 5: row 1 shares expert 6
+    assert diff.overlap_counts.tolist() == [
+        [1, 0, 2],
+        [0, 1, 2],
+    ]  # layer 2: row 2 shares none; layer 5: row 1 shares expert 6
     assert diff.other_order.tolist() == [1, 0]  # [4, 5] and [5, 4]
     assert diff.decisions_different == 2
     assert diff.agreement_by_layer.tolist() == pytest.approx([2 / 3, 2 / 3])
@@ -54,6 +58,79 @@ def test_the_first_difference_is_named_by_layer_and_by_row():
     assert (first.layer_number, first.row, first.sample, first.position) == (2, 2, 1, 1)
     assert (first.experts_a, first.experts_b) == ((0, 2), (3, 1))
     assert (diff.first_by_row.layer_number, diff.first_by_row.row) == (5, 1)
+
+
+def test_the_first_rows_that_differ_are_kept_in_each_layer_and_bin_with_their_experts_and_tokens():
+    a, b = (
+        trace._with(token_ids=torch.tensor([5, -1, 7], dtype=torch.int32) + add) for trace, add in ((A, 0), (B, 10))
+    )
+    by_layer = [
+        (found.layer_number, found.row, found.sample, found.position, found.experts_a, found.experts_b, found.token_a)
+        for found in mrr.diff_traces(a, b).differences
+    ]
+    assert by_layer == [(2, 2, 1, 1, (0, 2), (3, 1), 7), (5, 1, 1, 0, (6, 7), (6, 1), None)]
+    assert [found.token_b for found in mrr.diff_traces(a, b).differences] == [17, 9]
+
+
+def test_at_most_three_rows_are_kept_of_a_cell_and_they_are_the_first(monkeypatch):
+    a = make_trace(9000, layer_numbers=(1, 2), topk=1)
+    other = (a.topk_indices + 1) % 8
+    other[:100, 0], other[:, 1] = a.topk_indices[:100, 0], a.topk_indices[:, 1]
+    other[8999, 1] = (a.topk_indices[8999, 1] + 1) % 8
+    monkeypatch.setattr(source, "BLOCK_BYTES", 1)
+    diff = mrr.diff_traces(a, a._with(topk_indices=other))
+    assert diff.position_width == 71  # 9,000 positions in at most 128 bins
+    rows = [found.row for found in diff.differences if found.layer_number == 1]
+    assert rows[:9] == [100, 101, 102, 142, 143, 144, 213, 214, 215]
+    assert rows[-3:] == [8946, 8947, 8948]
+    assert [found.row for found in diff.differences if found.layer_number == 2] == [8999]
+    assert (diff.first_by_layer.row, diff.first_by_row.row) == (100, 100)
+
+
+def test_it_knows_files_step_date_and_weight_versions(tmp_path):
+    trace = big_trace(weight_version=torch.arange(600) // 300 + 6)
+    store = TraceStore(tmp_path / "store")
+    store.save(trace.select_layers([2, 3]), step=7, rank=0)
+    store.save(trace.select_layers([4, 5, 6]), step=7, rank=1)
+    for file in (tmp_path / "store").rglob("*.safetensors"):
+        os.utime(file, (0, 86_400 * 365 + 3_660))  # a year and 61 minutes into 1970
+    diff = mrr.diff_traces(tmp_path / "store", trace, name_a="trainer")
+    assert diff.provenance_a.path == str(tmp_path / "store")
+    assert len(diff.provenance_a.files) == 2
+    assert str(diff).splitlines()[:2] == [
+        f"a: {tmp_path / 'store'} (trainer), step 7, 2 files, written 1971-01-01 01:01 UTC, weights 6, 7",
+        "b: b, weights 6, 7",
+    ]
+    values = diff.to_dict()["provenance"]
+    assert values["a"]["step"] == 7
+    assert values["a"]["written"] == "1971-01-01 01:01"
+    assert values["b"] == {"path": "", "files": [], "step": None, "written": "", "weight_versions": [6, 7]}
+
+
+def test_rows_whose_weight_version_is_unknown_name_none():
+    a = big_trace(weight_version=torch.full((600,), -1))
+    assert mrr.diff_traces(a, a).provenance_a.weight_versions == ()
+
+
+def test_repr_is_the_text_and_a_notebook_gets_a_small_table():
+    diff = mrr.diff_traces(A, B, name_b="<i>")
+    assert repr(diff) == str(diff)
+    html = diff._repr_html_()
+    assert '<td style="text-align:left">decisions that differ</td><td style="text-align:right">2</td>' in html
+    assert "<b>the traces differ</b>" in html
+    assert "&lt;i&gt;" in html
+    assert "<i>" not in html
+    assert len(html) < 2000
+
+
+def test_under_each_finding_stands_what_to_do_next():
+    a = big_trace()
+    diff = mrr.diff_traces(a, with_routes(a, a.topk_indices.roll(1, 0)))
+    lines = str(diff).splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("finding: b looks like a shifted"))
+    assert lines[place + 1] == f"  what to do next: {diff.findings[0].advice}"
+    assert "missing BOS" in lines[place + 1]
+    assert "missing BOS" in diff._repr_html_()
 
 
 def test_the_same_experts_in_another_order_are_the_same():
@@ -99,7 +176,7 @@ def test_ranks_that_contradict_each_other_are_an_error():
 def test_files_of_several_blocks_give_the_same_counts(tmp_path, monkeypatch):
     a = make_trace(20_000, sequence_lengths=[100] * 200, token_ids=torch.arange(20_000))
     b = make_trace(20_000, token_ids=torch.arange(20_000), seed=5)
-    expected = mrr.diff_traces(a, b).to_dict()
+    whole = mrr.diff_traces(a, b)
     mrr.save_trace(a, tmp_path / "a.safetensors")
     mrr.save_trace(b, tmp_path / "b.safetensors")
     monkeypatch.setattr(source, "BLOCK_BYTES", 1)
@@ -107,7 +184,8 @@ def test_files_of_several_blocks_give_the_same_counts(tmp_path, monkeypatch):
     found = mrr.diff_traces(
         tmp_path / "a.safetensors", tmp_path / "b.safetensors", on_rows=lambda done, total: seen.append((done, total))
     )
-    assert found.to_dict() == expected
+    assert found.to_dict() | {"provenance": None} == whole.to_dict() | {"provenance": None}
+    assert found.differences == whole.differences
     assert seen == [(4096, 20000), (8192, 20000), (12288, 20000), (16384, 20000), (20000, 20000)]
 
 
@@ -240,4 +318,4 @@ def test_overlap_is_that_of_python_sets(num_tokens, num_layers, sizes, seed):
     for row_a, row_b in zip(a.topk_indices.tolist(), b.topk_indices.tolist()):
         for layer, (one, other) in enumerate(zip(row_a, row_b)):
             expected[layer, len(set(one) & set(other))] += 1
-    assert torch.equal(diff.overlap, expected)
+    assert torch.equal(diff.overlap_counts, expected)

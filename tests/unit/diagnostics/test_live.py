@@ -41,9 +41,9 @@ def test_two_tokens_by_hand():
     comparison.end_microbatch()
     report = comparison.report()
     assert report.rows.tolist() == [2]
-    assert report.overlap.tolist() == [[0, 1, 1]]
-    assert report.agreement.tolist() == [0.5]
-    assert report.overlap_share.tolist() == [0.75]
+    assert report.overlap_counts.tolist() == [[0, 1, 1]]
+    assert report.agreement_by_layer.tolist() == [0.5]
+    assert report.overlap_by_layer.tolist() == [0.75]
     assert report.mass_live.tolist() == pytest.approx([0.7])
     assert report.mass_replayed.tolist() == pytest.approx([(0.7 + 0.5) / 2])
     assert report.load_live.tolist() == [[1, 1, 1, 1]]
@@ -68,7 +68,7 @@ def test_a_token_agrees_if_it_does_in_every_layer_of_its_micro_batch():
 def test_engines_that_differ_in_near_ties_are_no_finding():
     report = compared().report()
     assert report.findings == ()
-    assert 0.8 < float(report.agreement.min()) < 1.0
+    assert 0.8 < float(report.agreement_by_layer.min()) < 1.0
     assert float((report.mass_live - report.mass_replayed).max()) < 0.01
 
 
@@ -101,7 +101,7 @@ def test_a_router_that_sends_all_tokens_to_the_same_experts_is_no_finding():
 
 def test_nothing_compared_is_nan_and_none_and_prints():
     report = LiveComparison([1, 2], num_experts=4, topk=2).report()
-    assert math.isnan(report.agreement[0])
+    assert math.isnan(report.agreement_by_layer[0])
     assert report.to_dict()["agreement"] == [None, None]
     assert json.loads(json.dumps(report.to_dict()))["tokens"] == 0
     assert all(value == value for value in report.metrics().values())
@@ -187,4 +187,4 @@ def test_on_a_gpu_nothing_waits_for_the_device_until_the_report():
         comparison.end_microbatch()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert comparison.report().agreement.tolist() == [1.0] * 4
+    assert comparison.report().agreement_by_layer.tolist() == [1.0] * 4
