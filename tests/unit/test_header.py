@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.header import TraceFormat, TraceHeader
+from megatron_router_replay.header import TraceFormat, TraceHeader, as_integer
 from megatron_router_replay.trace import RoutingTrace
 
 PLAIN = TraceFormat(layer_numbers=(2, 3, 5), topk=8, num_experts=128)
@@ -130,3 +130,21 @@ def test_a_part_of_the_layers_has_the_same_format_otherwise():
     assert PLAIN.select_layers(()).index_dtype is torch.uint8
     with pytest.raises(TraceError, match=r"no layer_number 4; there are \[2, 3, 5\]"):
         PLAIN.select_layers((2, 4))
+
+
+def test_integers_of_64_bits_are_taken_and_no_larger_ones():
+    assert as_integer("n", 2**63 - 1) == 2**63 - 1
+    assert as_integer("n", 1 - 2**63) == 1 - 2**63
+    for value in (2**63, -(2**63)):
+        with pytest.raises(TraceError, match="not an integer of 64 bits"):
+            as_integer("n", value)
+
+
+def test_formats_and_headers_are_made_by_names_cannot_change_and_have_no_other_attributes():
+    for record in (PLAIN, TraceHeader(layer_numbers=(1,), topk=1, num_experts=2, num_tokens=3)):
+        values = [getattr(record, name) for name in ("layer_numbers", "topk", "num_experts")]
+        with pytest.raises(TypeError, match="positional"):
+            type(record)(*values)
+        with pytest.raises(AttributeError):
+            record.topk = 2
+        assert not hasattr(record, "__dict__")

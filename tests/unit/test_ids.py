@@ -110,3 +110,12 @@ def test_a_fault_in_any_block_is_found_and_named_by_its_row(row, fault):
 @pytest.mark.parametrize("shape", [(0, 3, 2), (3, 0, 2), (0, 0, 1)])
 def test_nothing_is_valid(shape):
     check_topk_indices(torch.empty(shape, dtype=torch.uint8), num_experts=4, layer_numbers=range(shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("layers", "listed"), [(8, "[1, 2, 3, 4, 5, 6, 7, 8]"), (9, "[1, 2, 3, 4, 5, 6, 7, 8, ... 9 in all]")]
+)
+def test_eight_layers_are_listed_and_more_are_counted(layers, listed):
+    fault = find_invalid_routes(np.full((1, layers, 1), 4), num_experts=4)
+    assert fault.describe(range(1, layers + 1)).startswith("row 0, layer 1 of topk_indices is [4]")
+    assert fault.describe(range(1, layers + 1)).endswith(f"({layers} such routes in layers {listed}).")

@@ -48,3 +48,7 @@ def test_one_run_is_a_slice_and_others_are_a_list():
     assert as_slice([3, 5]) == [3, 5]
     assert as_slice([4, 3]) == [4, 3]
     assert as_slice([3, 3]) == [3, 3]
+
+
+def test_no_numbers_have_no_runs_of_three_columns():
+    assert neighbour_runs([]).shape == (0, 3)

@@ -326,3 +326,66 @@ def test_an_id_equal_to_num_experts_is_refused_before_it_is_narrowed(num_experts
     routes = torch.tensor([[[5, num_experts]]], dtype=dtype)
     with pytest.raises(TraceError, match=rf"outside 0\.\.{num_experts - 1}"):
         make(routes, layer_numbers=(1,), num_experts=num_experts)
+
+
+def test_every_span_from_none_to_all_rows_can_be_sliced_and_no_other():
+    trace = make()
+    for start in range(4):
+        for stop in range(start, 4):
+            assert trace.slice_rows(start, stop).topk_indices.tolist() == ROUTES[start:stop]
+    for start, stop in ((-1, 2), (2, 1), (0, 4), (4, 4)):
+        with pytest.raises(TraceError, match=rf"cannot take rows {start}\.\.{stop} of a trace of 3 tokens"):
+            trace.slice_rows(start, stop)
+
+
+def test_rows_to_gather_are_one_list():
+    with pytest.raises(TraceError, match=r"rows must be one-dimensional, got shape \[1, 2\]"):
+        make().gather_rows([[0, 1]])
+    assert make().gather_rows([]).num_tokens == 0
+
+
+@pytest.mark.parametrize("limits", [[1, 1], [1, 1, 1, 1], [1, -1, 1]])
+def test_samples_are_cut_to_one_length_each(limits):
+    trace = make(ROUTES * 2, sequence_lengths=(1, 3, 2))
+    with pytest.raises(TraceError, match="cannot truncate 3 samples to"):
+        trace.truncate_samples(limits)
+
+
+def test_samples_keep_their_names_where_they_have_any():
+    named = make(sequence_lengths=(1, 2), sample_ids=("x", "y"))
+    assert [(sample.sequence_lengths, sample.sample_ids) for sample in named.samples()] == [
+        ((1,), ("x",)),
+        ((2,), ("y",)),
+    ]
+    assert [sample.sample_ids for sample in make(sequence_lengths=(1, 2)).samples()] == [None, None]
+
+
+def test_no_samples_are_a_trace_without_rows():
+    chosen = make(token_ids=[7, 8, 9], sequence_lengths=(1, 2), sample_ids=("x", "y")).select_samples([])
+    assert (chosen.num_tokens, chosen.sequence_lengths, chosen.sample_ids) == (0, (), ())
+    assert chosen.token_ids.tolist() == []
+
+
+def test_all_tensors_go_to_another_device():
+    moved = make(token_ids=[7, 8, 9], weight_version=1).to("meta")
+    tensors = (moved.topk_indices, moved.replay_mask, moved.token_ids, moved.weight_version)
+    assert [tensor.device.type for tensor in tensors] == ["meta"] * 4
+    assert make().to("meta").token_ids is None
+
+
+def test_one_trace_alone_concatenates_to_itself():
+    alone = concat_traces([make(token_ids=[7, 8, 9])])
+    assert (alone.topk_indices.tolist(), alone.token_ids.tolist()) == (ROUTES, [7, 8, 9])
+
+
+def test_a_single_row_without_token_ids_is_not_skipped_when_traces_are_joined():
+    # Ids of three rows for four tokens would put every later id one row too early.
+    with pytest.raises(TraceError, match="trace 0 has token_ids, trace 1 has none"):
+        concat_traces([make(token_ids=[7, 8, 9]), make(ROUTES[:1])])
+
+
+def test_a_trace_is_made_by_names_compares_by_identity_and_has_no_other_attributes():
+    with pytest.raises(TypeError, match="positional"):
+        RoutingTrace(ROUTES, (2, 4), 4)
+    assert make() != make()  # comparing tensors is the job of diff_traces
+    assert not hasattr(make(), "__dict__")

@@ -14,6 +14,7 @@ from megatron_router_replay.diagnostics import (
     logprob_mismatch,
     mismatch_by_routes,
     route_checksums,
+    router_margin,
     routes_differ,
 )
 from megatron_router_replay.errors import TraceError
@@ -122,3 +123,12 @@ def test_splitmix_is_the_published_one():
 
     # Steele, Lea, Flood 2014: the first outputs of splitmix64 seeded with 0 mix 0, gamma, ...
     assert int(_mix(torch.tensor([0]))) == 0xE220A8397B1DCDAF - (1 << 64)
+
+
+def test_the_margin_is_between_the_last_chosen_expert_and_the_next():
+    scores = torch.tensor([[0.5, 0.125, 0.25, 0.0], [1.0, 1.0, 1.0, -2.0]])
+    assert router_margin(scores, 2).tolist() == [0.125, 0.0]
+    assert router_margin(scores, 3).tolist() == [0.125, 3.0]
+    for topk in (0, 4):
+        with pytest.raises(TraceError, match=f"margin of top-{topk}"):
+            router_margin(scores, topk)
