@@ -27,6 +27,7 @@ def shared_experts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """
     same = _same_order(a, b)
     overlap = torch.full(same.shape, a.shape[2], dtype=torch.uint8 if a.shape[2] < 256 else torch.int16)
+    # Most decisions are the same to the byte: only the others are compared as sets.
     different = (~same).nonzero(as_tuple=True)
     if different[0].numel():
         counted = count_shared(a[different].numpy(), b[different].numpy())
@@ -56,6 +57,7 @@ def count_shared(a: Array, b: Array) -> Array:
         columns_a = np.ascontiguousarray(a[start : start + _PIECE].T)
         columns_b = np.ascontiguousarray(b[start : start + _PIECE].T)
         hits: Array = np.zeros(columns_a.shape[1], dtype=np.uint8 if a.shape[1] < 256 else np.uint16)
+        # Ids are distinct in a row, so each pair of columns that is equal is one expert more that both name.
         for one in columns_a:
             for other in columns_b:
                 np.add(hits, one == other, out=hits)

@@ -61,6 +61,7 @@ class Samples:
         """Return the first row of each piece, [pieces] int64: pieces end with samples and have about the same length."""
         size = max(_PIECE_ROWS, -(-self.num_rows // _MAX_PIECES))
         lengths = list(self.lengths) if self.lengths is not None and self.count <= _MAX_SAMPLES else []
+        # Rows behind the last sample, or of too many samples to cut at each, are cut as one more sample.
         if sum(lengths) < self.num_rows:
             lengths.append(self.num_rows - sum(lengths))
         starts = []
@@ -117,6 +118,7 @@ class Counter:
         self.rows_only_a += int(a.replay_mask[rows:].sum())
         self.rows_only_b += int(b.replay_mask[rows:].sum())
         mask_a, mask_b = a.replay_mask[:rows], b.replay_mask[:rows]
+        # Rows without a route hold filler; comparing it would count chance as disagreement.
         both = mask_a & mask_b
         num_both = int(both.sum())
         self.rows_only_a += int(mask_a.sum()) - num_both
@@ -198,6 +200,7 @@ class Counter:
         if self.samples.known:
             counts = torch.bincount(sample[row], minlength=self.samples.count)[: self.samples.count]
             self.different_by_sample += counts
+        # Near-ties exchange one or two experts; only decisions that lost most of theirs point to a fault.
         far = 2 * shared < topk
         cells = piece[row[far]] * num_layers + layer[far]
         self.far_by_piece += torch.bincount(cells, minlength=self.far_by_piece.numel()).view_as(self.far_by_piece)

@@ -109,6 +109,7 @@ def gather_evidence(counts: Counter, *, far_if_unrelated: Array, max_shift: int)
     bounds = np.append(counts.piece_starts.numpy(), counts.samples.num_rows)
     begins, ends = bounds[suspect], np.minimum(bounds[suspect + 1], min(counts.a.num_tokens, counts.b.num_tokens))
     complete = int((ends - begins).sum()) <= MAX_ROWS
+    # Pieces spread over all rows, not the first ones: a fault may begin anywhere.
     if not complete:
         longest = int((ends - begins).max())
         chosen = np.unique(np.linspace(0, len(suspect) - 1, max(1, MAX_ROWS // longest)).astype(np.int64))
@@ -125,12 +126,14 @@ def _read(
     held = pieces = 0
     for first, last in _runs(begins, ends):
         begin, end = int(begins[first]), int(ends[last])
+        # A shifted row of b is found beside its own place in a, so a is read further in both directions.
         before, behind = min(begin, max_shift), min(counts.a.num_tokens, end + max_shift)
         ids_a, routed_a = _rows(counts.a, begin - before, behind, counts.a.layer_numbers)
         ids_b, routed_b = _rows(counts.b, begin, end, counts.layers)
         sets_a, sets_b = set_numbers(ids_a, numbers), set_numbers(ids_b, numbers)
         # Numbers that no set has, and not the same: rows without a route equal nothing.
         sets_a[~routed_a], sets_b[~routed_b] = 0, 1
+        # Before the first and behind the last row of a stand zeros, so that a shift needs no bounds.
         padded = np.zeros((end - begin + 2 * max_shift, sets_a.shape[1]), dtype=np.uint64)
         padded[max_shift - before : max_shift - before + len(sets_a)] = sets_a
         aligned = ids_a[before : before + end - begin][:, own]

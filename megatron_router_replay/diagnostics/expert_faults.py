@@ -32,7 +32,9 @@ def find_renaming(a: Array, b: Array, num_experts: int) -> Array | None:
     """
     if len(a) < 4 * _MIN_NAMED:
         return None
+    # Every second row, because neighbours look alike: two halves of a run would confirm each other's chance.
     (counts, named), (counts_again, named_again) = (_together(a[half::2], b[half::2], num_experts) for half in (0, 1))
+    # What stands most often in rows of an expert is its new name, if it has one.
     own = np.arange(num_experts)
     best = counts.argmax(axis=1)
     known = (named >= _MIN_NAMED) & (named_again >= _MIN_NAMED)
@@ -73,6 +75,7 @@ def renaming_findings(
     """
     groups: list[tuple[Array, list[int]]] = []
     for number, renaming in renamings:
+        # The same permutation in several layers is one fault, not one a layer.
         for other, numbers in groups:
             known = (renaming >= 0) & (other >= 0)
             if known.any() and (renaming[known] == other[known]).mean() >= _SAME:
@@ -103,6 +106,7 @@ def _words(renaming: Array, name_a: str, name_b: str) -> str:
     changed = np.flatnonzero(known & (renaming != own))
     if len(changed) == 2 and renaming[changed[0]] == changed[1]:
         return f"experts {changed[0]} and {changed[1]} of {name_b} are exchanged"
+    # An offset is how another rank's or a physical numbering shows: it is named before a permutation is spelt out.
     offsets = np.bincount((renaming - own)[known] % num_experts)
     offset = int(offsets.argmax())
     if offset and offsets[offset] >= _SAME * known.sum():

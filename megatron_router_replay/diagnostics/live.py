@@ -93,6 +93,7 @@ class LiveComparison:
             )
         with torch.no_grad():
             weight = torch.ones(shape[0], device=scores.device) if mask is None else mask.reshape(-1)
+            # float64 counts rows exactly beyond the 16 million at which float32 stops counting.
             weight = weight.to(device=scores.device, dtype=torch.float64)
             probabilities = _probabilities(scores.detach(), kind)
             live_experts, replayed_experts = (self._one_hot(chosen, scores.device) for chosen in (live, replayed))
@@ -130,6 +131,7 @@ class LiveComparison:
                 data- and context-parallel group. None is left out. Every rank of a group calls it. The sums
                 themselves stay this rank's own.
         """
+        # A copy: all_reduce writes into it, and this rank's sums go on growing.
         flat = torch.cat([self._sums.reshape(-1), self._tokens])
         for group in groups:
             if group is not None:

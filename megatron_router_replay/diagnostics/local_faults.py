@@ -53,6 +53,7 @@ def find_stuck(evidence: Evidence, samples: Samples) -> Iterator[Finding]:
     ):
         stuck = _long_runs(still & ~other, _unlikely_lengths(still, other), evidence.far)
         for layers in _groups_of_layers(evidence.by_piece(stuck) > 0):
+            # Half of the layers: a router may name the same experts twice in a row by chance, in one layer and not in all.
             explained = stuck[:, layers].mean(axis=1) >= 0.5
             runs = runs_of_rows(evidence.rows, explained, ~explained, complete=evidence.complete)
             if not runs:
@@ -135,6 +136,7 @@ def find_shifts(evidence: Evidence, samples: Samples) -> tuple[list[Finding], Ar
     """
     found: list[Finding] = []
     common = np.zeros(len(evidence.rows), dtype=np.int64)
+    # The second round sees only what the first left, so that two shifts in one piece do not hide each other.
     for _ in range(2):
         shift, common_by_piece = _shift_by_cell(evidence)
         row_shift = shift[evidence.piece]
@@ -164,6 +166,7 @@ def _shift_by_cell(evidence: Evidence) -> tuple[Array, Array]:
     together, together_stands = _best(hits.sum(axis=2), far.sum(axis=1))
     of_shift = np.array(shifts)
     together_hits = np.take_along_axis(hits, np.broadcast_to(together[None, :, None], (1, *far.shape)), axis=0)[0]
+    # A layer too quiet to show a shift by itself goes with the shift that its piece shows as a whole.
     joins = together_stands[:, None] & (together_hits >= 0.3 * far) & (far > 0)
     cell = np.where(joins, of_shift[together][:, None], np.where(stands, of_shift[best], 0))
     return cell, np.where(together_stands, of_shift[together], 0)
@@ -172,6 +175,7 @@ def _shift_by_cell(evidence: Evidence) -> tuple[Array, Array]:
 def _best(hits: Array, tries: Array) -> tuple[Array, Array]:
     """Return the index of the candidate with most hits, and whether it stands out; candidates on axis 0."""
     best = hits.argmax(axis=0)
+    # At most one candidate is right, so the median over all of them is what chance brings.
     chance = np.median(hits, axis=0) / np.maximum(1, tries)
     return best, stands_out(hits.max(axis=0), tries, chance)
 
@@ -244,6 +248,7 @@ def find_moved_layers(evidence: Evidence, samples: Samples, shift: Array) -> lis
     hits = np.stack(
         [evidence.by_piece(evidence.far & (sets_a[:, [j]] == evidence.sets_b)) for j in range(len(evidence.layers_a))]
     )
+    # A layer that looks like itself has not moved.
     hits[evidence.own, :, np.arange(len(evidence.layers))] = 0
     best, stands = _best(hits, far)
     # A fault in a third of all rows leaves few decisions in each piece: all pieces count together too.

@@ -122,6 +122,7 @@ def mismatch_by_routes(trainer: Tensor, engine: Tensor, *, a: RoutingTrace, b: R
         raise TraceError(f"log-probs must be [{len(a)}], one a row of the traces, got {list(trainer.shape)}.")
     different = routes_differ(a, b)
     lengths = a.sequence_lengths or b.sequence_lengths or (len(a),)
+    # Attention reads earlier rows: a token behind a row that differs saw other hidden states though its own routes agree.
     earlier = torch.cat([part.cumsum(0) > 0 for part in torch.split(different, list(lengths))]) & ~different
     masks = {
         "all_tokens": torch.ones_like(different),
@@ -189,6 +190,7 @@ def route_checksums(trace: RoutingTrace, *, microbatches: Sequence[Tensor] | Non
         flat = numbers.reshape(-1).to(trace.device, torch.int64)
         flat = flat[flat >= 0]
         flat = flat[trace.replay_mask[flat]]
+        # The row is mixed in, so that two rows that exchange their routes do not cancel out.
         of_row = _mix(flat + 1)
         for layer in range(trace.num_layers):
             of_set = _mix(trace.topk_indices[flat, layer].to(torch.int64) + 1).sum(dim=1)

@@ -52,6 +52,7 @@ def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
             raise RouterReplayError(
                 "plots need matplotlib: pip install 'megatron-router-replay[plot]' brings it."
             ) from None
+        # A user's dark or seaborn style would change axes and colours that texts and tests speak of.
         with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
             return draw(*args, **kwargs)
 
@@ -207,6 +208,7 @@ def png_bytes(figure: Figure, *, dpi: int = 144) -> bytes:
 
 
 def _figure(columns: int = 1) -> tuple[Figure, Any]:
+    # Without pyplot: it keeps every figure alive, and picks a window system that a server lacks.
     figure = import_module("matplotlib.figure").Figure(figsize=_SIZE if columns == 1 else _WIDE, layout="constrained")
     import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns)

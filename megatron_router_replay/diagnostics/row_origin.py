@@ -50,6 +50,7 @@ def find_origins(evidence: Evidence, a: TraceSource, samples: Samples, *, chance
     """
     findings: list[Finding] = []
     lost = evidence.unexplained() >= _LOST
+    # Layers that were lost in the same pieces have one cause, and together they tell a row from others better than alone.
     for layers, pieces in _groups(lost):
         origin = _look_up(evidence, a, layers, pieces, chance)
         if origin is None:
@@ -91,6 +92,7 @@ def _look_up(evidence: Evidence, a: TraceSource, layers: list[int], pieces: Arra
     width = _fingerprint_width(a.num_tokens, chance[used])
     if width is None:
         return None
+    # Fewer layers than were lost are looked at: what decides is how many agree, and a dozen tell millions of rows apart.
     score, source = _best_rows(a, [evidence.layers[i] for i in used], targets, width)
     found = score >= _enough_layers(a.num_tokens, len(used), float(chance[used].mean()))
     # A row that noise changed is nowhere else: only what is clearly better than the row's own place counts as moved.
@@ -134,7 +136,9 @@ def _best_rows(a: TraceSource, layers: list[int], targets: Array, width: int) ->
         block = a.read(start, start + step, layers)
         dtype = torch.uint8 if a.num_experts <= 256 else torch.int16
         sets = set_numbers(block.topk_indices.to(dtype).numpy(), numbers)
+        # Filler of rows without a route would look like the origin of rows that hold filler too.
         sets[~block.replay_mask.numpy()] = 0
+        # Targets are few and sorted, rows of a are many: each block is looked up and forgotten.
         candidates = _fingerprints(sets, width)
         for column in range(prints.shape[1]):
             low = np.searchsorted(ordered[:, column], candidates[:, column], side="left")
@@ -339,6 +343,7 @@ def _scrambled(evidence: Evidence, rows: Array, sources: Array, samples: Samples
             f"([b, s] as [s, b] or back), {where}."
         )
         return finding("rows_transposed", text)
+    # Only steps between neighbours tell an order; across rows that were not found anything may lie.
     steps = np.diff(sources)[np.diff(rows) == 1]
     if len(steps) and (steps == -1).mean() > 0.6:
         return finding("rows_shuffled", f"{layers}{name_b} holds the rows of {name_a} in reverse, {where}.")

@@ -97,6 +97,7 @@ class RunLog:
     def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
         self.path = Path(path)
         try:
+            # Never an existing file: two runs in one log would count from 0 twice, and the verifier would blame the run.
             self._file = self.path.open("x", encoding="utf-8", buffering=1)
         except OSError as error:
             raise StoreError(f"cannot write the log {self.path}: {error}.") from error
@@ -143,6 +144,7 @@ class RunLog:
         self._check_open()
         part = trace if layer_numbers is None else trace.select_layers(layer_numbers)
         flat = rows.detach().reshape(-1).to(trace.device, torch.int64)
+        # Counted from rows and trace, not asked of the session: the verifier compares two countings of one thing.
         known = flat[flat >= 0]
         replayed = int(trace.replay_mask[known].sum())
         num_padding = 0 if padding is None else int(padding.sum())
@@ -304,6 +306,7 @@ def _no_end(begun: dict[str, Any]) -> str:
 
 def _check_session(begun: dict[str, Any], seen: list[dict[str, Any]], report: dict[str, Any]) -> Iterator[str]:
     name = f"session {begun['session']} (step {begun['step']})"
+    # A chunk without MoE layers runs no router, so the session counts none of its micro-batches.
     counted = [record for record in seen if record["checksums"]]
     sums = {key: sum(record[key] for record in counted) for key in ("rows", "replayed", "live", "padding")}
     expected = {

@@ -57,6 +57,7 @@ def _search_routes(counts: Counter, max_shift: int) -> Iterator[Finding]:
         for i, number in enumerate(counts.layers)
         if (renaming := find_renaming(sampled_a[:, i], sampled_b[:, i], counts.a.num_experts)) is not None
     ]
+    # First, because under other names nothing else can be recognised.
     yield from renaming_findings(renamings, num_layers, _EVERYWHERE, **names)
     evidence = gather_evidence(counts, far_if_unrelated=far_if_unrelated, max_shift=max_shift)
     if evidence is None:
@@ -64,11 +65,14 @@ def _search_routes(counts: Counter, max_shift: int) -> Iterator[Finding]:
     samples = counts.samples
     explained = [counts.layers.index(number) for number, _ in renamings]
     evidence.far[:, explained] = False
+    # Before shifts: a row that repeats looks like itself shifted by any number of rows.
     yield from find_stuck(evidence, samples)
     shifted, common_shift = find_shifts(evidence, samples)
     yield from shifted
+    # Behind shifts, and seen through them: layers of shifted rows are those of the row they came from.
     yield from find_moved_layers(evidence, samples, common_shift)
     yield from _renamed_in_part(evidence, samples, counts.a.num_experts)
+    # A look-up over all of a is dear, so it comes when what is near explains nothing.
     yield from find_origins(evidence, counts.a, samples, chance=chance)
     yield from _unexplained(counts, evidence, samples, explained)
 
@@ -108,6 +112,7 @@ def _unrelated(a: Array, b: Array, num_experts: int) -> tuple[Array, Array]:
     num_layers, topk = b.shape[1:]
     if len(a) < 2:
         return np.ones(num_layers), np.ones(num_layers)
+    # A fixed seed: the same two traces have the same findings every time.
     order = np.random.default_rng(7).permutation(len(a))
     other = b[np.where(order == np.arange(len(a)), (order + 1) % len(a), order)]
     overlap = count_shared(a.reshape(-1, topk), other.reshape(-1, topk)).reshape(len(a), num_layers)

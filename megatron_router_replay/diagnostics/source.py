@@ -116,6 +116,7 @@ class _File:
         self.sequence_lengths, self.sample_ids = header.sequence_lengths, header.sample_ids
 
     def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
+        # Layers lie one behind the other in a file, so only those that are wanted are touched.
         wanted = self.layer_numbers if layer_numbers is None else tuple(sorted(layer_numbers))
         with naming(self._path, "read"):
             # A jump touches a new place in every layer, and the system may map 2 MB around each.
@@ -137,6 +138,7 @@ class _File:
 
 class _Parts:
     def __init__(self, parts: Sequence[TraceSource], name: str) -> None:
+        # A stage of dense layers alone says nothing of experts.
         with_layers = [part for part in parts if part.layer_numbers] or list(parts)
         longest = max(parts, key=lambda part: (part.num_tokens, part.sequence_lengths is not None))
         self._parts = parts
@@ -183,6 +185,7 @@ def _open(trace: TraceLike, name: str, step: int | None) -> TraceSource:
     path = Path(trace)
     if not path.is_dir():
         return _File(path)
+    # A folder of one part keeps the file's own blocks; merging would read every layer of it.
     parts: list[TraceSource] = [_File(part) for part in part_files(path, step)]
     source = parts[0] if len(parts) == 1 else _Parts(parts, str(path))
     source.provenance = replace(source.provenance, path=str(path), step=chosen_step(path, step))

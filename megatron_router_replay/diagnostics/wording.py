@@ -63,6 +63,7 @@ def place_of(runs: Sequence[tuple[int, int]], num_explained: int, samples: Sampl
     covered = sum(stop - start + 1 for start, stop in runs)
     verb = "seen in " if seen else "in "
     total = samples.num_rows
+    # A list of twenty runs tells a reader less than the count and both ends.
     scattered = num_explained < 0.6 * covered or len(runs) > _MAX_NAMED
     if not scattered and covered >= 0.97 * total:
         return Place(words="", rows=None, samples=())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
 import shutil
-import subprocess
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -31,30 +32,30 @@ class Browser:
         assert program is not None
         their_in, self._out = os.pipe()
         self._in, their_out = os.pipe()
-        # Chromium reads commands from descriptor 3 and answers on 4. The proxy leads nowhere: a page that loads anything
-        # from the network fails.
+        # The proxy leads nowhere: a page that loads anything from the network fails.
         options = [
             "--headless",
             "--no-sandbox",
             "--disable-gpu",
             "--remote-debugging-pipe",
-            f"--user-data-dir={profile}",
+            "--proxy-server=127.0.0.1:9",
         ]
-        self._process = subprocess.Popen(
-            [
-                "sh",
-                "-c",
-                f'exec "$@" 3<&{their_in} 4>&{their_out}',
-                "sh",
-                program,
-                *options,
-                "--proxy-server=127.0.0.1:9",
+        # Chromium reads commands from descriptor 3 and answers on 4. Copies above 10 first: 3 and 4 may be taken here, and
+        # a copy onto itself would be closed when the program starts.
+        high_in, high_out = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (their_in, their_out))
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        self._process = os.posix_spawn(
+            program,
+            [program, *options, f"--user-data-dir={profile}"],
+            os.environ,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, quiet, 2),
+                (os.POSIX_SPAWN_DUP2, high_in, 3),
+                (os.POSIX_SPAWN_DUP2, high_out, 4),
             ],
-            pass_fds=(their_in, their_out),
-            stderr=subprocess.DEVNULL,
         )
-        os.close(their_in)
-        os.close(their_out)
+        for end in (their_in, their_out, high_in, high_out, quiet):
+            os.close(end)
         self._received = b""
         self._number = 0
         self._session: str | None = None
@@ -68,8 +69,8 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        os.kill(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
         os.close(self._in)
         os.close(self._out)
 
