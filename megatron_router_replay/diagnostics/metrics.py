@@ -55,33 +55,33 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
     if trainer.shape != engine.shape or (mask is not None and mask.shape != trainer.shape):
         shapes = [list(trainer.shape), list(engine.shape), None if mask is None else list(mask.shape)]
         raise TraceError(f"trainer, engine and mask must have one shape, got {shapes}.")
-    one, other = trainer.detach().double(), engine.detach().to(trainer.device).double()
-    counted = ~(one.isnan() | other.isnan())
+    trainer, engine = trainer.detach().double(), engine.detach().to(trainer.device).double()
+    counted = ~(trainer.isnan() | engine.isnan())
     counted = counted if mask is None else counted & mask.to(counted.device)
-    one, other = one[counted], other[counted]
-    tokens = one.numel()
+    trainer, engine = trainer[counted], engine[counted]
+    tokens = trainer.numel()
     if not tokens:
         return LogprobMismatch(
             tokens=0, k1=0.0, k3=0.0, abs_difference=0.0, max_difference=0.0, ratio_above_2=0.0, pearson=0.0
         )
-    log_ratio = one - other
-    away = log_ratio.abs()
+    log_ratio = trainer - engine
+    distance = log_ratio.abs()
     return LogprobMismatch(
         tokens=tokens,
         k1=float(-log_ratio.mean()),
         # expm1 keeps the digits that matter where the two nearly agree.
         k3=float((torch.expm1(log_ratio) - log_ratio).mean()),
-        abs_difference=float(away.mean()),
-        max_difference=float(away.max()),
-        ratio_above_2=float((away > torch.log(torch.tensor(2.0, dtype=torch.float64))).double().mean()),
-        pearson=_pearson(one.exp(), other.exp()),
+        abs_difference=float(distance.mean()),
+        max_difference=float(distance.max()),
+        ratio_above_2=float((distance > torch.log(torch.tensor(2.0, dtype=torch.float64))).double().mean()),
+        pearson=_pearson(trainer.exp(), engine.exp()),
     )
 
 
-def _pearson(one: Tensor, other: Tensor) -> float:
-    one, other = one - one.mean(), other - other.mean()
-    norm = float(one.norm() * other.norm())
-    return float((one @ other) / norm) if norm > 0 else 0.0
+def _pearson(trainer: Tensor, engine: Tensor) -> float:
+    trainer, engine = trainer - trainer.mean(), engine - engine.mean()
+    norm = float(trainer.norm() * engine.norm())
+    return float((trainer @ engine) / norm) if norm > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,10 +191,10 @@ def route_checksums(trace: RoutingTrace, *, microbatches: Sequence[Tensor] | Non
         flat = flat[flat >= 0]
         flat = flat[trace.replay_mask[flat]]
         # The row is mixed in, so that two rows that exchange their routes do not cancel out.
-        of_row = _mix(flat + 1)
+        row_numbers = _mix(flat + 1)
         for layer in range(trace.num_layers):
-            of_set = _mix(trace.topk_indices[flat, layer].to(torch.int64) + 1).sum(dim=1)
-            sums[i, layer] = _mix(of_set ^ of_row).sum()
+            set_numbers = _mix(trace.topk_indices[flat, layer].to(torch.int64) + 1).sum(dim=1)
+            sums[i, layer] = _mix(set_numbers ^ row_numbers).sum()
     return sums
 
 

@@ -210,12 +210,12 @@ def _token(difference: Difference, token_text: TokenText | None) -> str | None:
 def _margin(difference: Difference, margins: Margins | None) -> float | None:
     if margins is None or difference.layer_number not in margins:
         return None
-    of_rows = margins[difference.layer_number]
-    if of_rows.dim() != 1 or len(of_rows) <= difference.row:
+    layer_margins = margins[difference.layer_number]
+    if layer_margins.dim() != 1 or len(layer_margins) <= difference.row:
         raise TraceError(
-            f"margins of layer {difference.layer_number} have the shape {list(of_rows.shape)}, which holds no row "
+            f"margins of layer {difference.layer_number} have the shape {list(layer_margins.shape)}, which holds no row "
             f"{difference.row}: give [num_rows], one a row of the traces."
         )
-    value = float(of_rows[difference.row])
+    value = float(layer_margins[difference.row])
     # NaN is no JSON, and says that nobody knows.
     return None if value != value else value

@@ -96,8 +96,8 @@ class RoutingSegments:
                 self._versions[old:start] = -1
         shared = max(0, min(old, end) - start)
         if shared:
-            here, there = slice(start, start + shared), slice(0, shared)
-            rows = (trace.replay_mask[there] & ~self._mask[here]).nonzero()[:, 0]
+            # The first generation wins: of rows that both have, only those without a route so far take the new one.
+            rows = (trace.replay_mask[:shared] & ~self._mask[start : start + shared]).nonzero()[:, 0]
             self._write(rows + start, rows, trace, versions)
         if end > old:
             fresh = slice(max(old, start), end)
@@ -152,11 +152,11 @@ class RoutingSegments:
                     f"RoutingSegments: a segment with {name}={getattr(trace, name)} behind one with "
                     f"{getattr(self._first, name)}: they are of different models."
                 )
-        for name, had, has in (
+        for name, earlier, new in (
             ("token ids", self._token_ids, trace.token_ids),
             ("weight versions", self._versions, versions),
         ):
-            if (had is None) != (has is None):
+            if (earlier is None) != (new is None):
                 raise PayloadError(f"RoutingSegments: only some segments have {name}; give all of them or none.")
         if self._token_ids is not None and trace.token_ids is not None:
             self._check_token_ids(trace.token_ids, start)
@@ -184,24 +184,25 @@ class RoutingSegments:
         both = (self._mask[start : start + shared] & trace.replay_mask[:shared]).nonzero()[:, 0]
         if not len(both):
             return
-        mine, theirs = self._indices[both + start].sort(dim=2)[0], trace.topk_indices[both].sort(dim=2)[0]
-        differing = (mine != theirs).any(dim=2)
+        earlier, new = self._indices[both + start].sort(dim=2)[0], trace.topk_indices[both].sort(dim=2)[0]
+        differing = (earlier != new).any(dim=2)
         self.overlap = Overlap(
             compared=self.overlap.compared + differing.numel(),
             differing=self.overlap.differing + int(differing.sum()),
         )
-        same = torch.ones(len(both), dtype=torch.bool)
+        # Other weights may choose other experts; only routes of the same weights say whether these are the same tokens.
+        same_weights = torch.ones(len(both), dtype=torch.bool)
         if self._versions is not None and versions is not None:
-            same = self._versions[both + start] == versions[both]
-        decisions = int(same.sum()) * trace.num_layers
-        wrong = int(differing[same].sum())
+            same_weights = self._versions[both + start] == versions[both]
+        decisions = int(same_weights.sum()) * trace.num_layers
+        wrong = int(differing[same_weights].sum())
         if decisions >= _MIN_COMPARED and wrong > self.max_disagreement * decisions:
-            row, layer = (int(i) for i in (differing & same.unsqueeze(1)).nonzero()[0])
+            row, layer = (int(i) for i in (differing & same_weights.unsqueeze(1)).nonzero()[0])
             raise PayloadError(
                 f"RoutingSegments: {wrong} of {decisions} decisions on tokens {start + int(both[0])}.."
                 f"{start + int(both[-1])} differ from those of an earlier segment with the same weights, first token "
-                f"{start + int(both[row])}, layer_number {trace.layer_numbers[layer]}: {theirs[row, layer].tolist()} after "
-                f"{mine[row, layer].tolist()}. These are routes of other tokens: is the segment's start right?"
+                f"{start + int(both[row])}, layer_number {trace.layer_numbers[layer]}: {new[row, layer].tolist()} after "
+                f"{earlier[row, layer].tolist()}. These are routes of other tokens: is the segment's start right?"
             )
 
     def _reserve(self, length: int, trace: RoutingTrace, versions: Tensor | None) -> None:
@@ -219,11 +220,14 @@ class RoutingSegments:
         self._token_ids = None if self._token_ids is None else _grown(self._token_ids, size, self._length)
         self._versions = None if self._versions is None else _grown(self._versions, size, self._length)
 
-    def _write(self, here: slice | Tensor, there: slice | Tensor, trace: RoutingTrace, versions: Tensor | None) -> None:
-        self._indices[here] = trace.topk_indices[there].to(self._indices.device)
-        self._mask[here] = trace.replay_mask[there]
+    def _write(
+        self, tokens: slice | Tensor, rows: slice | Tensor, trace: RoutingTrace, versions: Tensor | None
+    ) -> None:
+        """Copy rows of the trace to these tokens of the sequence."""
+        self._indices[tokens] = trace.topk_indices[rows].to(self._indices.device)
+        self._mask[tokens] = trace.replay_mask[rows]
         if self._versions is not None and versions is not None:
-            self._versions[here] = torch.where(trace.replay_mask[there], versions[there], -1)
+            self._versions[tokens] = torch.where(trace.replay_mask[rows], versions[rows], -1)
 
 
 def _grown(tensor: Tensor, size: int, used: int) -> Tensor:

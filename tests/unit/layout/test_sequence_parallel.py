@@ -73,3 +73,18 @@ def test_a_batch_whose_tokens_divide_but_whose_positions_do_not_raises():
 def test_what_does_not_fit_raises(call, message):
     with pytest.raises(LayoutError, match=message):
         call()
+
+
+def test_one_rank_is_the_default_and_keeps_every_position():
+    rows = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    assert rows_for_router(rows, sequence_parallel=True).tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_merged_rows_keep_what_each_token_holds():
+    routes = torch.arange(2 * 3 * 2).view(2, 3, 2)  # two sequences of three tokens, top-2
+    seen = routes.transpose(0, 1).reshape(6, 2)
+    assert torch.equal(merge_router_rows([seen], batch_size=2), routes)
+    assert torch.equal(merge_router_rows([seen[:2], seen[2:4], seen[4:]], batch_size=2), routes)
+    for batch_size in (0, 4):
+        with pytest.raises(LayoutError, match=f"not a multiple of batch_size={batch_size}"):
+            merge_router_rows([seen], batch_size=batch_size)
