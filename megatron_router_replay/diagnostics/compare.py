@@ -1,4 +1,4 @@
-"""Two blocks of routes, row by row: how many experts each decision has in common."""
+"""Two blocks of routes, row by row: the overlap of each decision."""
 
 from __future__ import annotations
 

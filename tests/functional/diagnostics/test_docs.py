@@ -137,8 +137,9 @@ def folder(tmp_path_factory):
 def test_the_commands_run(line, folder, monkeypatch):
     from megatron_router_replay.cli import app
 
-    if "plot" in line or "--html" in line:
-        pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    for words, needed in (("plot", "matplotlib"), ("--html", "jinja2")):
+        if words in line:
+            pytest.importorskip(needed, reason=f"{words} needs {needed}")
     monkeypatch.chdir(folder)
     program, *arguments = shlex.split(line)
     assert program == "router-replay"
