@@ -114,3 +114,18 @@ def test_what_does_not_fit_says_what_to_do(call, message):
 
 def test_rows_are_numbered_from_zero_by_default():
     assert [rows.tolist() for rows in number_rows([2, 0, 1])] == [[0, 1], [], [2]]
+
+
+def test_more_positions_than_int32_counts_are_refused_before_memory_is_taken():
+    one = torch.zeros(1, dtype=torch.int8)
+    with pytest.raises(LayoutError, match=r"2147483648 positions are more than cu_seqlens \(int32\) can count"):
+        pack_sequences([one.expand(2**31)], fill=0)
+    with pytest.raises(LayoutError, match="more than cu_seqlens"):
+        pack_sequences([one.expand(2**30)] * 2, fill=0)
+
+
+def test_padding_holds_as_much_as_a_token_does():
+    routes = torch.arange(6).view(1, 3, 2)  # one sequence of three tokens, top-2
+    assert pad_to_multiple(routes, multiple=4, fill=-1).tolist() == [[[0, 1], [2, 3], [4, 5], [-1, -1]]]
+    with pytest.raises(LayoutError, match=r"values of shape \[3\]: they must be \[b, s, ...\]"):
+        pad_to_multiple(torch.arange(3), multiple=4, fill=-1)
