@@ -116,3 +116,12 @@ def test_samples_that_differ_in_fields_or_lengths_raise():
         collate_packed([{"input_ids": torch.ones(2), "labels": torch.ones(3)}], pad_token_id=0)
     with pytest.raises(LayoutError, match="no sequences"):
         collate_padded([], pad_token_id=0)
+
+
+def test_without_multiples_nothing_is_padded_and_own_fields_are_filled_with_zeros():
+    samples = [
+        {"input_ids": torch.tensor([5, 6]), "reward": torch.tensor([1, 2])},
+        {"input_ids": torch.tensor([7]), "reward": torch.tensor([3])},
+    ]
+    assert collate_packed(samples, pad_token_id=9)["input_ids"].tolist() == [[5, 6, 7]]
+    assert collate_padded(samples, pad_token_id=9)["reward"].tolist() == [[1, 2], [3, 0]]
