@@ -119,3 +119,9 @@ def test_eight_layers_are_listed_and_more_are_counted(layers, listed):
     fault = find_invalid_routes(np.full((1, layers, 1), 4), num_experts=4)
     assert fault.describe(range(1, layers + 1)).startswith("row 0, layer 1 of topk_indices is [4]")
     assert fault.describe(range(1, layers + 1)).endswith(f"({layers} such routes in layers {listed}).")
+
+
+@pytest.mark.parametrize(("ids", "advice"), [([1, 1], "lost data, sent as zeros"), ([1, 4], "Is num_experts right")])
+def test_each_fault_has_its_own_advice(ids, advice):
+    with pytest.raises(TraceError, match=advice):
+        check_topk_indices(torch.tensor([[ids]]), num_experts=4, layer_numbers=(1,))

@@ -125,3 +125,8 @@ def test_without_multiples_nothing_is_padded_and_own_fields_are_filled_with_zero
     ]
     assert collate_packed(samples, pad_token_id=9)["input_ids"].tolist() == [[5, 6, 7]]
     assert collate_padded(samples, pad_token_id=9)["reward"].tolist() == [[1, 2], [3, 0]]
+
+
+def test_row_0_alone_is_checked_too():
+    with pytest.raises(LayoutError, match="its routing row 0 was recorded for token 11"):
+        check_rows(torch.tensor([[0, -1]]), torch.tensor([[99, 0]]), token_ids=TOKEN_IDS)
