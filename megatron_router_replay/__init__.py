@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_router_replay.store import load_trace, save_trace
     from megatron_router_replay.trace import RoutingTrace, concat_traces
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LAZY = {
     "RouterReplay": "router_replay",
