@@ -44,7 +44,7 @@ venv-docs: $(VENV_DOCS)/.ready
 
 $(VENV_DOCS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_DOCS)
-	$(VENV_DOCS)/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
+	$(VENV_DOCS)/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
 	touch $@
 
 # vLLM on a CPU, for `--engine vllm` and its test. The three packages are CUDA builds that break the import of transformers.
@@ -108,7 +108,7 @@ format: $(READY)
 
 # How-tos and API reference as one site; needs no network, fails on a broken link or an undocumented public name.
 docs: $(VENV_DOCS)/.ready
-	$(VENV_DOCS)/bin/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet --strict
 	@echo "open build/docs/index.html"
 
 bench: $(READY)
