@@ -78,6 +78,8 @@ grpo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
+	@echo "Skipped above, with the reason: make venv-triton, venv-loggers or venv-vllm, then again, runs what those bring;"
+	@echo "make test-slow runs the longer tests; tests marked gpu run on a machine with CUDA."
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -1,6 +1,6 @@
 """The first replay: what a real vLLM returned for one prompt, its routes in Megatron-Core on this CPU, and the report.
 
-    python examples/first_replay.py
+python examples/first_replay.py
 """
 
 import json

@@ -24,7 +24,11 @@ def messages(caplog, level=logging.INFO):
 def half_live(num_live):
     mask = torch.arange(8) >= num_live
     return mrr.RoutingTrace(
-        topk_indices=random_routes(8), layer_numbers=[1, 2, 3], num_experts=8, replay_mask=mask, sequence_lengths=[1] * 8
+        topk_indices=random_routes(8),
+        layer_numbers=[1, 2, 3],
+        num_experts=8,
+        replay_mask=mask,
+        sequence_lengths=[1] * 8,
     )
 
 

@@ -121,7 +121,9 @@ def test_the_python_blocks_of_a_page_run(page, workers_1, tmp_path):
 @pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
 def test_the_recipe_of_a_metrics_logger_writes_what_a_report_holds(logger, tmp_path, monkeypatch):
     pytest.importorskip(logger, reason=f"`make venv-loggers` installs {logger}")
-    (recipe,) = [block for block in blocks("monitoring.md", "python") if f"import {logger}" in block or f".{logger}" in block]
+    (recipe,) = [
+        block for block in blocks("monitoring.md", "python") if f"import {logger}" in block or f".{logger}" in block
+    ]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
     report = mrr.mcore.SessionReport(kind="replay", tokens=8, rows_replayed=7, rows_live=1)

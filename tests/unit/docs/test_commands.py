@@ -35,7 +35,12 @@ def test_the_command_is_one_that_there_is(page, command):
 
 
 def test_what_does_not_exist_is_noticed():
-    for wrong in ("make nothing", "router-replay inspct", "router-replay diff --htlm x", "python -m examples.grpo --steps 3"):
+    for wrong in (
+        "make nothing",
+        "router-replay inspct",
+        "router-replay diff --htlm x",
+        "python -m examples.grpo --steps 3",
+    ):
         program, *arguments = shlex.split(wrong)
         with pytest.raises(AssertionError):
             globals()[f"check_{program.replace('-', '_')}"](arguments)
@@ -75,7 +80,9 @@ def check_options(group, arguments):
     """Check the command's name and the names of its options: what is inside a sentence need not be complete."""
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     assert name in group.commands, arguments
-    known = {option for parameter in group.commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)}
+    known = {
+        option for parameter in group.commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)
+    }
     assert {argument for argument in arguments if argument.startswith("--")} <= known | {"--help"}
 
 
