@@ -15,6 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 600, 52, 246
 DECADES = (-5, -2)
 """The y axis runs from 1e-5 to 1e-2 nats."""
 
+SUBTITLE = "mean k3 KL(rollout || trainer) of each rollout, nats; the policy held still"
 NAMES = {"off": "without replay", "r3": "with replay (R3)"}
 STYLE = """text{font:13px system-ui,sans-serif;fill:#1f2328}.small{font-size:12px;fill:#59636e}.grid{stroke:#d1d9e0}
 .off{stroke:#c2410c;fill:none;stroke-width:2}.r3{stroke:#0f766e;fill:none;stroke-width:2}
@@ -37,7 +38,7 @@ def draw(kl: dict[str, list[float]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">',
         f"<style>{STYLE}</style>",
         f'<text x="{LEFT}" y="22" font-weight="600">{title}</text>',
-        f'<text x="{LEFT}" y="40" class="small">mean k3 KL(rollout || trainer) of each rollout, nats; the policy held still</text>',
+        f'<text x="{LEFT}" y="40" class="small">{SUBTITLE}</text>',
     ]
     for decade in range(DECADES[0], DECADES[1] + 1):
         y = _y(10.0**decade)

@@ -24,7 +24,6 @@ from megatron_router_replay.engines.weights import stamp_versions
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 
-
 _LOG = logging.getLogger(__name__)
 
 

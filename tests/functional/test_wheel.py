@@ -47,7 +47,7 @@ def test_it_holds_the_package_its_data_and_its_metadata_and_nothing_else(wheel):
 def test_it_runs_from_another_folder(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
-    code = "import megatron_router_replay as m; from megatron_router_replay.cli import run; print(m.__file__, flush=True); run()"
+    code = "import megatron_router_replay.cli as cli; print(cli.__file__, flush=True); cli.run()"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     data = tmp_path / "site/megatron_router_replay/demo/data"
     arguments = [str(data / "vllm_0.30.0_bf16_response.json"), "out.npz", "--engine", "vllm", "--key", "response"]
