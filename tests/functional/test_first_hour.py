@@ -31,7 +31,7 @@ def run_cells(path: str) -> list[str]:
 
 def test_every_cell_runs_and_prints_what_the_notebook_says():
     # In a process of its own: it changes torch and starts a process group.
-    code = "import json, sys; from tests.functional.test_first_hour import run_cells as run; print(json.dumps(run(sys.argv[1])))"
+    code = "import json, sys; from tests.functional import test_first_hour as t; print(json.dumps(t.run_cells(sys.argv[1])))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, "-c", code, NOTEBOOK], capture_output=True, text=True, env=environment, timeout=300
