@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,14 +34,14 @@ def blocks(page: str, language: str) -> list[str]:
 
 def test_every_block_is_python_or_bash_that_is_run():
     fenced = [language for page in PAGES for language in re.findall(r"^```(\w*)$", (DOCS / page).read_text(), re.M)]
-    assert set(fenced[::2]) <= {"python", "bash"}
+    assert set(fenced[::2]) <= {"python", "bash", "text"}
     assert set(fenced[1::2]) == {""}
 
 
 def test_links_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)]+)\)", (DOCS / page).read_text()):
-            assert (DOCS / target).exists(), (page, target)
+            assert target.startswith("https://") or ((DOCS / page).parent / target).exists(), (page, target)
         for path in re.findall(r"`((?:examples|tests|benchmarks)/[\w/.]+)`", (DOCS / page).read_text()):
             assert (DOCS.parent / path).exists(), (page, path)
 
@@ -131,6 +132,9 @@ def test_the_recipe_of_a_metrics_logger_writes_what_a_report_holds(logger, tmp_p
     if logger == "wandb":
         (folder,) = tmp_path.glob("wandb/offline-run-*")
         (file,) = folder.glob("*.wandb")
+        deadline = time.monotonic() + 60
+        while b"replayed_share" not in file.read_bytes() and time.monotonic() < deadline:
+            time.sleep(0.1)  # W&B's own process writes it a moment after the run was finished
         written = file.read_bytes()
         assert b"router_replay/replayed_share" in written
         assert b"0.875" in written
