@@ -1,6 +1,7 @@
 # Each target does its own set-up: .venv is made on first use and again when the pins change.
 #
-# TORCH may name another build, for example on a GPU machine: make test TORCH="torch --index-url <a CUDA index>"
+# TORCH may name another build. On a GPU machine: make demo TORCH="torch --index-url <a CUDA index>". Where an index gives
+# the CUDA build and a CPU is enough: make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
@@ -8,17 +9,42 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
+LOGGERS := $(VENV)/.loggers
+VENV_DOCS ?= .venv-docs
 VERSION ?= 0.19.2
 MCORE := build/megatron-core/$(VERSION)
 
-.PHONY: venv venv-triton venv-vllm demo grpo test test-slow test-mcore mutate lint format docs bench clean
+.PHONY: venv venv-triton venv-loggers venv-vllm venv-docs demo grpo test test-slow test-mcore mutate lint format docs bench clean
 
 venv: $(READY)
 
-$(READY): setup.py constraints.txt Makefile
+# What `make demo` needs and no more: torch, Megatron-Core, typer and rich.
+$(DEMO): pyproject.toml constraints.txt Makefile
+	@echo "Making $(VENV) for the demo: 250 MB to download with a CPU build of torch, 1.0 GB on disk, about a minute."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
+$(READY): $(DEMO)
+	@echo "Adding what the tests use to $(VENV) (ray, transformers, matplotlib, mypy, ...): 150 MB to download, 0.6 GB on disk."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+# TensorBoard and W&B, for the tests of docs/monitoring.md.
+venv-loggers: $(LOGGERS)
+
+$(LOGGERS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[loggers]'
+	touch $@
+
+# The documentation is read from the source, so it needs neither torch nor this package: an environment of its own.
+venv-docs: $(VENV_DOCS)/.ready
+
+$(VENV_DOCS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
 	touch $@
 
 # vLLM on a CPU, for `--engine vllm` and its test. The three packages are CUDA builds that break the import of transformers.
@@ -44,7 +70,7 @@ $(MCORE)/.ready: $(READY)
 		--python-version 3.12 megatron-core==$(VERSION)
 	touch $@
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/router-replay demo
 
 grpo: $(READY)
@@ -52,6 +78,8 @@ grpo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
+	@echo "Skipped above, with the reason: make venv-triton, venv-loggers or venv-vllm, then again, runs what those bring;"
+	@echo "make test-slow runs the longer tests; tests marked gpu run on a machine with CUDA."
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
@@ -80,16 +108,13 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The API reference, from docstrings; packages with lazy names are listed one by one.
-API := trace ids runs merge errors router_replay mcore engines capture store layout transport diagnostics fused testing
-
-docs: $(READY)
-	$(BIN)/python -W ignore -m pdoc --docformat google --output-directory build/api \
-		megatron_router_replay $(addprefix megatron_router_replay.,$(API))
-	@echo "open build/api/index.html"
+# How-tos and API reference as one site; needs no network, fails on a broken link or an undocumented public name.
+docs: $(VENV_DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet --strict
+	@echo "open build/docs/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_DOCS) build dist *.egg-info

@@ -3,6 +3,7 @@
 Importing this package loads none of its parts, not even torch: each public name is loaded when it is first used.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from megatron_router_replay.store import load_trace, save_trace
     from megatron_router_replay.trace import RoutingTrace, concat_traces
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+
+# A library says nothing until the program sets logging up, not even warnings (logging would print those by itself).
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _LAZY = {
     "RouterReplay": "router_replay",

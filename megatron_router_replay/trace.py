@@ -151,6 +151,23 @@ class RoutingTrace:
     def __len__(self) -> int:
         return self.num_tokens
 
+    def __getitem__(self, rows: slice) -> RoutingTrace:
+        """Return some rows, in order, as a view: `trace[:5]`, `trace[-3:]`, `trace[::2]`; sample metadata is dropped.
+
+        Raises:
+            TraceError: anything but a slice with a step of 1 or more.
+        """
+        if not isinstance(rows, slice) or (rows.step is not None and rows.step < 1):
+            raise TraceError(
+                f"cannot take {rows!r} of a trace: trace[start:stop] takes neighbours, trace.gather_rows(rows) any rows in "
+                "any order, trace.select_samples(samples) whole samples."
+            )
+        return self._rows(rows, sequence_lengths=None, sample_ids=None)
+
+    def __iter__(self) -> Iterator[RoutingTrace]:
+        """Yield each sample's trace, as `samples` does; `len(trace)` counts tokens."""
+        return self.samples()
+
     def __repr__(self) -> str:
         routed = int(self.replay_mask.sum())
         return (

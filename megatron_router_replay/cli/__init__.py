@@ -1,59 +1,57 @@
 """The command line, `router-replay`: one module a command. Exit codes: 0 fine or the same, 1 they differ, 2 bad input.
 
-Commands import what they work with when they run: torch takes seconds, and `--help` needs none of it.
+Importing this package loads none of the commands: `run` can then answer Ctrl-C while they, and torch, are loading.
 """
 
 from __future__ import annotations
 
-from inspect import getdoc
-from typing import Annotated
+import os
+import signal
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-try:
-    import typer
+if TYPE_CHECKING:
+    from megatron_router_replay.cli.commands import app
 
-    import megatron_router_replay
-    from megatron_router_replay.cli.convert import convert
-    from megatron_router_replay.cli.demo import demo
-    from megatron_router_replay.cli.diff import diff
-    from megatron_router_replay.cli.doctor import doctor
-    from megatron_router_replay.cli.inspect import inspect
-    from megatron_router_replay.cli.plot import plot
-    from megatron_router_replay.cli.request import request
-    from megatron_router_replay.cli.runlog import verify_run
-except ModuleNotFoundError as error:
-    if error.name not in ("typer", "rich"):
-        raise
-    raise SystemExit(
-        f"router-replay needs {error.name}: pip install 'megatron-router-replay[demo]' brings it."
-    ) from None
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
+__all__ = ["app", "run"]
 
-app = typer.Typer(
-    help="Record and replay which experts a Mixture-of-Experts model uses.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    epilog="Exit codes: 0 fine, or the same; 1 they differ, or something would be refused; 2 bad input.",
-)
+INTERRUPTED = 130
+"""As shells report a program that Ctrl-C ended."""
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(megatron_router_replay.__version__)
-        raise typer.Exit
+def run() -> None:
+    """Run the command that the program's arguments name; leaves by SystemExit."""
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        from megatron_router_replay.cli.commands import app
+
+        app(prog_name="router-replay")
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        raise SystemExit(
+            f"router-replay needs {error.name}: pip install 'megatron-router-replay[demo]' brings it."
+        ) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
 
 
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Record and replay which experts a Mixture-of-Experts model uses."""
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Leave at once while a module is being loaded, else raise KeyboardInterrupt, so that commands clean up.
+
+    Raised inside an import, it comes out of C++ as an abort with a core dump (torch), or as an ImportError that blames
+    the installation (numpy). An import has nothing to clean up.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
-for command in (inspect, diff, plot, convert, request, doctor, verify_run, demo):
-    # Lines of a docstring's paragraph are joined: typer would keep each break.
-    paragraphs = (getdoc(command) or "").split("\n\n")
-    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+def __getattr__(name: str) -> Any:
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron_router_replay.cli.commands import app
+
+    return app

@@ -1,5 +1,5 @@
 """`python -m megatron_router_replay.cli`."""
 
-from megatron_router_replay.cli import app
+from megatron_router_replay.cli import run
 
-app(prog_name="router-replay")
+run()

@@ -13,13 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
+from megatron_router_replay.cli import INTERRUPTED
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.tables import printable as printable
 
 BAD_INPUT = 2
-INTERRUPTED = 130
-"""As shells report a program that Ctrl-C ended."""
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", metavar="FILE")]
 Step = Annotated[int | None, typer.Option(help="The step, if the folder holds several.", metavar="N")]

@@ -6,6 +6,7 @@ caller may say, whose tokens the rows are, how many rows are legal and what a br
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from megatron_router_replay.engines.tokens import SampleTokens, resolve_tokens
 from megatron_router_replay.engines.weights import stamp_versions
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
+
+_LOG = logging.getLogger(__name__)
 
 
 class ReadReplies(Protocol):
@@ -192,7 +195,11 @@ class Decoder:
         tokens = {i: resolve_tokens(replies[i], options[i]) for i in options}
         _check_usages(replies, tokens)
         samples = [self._sample(replies[i], model, tokens[i], options[i]) for i in options]
-        return build_trace(samples, model=model, allocate=allocate)
+        trace = build_trace(samples, model=model, allocate=allocate)
+        if _LOG.isEnabledFor(logging.INFO):
+            rows = [len(samples), trace.num_tokens, int(trace.replay_mask.sum()), trace.num_layers]
+            _LOG.info("%s: decoded %d samples: %d tokens, %d with a route, %d MoE layers", self.name, *rows)
+        return trace
 
     def _missing(self, reply: Reply) -> PayloadError:
         return reply.source.error(

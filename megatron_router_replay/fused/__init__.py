@@ -17,8 +17,8 @@ but sums in another order. A forward and its recompute use the same kernel, henc
 goes through `route` has to go through it as well.
 """
 
-from megatron_router_replay.fused.probe import Probe, probe
-from megatron_router_replay.fused.route import route
+from megatron_router_replay.fused.probing import Probe, probe
+from megatron_router_replay.fused.routing import route
 from megatron_router_replay.fused.score import Rounding, selection_scores
 
 __all__ = ["Probe", "Rounding", "probe", "route", "selection_scores"]

@@ -1,12 +1,12 @@
 """Routing replay in Megatron-Core models; the only part of the package, with `testing`, that imports megatron.core."""
 
-from megatron_router_replay.mcore.attach import Attached, attach
+from megatron_router_replay.mcore.attaching import Attached, attach
 from megatron_router_replay.mcore.find import FoundRouter, find_routers
 from megatron_router_replay.mcore.freeze import FreezeSession, freeze_recompute
-from megatron_router_replay.mcore.install import install, uninstall
+from megatron_router_replay.mcore.installing import install, uninstall
 from megatron_router_replay.mcore.layers import layer_numbers_of
-from megatron_router_replay.mcore.record import RecordSession, record
-from megatron_router_replay.mcore.replay import ReplaySession, replay
+from megatron_router_replay.mcore.recording import RecordSession, record
+from megatron_router_replay.mcore.replaying import ReplaySession, replay
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.session import Session, close_sessions
 from megatron_router_replay.mcore.static import StaticTargets

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.compat import check_version
+from megatron_router_replay.mcore.events import log_began, log_ended, log_failed
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, check_has_experts, find_routers, wrappers
 from megatron_router_replay.mcore.ledger import Microbatch
 from megatron_router_replay.mcore.report import SessionReport
@@ -139,6 +140,7 @@ class Session:
         except BaseException:
             self._detach()
             raise
+        log_began(self.kind, len(self._routers()))
         return self
 
     def microbatch(
@@ -232,7 +234,8 @@ class Session:
         problems = [problem for chunk in self._chunks for problem in chunk.problems()]
         self._detach()
         failed = [message for message, found in self._failed.items() if bool(found)]
-        problems += self._problems(self.report)
+        report = self.report
+        problems += self._problems(report)
         if self.queued:
             everyone = _exchange([int(bool(problems or failed)), *self._numbers()], self._group)
             problems += self._judge({rank: numbers[1:] for rank, numbers in everyone.items()})
@@ -243,6 +246,7 @@ class Session:
             raise LayoutError("\n  ".join([*failed, *problems]))
         if problems:
             raise ReplayStateError(f"the {self.kind} session does not add up:\n  " + "\n  ".join(problems))
+        log_ended(report)
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -255,6 +259,7 @@ class Session:
             self.close()
         else:
             self._detach()
+            log_failed(self.kind, error)
 
     def _queue(self, inputs: MicrobatchInputs, routes: MicrobatchRoutes | None) -> None:
         """Add a micro-batch to the ledger of its chunk; `routes` are the prefetched ones, where there are any."""

@@ -3,7 +3,7 @@
     engines -> rollout side (decode, one trace per worker) -> TP rank 0 of each stage -> its TP group
 
 Each training rank gets its own data-parallel samples and its own pipeline stage's layers, in the compact dtype, nothing
-else; `plan` computes who gets what, `distributed` (torch.distributed) and `ray` move it, `prefetch` feeds micro-batches,
+else; `plan` computes who gets what, `distributed` (torch.distributed) and `ray` move it, `prefetching` feeds micro-batches,
 `timing` says which leg is slow.
 
 **Why a relay, and not sends from engines to trainers.** (1) An engine does not know who trains on its samples: the
@@ -23,7 +23,7 @@ from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.memory import TraceMemory
 from megatron_router_replay.transport.partition import partition_samples
 from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TransportPlan, plan_routes
-from megatron_router_replay.transport.prefetch import prefetch, prefetch_batches
+from megatron_router_replay.transport.prefetching import prefetch, prefetch_batches
 from megatron_router_replay.transport.rows import RowSource, TraceRows
 from megatron_router_replay.transport.store_server import open_store
 from megatron_router_replay.transport.timing import LegReport, LegTimes

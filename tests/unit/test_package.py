@@ -1,8 +1,10 @@
 """What importing the package costs, and that its public names are there."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +76,16 @@ def test_dir_shows_public_names_alone():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'rekord'"):
         _ = mrr.rekord
+
+
+def test_the_version_is_the_same_wherever_it_is_written():
+    root = Path(__file__).parents[2]
+    assert f"\nversion: {mrr.__version__}\n" in (root / "CITATION.cff").read_text()
+    released = re.search(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", (root / "CHANGELOG.md").read_text(), re.M)
+    assert released is not None
+    assert released[1] == mrr.__version__
+
+
+def test_the_issue_template_asks_for_what_doctor_says():
+    root = Path(__file__).parents[2]
+    assert "router-replay doctor --json" in (root / ".github/ISSUE_TEMPLATE/bug.md").read_text()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_router_replay import RouterReplayError, RoutingTrace, concat_traces
+from megatron_router_replay import RouterReplayError, RoutingTrace, concat_traces, merge_traces
 from megatron_router_replay.errors import TraceError
 
 # Three tokens, two MoE layers (2 and 4), top-2 of 4 experts.
@@ -389,3 +389,64 @@ def test_a_trace_is_made_by_names_compares_by_identity_and_has_no_other_attribut
         RoutingTrace(ROUTES, (2, 4), 4)
     assert make() != make()  # comparing tensors is the job of diff_traces
     assert not hasattr(make(), "__dict__")
+
+
+def of_six_tokens(**options):
+    """Six tokens in one layer: row i is of token 10 + i, and its experts are i and i + 1 of 7."""
+    return RoutingTrace(
+        topk_indices=[[[i, i + 1]] for i in range(6)],
+        layer_numbers=[3],
+        num_experts=7,
+        token_ids=[10, 11, 12, 13, 14, 15],
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens"),
+    [
+        (slice(None, 2), [10, 11]),
+        (slice(4, None), [14, 15]),
+        (slice(-2, None), [14, 15]),
+        (slice(1, 4), [11, 12, 13]),
+        (slice(0, 99), [10, 11, 12, 13, 14, 15]),
+        (slice(None, None, 2), [10, 12, 14]),
+        (slice(3, 1), []),
+    ],
+)
+def test_a_slice_takes_rows_as_pythons_lists_do_with_everything_that_is_of_them(rows, tokens):
+    taken = of_six_tokens(sequence_lengths=[2, 4], weight_version=5)[rows]
+    assert taken.token_ids.tolist() == tokens
+    assert taken.topk_indices.tolist() == [[[token - 10, token - 9]] for token in tokens]
+    assert taken.weight_version.tolist() == [5] * len(tokens)
+    assert len(taken) == len(tokens)
+    assert taken.sequence_lengths is None  # rows of two samples, or of a part of one: no samples any more
+
+
+def test_a_slice_is_a_view():
+    trace = of_six_tokens()
+    assert trace[2:4].topk_indices.data_ptr() == trace.topk_indices[2:].data_ptr()
+
+
+@pytest.mark.parametrize("index", [0, -1, "a", torch.tensor([0, 1]), [0, 1], (0, 1), None, slice(None, None, -1)])
+def test_what_is_no_slice_of_rows_in_order_is_refused_with_advice(index):
+    with pytest.raises(TraceError, match=r"trace\[start:stop\].*gather_rows"):
+        of_six_tokens()[index]
+
+
+def test_iteration_goes_over_samples():
+    assert [sample.token_ids.tolist() for sample in of_six_tokens(sequence_lengths=[2, 4])] == [
+        [10, 11],
+        [12, 13, 14, 15],
+    ]
+
+
+def test_a_trace_that_does_not_know_its_samples_is_not_iterated_row_by_row():
+    # Without __iter__ Python would ask for trace[0], trace[1], ...: rows, where samples are meant.
+    with pytest.raises(TraceError, match="does not know its samples"):
+        list(of_six_tokens())
+
+
+def test_one_trace_where_parts_are_meant_is_not_taken_for_its_samples():
+    with pytest.raises(TraceError):
+        merge_traces(of_six_tokens(sequence_lengths=[3, 3]))

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shlex
+import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from megatron_router_replay.demo import ranks
 from megatron_router_replay.demo.run import make_microbatches, prompt_lengths
 from megatron_router_replay.testing import ParallelLayout
 
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
 DEMO = Path(mrr.__file__).parent / "demo" / "data"
-PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+PAGES = [*sorted(path.name for path in DOCS.glob("*.md") if path.name != "README.md"), "../README.md"]
 pytestmark = pytest.mark.slow
 
 
@@ -31,14 +34,14 @@ def blocks(page: str, language: str) -> list[str]:
 
 def test_every_block_is_python_or_bash_that_is_run():
     fenced = [language for page in PAGES for language in re.findall(r"^```(\w*)$", (DOCS / page).read_text(), re.M)]
-    assert set(fenced[::2]) <= {"python", "bash"}
+    assert set(fenced[::2]) <= {"python", "bash", "text"}
     assert set(fenced[1::2]) == {""}
 
 
 def test_links_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)]+)\)", (DOCS / page).read_text()):
-            assert (DOCS / target).exists(), (page, target)
+            assert target.startswith("https://") or ((DOCS / page).parent / target).exists(), (page, target)
         for path in re.findall(r"`((?:examples|tests|benchmarks)/[\w/.]+)`", (DOCS / page).read_text()):
             assert (DOCS.parent / path).exists(), (page, path)
 
@@ -73,9 +76,16 @@ def given_names(folder: str) -> dict[str, Any]:
         "checkpoint": checkpoint,
         "loss_func": loss_func,
         "microbatches": microbatches,
+        "trace": trace,
         "num_tokens": len(trace),
         "train_step": train_step,
     }
+
+
+def missing_loggers() -> list[tuple[str, str]]:
+    """What docs/monitoring.md imports and is not installed: (package, the module that its recipe takes from)."""
+    homes = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+    return [(name, module) for name, module in homes.items() if find_spec(name) is None]
 
 
 def run_page(page: str, folder: str) -> str:
@@ -86,6 +96,8 @@ def run_page(page: str, folder: str) -> str:
     try:
         names = given_names(folder)
         for i, block in enumerate(blocks(page, "python")):
+            if any(f"import {name}" in block or f"from {module}" in block for name, module in missing_loggers()):
+                continue  # test_metrics_reach_the_loggers skips with the reason
             with contextlib.redirect_stdout(printed):
                 exec(compile(block, f"{page}, block {i + 1}", "exec"), names)
     finally:
@@ -98,9 +110,41 @@ def test_the_python_blocks_of_a_page_run(page, workers_1, tmp_path):
     (printed,) = workers_1.run(run_page, page, str(tmp_path), timeout_s=300)
     if page == "rl_trainer.md":
         assert "tokens replayed" in printed
+    if page == "../README.md":
+        assert "tokens replayed" in printed
+    if page == "monitoring.md":
+        assert 0.9 < float(printed.split()[0]) <= 1
     if page == "debugging.md":
         assert "the traces differ" in printed
         assert "everything adds up" in printed
+
+
+@pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
+def test_the_recipe_of_a_metrics_logger_writes_what_a_report_holds(logger, tmp_path, monkeypatch):
+    pytest.importorskip(logger, reason=f"`make venv-loggers` installs {logger}")
+    (recipe,) = [
+        block for block in blocks("monitoring.md", "python") if f"import {logger}" in block or f".{logger}" in block
+    ]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    report = mrr.mcore.SessionReport(kind="replay", tokens=8, rows_replayed=7, rows_live=1)
+    exec(compile(recipe, "monitoring.md", "exec"), {"metrics": report.metrics()})
+    if logger == "wandb":
+        (folder,) = tmp_path.glob("wandb/offline-run-*")
+        (file,) = folder.glob("*.wandb")
+        deadline = time.monotonic() + 60
+        while b"replayed_share" not in file.read_bytes() and time.monotonic() < deadline:
+            time.sleep(0.1)  # W&B's own process writes it a moment after the run was finished
+        written = file.read_bytes()
+        assert b"router_replay/replayed_share" in written
+        assert b"0.875" in written
+    else:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        read = EventAccumulator(str(tmp_path / "tensorboard"))
+        read.Reload()
+        (event,) = read.Scalars("router_replay/replayed_share")
+        assert (event.step, event.value) == (12, 0.875)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +186,8 @@ def test_the_commands_run(line, folder, monkeypatch):
             pytest.importorskip(needed, reason=f"{words} needs {needed}")
     monkeypatch.chdir(folder)
     program, *arguments = shlex.split(line)
-    assert program == "router-replay"
+    if program != "router-replay":
+        pytest.skip("checked by tests/unit/docs: it would make an environment")
     if arguments[0] == "convert":
         arguments.append("--force")
     result = CliRunner().invoke(app, arguments)

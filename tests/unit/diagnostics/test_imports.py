@@ -29,7 +29,8 @@ def test_the_live_comparison_loads_nothing_else_of_the_diagnostics():
 
 
 def test_the_command_line_starts_without_torch():
-    assert loaded_by("megatron_router_replay.cli") == ["typer"]
+    assert loaded_by("megatron_router_replay.cli.commands") == ["typer"]
+    assert loaded_by("megatron_router_replay.cli") == []
 
 
 def test_diagnostics_load_no_other_room():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_router_replay.fused import route
-from megatron_router_replay.fused.route import HAVE_TRITON
+from megatron_router_replay.fused.routing import HAVE_TRITON
 from tests.unit.fused.cases import MODES, SHAPES, formula, inputs, largest_error, outcome
 from tests.unit.fused.interpreted import CASES, DTYPES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from megatron_router_replay.mcore.compat import check_version
 from megatron_router_replay.mcore.support import refusals
 from megatron_router_replay.router_replay import RouterReplay, RouterReplayAction
 
+_LOG = logging.getLogger(__name__)
 _REPLACEMENTS = {"RouterReplay": RouterReplay, "RouterReplayAction": RouterReplayAction}
 _ORIGINALS = {"RouterReplay": upstream.RouterReplay, "RouterReplayAction": upstream.RouterReplayAction}
 _replaced: dict[tuple[ModuleType, str], object] = {}
@@ -38,6 +40,7 @@ def install() -> None:
             if vars(module).get(name) is original:
                 _replaced[module, name] = original
                 setattr(module, name, _REPLACEMENTS[name])
+    _LOG.info("installed: Megatron-Core builds our RouterReplay, %d names replaced", len(_replaced))
 
 
 def uninstall() -> None:
@@ -45,6 +48,7 @@ def uninstall() -> None:
     while _replaced:
         (module, name), original = _replaced.popitem()
         setattr(module, name, original)
+    _LOG.info("uninstalled: Megatron-Core builds its own RouterReplay")
 
 
 def _find_refusals(router: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterErr
 from megatron_router_replay.fused import Rounding, probe, route, selection_scores
 from tests.unit.fused.cases import MODES, inputs, outcome
 from tests.unit.fused.megatron_by_hand import routing_0_16, routing_0_18, with_options
-from tests.unit.fused.test_route import installed_rounding
+from tests.unit.fused.test_routing import installed_rounding
 
 ROOTS = {
     "sqrtsoftplus": {"score_function": "sqrtsoftplus"},

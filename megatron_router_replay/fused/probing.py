@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.fused.route import route
+from megatron_router_replay.fused.routing import route
 from megatron_router_replay.fused.score import Rounding
 from megatron_router_replay.ids import spread_experts
 

@@ -1,0 +1,33 @@
+"""The first replay: what a real vLLM returned for one prompt, its routes in Megatron-Core on this CPU, and the report.
+
+python examples/first_replay.py
+"""
+
+import json
+from importlib.resources import files
+
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.testing import ParallelLayout, load_qwen3_moe, megatron_on_cpu
+
+data = files("megatron_router_replay.demo") / "data"  # a tiny Qwen3-MoE, and vLLM's response to 8 prompts
+checkpoint = str(data / "qwen3moe")
+response = json.loads((data / "vllm_0.30.0_bf16_response.json").read_text())["response"]
+
+trace = mrr.engines.vllm.decode(response, model=checkpoint, choice=0)  # decode_batch: all 8, behind one another
+print(trace)
+
+with megatron_on_cpu():  # on a GPU, and in a trainer, Megatron-Core is up already
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    layout = ParallelLayout()
+    layout.initialize()
+    model_chunks = load_qwen3_moe(checkpoint, layout)
+    mrr.attach(model_chunks)  # the model takes routing_rows from now on
+
+    tokens = trace.token_ids.long().unsqueeze(0)  # [1, num_tokens]
+    rows = torch.arange(len(trace)).unsqueeze(0)  # token i is row i of the trace
+    with mrr.replay(model_chunks, trace) as session:
+        model_chunks[0](input_ids=tokens, position_ids=rows, attention_mask=None, routing_rows=rows).sum().backward()
+    print(session.report)
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,78 @@
+"""The library logs through `logging`: nothing by itself, and each event once where a program asks for it."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from tests.unit.mcore.tiny_chunk import Chunk, random_routes, tokens
+
+DEMO = Path(mrr.__file__).parent / "demo" / "data"
+RESPONSE = DEMO / "vllm_0.30.0_bf16_response.json"
+ROWS = torch.arange(8).view(2, 4)
+
+
+def messages(caplog, level=logging.INFO):
+    return [record.getMessage() for record in caplog.records if record.levelno >= level]
+
+
+def half_live(num_live):
+    mask = torch.arange(8) >= num_live
+    return mrr.RoutingTrace(
+        topk_indices=random_routes(8),
+        layer_numbers=[1, 2, 3],
+        num_experts=8,
+        replay_mask=mask,
+        sequence_lengths=[1] * 8,
+    )
+
+
+def replayed(trace):
+    chunk = Chunk()
+    with mrr.replay(chunk, trace) as session:
+        session.microbatch(ROWS)
+        chunk(tokens())
+
+
+def test_decoding_says_how_many_rows_have_a_route(caplog):
+    caplog.set_level(logging.INFO, "megatron_router_replay")
+    mrr.engines.vllm.decode(json.loads(RESPONSE.read_text())["response"], model=str(DEMO / "qwen3moe"), choice=0)
+    assert messages(caplog) == ["vLLM: decoded 1 samples: 64 tokens, 63 with a route, 3 MoE layers"]
+
+
+def test_a_session_says_when_it_begins_and_what_it_did(caplog):
+    caplog.set_level(logging.INFO, "megatron_router_replay")
+    replayed(half_live(0))
+    assert messages(caplog) == [
+        "replay session began with 3 routers",
+        "replay session ended: 1 micro-batches, 3 forwards, 0 recomputes, rows 8 replayed, 0 live, 0 padding",
+    ]
+
+
+def test_a_session_left_by_an_exception_says_that_nothing_was_verified(caplog):
+    caplog.set_level(logging.INFO, "megatron_router_replay")
+    with pytest.raises(ZeroDivisionError), mrr.replay(Chunk(), half_live(0)):
+        _ = 1 / 0
+    assert messages(caplog)[-1] == (
+        "replay session was left by ZeroDivisionError; the model is restored, nothing was verified"
+    )
+
+
+def test_a_low_share_is_a_warning_and_nine_tenths_are_none(caplog):
+    replayed(half_live(1))  # 7 of 8
+    assert len(messages(caplog, logging.WARNING)) == 1
+    assert messages(caplog, logging.WARNING)[0].startswith("only 87.5 % of the tokens were replayed (7 of 8)")
+    caplog.clear()
+    replayed(half_live(0))
+    assert messages(caplog, logging.WARNING) == []
+
+
+def test_nothing_is_printed_by_itself_not_even_a_warning():
+    code = "import logging, megatron_router_replay; logging.getLogger('megatron_router_replay.x').warning('low')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("", "")
