@@ -350,6 +350,16 @@ def test_doctor_of_the_environment_and_of_a_hugging_face_config(folder):
     assert "mystery_moe" in call("doctor", "--config", "unknown.json", code=2).stderr
 
 
+@pytest.mark.parametrize(("version", "newer"), [("0.16.1", False), ("0.19.2", False), ("0.20.0", True)])
+def test_doctor_asks_megatron_core_itself_for_its_version(folder, monkeypatch, version, newer):
+    # pip's metadata may be that of another installation beside the one that is imported.
+    monkeypatch.setattr("megatron.core.__version__", version)
+    environment = json.loads(call("doctor", "--json").output)["environment"]
+    assert environment["packages"]["megatron-core"]["version"] == version
+    assert environment["notes"][0] == "sessions were run with Megatron-Core 0.16.1, 0.17.1, 0.18.2, 0.19.2"
+    assert ["newer" in note for note in environment["notes"][1:]] == [True] * newer
+
+
 MEGATRON = {"num_layers": 5, "num_moe_experts": 16, "moe_router_topk": 4, "moe_layer_freq": "[0]*1+[1]*4"}
 
 
