@@ -95,10 +95,14 @@ def find_invalid_routes(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidR
     # Every id is an expert's, so the narrow dtype holds it; comparing fewer bytes is faster.
     narrow = rows.astype(np.uint8 if num_experts <= 256 else np.int16, copy=False)
     if has_repeats(narrow):
-        ordered = np.sort(narrow, axis=2)
-        repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
-        return InvalidRoutes(cause="repeated", rows=rows, invalid=repeated, num_experts=num_experts)
+        return InvalidRoutes(cause="repeated", rows=rows, invalid=repeated_routes(narrow), num_experts=num_experts)
     return None
+
+
+def repeated_routes(rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return which routes of rows [rows, layers, topk] name an expert twice, [rows, layers] bool."""
+    ordered = np.sort(rows, axis=2)
+    return np.asarray((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
 
 
 def has_repeats(rows: npt.NDArray[Any]) -> bool:

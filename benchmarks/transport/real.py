@@ -30,7 +30,7 @@ from benchmarks.transport.common import (
 )
 from benchmarks.transport.exchange import ROUNDS, exchange
 from benchmarks.transport.others import others
-from megatron_router_replay import RoutingTrace, engines
+from megatron_router_replay import RoutingTrace, engines, ids
 from megatron_router_replay.engines import checks, payload
 from megatron_router_replay.transport import ParallelLayout, Part, TraceMemory, TraceRows, decode_responses, plan_routes
 from megatron_router_replay.transport.rows import Memory
@@ -87,7 +87,7 @@ def steps(array: np.ndarray) -> str:
         "check of the range": lambda: each_block(
             lambda block: checks.check_range(block, 0, MODEL.moe_layer_numbers, source, MODEL)
         ),
-        "check for repeated experts": lambda: each_block(checks.has_repeats),
+        "check for repeated experts": lambda: each_block(ids.has_repeats),
         "all of `decode`, with `TraceMemory`": lambda: decode(allocate=memory.take),
     }
     return table([(what, f"{_cpu_seconds(run) / array.nbytes * 1e9:.3f}") for what, run in alone.items()])

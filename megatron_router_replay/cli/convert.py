@@ -19,6 +19,8 @@ class Engine(str, Enum):
     sglang = "sglang"
     sglang_jax = "sglang_jax"
     megatron = "megatron"
+    megatron_trace = "megatron_trace"
+    tensorrt_llm = "tensorrt_llm"
     array = "array"
 
 
@@ -27,7 +29,7 @@ def convert(
     target: Annotated[Path, typer.Argument(help="What to write: .safetensors, .npz or .json.", metavar="OUT")],
     engine: Annotated[
         Engine | None,
-        typer.Option(help="The payload's engine: vllm, sglang, sglang_jax, megatron, or array.", metavar="NAME"),
+        typer.Option(help=f"The payload's engine: {', '.join(each.value for each in Engine)}.", metavar="NAME"),
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="The model's Hugging Face config.json or its folder.", metavar="PATH")
@@ -42,6 +44,9 @@ def convert(
     axes: Annotated[
         str, typer.Option(help="Of an array: its axes, of token, layer, expert and batch.", metavar="NAMES")
     ] = "token,layer,expert",
+    layers: Annotated[
+        str, typer.Option(help="Of one rank's megatron_trace: the layer numbers it holds, as 3,4,5.", metavar="NUMBERS")
+    ] = "",
     step: Step = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     as_json: Json = False,
@@ -50,7 +55,8 @@ def convert(
     """Turn engine payloads, trace files, npz files and JSON envelopes into each other.
 
     What OUT becomes follows from its ending. An engine's payload (a response saved as JSON, or an array in an npz)
-    needs --engine and --model. The trace must fit in memory.
+    needs --engine and --model. Megatron-Core's own routing trace (--engine megatron_trace) is a folder, or the file of
+    one rank. The trace must fit in memory.
     """
     with bad_input():
         from megatron_router_replay.cli.files import KINDS, PayloadOptions, read_any, write_any
@@ -68,6 +74,7 @@ def convert(
             key=key,
             token_ids=token_ids,
             axes=axes.split(","),
+            layer_numbers=_integers(layers),
         )
         trace = read_any(source, options, step=step)
         write_any(trace, target)
@@ -80,3 +87,10 @@ def convert(
         "num_experts": trace.num_experts,
     }
     emit(f"{target}: {trace!r}", values, as_json=as_json, out=out)
+
+
+def _integers(text: str) -> list[int] | None:
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
+        raise StoreError(f"--layers {text!r} must be layer numbers with commas between them, as 3,4,5.")
+    return [int(part) for part in parts] or None

@@ -69,11 +69,22 @@ def _environment() -> dict[str, Any]:
 
     packages = {name: _package(name, module) for name, module in _PACKAGES.items()}
     problems = [f"{name} is not installed" for name in _NEEDED if packages[name] is None]
+    notes = []
     if packages["megatron-core"] is not None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of optional packages, on import
-                from megatron_router_replay.mcore.compat import check_version
+                from megatron_router_replay.mcore.compat import (
+                    TESTED,
+                    check_version,
+                    is_newer_than_tested,
+                    megatron_version,
+                )
+            notes.append(f"sessions were run with Megatron-Core {', '.join(TESTED)}")
+            if is_newer_than_tested(megatron_version()):
+                notes.append(
+                    "this one is newer: sessions verify every routing map, and refuse moe_* settings unknown here"
+                )
             check_version()
         except RouterReplayError as error:
             problems.append(str(error))
@@ -85,6 +96,7 @@ def _environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": packages,
         "gpus": gpus,
+        "notes": notes,
         "problems": problems,
     }
 
@@ -119,6 +131,7 @@ def _environment_text(environment: dict[str, Any]) -> list[str]:
         else:
             lines.append(f"  {name:<18} {found['version']:<14} {printable(found['path'])}")
     lines.append(f"  {'GPUs':<18} {', '.join(environment['gpus']) or 'none; everything here works on a CPU'}")
+    lines += [f"  note: {note}" for note in environment["notes"]]
     return lines + [f"  problem: {problem}" for problem in environment["problems"]]
 
 

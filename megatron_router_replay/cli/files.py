@@ -35,6 +35,7 @@ class PayloadOptions:
         key: dotted path of the payload in a JSON file, or the name of the array in an npz.
         token_ids: JSON file with one list of ids a sample.
         axes: of an array.
+        layer_numbers: of the rank of a Megatron trace; None: all of the model's.
     """
 
     engine: str | None = None
@@ -42,6 +43,7 @@ class PayloadOptions:
     key: str = ""
     token_ids: Path | None = None
     axes: Sequence[str] = ()
+    layer_numbers: Sequence[int] | None = None
 
 
 def read_any(path: Path, options: PayloadOptions, *, step: int | None = None) -> RoutingTrace:
@@ -56,6 +58,10 @@ def read_any(path: Path, options: PayloadOptions, *, step: int | None = None) ->
     """
     if not path.exists():
         raise StoreError(f"cannot read {path}: there is no such file or folder.")
+    if options.engine == "megatron_trace":
+        return _from_megatron_trace(path, options, step)
+    if options.layer_numbers is not None:
+        raise StoreError("--layers is for --engine megatron_trace; other files say which layers they hold.")
     if path.is_dir():
         with open_source(path, step=step) as source:
             whole = source.read(0, source.num_tokens)
@@ -93,6 +99,18 @@ def _from_npz(path: Path, options: PayloadOptions) -> RoutingTrace:
     if name not in arrays:
         raise StoreError(f"{path} has no array {name!r}: --key names one of {shown(sorted(arrays))}.")
     return _decode([arrays[name]], path, options)
+
+
+def _from_megatron_trace(path: Path, options: PayloadOptions, step: int | None) -> RoutingTrace:
+    """Return what a folder or file of Megatron-Core's routing trace holds; it names its steps, and no tokens."""
+    if options.model is None:
+        raise StoreError(f"{path}: a Megatron trace needs --model, the model's config.json.")
+    if options.token_ids is not None or options.key:
+        raise StoreError(
+            f"{path}: a Megatron trace has no keys and does not say whose tokens it routed: leave --token-ids and --key out."
+        )
+    check_model(options.model)
+    return engines.megatron_trace.decode(path, model=options.model, step=step, layer_numbers=options.layer_numbers)
 
 
 def _from_json(path: Path, options: PayloadOptions) -> RoutingTrace:

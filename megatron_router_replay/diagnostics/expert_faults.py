@@ -20,6 +20,9 @@ Array = npt.NDArray[Any]
 _MIN_NAMED = 6
 """Times that an expert must be named in each half before anything is said of it."""
 
+_EXPLAINED = 0.5
+"""Share of a layer's decisions whose experts must be renamed or kept; the rest may be noise."""
+
 _SAME = 0.9
 """Share of experts that must be renamed alike: a rare expert may be mistaken by chance."""
 
@@ -54,6 +57,10 @@ def find_renaming(a: Array, b: Array, num_experts: int) -> Array | None:
     if twice.sum() + owner_stayed.sum() > renamed.sum() // 8:
         return None
     renaming[twice | (~renamed & (~known | (kept < 0.5)))] = -1
+    # A renaming says of most experts what they are called; one expert that stands beside another by chance does not.
+    named_often = (named + named_again)[known]
+    if named_often[renaming[known] >= 0].sum() < _EXPLAINED * named_often.sum():
+        return None
     return renaming
 
 

@@ -18,12 +18,11 @@ from megatron_router_replay.engines.checks import (
     check_lost_rows,
     check_range,
     explain_repeats,
-    has_repeats,
 )
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.payload import Array
 from megatron_router_replay.engines.rows import SampleRows, check_rows, moe_columns
-from megatron_router_replay.ids import index_dtype, spread_experts
+from megatron_router_replay.ids import has_repeats, index_dtype, spread_experts
 from megatron_router_replay.runs import neighbour_runs
 from megatron_router_replay.trace import RoutingTrace
 

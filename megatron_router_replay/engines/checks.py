@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations
 
 import numpy as np
 
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.payload import Array, Source
 from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.ids import repeated_routes
 
 MIN_CONSTANT_TOKENS = 32
 _LOST_ROW_BITS = 40
-_WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def check_range(
@@ -64,34 +63,11 @@ def check_range(
     )
 
 
-def has_repeats(rows: Array) -> bool:
-    """Return whether a route of rows [rows, layers, topk] names an expert twice; meant for blocks that fit the cache.
-
-    For topk 2, 4 and 8 every id is compared with the one `step` behind it, across the ends of routes too, so that
-    nothing has to be moved; one word holds a route's answers, and those across its end are left out once for all routes.
-    For others the columns become contiguous planes. Both are many times faster than sorting short rows.
-    """
-    topk = rows.shape[2]
-    if topk not in _WORDS:
-        planes = np.ascontiguousarray(rows.reshape(-1, topk).T)
-        return any(bool((planes[step:] == planes[:-step]).any()) for step in range(1, topk))
-    flat = rows.reshape(-1)
-    same = np.zeros(flat.size, np.bool_)
-    for step in range(1, topk):
-        np.equal(flat[step:], flat[:-step], out=same[:-step])
-        answers = np.bitwise_or.reduce(same.view(_WORDS[topk]))
-        if any(answers.tobytes()[: topk - step]):
-            return True
-    return False
-
-
 def explain_repeats(
     rows: Array, *, first_row: int, num_prompt_tokens: int | None, model: ModelRoutingInfo, source: Source
 ) -> PayloadError:
     """Return the error for rows [rows, moe layers, topk] of which at least one names an expert twice."""
-    repeated = np.zeros(rows.shape[:2], np.bool_)
-    for one, other in combinations(range(rows.shape[2]), 2):
-        repeated |= rows[:, :, one] == rows[:, :, other]
+    repeated = repeated_routes(rows)
     zero = repeated & (rows == 0).all(axis=2)
     row, layer = (int(i) for i in np.argwhere(repeated)[0])
     layers = [model.moe_layer_numbers[i] for i in np.flatnonzero(repeated.any(axis=0))]

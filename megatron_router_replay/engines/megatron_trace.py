@@ -128,7 +128,7 @@ def _lines(result: Any, rank: int | None) -> tuple[Iterator[Any], Source]:
             rank = next(iter(found))
         if rank not in found:
             raise PayloadError(
-                f"{_ENGINE}: {path} has the ranks {sorted(found)[:16]}: pass rank=... for one of them."
+                f"{_ENGINE}: {path} has the ranks {sorted(found)[:16]}: pass rank=..., or the file of one of them."
                 if found
                 else f"{_ENGINE}: {path} has no router_trace_rank<N>.jsonl."
             )
@@ -207,8 +207,8 @@ def _layer_numbers(
     if list(layers) not in expected:
         raise source.error(
             f"has the layers {list(layers)}, expected {' or '.join(map(str, expected[: 1 + (expected[0] != expected[-1])]))} "
-            f"for MoE layers {every}. A rank of a pipeline holds a part of them: pass their layer_numbers=...; chunks of an "
-            "interleaved pipeline cannot be told apart."
+            f"for MoE layers {every}. A rank of a pipeline holds a part of them: name these (layer_numbers=..., --layers); "
+            "chunks of an interleaved pipeline cannot be told apart."
         )
     return model.moe_layer_numbers
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Size, Tensor, nn
 
-from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.ids import index_dtype
 from megatron_router_replay.mcore.compat import TOPK_ORDER_FOLLOWS_GRAD
 from megatron_router_replay.mcore.find import FoundRouter
 from megatron_router_replay.mcore.ledger import Ledger, Microbatch
 from megatron_router_replay.mcore.routing_function import is_needed, routing_function
 from megatron_router_replay.mcore.selection import LiveTopk, in_order_of_scores
+from megatron_router_replay.mcore.support import INFERENCE_ROUTERS, inference_refusals
 from megatron_router_replay.recompute import Selection, check_known, recall, remember
 from megatron_router_replay.router_replay import ComputeTopk, check_fits, check_not_captured, gather_topk
 from megatron_router_replay.torch_private import (
@@ -97,6 +98,8 @@ class SessionRouter:
         self._choose = choose
         self._ledger = ledger
         self._routing = type(found.router).routing
+        # A frozen run may generate between its steps: there nothing is queued, and nothing is recomputed.
+        self._must_train = ledger is not None and isinstance(found.router, INFERENCE_ROUTERS)
         self._replaced: Any = None
         self._replaces_function = False
         self._handles: list[Any] = []
@@ -315,6 +318,8 @@ class SessionRouter:
                 f"{self.found}: topk or the router's class changed during the session (topk {self.topk} -> {router.topk}, "
                 f"class {type(router).__name__}). Leave the session first."
             )
+        if self._must_train and (reasons := list(inference_refusals(router))):
+            raise UnsupportedRouterError(f"{self.found}: {reasons[0]}.")
         self._inputs[threading.get_ident()] = (args[0] if args else kwargs["input"]).shape[:-1]
 
     @not_compiled

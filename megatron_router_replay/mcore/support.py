@@ -16,9 +16,10 @@ from megatron_router_replay.mcore.compat import check_version, is_newer_than_tes
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, find_routers
 from megatron_router_replay.mcore.settings import config_refusals, mtp_refusals, untested_version_refusals
 
-# Since 0.17; without the class, no router is an instance.
-_INFERENCE_ROUTERS: tuple[Any, ...] = tuple(filter(None, [getattr(router_module, "InferenceTopKRouter", None)]))
-_KNOWN_ROUTERS = (TopKRouter, *_INFERENCE_ROUTERS)
+INFERENCE_ROUTERS: tuple[Any, ...] = tuple(filter(None, [getattr(router_module, "InferenceTopKRouter", None)]))
+"""Router classes that route in another way in Megatron's inference, since 0.17; before, no router is an instance."""
+
+_KNOWN_ROUTERS = (TopKRouter, *INFERENCE_ROUTERS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +141,7 @@ def refusals(router: nn.Module) -> list[str]:
     changed = [name for name in ("forward", "routing") if _definer(type(router), name) not in _KNOWN_ROUTERS]
     if changed:
         return [f"router class {type(router).__name__} overrides TopKRouter.{' and '.join(changed)}"]
-    reasons = list(_inference_refusals(router))
+    reasons = list(inference_refusals(router))
     reasons += config_refusals(router.config, router)
     if is_newer_than_tested(megatron_version()):
         reasons += untested_version_refusals(router.config, megatron_version())
@@ -152,20 +153,20 @@ def _definer(router_class: type, name: str) -> type:
     return next(each for each in router_class.__mro__ if name in vars(each))
 
 
-def _inference_refusals(router: Any) -> Iterator[str]:
+def inference_refusals(router: Any) -> Iterator[str]:
     """Yield why a router that Megatron's inference uses routes in another way than `TopKRouter` right now.
 
     Source: InferenceTopKRouter.forward of Megatron-Core 0.17.1 (a flag of each router, ignored in training) and of 0.18.2 to
     0.19.2 (`InferenceMode`); with it off, both call TopKRouter.forward.
     """
-    if not isinstance(router, _INFERENCE_ROUTERS):
+    if not isinstance(router, INFERENCE_ROUTERS):
         return
     flag = getattr(router, "is_inference_cuda_graphed_iteration", None)
     active = _inference_mode_is_active() if flag is None else flag and not router.training
     if active:
         yield (
             f"router class {type(router).__name__} routes without the session while Megatron's inference mode is on; "
-            "leave inference mode before the session"
+            "leave it before the session, and do not generate inside"
         )
 
 

@@ -1,9 +1,27 @@
-"""A tiny HybridModel of Megatron-Core 0.18 and later, of attention and MoE layers as its pattern orders them."""
+"""A tiny HybridModel of Megatron-Core 0.18 and later, of Mamba, attention and MoE layers as its pattern orders them."""
 
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from megatron_router_replay.testing.global_parameters import load_global_parameters, random_parameter
 from megatron_router_replay.testing.layout import ParallelLayout
+
+
+class CausalMean(nn.Module):
+    """Stands for the mixer of a MambaLayer: each position becomes the mean of those up to it.
+
+    Megatron-Core's own MambaMixer raises without the package mamba_ssm, whose kernels are written for GPUs.
+    """
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__()
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> tuple[Tensor, None]:
+        """Return [s, b, h] of [s, b, h], and no bias."""
+        count = torch.arange(1, len(hidden_states) + 1, device=hidden_states.device, dtype=hidden_states.dtype)
+        return hidden_states.cumsum(dim=0) / count.view(-1, 1, 1), None
 
 
 def build_tiny_hybrid(
@@ -14,15 +32,17 @@ def build_tiny_hybrid(
     Args:
         config: from `tiny_gpt_config` for the same layout, which is initialised, with num_layers of the pattern.
         layout: parallel sizes; no virtual stages.
-        pattern: `*` is attention, `E` an MoE layer; `|` ends a pipeline stage, `/` begins an MTP layer: `*E|*E/*E`. A GPT
-            model of two layers is `*E*E`.
+        pattern: `*` is attention, `E` an MoE layer, `M` Megatron's MambaLayer around a `CausalMean`; `|` ends a pipeline
+            stage, `/` begins an MTP layer: `*E|ME/*E`. A GPT model of two layers is `*E*E`.
         vocab_size: a multiple of tp_size.
         seed: of the weights.
     """
     from megatron.core import parallel_state
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.multi_token_prediction import (
         MultiTokenPredictionBlock,
@@ -45,6 +65,9 @@ def build_tiny_hybrid(
     experts = TransformerLayerSubmodules(
         pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda
     )
+    mamba = MambaLayerSubmodules(
+        norm=WrappedTorchNorm, mixer=ModuleSpec(module=CausalMean), mamba_bda=get_bias_dropout_add
+    )
     mtp_layer = ModuleSpec(
         module=MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
@@ -58,6 +81,7 @@ def build_tiny_hybrid(
     spec = ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
+            mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
             moe_layer=ModuleSpec(module=TransformerLayer, submodules=experts),
             mtp_block_spec=ModuleSpec(

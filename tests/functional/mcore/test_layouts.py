@@ -9,6 +9,8 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+# From three experts on, the order of the columns shows in sums: in which order a version's top-k names them must not.
+TOP4, TOP6 = {"moe_router_topk": 4}, {"moe_router_topk": 6}
 
 CASES = {
     "single": Case(layout=ParallelLayout()),
@@ -24,11 +26,13 @@ CASES = {
     "ep2-moe": Case(layout=ParallelLayout(ep_size=2), config=MOE),
     "ep2-full-allgather": Case(layout=ParallelLayout(ep_size=2), config=FULL | ALLGATHER),
     "cp2-full": Case(layout=ParallelLayout(cp_size=2), config=FULL),
-    "tp2-ep2-moe": Case(layout=ParallelLayout(tp_size=2, ep_size=2), config=MOE),
-    "pp2-ep2-full": Case(layout=ParallelLayout(pp_size=2, ep_size=2), config=FULL),
-    "pp2-cp2-moe": Case(layout=ParallelLayout(pp_size=2, cp_size=2), config=MOE),
-    "tp2-pp2-ep2-vpp2": Case(layout=ParallelLayout(tp_size=2, pp_size=2, ep_size=2, vp_size=2)),
-    "tp2-pp2-ep2-vpp2-full": Case(layout=ParallelLayout(tp_size=2, pp_size=2, ep_size=2, vp_size=2), config=FULL),
+    "tp2-ep2-moe": Case(layout=ParallelLayout(tp_size=2, ep_size=2), config=MOE | TOP4),
+    "pp2-ep2-full": Case(layout=ParallelLayout(pp_size=2, ep_size=2), config=FULL | TOP4),
+    "pp2-cp2-moe": Case(layout=ParallelLayout(pp_size=2, cp_size=2), config=MOE | TOP4),
+    "tp2-pp2-ep2-vpp2": Case(layout=ParallelLayout(tp_size=2, pp_size=2, ep_size=2, vp_size=2), config=TOP6),
+    "tp2-pp2-ep2-vpp2-full": Case(
+        layout=ParallelLayout(tp_size=2, pp_size=2, ep_size=2, vp_size=2), config=FULL | TOP4
+    ),
 }
 
 

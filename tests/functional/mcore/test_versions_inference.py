@@ -1,5 +1,7 @@
 """Megatron's own inference, since 0.17: its recorder under install(), and its routers in models that are trained."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelLayout
-from tests.functional.mcore.cases import MEGATRON, Case, build, moe_routers, run, same, watched
+from tests.functional.mcore.cases import MEGATRON, Case, build, moe_routers, random_routes, run, same, watched
 
 pytestmark = pytest.mark.skipif(
     MEGATRON < (0, 17), reason="Megatron-Core records routes in inference, with routers of its own, since 0.17"
@@ -191,6 +193,62 @@ def test_inference_routers_are_refused_while_inference_mode_is_on(workers_1):
     else:
         assert messages["off"] == "started"
         assert refused in messages["on"]
+
+
+@contextmanager
+def inference_switched_on(model: Any) -> Iterator[None]:
+    """Megatron's inference mode, without the compiler that its routers call there."""
+    with torch.compiler.set_stance("force_eager"):
+        if MEGATRON < (0, 18):
+            for router in moe_routers([model]):
+                router.set_inference_cuda_graphed_iteration()
+            model.eval()
+            yield
+            return
+        from megatron.core.inference.utils import InferenceMode
+
+        with InferenceMode.active():
+            yield
+
+
+def switched_on_inside(kind: str) -> str:
+    """Switch inference mode on inside a session, and route as an engine's step does: tokens alone, no sequences."""
+    case = Case(layout=SINGLE)
+    config, (model,), _ = build(case)
+    router = moe_routers([model])[0]
+    for each in moe_routers([model]):
+        as_inference_router(each)
+    rows, hidden = torch.arange(6).view(1, 6), torch.randn(6, 1, config.hidden_size)
+    routes = random_routes(6, 4, config.moe_router_topk, config.num_moe_experts)
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1, 2, 3, 4], num_experts=config.num_moe_experts)
+    with inference_switched_on(model), torch.no_grad():
+        plain = router(hidden)[1]
+    model.train()
+    session = {
+        "record": mrr.record,
+        "replay": lambda chunks: mrr.replay(chunks, trace),
+        "freeze": mrr.freeze_recompute,
+    }[kind](model)
+    try:
+        if kind != "freeze":
+            session.microbatch(rows, model)
+        with inference_switched_on(model), torch.no_grad():
+            return "as without" if torch.equal(router(hidden)[1], plain) else "routed otherwise"
+    except mrr.RouterReplayError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        session._detach()
+
+
+@pytest.mark.parametrize("kind", ["record", "replay"])
+def test_inference_mode_that_is_switched_on_inside_a_session_raises(kind, workers_1):
+    (said,) = workers_1.run(switched_on_inside, kind)
+    assert said.startswith("UnsupportedRouterError: layer 1 (decoder.layers.0.mlp.router): router class")
+    assert "InferenceTopKRouter routes without the session while Megatron's inference mode is on" in said
+
+
+def test_a_frozen_run_may_generate_between_its_steps(workers_1):
+    assert workers_1.run(switched_on_inside, "freeze") == ["as without"]
 
 
 def changed_inference_router() -> str:

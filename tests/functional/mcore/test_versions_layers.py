@@ -74,6 +74,26 @@ def test_a_gpt_model_that_became_a_hybrid_one_routes_in_layers_2_4_6(recompute, 
 
 
 @needs_hybrid
+@pytest.mark.parametrize("recompute", [{}, FULL], ids=["none", "full"])
+def test_mamba_layers_count_as_layers_and_have_no_routes(recompute, workers_1):
+    case = Case(layout=SINGLE, config=recompute | {"moe_router_topk": 4})
+    (result,) = workers_1.run(hybrid_replay, case, "MEM*EME")
+    assert result["numbers"] == result["recorded layers"] == (2, 5, 7)
+    assert result["record_is_live"]
+    assert result["replay_is_live"]
+    assert result["watched"] == {"forward": [2, 5, 7], "recompute": [2, 5, 7] if recompute else []}
+    assert result["wrong"] == 0
+
+
+@needs_hybrid
+def test_over_stages_mamba_layers_count_too(workers_2):
+    first, second = workers_2.run(hybrid_replay, Case(layout=PP2), "MEM*|MEME")
+    assert first["numbers"] == second["numbers"] == (2, 6, 8)
+    assert (first["recorded layers"], second["recorded layers"]) == ((2,), (6, 8))
+    assert first["wrong"] == second["wrong"] == 0
+
+
+@needs_hybrid
 def test_over_stages_every_rank_knows_the_layers_of_the_whole_hybrid_model(workers_2):
     first, second = workers_2.run(hybrid_replay, Case(layout=PP2, config=FULL), "*E*E|*EE")
     assert first["numbers"] == second["numbers"] == (2, 4, 6, 7)
@@ -229,6 +249,15 @@ def test_a_trace_without_a_layer_or_with_a_dense_one_is_refused(workers_1):
     for text in said[3:]:
         assert "The model routes in as many layers, [2, 4]" in text
         assert "trace.renumber(dict(zip(trace.layer_numbers, mcore.layer_numbers_of(model))))" in text
+
+
+@needs_hybrid
+def test_routes_for_a_mamba_layer_are_refused(workers_1):
+    traces = [([2, 5, 7], False), ([1, 2, 5, 7], False), ([1, 2, 3], False)]
+    (said,) = workers_1.run(checked_traces, Case(layout=SINGLE), "MEM*EME", traces)
+    assert said[0] == FINE
+    assert "routes for layer 1, but that layer of the model is dense" in said[1]
+    assert "The model routes in as many layers, [2, 5, 7]" in said[2]
 
 
 @needs_hybrid

@@ -399,7 +399,7 @@ def _(pair: Pair) -> Named:
 @fault("two experts exchanged in one layer")
 def _(pair: Pair) -> Named:
     layer = pair.b[:, 7].clone()
-    one, other = layer.flatten().bincount(minlength=32).topk(4).indices[[1, 3]].tolist()
+    one, other = layer.flatten().bincount(minlength=pair.shape.num_experts).topk(4).indices[[1, 3]].tolist()
     pair.b[:, 7] = torch.where(layer == one, other, torch.where(layer == other, one, layer))
     low, high = sorted((one, other))
     return Named("experts_relabelled", layers=(9,), words=f"in layer 9 experts {low} and {high} of b are exchanged")
@@ -440,13 +440,13 @@ def _(pair: Pair) -> Named:
 @fault("constant rows: a stretch of fillers")
 def _(pair: Pair) -> Named:
     pair.b[400:440] = torch.arange(pair.shape.topk)
-    return Named("rows_stuck", layers=(), rows=(400, 439), words="[0, 1, 2, 3]")
+    return Named("rows_stuck", layers=(), rows=(400, 439), words="[0, 1, 2, 3")
 
 
 @fault("one layer constant")
 def _(pair: Pair) -> Named:
     pair.b[:, 3] = torch.arange(pair.shape.topk)
-    return Named("layer_constant", layers=(5,), words="layer 5 of b sends every token to the same experts [0, 1, 2, 3]")
+    return Named("layer_constant", layers=(5,), words="layer 5 of b sends every token to the same experts [0, 1, 2, 3")
 
 
 @fault("one layer constant in one sample")

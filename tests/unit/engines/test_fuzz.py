@@ -25,7 +25,8 @@ from tests.unit.engines.engine_payloads import int32_base64, npy_base64, routes,
 pytestmark = pytest.mark.slow
 
 INPUTS = 700_000
-"""Payloads of this file; together with those of the store's 1,000,000. Scale it to run longer or shorter."""
+"""Payloads of this file, beside the 650,000 files and envelopes of `tests/unit/store/test_fuzz.py`. Scale it to run longer
+or shorter."""
 
 WIRE, JSON, STRUCTURE, ANY, LINES = (INPUTS * share // 100 for share in (40, 25, 20, 10, 5))
 MAX_CASE_SECONDS = 2.0
