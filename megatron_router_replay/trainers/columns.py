@@ -76,8 +76,6 @@ class Columns:
         pairs = [(c, number) for c, number in enumerate(layer_numbers) if number in moe or number > last]
         numbers = tuple(number for _, number in pairs)
         wanted = numbers if here is None else tuple(here)
-        if here is None and layer_numbers is not None:
-            wanted = numbers
         missing = [number for number in wanted if number not in numbers]
         if missing:
             raise LayoutError(f"routed_experts have no column of layer {missing[0]}; layers: {list(layer_numbers)}.")
@@ -106,6 +104,7 @@ def columns_of(num_columns: int, model: Any, layer_numbers: Sequence[int] | None
         return model, Columns.of(num_columns, model, layer_numbers=layer_numbers)
     from megatron_router_replay.mcore import find_routers  # needs Megatron-Core
     from megatron_router_replay.mcore.find import as_chunks
+    from megatron_router_replay.mcore.layers import check_trace_layers
 
     info = ModelRoutingInfo.of_model(model)
     named = set(layer_numbers or ())
@@ -115,4 +114,6 @@ def columns_of(num_columns: int, model: Any, layer_numbers: Sequence[int] | None
         for found in find_routers(chunk)
         if not found.is_mtp or found.layer_number in named
     )
-    return info, Columns.of(num_columns, info, here=here, layer_numbers=layer_numbers)
+    columns = Columns.of(num_columns, info, here=here, layer_numbers=layer_numbers)
+    check_trace_layers(columns.numbers, model)  # on all columns: a deeper model's would go unseen in this rank's alone
+    return info, columns

@@ -143,9 +143,10 @@ class TokenLayout:
         moved = [part.to(self.device) for part in parts]
         if self.like is None:
             return moved
-        if self.like.layout is torch.jagged and self.like.lengths() is None:
+        like: Any = self.like  # torch's stubs know of no nested tensor
+        if like.layout is torch.jagged and like.lengths() is None:
             # The same offsets, not equal ones: torch computes with two nested tensors only if they share them.
-            return torch.nested.nested_tensor_from_jagged(torch.cat(moved), offsets=self.like.offsets())
+            return torch.nested.nested_tensor_from_jagged(torch.cat(moved), offsets=like.offsets())
         return torch.nested.as_nested_tensor(moved, layout=self.like.layout)
 
 

@@ -26,20 +26,18 @@ def packed(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
     Raises:
         LayoutError: it returns no integers, or numbers that are no rows or a row twice: it fills with another number than 0.
     """
-    # A bool or a byte would overflow on the way, and a packer keeps the dtype.
-    shifted: Any = [part.to(torch.int64) + 1 for part in rows] if is_list(rows) else rows.to(torch.int64) + 1  # type: ignore[union-attr]
+    # Widened first, for a packer keeps the dtype.
+    shifted: Any = [_wide(part) + 1 for part in rows] if is_list(rows) else _wide(rows) + 1
     values = pack(shifted)
-    if (
-        not isinstance(values, Tensor)
-        or values.is_floating_point()
-        or values.is_complex()
-        or values.dtype is torch.bool
-    ):
+    is_integer = isinstance(values, Tensor) and not (
+        values.is_floating_point() or values.is_complex() or values.dtype is torch.bool
+    )
+    if not is_integer:
         what = f"{values.dtype}" if isinstance(values, Tensor) else type(values).__name__
         raise LayoutError(f"the packer must return the packed rows as an integer tensor, got {what}.")
-    flat = as_flat(values)
+    flat = _flat(values)
     found = flat[flat != 0].to(torch.int64)
-    given = as_flat(shifted).to(found.device)
+    given = _flat(shifted).to(found.device)
     given = given[given != 0]
     foreign = found[~torch.isin(found, given)]
     if foreign.numel():
@@ -47,8 +45,8 @@ def packed(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
             f"the packer returned {int(foreign[0]) - 1}, which is none of the micro-batch's rows ({foreign.numel()} such "
             "positions): it must fill with 0, not with a padding token, and keep integers as they are."
         )
-    once, count = found.unique(return_counts=True)
-    if bool((count > 1).any()) and given.unique().numel() == given.numel():
+    once, count = torch.unique(found, return_counts=True)
+    if bool((count > 1).any()) and torch.unique(given).numel() == given.numel():
         at = int(count.argmax())
         raise LayoutError(
             f"the packer returned row {int(once[at]) - 1} {int(count[at])} times: it must fill with 0, not with that number."
@@ -56,7 +54,11 @@ def packed(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
     return values.to(torch.int64) - 1
 
 
-def as_flat(values: Container) -> Tensor:
+def _wide(rows: Any) -> Tensor:
+    return torch.as_tensor(rows).to(torch.int64)
+
+
+def _flat(values: Container) -> Tensor:
     """Return all values of a container, [n]."""
     if isinstance(values, Tensor) and not values.is_nested:
         return values.reshape(-1)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout import check_rows
 from megatron_router_replay.layout import number_rows as rows_of_lengths
-from megatron_router_replay.trainers.containers import Container, TokenLayout, is_list
+from megatron_router_replay.trainers.containers import Container, TokenLayout
 
 if TYPE_CHECKING:
     from megatron_router_replay.mcore import RecordSession
@@ -42,15 +42,18 @@ def recorded(
     like: Any,
     attention_mask: Any = None,
     lengths: Any = None,
+    rows: Any = None,
     groups: Sequence[dist.ProcessGroup] | None = None,
 ) -> Container:
     """Return what a recording has of a batch, whole on every rank that shares the batch, in the container of its tokens.
 
-    A collective over `groups`. The rows that were recorded are those of `number_rows` for the same tokens.
+    A collective over `groups`.
 
     Args:
         session: the recording, after its `with` block.
         like, attention_mask, lengths: the tokens, as for `number_rows`.
+        rows: of these tokens, in their container; None: those of `number_rows`. Give them where a batch was numbered before
+            it was split over data-parallel ranks.
         groups: the groups over which the batch's tokens and layers are spread; None: Megatron's tensor-, context- and
             pipeline-parallel groups. Not the data-parallel one, whose ranks number other tokens from 0.
 
@@ -68,22 +71,25 @@ def recorded(
     layout = TokenLayout.of(like, attention_mask=attention_mask, lengths=lengths)
     if groups is None:
         groups = model_parallel_groups()
-    num_tokens = layout.num_tokens
+    at = torch.arange(layout.num_tokens) if rows is None else _flat(layout.split(rows, "rows")).to(torch.int64)
+    if at.numel() and int(at.min()) < 0:
+        raise LayoutError("rows hold a token with row -1, whose routes were not recorded.")
+    length = int(at.max()) + 1 if at.numel() else 0
     # gather() without groups is one over the whole job.
-    trace = session.gather(*groups, num_tokens=num_tokens) if groups else session.trace(num_tokens=num_tokens)
-    missing = (~trace.replay_mask).nonzero()[:, 0]
+    trace = session.gather(*groups, num_tokens=length) if groups else session.trace(num_tokens=length)
+    missing = (~trace.replay_mask[at]).nonzero()[:, 0]
     if missing.numel():
         sample, position = _place(int(missing[0]), layout.lengths)
         raise ReplayStateError(
-            f"{missing.numel()} of {num_tokens} tokens were recorded nowhere, the first is token {position} of sample "
+            f"{missing.numel()} of {layout.num_tokens} tokens were recorded nowhere, the first is token {position} of sample "
             f"{sample}: was each micro-batch forwarded, with its routing_rows, and are all ranks that share the batch in "
             "the groups?"
         )
-    if trace.token_ids is not None and (is_list(like) or like is not None):
-        tokens = _flat(layout.split(like, "like"))
-        check_rows(torch.arange(num_tokens).unsqueeze(0), tokens.unsqueeze(0), token_ids=trace.token_ids)
-    parts = list(trace.topk_indices.cpu().split(list(layout.lengths)))
-    return layout.join(parts, fill=0)
+    if trace.token_ids is not None:
+        check_rows(at.unsqueeze(0), _flat(layout.split(like, "like")).unsqueeze(0), token_ids=trace.token_ids)
+    indices = trace.topk_indices.cpu()
+    parts = torch.split(indices if rows is None else indices[at], list(layout.lengths))
+    return layout.join(list(parts), fill=0)
 
 
 def _place(row: int, lengths: Sequence[int]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -29,8 +29,12 @@ from megatron_router_replay.trainers.containers import Container, TokenLayout, a
 _BLOCK_BYTES = 2 << 20
 """What one step of a check reads, in bytes."""
 
-_LOST_ROW_BITS = 40
-"""A row of zeros of a topk = 1 model is lost where a balanced router would send one in 2 ** 40 tokens."""
+_FILLER_BITS = 40
+"""A row that is the same in every layer is filler where balanced routers would choose one in 2 ** 40 tokens."""
+
+
+LastRow = Literal["live", "replayed", "as_given"]
+"""What to take a sample's last row for, where it has as many rows as tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +44,8 @@ class Routes:
     Args:
         trace: one row a token, samples behind one another, with this rank's MoE layers; on the CPU.
         rows: the row of each token, int64, in the container and shape of the tokens; -1 on padding and nowhere else.
-        num_absent: tokens that the trainer says have no route, -1 or `routed`; last tokens do not count.
+        num_absent: tokens without a route: filler (-1, or the same ids in every layer), or not in `routed`; last tokens
+            do not count.
         num_lost: tokens whose routes name an expert twice: the engine lost them. 0 unless missing="live".
     """
 
@@ -58,7 +63,7 @@ def take_routes(
     attention_mask: Any = None,
     lengths: Any = None,
     routed: Any = None,
-    last_row: Literal["live", "replayed"] = "live",
+    last_row: LastRow = "live",
     missing: Literal["raise", "live"] = "raise",
     layer_numbers: Sequence[int] | None = None,
     weight_version: Any = None,
@@ -80,9 +85,13 @@ def take_routes(
             ones of each sample. Others are routed live, whatever the container holds there. No loss mask: prompts are
             routed too.
         last_row: what a sample's last row is where it has as many rows as tokens. "live": filler, for an engine has no
-            route of the token that it sampled last. "replayed": a route, as of a recording; every sample then has one.
-        missing: a token (but the last) without a route: a row of -1, or one that names an expert twice, which is lost
-            data. "raise", or "live": the live router decides it, on every rank and in every layer, and it is counted.
+            route of the token that it sampled last; a route there raises, for then all rows may be one too late.
+            "replayed": a route, as of a recording; every sample must have one. "as_given": either, for samples that were
+            cut after they were generated; nothing then tells rows that are shifted.
+        missing: a token (but the last) without a route: a row of -1, one that has the same ids in every layer, such as
+            0, 1, 2, ..., which trainers use as filler (where no router would choose it in 2 ** 40 tokens), or one that
+            names an expert twice, which is lost data. "raise", or "live": the live router decides it, on every rank and in
+            every layer, and it is counted.
         layer_numbers: Megatron's layer_number of each entry of the layer axis, 0 for one that is left out unread; None:
             all layers of the model or its MoE layers alone, by their number.
         weight_version: of the weights that chose the routes: an int, or one a sample.
@@ -95,10 +104,8 @@ def take_routes(
         LayoutError: containers, shapes or layers do not fit; names the sample.
         PayloadError: rows that no router can have chosen, or that are missing; names the sample and its row.
     """
-    if last_row not in ("live", "replayed") or missing not in ("raise", "live"):
-        raise LayoutError(
-            f"last_row={last_row!r}, missing={missing!r}: use 'live' or 'replayed', and 'raise' or 'live'."
-        )
+    if last_row not in get_args(LastRow) or missing not in ("raise", "live"):
+        raise LayoutError(f"last_row={last_row!r}, missing={missing!r}: see the docstring for what they may be.")
     layout = TokenLayout.of(tokens, attention_mask=attention_mask, lengths=lengths)
     samples = _samples(routed_experts, layout)
     shape = samples[0].rows.shape if samples else (0, 0, 0)
@@ -256,9 +263,11 @@ class _Reader:
             num_experts=info.num_experts,
             topk=info.topk,
         )
-        self._last_replayed, self._may_miss = last_row == "replayed", missing == "live"
+        self._last_row, self._may_miss = last_row, missing == "live"
         self._allow_constant = allow_constant_layers
-        self._zero_is_lost = info.topk == 1 and len(columns.moe) * math.log2(info.num_experts) >= _LOST_ROW_BITS
+        of_layer = sum(math.log2(info.num_experts - i) for i in range(info.topk))
+        self._constant_is_filler = (len(columns.moe) - 1) * of_layer >= _FILLER_BITS
+        self._first_is_filler = len(columns.moe) * of_layer >= _FILLER_BITS
 
     def read(
         self, i: int, sample: _Sample, length: int, routed: Array | None, ids: Array | None, out: Array, mask: Array
@@ -269,24 +278,20 @@ class _Reader:
             LayoutError, PayloadError: see `take_routes`.
         """
         rows, padding = sample.rows, sample.padding
-        if self._last_replayed:
-            if len(rows) != length:
-                raise LayoutError(
-                    f"sample {i} has {len(rows)} rows of routes for {length} tokens; with last_row='replayed' there is one "
-                    "a token."
-                )
+        end = max(length - 1, 0)
+        if self._last_row == "replayed" and len(rows) != length:
+            raise LayoutError(
+                f"sample {i} has {len(rows)} rows of routes for {length} tokens; with last_row='replayed' there is one a "
+                "token."
+            )
+        if len(rows) > end and self._last_is_route(i, rows):
             end = length
-        else:
-            end = max(length - 1, 0)
-            for row in rows[end:]:
-                self._check_last(i, row, rows[end - 1] if end else None)
         if len(padding) and not self._is_filler(padding[:, self._moe]).all():
             raise LayoutError(
                 f"sample {i} has routes on {int((~self._is_filler(padding[:, self._moe])).sum())} positions that hold no "
                 "token: are the routes padded on another side than the tokens, or is the attention mask another one?"
             )
         body = rows[:end]
-        self._check_filler_columns(i, body)
         wanted = np.ones(end, np.bool_) if routed is None else routed[:end]
         self.num_absent += end - int(wanted.sum())
         step = max(1, _BLOCK_BYTES // max(1, self._columns.num_columns * self._info.topk * body.itemsize))
@@ -295,6 +300,7 @@ class _Reader:
             values = body[part][:, self._moe]
             mask[part] = self._genuine(i, values, wanted[part], start)
             out[part] = values[:, self._here]
+        self._check_filler_columns(i, body, mask[:end])
         if not self._allow_constant and end:
             valid = mask[:end]
             all_valid = bool(valid.all())
@@ -309,53 +315,70 @@ class _Reader:
 
     def _genuine(self, i: int, values: Array, wanted: Array, first_row: int) -> Array:
         """Return which rows [rows] bool hold a route; values are [rows, MoE layers, topk]."""
-        genuine = wanted.copy()
-        if values.dtype.kind == "i" and values.size and int(values.min()) < 0:
-            absent = wanted & (values == -1).all(axis=(1, 2))
-            genuine &= ~absent
-            self.num_absent += self._missing(i, absent, first_row, "are -1: they have no route")
-        looked_at = values if genuine.all() else values[genuine]
-        fault = find_invalid_routes(looked_at, num_experts=self._info.num_experts)
+        genuine = wanted & ~self._is_absent(values)
+        self.num_absent += self._missing(i, wanted & ~genuine, first_row, "are filler: they have no route")
+        fault = find_invalid_routes(values if genuine.all() else values[genuine], num_experts=self._info.num_experts)
+        if fault is None:
+            return genuine
+        at, invalid = np.flatnonzero(genuine), fault.invalid.any(axis=1)
+        first = int(np.flatnonzero(invalid)[0])
+        described = fault.describe(self._columns.numbers, first_row=first_row + int(at[first]) - first)
+        if fault.cause == "outside":
+            raise PayloadError(
+                f"sample {i}: {described} Are they of another model, or physical ids of an engine under expert load "
+                "balancing?"
+            )
         lost = np.zeros(len(values), np.bool_)
-        if fault is not None:
-            at = np.flatnonzero(genuine)
-            first = int(np.flatnonzero(fault.invalid.any(axis=1))[0])
-            if fault.cause == "outside" or not self._may_miss:
-                raise PayloadError(
-                    f"sample {i}: {fault.describe(self._columns.numbers, first_row=first_row + int(at[first]) - first)} "
-                    + (
-                        "Lost data is sent as zeros: did the engine or the way here drop them? missing='live' lets the live "
-                        "router decide such tokens, and counts them."
-                        if fault.cause == "repeated"
-                        else "Are they of another model, or physical ids of an engine under expert load balancing?"
-                    )
-                )
-            lost[at] = fault.invalid.any(axis=1)
-        elif self._zero_is_lost:
-            lost = genuine & ~values.any(axis=(1, 2))
-        self.num_lost += self._missing(i, lost, first_row, "name an expert twice or are all zero: they were lost")
+        lost[at[invalid]] = True
+        self.num_lost += self._missing(i, lost, first_row, f"name an expert twice: they were lost ({described})")
         return genuine & ~lost
 
+    def _is_absent(self, values: Array) -> Array:
+        """Return which rows [rows] bool are marked as having no route."""
+        absent = np.zeros(len(values), np.bool_)
+        if not values.size:
+            return absent
+        if values.dtype.kind == "i" and int(values.min()) < 0:
+            absent |= (values == -1).all(axis=(1, 2))
+        if self._first_is_filler:
+            absent |= (values == np.arange(values.shape[2])).all(axis=(1, 2))
+        if self._constant_is_filler:
+            # Two layers alone first: they tell nearly all genuine rows.
+            alike = np.flatnonzero((values[:, 0] == values[:, -1]).all(axis=1))
+            absent[alike] |= (values[alike] == values[alike, :1]).all(axis=(1, 2))
+        return absent
+
     def _missing(self, i: int, rows: Array, first_row: int, what: str) -> int:
+        """Return how many rows these are; raise if there are any and none may be missing."""
         count = int(rows.sum())
         if count and not self._may_miss:
             raise PayloadError(
-                f"sample {i}: rows {first_row + int(rows.argmax())} and {count - 1} more {what}. Did the engine or the way "
-                "here drop them? missing='live' lets the live router decide such tokens, and counts them."
+                f"sample {i}: {count} rows from row {first_row + int(rows.argmax())} on {what}. Did the engine or the "
+                "way here drop them? missing='live' lets the live router decide such tokens, and counts them; routed= names "
+                "tokens that rightly have no route."
             )
         return count
 
-    def _check_last(self, i: int, row: Array, before: Array | None) -> None:
-        """Raise if what should be filler behind the last route is a route itself: then every row may be shifted by one."""
-        values = row[None, self._moe] if isinstance(self._moe, slice) else row[self._moe][None]
-        repeats = before is not None and bool((before == row).all())
-        if not repeats and not self._is_filler(values).all():
-            raise LayoutError(
-                f"sample {i} has as many rows of routes as tokens, and the last one is a route, "
-                f"{values[0, 0].tolist()} in layer {self._columns.numbers[0]}. An engine has none of the token that it "
-                "sampled last: is there a row too much in front, or a token too few? A recording's rows, or an engine's that "
-                "fed back its last token, take last_row='replayed'."
-            )
+    def _last_is_route(self, i: int, rows: Array) -> bool:
+        """Return whether the row of the last token is to be replayed.
+
+        Raises:
+            LayoutError: it should be filler and is a route: then every row may be shifted by one.
+        """
+        if self._last_row == "replayed":
+            return True
+        last = rows[-1:, self._moe]
+        repeats = len(rows) > 1 and bool((rows[-2] == rows[-1]).all())
+        if repeats or self._is_filler(last).all():
+            return False
+        if self._last_row == "as_given":
+            return True
+        raise LayoutError(
+            f"sample {i} has as many rows of routes as tokens, and the last one is a route, {last[0, 0].tolist()} in layer "
+            f"{self._columns.numbers[0]}. An engine has none of the token that it sampled last: is there a row too much in "
+            "front, or a token too few? A recording's rows take last_row='replayed'; samples that were cut after they were "
+            "generated, 'as_given'."
+        )
 
     def _is_filler(self, values: Array) -> Array:
         """Return which rows of [rows, MoE layers, topk] are no routes: -1, an expert twice, or the same in every layer."""
@@ -367,11 +390,13 @@ class _Reader:
         first = np.arange(values.shape[2])
         return np.asarray(filler | (values == first).all(axis=(1, 2)))
 
-    def _check_filler_columns(self, i: int, body: Array) -> None:
+    def _check_filler_columns(self, i: int, body: Array, genuine: Array) -> None:
+        """Raise if a dense layer has routes in a row that has one, whose layers are then shifted."""
         for column in self._columns.filler:
             values = body[:, column]
-            if values.size and not ((values == 0).all() or (values == -1).all()):
-                row = int(((values != 0) & (values != -1)).any(axis=1).argmax())
+            wrong = ((values != 0) & (values != -1)).any(axis=1) & genuine
+            if wrong.any():
+                row = int(wrong.argmax())
                 raise LayoutError(
                     f"sample {i}: column {column} of the layer axis is a dense layer of the model, but row {row} holds "
                     f"{values[row].tolist()} there, not filler (0 or -1). Has the axis MoE layers in front and filler "
