@@ -1,7 +1,7 @@
 """How trainers lay out a micro-batch's tokens, each rebuilt from its description; every one fills with 0.
 
 nemo_rl     NVIDIA-NeMo/RL 7ea279ab, megatron/data.py: padded on the right with lengths; packed one behind the other,
-            each to a multiple, the last one to the end of a row of fixed size; zigzag over context-parallel ranks, each by itself
+            each to a multiple, the last one to the end of a row of fixed size; each by itself zigzag
 skyrl       NovaSky-AI/SkyRL a9564572, megatron_utils.py: padded on the left with a mask; packed, each to a multiple, or
             moved to the left of a shorter batch
 slime       THUDM/slime 624b824a, megatron_utils/data.py: a list; each split zigzag, padded for that alone; then one row,
