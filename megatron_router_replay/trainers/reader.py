@@ -139,9 +139,11 @@ class SampleReader:
         if self._first_is_filler:
             absent |= (values == np.arange(values.shape[2])).all(axis=(1, 2))
         if self._constant_is_filler:
-            # Two layers alone first: they tell nearly all genuine rows.
+            # Two layers alone first: they tell nearly all genuine rows. Ids that come twice are no filler but lost data.
             alike = np.flatnonzero((values[:, 0] == values[:, -1]).all(axis=1))
-            absent[alike] |= (values[alike] == values[alike, :1]).all(axis=(1, 2))
+            ids = np.sort(values[alike, 0], axis=1)
+            distinct = (ids[:, 1:] != ids[:, :-1]).all(axis=1)
+            absent[alike] |= distinct & (values[alike] == values[alike, :1]).all(axis=(1, 2))
         return absent
 
     def _missing(self, i: int, rows: Array, first_row: int, what: str) -> int:

@@ -188,7 +188,7 @@ def test_where_the_tokens_are_must_be_said_once():
         take_routes(routes, INFO, tokens=nested(token_ids()), lengths=[5, 2, 8])
     with pytest.raises(LayoutError, match="attention_mask must be"):
         take_routes(routes, INFO, attention_mask=torch.ones(3, 1, 9, 9))
-    with pytest.raises(LayoutError, match="of one packed row"):
+    with pytest.raises(LayoutError, match="Of one packed row"):
         take_routes(routes, INFO, tokens=torch.cat(token_ids()))
 
 
