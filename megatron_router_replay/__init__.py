@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_router_replay.errors import RouterReplayError
 
 if TYPE_CHECKING:
-    from megatron_router_replay import capture, diagnostics, engines, layout, mcore, store, transport
+    from megatron_router_replay import capture, diagnostics, engines, layout, mcore, store, trainers, transport
     from megatron_router_replay.diagnostics import diff_traces
     from megatron_router_replay.mcore import (
         attach,
@@ -54,6 +54,7 @@ _LAZY = {
     "replay": "mcore",
     "save_trace": "store",
     "store": "store",
+    "trainers": "trainers",
     "transport": "transport",
     "uninstall": "mcore",
 }
@@ -82,6 +83,7 @@ __all__ = [
     "replay",
     "save_trace",
     "store",
+    "trainers",
     "transport",
     "uninstall",
 ]

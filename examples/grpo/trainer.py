@@ -6,7 +6,6 @@ What router replay adds to a trainer are the lines marked "# replay".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,28 +137,32 @@ class Trainer:
         Returns:
             Metrics; those of the session under `router_replay/`.
         """
+        if trace is None:
+            return self._train(batch)
+        with mrr.replay(self.models, trace) as session:  # replay
+            metrics = self._train(batch)
+        return metrics | session.report.metrics()
+
+    def _train(self, batch: RolloutBatch) -> dict[str, float]:
+        """Train on a rollout in several gradient steps; replay on or off."""
         sums = torch.zeros(4)
         norms = []
-        with mrr.replay(self.models, trace) if trace is not None else nullcontext() as session:  # replay
-            for chosen in self.settings.gradient_steps():
-                for chunk in self.chunks:
-                    chunk.zero_grad_buffer()
-                self.optimizer.zero_grad()
-                for part in self._run(self.chunks, self.microbatches(batch, chosen), self._loss):
-                    sums += part
-                successful, norm, _ = self.optimizer.step()
-                assert successful, "fp32 has no loss scale to skip a step"
-                norms.append(float(norm))
+        for chosen in self.settings.gradient_steps():
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            for part in self._run(self.chunks, self.microbatches(batch, chosen), self._loss):
+                sums += part
+            successful, norm, _ = self.optimizer.step()
+            assert successful, "fp32 has no loss scale to skip a step"
+            norms.append(float(norm))
         tokens, loss, clipped, kl = self._summed(sums).tolist()
-        metrics = {
+        return {
             "loss": loss / tokens,
             "clipped_share": clipped / tokens,
             "reference_kl": kl / tokens,
             "grad_norm": sum(norms) / len(norms),
         }
-        if session is not None:
-            metrics |= session.report.metrics()
-        return metrics
 
     def _loss(self, microbatch: Microbatch, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mask = microbatch["loss_mask"]

@@ -9,8 +9,9 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, TraceError
-from megatron_router_replay.mcore.find import as_chunks, find_routers, unwrap
+from megatron_router_replay.mcore.find import as_chunks, check_has_experts, find_routers, unwrap
 from megatron_router_replay.mcore.patterns import main_pattern, moe_layers_of_pattern, mtp_pattern, num_decoder_layers
 
 
@@ -41,6 +42,28 @@ def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int
             f"{sorted(here)}. It was built from a spec that does not follow its config; name its layers yourself."
         )
     return numbers
+
+
+def routing_info(model_chunks: nn.Module | Sequence[nn.Module]) -> ModelRoutingInfo:
+    """Return what the routes of the whole model depend on; `ModelRoutingInfo.of_model`.
+
+    Args:
+        model_chunks: the model or its chunks on this rank, wrapped or not; of any pipeline stage.
+
+    Raises:
+        LayoutError: as `layer_numbers_of`; or the model has no experts.
+    """
+    chunks = as_chunks(model_chunks)
+    check_has_experts(chunks, [find_routers(chunk) for chunk in chunks])
+    numbers = layer_numbers_of(chunks)
+    model = unwrap(chunks[0])
+    config: Any = model.config
+    return ModelRoutingInfo(
+        num_layers=num_decoder_layers(model),
+        moe_layer_numbers=numbers,
+        num_experts=config.num_moe_experts,
+        topk=config.moe_router_topk,
+    )
 
 
 def check_trace_layers(

@@ -141,7 +141,11 @@ def refusals(router: nn.Module) -> list[str]:
     changed = [name for name in ("forward", "routing") if _definer(type(router), name) not in _KNOWN_ROUTERS]
     if changed:
         return [f"router class {type(router).__name__} overrides TopKRouter.{' and '.join(changed)}"]
-    reasons = list(inference_refusals(router))
+    # A method put on the module itself hides the class's; slime's DeepEP bridge replaces `routing` so.
+    replaced = [name for name in ("forward", "routing") if name in vars(router)]
+    if replaced:
+        return [f"TopKRouter.{' and '.join(replaced)} was replaced on this module by {vars(router)[replaced[0]]!r}"]
+    reasons = list(inference_refusals(router)) + list(_foreign_dispatch_refusals(router))
     reasons += config_refusals(router.config, router)
     if is_newer_than_tested(megatron_version()):
         reasons += untested_version_refusals(router.config, megatron_version())
@@ -151,6 +155,19 @@ def refusals(router: nn.Module) -> list[str]:
 def _definer(router_class: type, name: str) -> type:
     """Return the class of an MRO that defines a method."""
     return next(each for each in router_class.__mro__ if name in vars(each))
+
+
+def _foreign_dispatch_refusals(router: Any) -> Iterator[str]:
+    """Yield why what the dispatcher sends is not what the router chose.
+
+    Source: slime 624b824a, routing_replay.register_ordered_topk_capture and alignment.deepgemm_moe_forward: the bridge keeps
+    the indices of its own top-k and gives them to DeepEP in place of the routing map.
+    """
+    if getattr(router, "_slime_ordered_topk_capture_registered", False):
+        yield (
+            "slime's DeepEP alignment bridge dispatches by a top-k of its own, not by the routing map of the router; build "
+            "the model without the bridge"
+        )
 
 
 def inference_refusals(router: Any) -> Iterator[str]:

@@ -14,7 +14,7 @@ PUBLIC = (
     "RoutingTrace RouterReplay RouterReplayAction record replay freeze_recompute explain install uninstall save_trace "
     "load_trace concat_traces merge_traces diff_traces engines RouterReplayError"
 ).split()
-PACKAGES = "capture diagnostics engines layout mcore store transport".split()
+PACKAGES = "capture diagnostics engines layout mcore store trainers transport".split()
 
 
 def in_a_fresh_interpreter(code: str) -> object:
@@ -38,7 +38,7 @@ def test_the_core_without_sessions_loads_no_megatron_nor_ray_nor_matplotlib(name
     assert not loaded_by(f"mrr.{name}") & {"megatron", "ray", "matplotlib", "transformers", "typer", "rich"}
 
 
-@pytest.mark.parametrize("name", ["transport", "capture", "diagnostics"])
+@pytest.mark.parametrize("name", ["transport", "capture", "diagnostics", "trainers"])
 def test_the_rooms_load_no_megatron_nor_ray_nor_matplotlib(name):
     assert not loaded_by(f"mrr.{name}") & {"megatron", "ray", "matplotlib", "typer", "rich"}
 

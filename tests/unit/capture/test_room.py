@@ -1,4 +1,4 @@
-"""capture and fused are rooms: each imports the core, and no other room."""
+"""capture, fused and trainers are rooms: each imports the core, and no other room."""
 
 import json
 import subprocess
@@ -10,7 +10,12 @@ ROOMS = {"transport", "capture", "diagnostics", "trainers", "fused", "testing", 
 
 
 @pytest.mark.parametrize(
-    ("room", "names"), [("capture", "create_capturer"), ("fused", "probe, route, selection_scores")]
+    ("room", "names"),
+    [
+        ("capture", "create_capturer"),
+        ("fused", "probe, route, selection_scores"),
+        ("trainers", "take_routes, number_rows, packed, recorded"),
+    ],
 )
 def test_the_room_loads_no_other_room_and_neither_megatron_nor_triton(room, names):
     code = f"import json, sys; from megatron_router_replay.{room} import {names}; print(json.dumps(list(sys.modules)))"

@@ -196,10 +196,11 @@ def run(chunk, *, session, closed_before_backward, num_forwards=2):
 def test_a_recompute_uses_what_its_forward_chose(kind, saves_on_cpu, closed_before_backward):
     chunk = Chunk()
     chunk.around, num_recomputes = KNOWN[kind]
-    if saves_on_cpu:
-        save_routing_on_cpu(chunk)
     with watched(chunk) as seen:
-        run(chunk, session=mrr.freeze_recompute(chunk), closed_before_backward=closed_before_backward)
+        session = mrr.freeze_recompute(chunk)
+        if saves_on_cpu:
+            save_routing_on_cpu(chunk)
+        run(chunk, session=session, closed_before_backward=closed_before_backward)
     assert (num_recomputed(seen), flips(seen)) == (2 * 3 * num_recomputes, 0)
 
 
@@ -210,10 +211,11 @@ def test_composable_checkpoints(saves_on_cpu, closed_before_backward):
     for layer in chunk.layers:
         composable(layer.router)
         composable(layer)
-    if saves_on_cpu:
-        save_routing_on_cpu(chunk)
     with watched(chunk) as seen:
-        run(chunk, session=mrr.freeze_recompute(chunk), closed_before_backward=closed_before_backward)
+        session = mrr.freeze_recompute(chunk)
+        if saves_on_cpu:
+            save_routing_on_cpu(chunk)
+        run(chunk, session=session, closed_before_backward=closed_before_backward)
     assert (num_recomputed(seen) >= 2 * 3, flips(seen)) == (True, 0)
 
 

@@ -1,0 +1,18 @@
+"""What RL trainers hold (jagged nested tensors, padded batches, lists) -> a trace and the rows of its tokens, and back.
+
+    routes = take_routes(batch["routed_experts"], model_chunks, tokens=batch["input_ids"])     R3: an engine's routes, or R2's
+    batch["routing_rows"] = routes.rows                   one more field, laid out like the tokens, by the trainer's own code
+    with mrr.replay(model_chunks, routes.trace): ...      the model was attached once (`mrr.attach`)
+
+    batch["routing_rows"] = number_rows(batch["input_ids"])                                    R2, the first pass
+    with mrr.record(model_chunks) as recording: ...
+    batch["routed_experts"] = recorded(recording, like=batch["input_ids"])
+
+`packed` sends rows through a packer that fills with 0. A trainer's own package is imported nowhere here.
+"""
+
+from megatron_router_replay.trainers.packing import packed
+from megatron_router_replay.trainers.recordings import number_rows, recorded
+from megatron_router_replay.trainers.take import Routes, take_routes
+
+__all__ = ["Routes", "number_rows", "packed", "recorded", "take_routes"]

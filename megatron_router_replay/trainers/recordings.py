@@ -1,0 +1,105 @@
+"""R2: rows for tokens that have no routes yet, and what a recording made of them, in the container of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.layout import check_rows
+from megatron_router_replay.layout import number_rows as rows_of_lengths
+from megatron_router_replay.trainers.containers import Container, TokenLayout
+
+if TYPE_CHECKING:
+    from megatron_router_replay.mcore import RecordSession
+
+
+def number_rows(tokens: Any, attention_mask: Any = None, *, lengths: Any = None) -> Container:
+    """Return the rows of tokens that have no routes yet: 0, 1, 2, ... over all samples, in their container.
+
+    Args:
+        tokens: jagged nested [B, T_i], padded [B, S], or a list of [T_i].
+        attention_mask: [B, S], non-zero where a padded batch has tokens; None: everywhere.
+        lengths: [B], tokens of each sample of a batch that is padded on the right; instead of attention_mask.
+
+    Returns:
+        int64, -1 on padding.
+
+    Raises:
+        LayoutError: shapes disagree.
+    """
+    layout = TokenLayout.of(tokens, attention_mask=attention_mask, lengths=lengths)
+    return layout.join(rows_of_lengths(layout.lengths), fill=-1)
+
+
+def recorded(
+    session: RecordSession,
+    *,
+    like: Any,
+    attention_mask: Any = None,
+    lengths: Any = None,
+    rows: Any = None,
+    groups: Sequence[dist.ProcessGroup] | None = None,
+) -> Container:
+    """Return what a recording has of a batch, whole on every rank that shares the batch, in the container of its tokens.
+
+    A collective over `groups`.
+
+    Args:
+        session: the recording, after its `with` block.
+        like, attention_mask, lengths: the tokens, as for `number_rows`.
+        rows: of these tokens, in their container; None: those of `number_rows`. Give them where a batch was numbered before
+            it was split over data-parallel ranks.
+        groups: the groups over which the batch's tokens and layers are spread; None: Megatron's tensor-, context- and
+            pipeline-parallel groups. Not the data-parallel one, whose ranks number other tokens from 0.
+
+    Returns:
+        [B, T_i or S, L_moe, topk] on the CPU or the tokens' device, in the compact dtype (uint8 up to 256 experts, else
+        int16), for all MoE layers of the model; 0 on padding. `take_routes(..., last_row="replayed")` takes it.
+
+    Raises:
+        ReplayStateError: a token was recorded nowhere.
+        TraceError: two ranks recorded the same token with different experts, or there are more rows than tokens.
+        LayoutError: a row was recorded for another token than `like` has there.
+    """
+    from megatron_router_replay.mcore.groups import model_parallel_groups  # needs Megatron-Core
+
+    layout = TokenLayout.of(like, attention_mask=attention_mask, lengths=lengths)
+    if groups is None:
+        groups = model_parallel_groups()
+    at = torch.arange(layout.num_tokens) if rows is None else _flat(layout.split(rows, "rows")).to(torch.int64)
+    if at.numel() and int(at.min()) < 0:
+        raise LayoutError("rows hold a token with row -1, whose routes were not recorded.")
+    length = int(at.max()) + 1 if at.numel() else 0
+    # gather() without groups is one over the whole job.
+    trace = session.gather(*groups, num_tokens=length) if groups else session.trace(num_tokens=length)
+    missing = (~trace.replay_mask[at]).nonzero()[:, 0]
+    if missing.numel():
+        sample, position = _place(int(missing[0]), layout.lengths)
+        raise ReplayStateError(
+            f"{missing.numel()} of {layout.num_tokens} tokens were recorded nowhere, the first is token {position} of sample "
+            f"{sample}: was each micro-batch forwarded, with its routing_rows, and are all ranks that share the batch in "
+            "the groups?"
+        )
+    if trace.token_ids is not None:
+        check_rows(at.unsqueeze(0), _flat(layout.split(like, "like")).unsqueeze(0), token_ids=trace.token_ids)
+    indices = trace.topk_indices.cpu()
+    parts = torch.split(indices if rows is None else indices[at], list(layout.lengths))
+    return layout.join(list(parts), fill=0)
+
+
+def _place(row: int, lengths: Sequence[int]) -> tuple[int, int]:
+    """Return (sample, token of it) of a row."""
+    for sample, length in enumerate(lengths):
+        if row < length:
+            return sample, row
+        row -= length
+    raise AssertionError("the row is one of these samples")
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,226 @@
+"""How a trainer's container could route wrongly with every check green: each raises, and names the sample."""
+
+import pytest
+import torch
+
+from megatron_router_replay.engines import ModelRoutingInfo
+from megatron_router_replay.errors import LayoutError, PayloadError
+from megatron_router_replay.trainers import take_routes
+from tests.unit.trainers.batches import (
+    INFO,
+    LENGTHS,
+    attention_mask,
+    engine_routes,
+    nested,
+    padded,
+    token_ids,
+    with_row,
+)
+
+
+def replaced(i, part, samples=None):
+    samples = engine_routes() if samples is None else samples
+    return [*samples[:i], part, *samples[i + 1 :]]
+
+
+@pytest.mark.parametrize("rows", [0, 5, 9])
+def test_another_number_of_rows_names_the_sample(rows):
+    part = torch.rand(rows, 10, 16).argsort(dim=2)[:, :, :2]
+    with pytest.raises(LayoutError, match=rf"sample 2 has {rows} rows of routes for 8 tokens: expected 7"):
+        take_routes(replaced(2, part), INFO, lengths=LENGTHS)
+
+
+def test_a_sample_too_few_or_too_many():
+    with pytest.raises(LayoutError, match="hold 2 samples, the tokens 3"):
+        take_routes(engine_routes()[:2], INFO, lengths=LENGTHS)
+    with pytest.raises(LayoutError, match="padded batch of 3 samples"):
+        take_routes(padded(engine_routes())[:2], INFO, attention_mask=attention_mask())
+    with pytest.raises(LayoutError, match="hold no sample"):
+        take_routes([], INFO, lengths=[])
+
+
+@pytest.mark.parametrize("missing", ["raise", "live"])
+def test_rows_that_are_one_too_late_because_of_a_row_in_front_raise(missing):
+    """A trainer that shifts routes like labels: [filler, r0, r1, ...], as many rows as tokens."""
+    shifted = [torch.cat([torch.zeros(1, 10, 2, dtype=torch.int64), part]) for part in engine_routes()]
+    with pytest.raises(LayoutError, match="sample 0 has as many rows of routes as tokens, and the last one is a route"):
+        take_routes(shifted, INFO, lengths=LENGTHS, missing=missing)
+
+
+@pytest.mark.parametrize("missing", ["raise", "live"])
+def test_routes_padded_on_another_side_than_the_tokens_raise(missing):
+    with pytest.raises((LayoutError, PayloadError), match="sample 0"):
+        take_routes(
+            padded(engine_routes(), side="right"), INFO, attention_mask=attention_mask(side="left"), missing=missing
+        )
+    with pytest.raises((LayoutError, PayloadError), match="sample 0"):
+        take_routes(padded(with_row(engine_routes(), 0), side="left"), INFO, lengths=LENGTHS, missing=missing)
+
+
+def test_an_inverted_mask_raises():
+    given = padded(with_row(engine_routes(), 0))
+    with pytest.raises((LayoutError, PayloadError), match="sample 0"):
+        take_routes(given, INFO, attention_mask=1 - attention_mask(), missing="live")
+
+
+def test_padding_in_front_and_another_number_of_positions_cannot_be_told_apart():
+    with pytest.raises(LayoutError, match="which row is whose cannot be told"):
+        take_routes(padded(engine_routes(), size=12, side="left"), INFO, attention_mask=attention_mask(side="left"))
+
+
+def test_routes_that_end_before_the_sample_raise():
+    with pytest.raises(LayoutError, match="sample 2 has 8 tokens, routed_experts end 3 tokens before it"):
+        take_routes(padded([part[:5] for part in engine_routes()], size=5), INFO, lengths=LENGTHS)
+
+
+def test_zeros_are_lost_data_and_not_expert_zero():
+    samples = engine_routes()
+    samples[2][4:] = 0
+    with pytest.raises(PayloadError, match=r"sample 2: 3 rows from row 4 on name an expert twice.*row 4, layer 2"):
+        take_routes(samples, INFO, lengths=LENGTHS)
+    samples = engine_routes()
+    samples[2][4, 8] = 3
+    with pytest.raises(PayloadError, match=r"sample 2: 1 rows from row 4 on name an expert twice.*row 4, layer 9"):
+        take_routes(samples, INFO, lengths=LENGTHS)
+
+
+@pytest.mark.parametrize("fill", [torch.tensor([-1, -1]), torch.tensor([0, 1]), torch.tensor([7, 3])], ids=str)
+def test_filler_in_the_middle_of_a_sample_is_no_route(fill):
+    samples = engine_routes()
+    samples[2][2:4, 1:] = fill
+    with pytest.raises(PayloadError, match="sample 2: 2 rows from row 2 on are filler"):
+        take_routes(samples, INFO, lengths=LENGTHS)
+
+
+def test_in_a_model_of_few_layers_the_same_ids_in_each_are_believed():
+    info = ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=16, topk=2)
+    routes = torch.tensor([[[0, 1], [0, 1]], [[4, 5], [4, 5]], [[2, 3], [7, 9]]])
+    trace = take_routes([routes], info, lengths=[4]).trace
+    assert trace.replay_mask.tolist() == [True, True, True, False]
+
+
+def test_zeros_of_a_top_1_model_are_lost_where_that_can_be_told():
+    info = ModelRoutingInfo(num_layers=10, moe_layer_numbers=tuple(range(1, 11)), num_experts=16, topk=1)
+    routes = torch.randint(16, (6, 10, 1), generator=torch.Generator().manual_seed(0))
+    routes[3] = 0
+    with pytest.raises(PayloadError, match="sample 0: 1 rows from row 3 on are filler"):
+        take_routes([routes], info, lengths=[7])
+
+
+def test_an_id_that_no_expert_has_raises_also_where_missing_routes_are_live():
+    samples = engine_routes()
+    samples[2][4, 3, 1] = 16
+    with pytest.raises(PayloadError, match=r"sample 2: row 4, layer 4 .* outside 0\.\.15.*of another model"):
+        take_routes(samples, INFO, lengths=LENGTHS, missing="live")
+    samples[2][4, 3, 1] = -1  # a row is -1 altogether or not at all
+    with pytest.raises(PayloadError, match="sample 2: row 4, layer 4"):
+        take_routes(samples, INFO, lengths=LENGTHS, missing="live")
+
+
+def test_a_dtype_that_cannot_hold_the_experts_has_wrapped_them():
+    info = ModelRoutingInfo(num_layers=10, moe_layer_numbers=tuple(range(1, 11)), num_experts=512, topk=2)
+    wrapped = [(part + 300).to(torch.uint8) for part in engine_routes()]
+    with pytest.raises(LayoutError, match="sample 0 are uint8, which cannot hold the ids of 512"):
+        take_routes(wrapped, info, lengths=LENGTHS)
+
+
+def test_a_minus_one_that_was_cast_to_uint8_raises():
+    samples = engine_routes()
+    samples[0][2] = -1
+    with pytest.raises(PayloadError, match=r"sample 0: row 2, layer 2 .*\[255, 255\]"):
+        take_routes([part.to(torch.uint8) for part in samples], INFO, lengths=LENGTHS, missing="live")
+
+
+def test_layers_in_front_and_filler_behind_are_found_in_the_dense_column():
+    """vLLM 0.21 with first_k_dense_replace: ten columns, of which the first nine are the MoE layers."""
+    shifted = [torch.cat([part[:, 1:], part[:, :1]], dim=1) for part in engine_routes()]
+    with pytest.raises((LayoutError, PayloadError), match="sample 0"):
+        take_routes(shifted, INFO, lengths=LENGTHS)
+    ids_on_dense = engine_routes()  # as SGLang's qwen3_moe sends them
+    for part in ids_on_dense:
+        part[:, 0] = torch.tensor([4, 2])
+    with pytest.raises(LayoutError, match=r"sample 0: column 0 .* row 0 holds \[4, 2\] there"):
+        take_routes(ids_on_dense, INFO, lengths=LENGTHS)
+    take_routes(ids_on_dense, INFO, lengths=LENGTHS, layer_numbers=[0, *range(2, 11)])
+
+
+@pytest.mark.parametrize("num_columns", [8, 11])
+def test_another_number_of_layers_raises(num_columns):
+    routes = [torch.rand(t - 1, num_columns, 16).argsort(dim=2)[:, :, :2] for t in LENGTHS]
+    with pytest.raises(LayoutError, match=f"have {num_columns} layers, the model has 10, 9 of them MoE"):
+        take_routes(routes, INFO, lengths=LENGTHS)
+
+
+@pytest.mark.parametrize(
+    "layer_numbers", [[1, 2, 3], [2, 1, *range(3, 11)], [1, 1, *range(3, 11)], [-1, *range(2, 11)]]
+)
+def test_layer_numbers_that_do_not_name_the_columns_raise(layer_numbers):
+    with pytest.raises(LayoutError, match="do not name 10 columns"):
+        take_routes(engine_routes(), INFO, lengths=LENGTHS, layer_numbers=layer_numbers)
+
+
+def test_another_topk_raises():
+    with pytest.raises(LayoutError, match="have 3 experts a token, the model's topk is 2"):
+        take_routes([torch.rand(t - 1, 10, 16).argsort(dim=2)[:, :, :3] for t in LENGTHS], INFO, lengths=LENGTHS)
+
+
+def test_a_capture_that_repeats_one_row_raises_unless_believed():
+    generator = torch.Generator().manual_seed(3)
+    routes = torch.rand(39, 10, 16, generator=generator).argsort(dim=2)[:, :, :2]
+    routes[:, 0] = 0
+    routes[:, 6] = torch.tensor([3, 9])
+    with pytest.raises(PayloadError, match=r"sample 0: layers \[7\] hold the same route \[3, 9\]"):
+        take_routes([routes], INFO, tokens=[torch.arange(40)])
+    # Few different tokens may well have few different routes.
+    take_routes([routes], INFO, tokens=[torch.arange(40) % 4])
+    take_routes([routes], INFO, tokens=[torch.arange(40)], allow_constant_layers=True)
+
+
+def test_where_the_tokens_are_must_be_said_once():
+    routes = engine_routes()
+    with pytest.raises(LayoutError, match="is not said: give tokens=, attention_mask= or lengths="):
+        take_routes(routes, INFO)
+    with pytest.raises(LayoutError, match="give one of them"):
+        take_routes(routes, INFO, lengths=LENGTHS, attention_mask=attention_mask())
+    with pytest.raises(LayoutError, match=r"tokens are \[3, 9\], attention_mask \[3, 8\]"):
+        take_routes(routes, INFO, tokens=padded(token_ids()), attention_mask=attention_mask(size=8))
+    with pytest.raises(LayoutError, match=r"lengths .* are not those of the tokens"):
+        take_routes(routes, INFO, tokens=nested(token_ids()), lengths=[5, 2, 8])
+    with pytest.raises(LayoutError, match="attention_mask must be"):
+        take_routes(routes, INFO, attention_mask=torch.ones(3, 1, 9, 9))
+    with pytest.raises(LayoutError, match="Of one packed row"):
+        take_routes(routes, INFO, tokens=torch.cat(token_ids()))
+
+
+def test_a_nested_batch_has_no_attention_mask():
+    with pytest.raises(LayoutError, match="attention_mask"):
+        take_routes(engine_routes(), INFO, tokens=nested(token_ids()), attention_mask=attention_mask())
+
+
+@pytest.mark.parametrize("routed", [[4, 0], [6, 0, 7], [torch.ones(5), torch.ones(1), torch.ones(7)], torch.ones(3, 9)])
+def test_a_mask_of_routed_tokens_of_another_shape_raises(routed):
+    with pytest.raises(LayoutError, match="routed"):
+        take_routes(engine_routes(), INFO, lengths=LENGTHS, routed=routed)
+
+
+def test_arguments_that_mean_nothing_raise():
+    for options in ({"last_row": "lve"}, {"missing": "ignore"}):
+        with pytest.raises(LayoutError, match="see the docstring"):
+            take_routes(engine_routes(), INFO, lengths=LENGTHS, **options)
+    with pytest.raises(LayoutError, match="must be integers, got float32"):
+        take_routes([part.float() for part in engine_routes()], INFO, lengths=LENGTHS)
+    with pytest.raises(LayoutError, match="weight_version"):
+        take_routes(engine_routes(), INFO, lengths=LENGTHS, weight_version=[1, 2])
+    with pytest.raises(LayoutError, match="with last_row='replayed' there is one a token"):
+        take_routes(engine_routes(), INFO, lengths=LENGTHS, last_row="replayed")
+    with pytest.raises((LayoutError, PayloadError), match="sample 0"):
+        take_routes(with_row(engine_routes(), 0), INFO, lengths=LENGTHS, last_row="replayed")
+
+
+def test_all_layers_are_checked_whatever_this_rank_keeps():
+    """Else one pipeline stage would raise and the others wait for it."""
+    samples = engine_routes(moe_only=True)
+    samples[0][3, 8] = 0
+    for kept in ([2, 3, 4, 5, 6, 7, 8, 9, 10], [*range(2, 10), 10]):
+        with pytest.raises(PayloadError, match="row 3, layer 10"):
+            take_routes(samples, INFO, lengths=LENGTHS, layer_numbers=kept)
