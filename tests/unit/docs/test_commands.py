@@ -79,6 +79,9 @@ def check_router_replay(arguments):
 def check_options(group, arguments):
     """Check the command's name and the names of its options: what is inside a sentence need not be complete."""
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if name is None:
+        assert set(arguments) <= {option for parameter in group.params for option in parameter.opts} | {"--help"}
+        return
     assert name in group.commands, arguments
     known = {
         option for parameter in group.commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)
