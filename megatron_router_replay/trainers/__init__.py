@@ -11,7 +11,6 @@
 `packed` sends rows through a packer that fills with 0. Only `trainers.verl` knows a trainer's own package.
 """
 
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -80,7 +80,9 @@ class _WhenImported(MetaPathFinder, Loader):
                 # verl takes an ImportError here for "no Megatron", and goes on with the engine that it has registered.
                 raise VerlError(message) from error
             # Without its registry nobody can say whether replay is on; where it is off, nothing is lost.
-            _logger.error("%s Known are %s. verl's own replay would run with router_replay.mode R2 or R3.", message, VERSIONS)
+            _logger.error(
+                "%s Known are %s. verl's own replay would run with router_replay.mode R2 or R3.", message, VERSIONS
+            )
 
 
 def register() -> None:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
@@ -83,7 +82,7 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         tokens = data["input_ids"]
         recording = mode == "R2" and forward_only and data.get("routed_experts", None) is None
         routes = None if recording else self._routes(data, mode)
-        session = record(self.module) if routes is None else replay(self.module, routes.trace)
+        session: Any = record(self.module) if routes is None else replay(self.module, routes.trace)
         rows = number_rows(tokens) if routes is None else routes.rows
         with session, _carried(data, rows):
             self._session = session

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from verl.workers.config import McoreActorConfig, McoreEngineConfig
 from verl.workers.config.engine import EngineRouterReplayConfig
 from verl.workers.engine.megatron import MegatronEngineWithLMHead
@@ -29,7 +30,14 @@ class OnCpu:
     module: Any
 
     def _build_tf_config(self) -> None:
-        self.is_value_model, self.vanilla_bridge, self.provider, self.bridge, self.peft_cls = False, False, None, None, None
+        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)  # verl does so where it counts a GPU
+        self.is_value_model, self.vanilla_bridge, self.provider, self.bridge, self.peft_cls = (
+            False,
+            False,
+            None,
+            None,
+            None,
+        )
         self.param_dtype = self.dtype = torch.float32
         self.share_embeddings_and_output_weights = False
         layout = layout_of(self.engine_config)
@@ -74,7 +82,9 @@ def layout_of(config: Any) -> ParallelLayout:
     )
 
 
-def engine_config(layout: ParallelLayout, *, mode: str = "disabled", padded: bool = False, **config: Any) -> Any:
+def engine_config(
+    layout: ParallelLayout, *, mode: str = "disabled", padded: bool = False, bucket: int | None = None, **config: Any
+) -> Any:
     """verl's engine config; `config` are fields of Megatron's TransformerConfig."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TP 1 without sequence parallelism
@@ -89,14 +99,16 @@ def engine_config(layout: ParallelLayout, *, mode: str = "disabled", padded: boo
             forward_only=True,  # no optimizer, whose set-up asks for a checkpoint
             override_transformer_config=config,
             router_replay=EngineRouterReplayConfig(mode=mode),
+            pad_to_length=bucket is not None,
+            pad_to_length_bucket=bucket or 512,
         )
 
 
-def model_config() -> Any:
-    """What verl's engine reads of a checkpoint's."""
+def model_config(**fields: Any) -> Any:
+    """What verl's engine reads of a checkpoint's; `fields` are further ones of its Hugging Face config."""
     return SimpleNamespace(
         model_type="language_model",
-        hf_config=SimpleNamespace(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"]),
+        hf_config=SimpleNamespace(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **fields),
         mtp=SimpleNamespace(enable=False, enable_train=False),
         tokenizer=SimpleNamespace(pad_token_id=0),
         architectures=["Qwen3MoeForCausalLM"],

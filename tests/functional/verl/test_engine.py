@@ -5,8 +5,9 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed: make test-verl")
 
 from megatron_router_replay.testing import GlooWorkers, ParallelLayout
+from tests.functional.verl import cases
 from tests.functional.verl.batches import Sizes
-from tests.functional.verl.cases import DYNAMIC, FIXED, FULL, MOE, Case, r2, r3
+from tests.functional.verl.cases import FIXED, FULL, MOE, Case, r2, r3
 
 CASES = {
     "single": Case(),
@@ -14,6 +15,7 @@ CASES = {
     "single-moe-fixed": Case(config=MOE, batching=FIXED),
     "single-padded": Case(padded=True),
     "single-padded-full-fixed": Case(padded=True, config=FULL, batching=FIXED),
+    "single-bucket-moe": Case(bucket=16, config=MOE),
     "tp2": Case(layout=ParallelLayout(tp_size=2)),
     "tp2-full": Case(layout=ParallelLayout(tp_size=2), config=FULL),
     "tp2-padded-moe": Case(layout=ParallelLayout(tp_size=2), padded=True, config=MOE),
@@ -58,6 +60,7 @@ def test_r3_is_exact_in_verls_engine(name, request):
         assert "routing_rows" not in rank["fields"]
         assert "routed_experts" in rank["fields"]
         assert rank["flag"]
+        assert not rank["patched"], "verl's own patch of Megatron's classes is applied"
     assert sum(rank["counts"]["entered"] for rank in ranks) > 0
     metrics = ranks[-1]["metrics"]
     # One token in SAMPLES samples is live by nature; the share is of all ranks together.
@@ -77,4 +80,60 @@ def test_r2_is_exact_in_verls_engine_with_regrouped_micro_batches(name, request)
         assert all(rank["same"].values()), rank["same"]
         assert rank["dtype"] == "torch.uint8"
         assert rank["left_over"] == 0
-    assert ranks[0]["regrouped"] or case.batching is DYNAMIC
+        assert rank["regrouped"]
+
+
+def test_rows_that_the_engine_lost_raise_with_the_sample(workers_1):
+    ((kind, message),) = workers_1.run(cases.refused, Case(), "R3", cases.lose_rows)
+    assert kind == "PayloadError"
+    assert "sample 1" in message
+    assert "row 7" in message  # 6 tokens of the prompt, then the second of the response
+
+
+def test_rows_that_the_engine_lost_are_live_and_counted_on_request(workers_1):
+    (result,) = workers_1.run(cases.lost_rows_are_live, Case(config=FULL))
+    counts, metrics = result["counts"], result["metrics"]
+    assert counts["wrong forward"] == counts["wrong recompute"] == counts["unfrozen"] == 0
+    assert counts["replayed"] == 4 * (TOKENS - SAMPLES - 2)
+    assert metrics["router_replay/tokens_lost"] == [2.0]
+    assert metrics["router_replay/rows_live"] == [SAMPLES + 2.0]
+
+
+def test_zeros_that_nothing_trained_can_see_are_live(workers_1):
+    (counts,) = workers_1.run(cases.zeros_behind_the_last_generation, Case())
+    assert counts["wrong forward"] == 0
+    # Of sample 3 the first 2 + 7 of 14 tokens have routes, of sample 5 (12 tokens) none.
+    assert counts["replayed"] == 4 * (TOKENS - SAMPLES - (13 - 9) - 11)
+
+
+def test_routes_that_do_not_fit_raise_on_every_rank(workers_2):
+    layout = ParallelLayout(ep_size=2)
+    first, second = workers_2.run(cases.refused, Case(layout=layout), "R3", cases.lose_rows_of_rank_1)
+    assert "ranks [1]" in first[1]
+    assert "sample 1" in first[1]
+    assert second[1].startswith("sample 1")
+
+
+@pytest.mark.parametrize(
+    ("mode", "damage", "flags", "message"),
+    [
+        ("R3", cases.shift_by_one, {}, "the last one is a route"),
+        ("R3", cases.drop_routes, {}, "enable_rollout_routing_replay"),
+        ("R2", cases.drop_routes, {}, "keep that field in the batch"),
+        ("R3", cases.nothing, {"enable_routing_replay": None}, "does not say whether to replay"),
+    ],
+    ids=["shifted", "R3 without routes", "R2 without routes", "unmarked"],
+)
+def test_what_cannot_be_exact_raises(mode, damage, flags, message, workers_1):
+    ((_, text),) = workers_1.run(cases.refused, Case(), mode, damage, flags)
+    assert message in text
+
+
+def test_rows_that_move_apart_from_the_tokens_raise(workers_1):
+    (message,) = workers_1.run(cases.drifting, Case())
+    assert "tokens and routing_rows" in message
+
+
+def test_a_batch_that_is_marked_off_takes_verls_own_path(workers_1):
+    for mode in ("R2", "R3"):
+        assert workers_1.run(cases.unmarked, Case(), mode) == [{"gradients": True, "loss": True, "log_probs": True}]
