@@ -36,8 +36,8 @@ ROWS = "routing_rows"
 class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
     """verl's Megatron engine for language models; `router_replay.mode` is R2 or R3.
 
-    R3: the batch's `routed_experts` are an engine's, as verl's agent loop lays them out: T rows a sample, zeros where the engine
-    has none. R2: the old log-probs' forward is recorded, and its `routed_experts` come back with later batches.
+    R3: the batch's `routed_experts` are an engine's, as verl's agent loop lays them out: T rows a sample, zeros where the
+    engine has none. R2: the old log-probs' forward is recorded, and its `routed_experts` come back with later batches.
 
     Attributes:
         missing: what becomes of a token whose routes were lost on the way, in R3. "raise", or "live": the live router decides
@@ -184,8 +184,8 @@ def _check_config(model_config: Any, engine_config: Any) -> None:
 def _check_not_patched() -> None:
     if hasattr(TopKRouter, "_router_replay_patched"):
         raise VerlError(
-            "verl's own replay has patched Megatron's TopKRouter in this process (apply_router_replay_patch): routers would run "
-            "verl's copy of the routing function. Which engine with router_replay.mode other than disabled is not of this "
+            "verl's own replay has patched Megatron's TopKRouter in this process (apply_router_replay_patch): routers would "
+            "run verl's copy of the routing function. Which engine with router_replay.mode other than disabled is not of this "
             "package, a critic's? Disable it there."
         )
 
@@ -226,8 +226,8 @@ def _num_routed(routed_experts: Tensor, data: Any) -> list[int] | None:
 def _last_trained(data: Any) -> list[int] | None:
     """Return the position of each sample's last trained token, 0 where none is; None: the batch does not say.
 
-    The mask is of the response, right behind the prompt: jagged, or [B, R] padded on the right beside an attention mask [B, S]
-    whose last R positions are the response's.
+    The mask is of the response, right behind the prompt: jagged, or [B, R] padded on the right beside an attention mask
+    [B, S] whose last R positions are the response's.
     """
     mask, lengths = data.get("response_mask", None), data["input_ids"].offsets().diff().tolist()
     if mask is None:

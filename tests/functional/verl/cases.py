@@ -1,7 +1,7 @@
 """What the tests run on every rank: verl's real forward_backward_batch with replay, and without verl's or our replay.
 
-The watching is independent of the package: forward hooks on Megatron's router modules read the routing maps that leave them, and
-the tokens of each position are laid out here by hand.
+The watching is independent of the package: forward hooks on Megatron's router modules read the routing maps that leave
+them, and the tokens of each position are laid out here by hand.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def r3(case: Case) -> dict[str, Any]:
         "left_over": len(left_over(engine.module)),
         "recomputes": sum(map(len, done["seen"]["recompute"].values())),
         "microbatches": len(done["microbatches"]),
-        "fields": sorted(str(key) for key in data.keys()),
+        "fields": sorted(str(key) for key in list(data.keys())),
         "flag": bool(data["enable_routing_replay"]),
         "patched": hasattr(TopKRouter, "_router_replay_patched") or bool(VerlRouterReplay.router_instances),
     }
@@ -230,7 +230,7 @@ def refused(case: Case, mode: str, damage: Any, flags: dict[str, Any] | None = N
     with pytest.raises(mrr.RouterReplayError) as error:
         step(engine, data)
     assert left_over(engine.module) == []
-    assert ROWS not in data.keys()
+    assert data.get(ROWS, None) is None
     # The engine goes on with the next batch.
     good = make_batch(Sizes(), seed=dp_rank())
     if "routed_experts" in good.padded and mode == "R3":

@@ -1,4 +1,4 @@
-"""verl's Megatron engines around a tiny GPT on a CPU: what verl builds from a checkpoint is built here, all the rest is verl's."""
+"""verl's Megatron engines around a tiny GPT on a CPU: a checkpoint's parts are built here, all the rest is verl's."""
 
 from __future__ import annotations
 
