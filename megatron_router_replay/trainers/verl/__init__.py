@@ -10,8 +10,8 @@ prefers a class of (device, vendor) to verl's own, and that class only chooses:
     R2, R3                another one         VerlError, with the versions that are known
 
 verl imports its plug-ins before anything else and hides their errors. So here nothing is imported that can fail, verl's
-engine (seconds, and Megatron-Core with it) is not loaded in processes that do without it, and what goes wrong later is raised where
-verl does not hide it.
+engine (seconds, and Megatron-Core with it) is not loaded in processes that do without it, and what goes wrong later is
+raised where verl does not hide it.
 
 Source: verl 0.9.1, verl/__init__.py (plug-ins), workers/engine/base.py (EngineRegistry).
 """

@@ -185,8 +185,8 @@ def _check_not_patched() -> None:
     if hasattr(TopKRouter, "_router_replay_patched"):
         raise VerlError(
             "verl's own replay has patched Megatron's TopKRouter in this process (apply_router_replay_patch): routers would "
-            "run verl's copy of the routing function. Which engine with router_replay.mode other than disabled is not of this "
-            "package, a critic's? Disable it there."
+            "run verl's copy of the routing function. Which engine with router_replay.mode other than disabled is not of "
+            "this package, a critic's? Disable it there."
         )
 
 
