@@ -27,6 +27,7 @@ class OnCpu:
     """
 
     engine_config: Any
+    enable_routing_replay: bool
     module: Any
 
     def _build_tf_config(self) -> None:
@@ -41,9 +42,10 @@ class OnCpu:
         self.param_dtype = self.dtype = torch.float32
         self.share_embeddings_and_output_weights = False
         layout = layout_of(self.engine_config)
-        self.tf_config = tiny_gpt_config(
-            layout, variable_seq_lengths=True, **self.engine_config.override_transformer_config
-        )
+        fields = {"variable_seq_lengths": True, **self.engine_config.override_transformer_config}
+        if self.enable_routing_replay:  # verl's own replay
+            fields["moe_enable_routing_replay"] = True
+        self.tf_config = tiny_gpt_config(layout, **fields)
 
     def _build_megatron_module(self) -> list[Any]:
         self.microbatches: list[tuple[int, list[list[int]]]] = []
