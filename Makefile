@@ -5,6 +5,7 @@
 
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_VERL ?= .venv-verl
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ VENV_DOCS ?= .venv-docs
 VERSION ?= 0.19.2
 MCORE := build/megatron-core/$(VERSION)
 
-.PHONY: venv venv-triton venv-loggers venv-vllm venv-docs demo grpo test test-slow test-mcore mutate lint format docs bench clean
+.PHONY: venv venv-triton venv-loggers venv-vllm venv-docs venv-verl demo grpo test test-slow test-mcore test-verl mutate lint format docs bench clean
 
 venv: $(READY)
 
@@ -56,6 +57,18 @@ $(VENV_VLLM)/.ready: constraints-vllm.txt
 	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# verl beside the packages of `make venv`, which it finds through a .pth file: torch and Megatron-Core are there once.
+venv-verl: $(VENV_VERL)/.ready
+
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+$(VENV_VERL)/.ready: $(READY) constraints-verl.txt
+	rm -rf $(VENV_VERL)
+	$(BIN)/python -m venv --without-pip $(VENV_VERL)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PURELIB)')')" \
+		> "$$($(VENV_VERL)/bin/python -c '$(PURELIB)')/shared.pth"
+	$(BIN)/python -m pip --python $(VENV_VERL)/bin/python install --quiet --no-deps --requirement constraints-verl.txt
+	touch $@
+
 # A gigabyte on disk, so not part of `make venv`: Megatron-Core imports it since 0.18, our Triton kernel's tests need it.
 venv-triton: $(VENV)/.triton
 
@@ -93,6 +106,10 @@ NOT_TESTS := $(addprefix --ignore=tests/functional/mcore/test_,compile.py cuda_g
 test-mcore: $(VENV)/.triton $(MCORE)/.ready
 	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python -m pytest -m "not slow" $(NOT_TESTS) $(TESTS)
 
+# verl's real Megatron engine, on a CPU over gloo, with our replay.
+test-verl: $(VENV_VERL)/.ready
+	$(VENV_VERL)/bin/python -m pytest tests/functional/verl
+
 # On demand: which changes of the code do the tests not notice? One run of KILLERS for each place in FILES.
 FILES ?= $(wildcard megatron_router_replay/layout/*.py) megatron_router_replay/trace.py
 KILLERS ?= tests/unit/layout tests/unit/test_trace.py
@@ -117,4 +134,4 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_DOCS) $(VENV_VERL) build dist *.egg-info

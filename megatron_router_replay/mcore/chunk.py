@@ -148,8 +148,9 @@ class Chunk:
         microbatch = self.ledger.enter()
         self._inside = True
         input_ids = kwargs.get("input_ids", args[0] if args else None)
-        # A positional argument of a model that is no language model may be anything else.
-        if isinstance(input_ids, Tensor) and not input_ids.is_floating_point():
+        # A positional argument of a model that is no language model may be anything else. verl gives later pipeline stages,
+        # which embed nothing, its jagged tokens as they are before packing: they say nothing of this forward's positions.
+        if isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and not input_ids.is_nested:
             self._on_input(self, microbatch, input_ids)
 
     @not_compiled

@@ -105,6 +105,7 @@ def patches(make: Callable[[Any, str, Any], P]) -> list[P]:
         "max_memory_allocated": _always(0),
         "memory_reserved": _always(0),
         "max_memory_reserved": _always(0),
+        "mem_get_info": _always((0, 0)),
         "reset_peak_memory_stats": _always(None),
     }
     nvtx = {"range_push": _always(0), "range_pop": _always(0), "mark": _always(None)}

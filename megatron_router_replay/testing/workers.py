@@ -11,7 +11,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import connection, get_all_start_methods, get_context
 from pathlib import Path
 from types import TracebackType
@@ -42,11 +42,13 @@ class GlooWorkers:
     Args:
         world_size: number of processes.
         seed: what python, numpy and torch are seeded with before every run.
+        preload: names of further modules that the fork server imports once; if this process has one already, without effect.
     """
 
-    def __init__(self, world_size: int, *, seed: int = 1234) -> None:
+    def __init__(self, world_size: int, *, seed: int = 1234, preload: Sequence[str] = ()) -> None:
         self.world_size = world_size
         self.seed = seed
+        self._preload = [_PRELOAD, *preload]
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: Path | None = None
@@ -117,7 +119,7 @@ class GlooWorkers:
     def _start(self) -> None:
         self.close()
         self._folder = Path(tempfile.mkdtemp(prefix="gloo_workers_"))
-        context = _context()
+        context = _context(self._preload)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -206,10 +208,10 @@ def _num_threads(process_id: int) -> int:
         return 0
 
 
-def _context() -> Any:
+def _context(preload: list[str]) -> Any:
     """Return how processes start: forked from a server that has imported Megatron, else (Windows) spawned."""
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload([_PRELOAD])  # no effect if this process has a fork server already; then slower
+    context.set_forkserver_preload(preload)  # no effect if this process has a fork server already; then slower
     return context

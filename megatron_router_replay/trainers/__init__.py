@@ -8,11 +8,34 @@
     with mrr.record(model_chunks) as recording: ...
     batch["routed_experts"] = recorded(recording, like=batch["input_ids"])
 
-`packed` sends rows through a packer that fills with 0. A trainer's own package is imported nowhere here.
+`packed` sends rows through a packer that fills with 0. Only `trainers.verl` knows a trainer's own package.
 """
 
-from megatron_router_replay.trainers.packing import packed
-from megatron_router_replay.trainers.recordings import number_rows, recorded
-from megatron_router_replay.trainers.take import Routes, take_routes
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_router_replay.trainers.packing import packed
+    from megatron_router_replay.trainers.recordings import number_rows, recorded
+    from megatron_router_replay.trainers.take import Routes, take_routes
 
 __all__ = ["Routes", "number_rows", "packed", "recorded", "take_routes"]
+
+_HOME = {
+    "Routes": "take",
+    "number_rows": "recordings",
+    "packed": "packing",
+    "recorded": "recordings",
+    "take_routes": "take",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Not imported at once: verl imports `trainers.verl` in all its processes, and hides what fails then.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,154 @@
+"""verl's plug-in: its Megatron engine replays with this package, and verl's own `router_replay.mode` stays the switch.
+
+verl imports this module in each of its processes, as an entry point of the group `verl.plugins` or by
+VERL_USE_EXTERNAL_MODULES=megatron_router_replay.trainers.verl. It registers one class with verl's EngineRegistry, which
+prefers a class of (device, vendor) to verl's own, and that class only chooses:
+
+    router_replay.mode    verl's version      the engine
+    disabled              any                 verl's own, untouched; nothing of ours is imported
+    R2, R3                in VERSIONS         RouterReplayEngine
+    R2, R3                another one         VerlError, with the versions that are known
+
+verl imports its plug-ins before anything else and hides their errors. So here nothing is imported that can fail, verl's
+engine (seconds, and Megatron-Core with it) is not loaded in processes that do without it, and what goes wrong later is
+raised where verl does not hide it.
+
+Source: verl 0.9.1, verl/__init__.py (plug-ins), workers/engine/base.py (EngineRegistry).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from megatron_router_replay.errors import RouterReplayError
+
+VERSIONS = ("0.9.1",)
+"""The versions of verl whose Megatron engine was read, and is driven by our tests."""
+
+ENGINE_MODULE = "verl.workers.engine.megatron"
+
+_logger = logging.getLogger(__name__)
+
+
+class VerlError(RouterReplayError):
+    """verl asks for a replay that cannot be exact here."""
+
+
+class _WhenImported(MetaPathFinder, Loader):
+    """Registers our engine as soon as verl's own has been imported, by whomever."""
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != ENGINE_MODULE:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                self._loader, spec.loader = spec.loader, self
+                return spec
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module is its own loader's again, for whoever asks it for its source.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        sys.meta_path.remove(self)
+        try:
+            register()
+        except (ImportError, AttributeError, TypeError) as error:
+            import verl
+
+            message = f"cannot register this package's engine with verl {verl.__version__}: {error!r}."
+            if verl.__version__ in VERSIONS:
+                # verl takes an ImportError here for "no Megatron", and goes on with the engine that it has registered.
+                raise VerlError(message) from error
+            # Without its registry nobody can say whether replay is on; where it is off, nothing is lost.
+            _logger.error(
+                "%s Known are %s. verl's own replay would run with router_replay.mode R2 or R3.", message, VERSIONS
+            )
+
+
+def register() -> None:
+    """Put the choosing engine into verl's registry; verl's Megatron engine is imported already.
+
+    Raises:
+        VerlError: another plug-in has registered a Megatron engine for the same device and vendor.
+    """
+    import verl
+    from verl.utils.device import get_device_name, get_vendor
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.megatron import MegatronEngineWithLMHead
+
+    if get_device_name() != "cuda":
+        return  # verl has another engine there (MindSpeed), which is left alone
+
+    class ChosenEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
+        """Makes verl's engine or ours, as `router_replay.mode` says; never an instance of itself."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            mode = replay_mode(*args, **kwargs)
+            if mode == "disabled":
+                return MegatronEngineWithLMHead(*args, **kwargs)
+            check_version(verl.__version__, mode)
+            from megatron_router_replay.trainers.verl.engine import RouterReplayEngine
+
+            return RouterReplayEngine(*args, **kwargs)
+
+    # verl reads the environment when it makes an engine; a vendor without an entry gets verl's own.
+    vendors = dict.fromkeys(["nvidia", "amd", get_vendor(), os.environ.get("VERL_ENGINE_VENDOR") or "nvidia"])
+    try:
+        EngineRegistry.register(model_type="language_model", backend="megatron", device="cuda", vendor=list(vendors))(
+            ChosenEngine
+        )
+    except AssertionError as error:
+        raise VerlError(
+            f"another plug-in of verl has registered a Megatron engine: {error}. Leave one of them out with "
+            "VERL_USE_EXTERNAL_PLUGINS, which names those to load."
+        ) from error
+
+
+def replay_mode(*args: Any, **kwargs: Any) -> str:
+    """Return `router_replay.mode` of the engine config among an engine's arguments; "disabled" where there is none."""
+    for value in (*args, *kwargs.values()):
+        mode = getattr(getattr(value, "router_replay", None), "mode", None)
+        if isinstance(mode, str):
+            return mode
+    return "disabled"
+
+
+def check_version(version: str, mode: str) -> None:
+    """Raise VerlError for a verl whose Megatron engine is not known."""
+    if version not in VERSIONS:
+        raise VerlError(
+            f"router_replay.mode={mode} with verl {version}: this package knows the Megatron engine of verl "
+            f"{', '.join(VERSIONS)} only, and another one may pack or split tokens differently. Install one of these, take a "
+            "release of this package that names yours, or set router_replay.mode=disabled."
+        )
+
+
+def _plug_in() -> None:
+    if ENGINE_MODULE in sys.modules:
+        register()
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+# Also where verl is not imported yet: it would find this module imported already, and import it no more.
+_plug_in()

@@ -1,0 +1,250 @@
+"""RouterReplayEngine: verl's Megatron engine, with sessions of this package in place of verl's replay.
+
+It changes three things. verl is told at construction that replay is off, so that it patches no class and asks Megatron for no
+replay objects. Around each `forward_backward_batch` that verl marks with `enable_routing_replay`, the batch gets one more
+field, the routing rows of its tokens, which verl's micro-batching then carries along; and a session is open. Each
+`forward_step` sends the rows of its micro-batch through the packer that verl sends the tokens through.
+
+Source: verl 0.9.1, workers/engine/megatron/transformer_impl.py; models/mcore/model_forward.py for what the packers are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
+from verl.utils import tensordict_utils as tu
+from verl.utils.megatron_utils import unwrap_model
+from verl.workers.engine.megatron import MegatronEngineWithLMHead
+
+from megatron_router_replay.errors import PayloadError, ReplayStateError
+from megatron_router_replay.mcore import record, replay
+from megatron_router_replay.trainers import Routes, number_rows, packed, recorded, take_routes
+from megatron_router_replay.trainers.verl import VerlError
+
+ROWS = "routing_rows"
+"""The batch's field of rows, like its input_ids."""
+
+
+class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
+    """verl's Megatron engine for language models; `router_replay.mode` is R2 or R3.
+
+    R3: the batch's `routed_experts` are an engine's, as verl's agent loop lays them out: T rows a sample, zeros where the
+    engine has none. R2: the old log-probs' forward is recorded, and its `routed_experts` come back with later batches.
+
+    Attributes:
+        missing: what becomes of a token whose routes were lost on the way, in R3. "raise", or "live": the live router decides
+            it, and `router_replay/tokens_lost` counts it. A plug-in of your own may set it.
+
+    Raises:
+        VerlError: the configuration cannot be replayed exactly; says which field, and why.
+    """
+
+    missing = "raise"
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        _check_config(model_config, engine_config)
+        off = replace(engine_config, router_replay=replace(engine_config.router_replay, mode="disabled"))
+        super().__init__(model_config, off, optimizer_config, checkpoint_config)
+        self.engine_config = engine_config  # verl goes on changing the one that it has
+        self._session: Any = None
+
+    def initialize(self) -> None:
+        super().initialize()
+        # What cannot be replayed is refused here, by name, not after the first rollout.
+        record(self.module).close()
+
+    def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
+        """As verl's; marked batches are replayed, or recorded (R2, no routes yet, forward_only).
+
+        Raises:
+            VerlError: the batch does not say whether to replay, or has no routes.
+            PayloadError, LayoutError: its routes do not fit; on every rank of the job.
+            ReplayStateError: as the session's end.
+        """
+        wanted = tu.get_non_tensor_data(data, key="enable_routing_replay", default=None)
+        mode = self.engine_config.router_replay.mode
+        if wanted is None:
+            raise VerlError(
+                f"router_replay.mode={mode}, but the batch does not say whether to replay it: assign the non-tensor "
+                "enable_routing_replay, True for the actor's own forwards (also old log-probs), False for others."
+            )
+        if not wanted:
+            return super().forward_backward_batch(data, loss_function, forward_only=forward_only)
+        _check_not_patched()
+        tokens = data["input_ids"]
+        recording = mode == "R2" and forward_only and data.get("routed_experts", None) is None
+        routes = None if recording else self._routes(data, mode)
+        session: Any = record(self.module) if routes is None else replay(self.module, routes.trace)
+        rows = number_rows(tokens) if routes is None else routes.rows
+        with session, _carried(data, rows):
+            self._session = session
+            try:
+                output = super().forward_backward_batch(data, loss_function, forward_only=forward_only)
+            finally:
+                self._session = None
+        report = session.report.reduce()
+        whole = recorded(session, like=tokens) if routes is None else None
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            if whole is not None:
+                output["model_output"]["routed_experts"] = whole
+            # A list, as verl has of each micro-batch: it flattens one of each data-parallel rank, and takes the mean.
+            metrics = {name: [value] for name, value in report.metrics().items()}
+            if routes is not None:
+                metrics["router_replay/tokens_lost"] = [float(routes.num_lost)]
+            output["metrics"].update(metrics)
+        return output
+
+    def forward_step(
+        self, batch_iter: Iterator[Any], model: Any, logits_processor_func: Any, postprocess_micro_batch_func: Any
+    ) -> Any:
+        """As verl's; the micro-batch's rows are queued for the forward that follows."""
+        if self._session is None:
+            return super().forward_step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)
+        batch = next(batch_iter)
+        rows = packed(lambda values: self._pack(values, batch, model), batch[ROWS])
+        self._session.microbatch(rows, model, padding=rows < 0)
+        return super().forward_step(
+            iter([batch.exclude(ROWS)]), model, logits_processor_func, postprocess_micro_batch_func
+        )
+
+    def _pack(self, values: Tensor, batch: Any, model: Any) -> Tensor:
+        """Lay out jagged [B, T] as verl's forward does the micro-batch's tokens, on every stage."""
+        chunk = unwrap_model(model)
+        fp8 = chunk.config.fp8 in ("e4m3", "hybrid")
+        if self.engine_config.use_remove_padding:
+            bucket = self.engine_config.pad_to_length_bucket if self.engine_config.pad_to_length else None
+            layout = self._get_context_parallel_layout(chunk)
+            return preprocess_thd_engine(  # type: ignore[no-any-return]
+                values, pre_process=True, use_fp8_padding=fp8, pad_to_length_bucket=bucket, cp_layout=layout
+            )[0]
+        longest = tu.get_non_tensor_data(data=batch, key="forced_max_seqlen", default=None)
+        return preprocess_bshd_engine(  # type: ignore[no-any-return]
+            values, pre_process=True, use_fp8_padding=fp8, forced_max_seqlen=longest
+        )[0]
+
+    def _routes(self, data: Any, mode: str) -> Routes:
+        """Read the batch's routes; where one rank finds them wrong, all of the job raise, and none waits for it."""
+        routes, error = None, None
+        try:
+            routes = self._take(data, mode)
+        except Exception as found:  # whatever it is, the other ranks must not wait in the next collective
+            error = found
+        errors: list[str | None] = [None if error is None else str(error)] * dist.get_world_size()
+        dist.all_gather_object(errors, errors[dist.get_rank()])
+        if error is not None:
+            raise error
+        at_fault = {rank: message for rank, message in enumerate(errors) if message is not None}
+        if at_fault:
+            rank, message = next(iter(at_fault.items()))
+            raise PayloadError(f"the routes of ranks {list(at_fault)} do not fit their batch; rank {rank}: {message}")
+        assert routes is not None, "without an error there are routes"
+        return routes
+
+    def _take(self, data: Any, mode: str) -> Routes:
+        routed_experts, tokens = data.get("routed_experts", None), data["input_ids"]
+        if routed_experts is None:
+            why = {
+                "R3": "rollout.enable_rollout_routing_replay=True asks the engine for them.",
+                "R2": "the old log-probs' forward returns them as routed_experts: keep that field in the batch.",
+            }
+            raise VerlError(f"router_replay.mode={mode}, but the batch has no routed_experts: {why[mode]}")
+        if mode == "R2":
+            return take_routes(routed_experts, self.module, tokens=tokens, last_row="replayed")
+        return take_routes(
+            routed_experts,
+            self.module,
+            tokens=tokens,
+            routed=_num_routed(routed_experts, data),
+            missing="live" if self.missing == "live" else "raise",
+        )
+
+
+def _check_config(model_config: Any, engine_config: Any) -> None:
+    mode = engine_config.router_replay.mode
+    refused = {
+        "dynamic_context_parallel": engine_config.dynamic_context_parallel
+        and "its scheduler splits samples over groups that change with each micro-batch",
+        "vision_config": hasattr(model_config.hf_config, "vision_config")
+        and "a vision-language model packs its tokens inside, where the rows do not go along",
+    }
+    for name, why in refused.items():
+        if why:
+            raise VerlError(f"router_replay.mode={mode} cannot be exact with {name}: {why}.")
+    _check_not_patched()
+
+
+def _check_not_patched() -> None:
+    if hasattr(TopKRouter, "_router_replay_patched"):
+        raise VerlError(
+            "verl's own replay has patched Megatron's TopKRouter in this process (apply_router_replay_patch): routers would "
+            "run verl's copy of the routing function. Which engine with router_replay.mode other than disabled is not of "
+            "this package, a critic's? Disable it there."
+        )
+
+
+@contextmanager
+def _carried(data: Any, rows: Any) -> Iterator[None]:
+    """Give the batch its rows; verl's own replay sees no mark, and its micro-batches do not copy the routes."""
+    routed_experts = data.pop("routed_experts", None)
+    data[ROWS] = rows
+    tu.assign_non_tensor(data, enable_routing_replay=False)
+    try:
+        yield
+    finally:
+        tu.assign_non_tensor(data, enable_routing_replay=True)
+        data.pop(ROWS)
+        if routed_experts is not None:
+            data["routed_experts"] = routed_experts
+
+
+def _num_routed(routed_experts: Tensor, data: Any) -> list[int] | None:
+    """Return how many first tokens of each sample have a route; None: all but the last.
+
+    verl fills with zeros what the engine did not route: the last token, all tokens behind the last generation of a multi-turn
+    sample, and whole samples that only fill up a batch. Nothing that is trained can see these. So a sample needs routes up to
+    the token that predicts its last trained one, and behind that its rows end where nothing but zeros follows.
+    """
+    last_trained = _last_trained(data)
+    samples = routed_experts.unbind()
+    if last_trained is None or len(samples) != len(last_trained):
+        return None
+    counts = []
+    for sample, needed in zip(samples, last_trained):
+        behind = sample[needed:].flatten(1).any(dim=1).nonzero()
+        counts.append(needed if not behind.numel() else needed + int(behind[-1]) + 1)
+    return counts
+
+
+def _last_trained(data: Any) -> list[int] | None:
+    """Return the position of each sample's last trained token, 0 where none is; None: the batch does not say.
+
+    The mask is of the response, right behind the prompt: jagged, or [B, R] padded on the right beside an attention mask
+    [B, S] whose last R positions are the response's.
+    """
+    mask, lengths = data.get("response_mask", None), data["input_ids"].offsets().diff().tolist()
+    if mask is None:
+        return None
+    if mask.is_nested:
+        responses = mask.offsets().diff().tolist()
+    else:
+        attention_mask = data.get("attention_mask", None)
+        if attention_mask is None or attention_mask.is_nested:
+            return None
+        responses = (attention_mask[:, -mask.shape[1] :] != 0).sum(dim=1).tolist()
+    result = []
+    for trained, length, response in zip(mask.unbind(), lengths, responses):
+        at = (trained != 0).nonzero()
+        if at.numel() and int(at[-1]) >= response:
+            raise ReplayStateError(
+                f"response_mask trains token {int(at[-1])} of a response of {response} tokens: masks and tokens do not fit."
+            )
+        result.append(length - response + int(at[-1]) if at.numel() else 0)
+    return result

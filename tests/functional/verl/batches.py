@@ -1,0 +1,96 @@
+"""Batches as verl's trainer makes them: left-padded prompts, right-padded responses, routes with zeros where there are none.
+
+Every token of a batch is another one, so that a token says which sample and position it is, and what its routes are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import left_right_2_no_padding
+
+VOCAB_SIZE = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of one data-parallel rank's batch."""
+
+    prompts: tuple[int, ...] = (3, 6, 5, 2, 7, 4, 3, 5)
+    responses: tuple[int, ...] = (9, 5, 7, 12, 3, 8, 6, 11)
+    num_columns: int = 4
+    topk: int = 2
+    num_experts: int = 8
+
+    @property
+    def lengths(self) -> list[int]:
+        return [prompt + response for prompt, response in zip(self.prompts, self.responses)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Args:
+    tokens: of each sample, [T].
+    routes: token -> [columns, topk] that it must be routed to, for tokens that have routes.
+    padded: the fields of verl's trainer, before it takes the padding out.
+    """
+
+    tokens: list[Tensor]
+    routes: dict[int, Tensor]
+    padded: dict[str, Tensor]
+
+
+def make_batch(sizes: Sizes, *, seed: int = 0, dtype: torch.dtype = torch.int16) -> Batch:
+    """Random tokens and routes; the last token of each sample has none, as verl gets them from an engine."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = sizes.lengths
+    ids = torch.randperm(VOCAB_SIZE - 1, generator=generator)[: sum(lengths)] + 1
+    tokens = list(ids.split(lengths))
+    shape = (sum(lengths), sizes.num_columns, sizes.num_experts)
+    routes = torch.rand(shape, generator=generator).argsort(dim=2)[:, :, : sizes.topk]
+    longest_prompt, longest_response = max(sizes.prompts), max(sizes.responses)
+    padded = {
+        "input_ids": torch.zeros(len(lengths), longest_prompt + longest_response, dtype=torch.int64),
+        "attention_mask": torch.zeros(len(lengths), longest_prompt + longest_response, dtype=torch.int64),
+        "prompts": torch.zeros(len(lengths), longest_prompt, dtype=torch.int64),
+        "responses": torch.zeros(len(lengths), longest_response, dtype=torch.int64),
+        "response_mask": torch.zeros(len(lengths), longest_response, dtype=torch.int64),
+        "routed_experts": torch.zeros(len(lengths), longest_prompt + longest_response, *routes.shape[1:], dtype=dtype),
+    }
+    for i, (prompt, response, of_sample, its_routes) in enumerate(
+        zip(sizes.prompts, sizes.responses, tokens, routes.split(lengths))
+    ):
+        whole = slice(longest_prompt - prompt, longest_prompt + response)
+        padded["input_ids"][i, whole] = of_sample
+        padded["attention_mask"][i, whole] = 1
+        padded["prompts"][i, longest_prompt - prompt :] = of_sample[:prompt]
+        padded["responses"][i, :response] = of_sample[prompt:]
+        padded["response_mask"][i, :response] = 1
+        padded["routed_experts"][i, whole.start : whole.stop - 1] = its_routes[:-1].to(dtype)
+    padded["position_ids"] = (padded["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+    padded["old_log_probs"] = -torch.rand(padded["response_mask"].shape, generator=generator)
+    padded["advantages"] = torch.randn(padded["response_mask"].shape, generator=generator)
+    last = {int(of_sample[-1]) for of_sample in tokens}
+    return Batch(
+        tokens=tokens,
+        routes={int(token): route for token, route in zip(ids, routes) if int(token) not in last},
+        padded=padded,
+    )
+
+
+def as_verl(padded: dict[str, Tensor], **settings: Any) -> TensorDict:
+    """What verl's worker gets: the padding taken out by verl, and its settings beside the tensors.
+
+    Args:
+        padded: the fields.
+        settings: non-tensors, as verl's trainer and worker assign them.
+    """
+    data = TensorDict({name: values.clone() for name, values in padded.items()}, batch_size=len(padded["input_ids"]))
+    data = left_right_2_no_padding(data)
+    tu.assign_non_tensor(data, temperature=1.0, global_batch_size=len(padded["input_ids"]), **settings)
+    return data

@@ -1,0 +1,394 @@
+"""What the tests run on every rank: verl's real forward_backward_batch with replay, and without verl's or our replay.
+
+The watching is independent of the package: forward hooks on Megatron's router modules read the routing maps that leave
+them, and the tokens of each position are laid out here by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+from verl.utils.megatron.router_replay_patch import RouterReplay as VerlRouterReplay
+
+import megatron_router_replay as mrr
+from megatron_router_replay.testing import ParallelLayout, gradients
+from megatron_router_replay.trainers.verl.engine import ROWS
+from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
+from tests.functional.verl.batches import Sizes, as_verl, make_batch
+from tests.functional.verl.engines import OurEngine, StockEngine, build, engine_config, loss_function, model_config
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+DYNAMIC = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 24}
+FIXED = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    layout: ParallelLayout = ParallelLayout()
+    config: dict[str, Any] = field(default_factory=dict)
+    padded: bool = False  # verl's use_remove_padding=False
+    bucket: int | None = None  # verl's pad_to_length_bucket
+    batching: dict[str, Any] = field(default_factory=lambda: dict(DYNAMIC))
+
+    def engine(self, kind: type, mode: str, *, recompute: bool = True) -> Any:
+        config = self.config if recompute else {}  # which says nothing but what is recomputed
+        return build(kind, engine_config(self.layout, mode=mode, padded=self.padded, bucket=self.bucket, **config))
+
+
+def expected_tokens(case: Case, samples: list[list[int]], longest: int) -> Tensor:
+    """The token of each position as this rank's routers get them, by hand; 0 on padding.
+
+    Args:
+        samples: the tokens of a micro-batch.
+        longest: the longest sample of the whole batch, to which verl pads a batch with padding.
+    """
+    from megatron.core import parallel_state
+
+    tp, cp = case.layout.tp_size, case.layout.cp_size
+    multiple = tp * cp * (2 if cp > 1 else 1)
+    local = []
+    for sample in samples:
+        length = longest if case.padded else len(sample)
+        whole = torch.zeros(-(-length // multiple) * multiple, dtype=torch.int64)
+        whole[: len(sample)] = torch.tensor(sample)
+        if cp > 1:
+            pieces, rank = whole.chunk(2 * cp), parallel_state.get_context_parallel_rank()
+            whole = torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]])
+        local.append(whole)
+    if case.bucket is not None:
+        local.append(torch.zeros(-sum(map(len, local)) % case.bucket, dtype=torch.int64))
+    # A padded batch is [s, b] inside the model, a packed one [total, 1].
+    positions = torch.stack(local, dim=1).reshape(-1) if case.padded else torch.cat(local)
+    return positions.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()] if tp > 1 else positions
+
+
+@contextmanager
+def entered(chunks: list[Any]) -> Iterator[list[Tensor]]:
+    """Yield the input_ids that the model's first stage really gets."""
+    seen: list[Tensor] = []
+
+    def hook(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append(kwargs["input_ids"].clone())
+
+    handles = [chunk.register_forward_pre_hook(hook, with_kwargs=True) for chunk in chunks if chunk.pre_process]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def step(engine: Any, data: Any, *, forward_only: bool = False) -> dict[str, Any]:
+    """One forward_backward_batch of verl: its output and gradients, and what was seen at the routers."""
+    for chunk in engine.module:
+        chunk.zero_grad(set_to_none=True)
+    engine.microbatches.clear()
+    with watched(engine.module) as seen, entered(engine.module) as inputs, torch.set_grad_enabled(not forward_only):
+        output = engine.forward_backward_batch(
+            data, None if forward_only else loss_function(), forward_only=forward_only
+        )
+    return {
+        "output": output,
+        "gradients": {} if forward_only else gradients(engine.module),
+        "seen": seen,
+        "inputs": inputs,
+        "microbatches": list(engine.microbatches),
+    }
+
+
+def judge(case: Case, engine: Any, done: dict[str, Any], routes: dict[int, Tensor], longest: int) -> dict[str, int]:
+    """Compare every decision that left a router with the routes its token must have; counts, wrong ones by phase."""
+    numbers = {i: sorted(r.layer_number for r in moe_routers([chunk])) for i, chunk in enumerate(engine.module)}
+    positions = {i: [] for i in numbers}
+    for chunk, samples in done["microbatches"]:
+        positions[chunk].append(expected_tokens(case, samples, longest))
+    counts = {
+        "replayed": 0,
+        "live": 0,
+        "padding": 0,
+        "wrong forward": 0,
+        "wrong recompute": 0,
+        "unfrozen": 0,
+        "entered": 0,
+    }
+    for tokens, given in zip(positions[0] if done["inputs"] else [], done["inputs"], strict=True):
+        inside = given.t().reshape(-1)  # before sequence parallelism; this rank's part of it must be what we expect
+        parts = inside.chunk(case.layout.tp_size)
+        counts["entered"] += int(any(torch.equal(part, tokens) for part in parts))
+    for chunk, layers in numbers.items():
+        for layer in layers:
+            forward, recompute = done["seen"]["forward"][layer], done["seen"]["recompute"][layer]
+            assert len(forward) == len(positions[chunk]), (len(forward), len(positions[chunk]))
+            for phase, maps in (("forward", forward), ("recompute", recompute)):
+                for i, (tokens, routing_map) in enumerate(zip(positions[chunk], maps)):
+                    assert len(tokens) == len(routing_map), (len(tokens), routing_map.shape)
+                    known = torch.tensor([int(token) in routes for token in tokens])
+                    target = torch.stack([routes.get(int(t), torch.zeros(99, 2))[layer - 1].long() for t in tokens])
+                    wrong = (as_map(target, routing_map.shape[1]) != routing_map).any(dim=1) & known
+                    counts[f"wrong {phase}"] += int(wrong.sum())
+                    counts["unfrozen"] += int((forward[i] != routing_map).any(dim=1).sum())
+                    counts[f"wrong {phase}"] += int((routing_map.sum(dim=1) != 2).sum())
+                    if phase == "forward":
+                        counts["replayed"] += int(known.sum())
+                        counts["padding"] += int((tokens == 0).sum())
+                        counts["live"] += int(((tokens != 0) & ~known).sum())
+    return counts
+
+
+@contextmanager
+def forced(engine: Any, seen: dict[int, list[Tensor]]) -> Iterator[None]:
+    """Let Megatron's own RouterReplay give each forward the experts that were seen, micro-batch by micro-batch."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    handles = []
+    for router in moe_routers(engine.module):
+        maps = iter(seen[router.layer_number])
+        router.router_replay = RouterReplay()
+        router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+        def give(module: Any, args: Any, maps: Any = maps) -> None:
+            routing_map = next(maps)
+            module.router_replay.set_target_indices(routing_map.nonzero()[:, 1].view(len(routing_map), -1))
+
+        handles.append(router.register_forward_pre_hook(give))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> dict[str, bool]:
+    """Whether loss, log-probs and gradients are equal to the last bit."""
+    result = {
+        "gradients": one["gradients"].keys() == other["gradients"].keys()
+        and all(torch.equal(gradient, other["gradients"][name]) for name, gradient in one["gradients"].items())
+    }
+    if "loss" in one["output"]:
+        result["loss"] = one["output"]["loss"] == other["output"]["loss"]
+        ours, theirs = (each["output"]["model_output"]["log_probs"] for each in (one, other))
+        result["log_probs"] = torch.equal(ours.values(), theirs.values())
+    return result
+
+
+def dp_rank() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_rank()
+
+
+def change_routers(engine: Any) -> None:
+    """Other router weights, so that no live choice agrees by luck with routes of before."""
+    for router in moe_routers(engine.module):
+        with torch.no_grad():
+            router.weight.copy_(router.weight.flip(0))
+
+
+def r3(case: Case) -> dict[str, Any]:
+    """Train on an engine's routes; then verl's own engine on the routes that were seen."""
+    engine = case.engine(OurEngine, "R3")
+    sizes = Sizes()
+    batch = make_batch(sizes, seed=dp_rank())
+    data = as_verl(batch.padded, enable_routing_replay=True, **case.batching)
+    done = step(engine, data)
+    counts = judge(case, engine, done, batch.routes, max(sizes.lengths))
+    stock = case.engine(StockEngine, "disabled", recompute=False)
+    plain = as_verl(batch.padded, **case.batching)
+    live = step(stock, plain)
+    with forced(stock, done["seen"]["forward"]):
+        oracle = step(stock, plain)
+    metrics = done["output"].get("metrics", {})
+    return {
+        "counts": counts,
+        "same": same(done, oracle),
+        "live is other": not all(same(done, live).values()),
+        "metrics": {name: value for name, value in metrics.items() if name.startswith("router_replay/")},
+        "left_over": len(left_over(engine.module)),
+        "recomputes": sum(map(len, done["seen"]["recompute"].values())),
+        "microbatches": len(done["microbatches"]),
+        "fields": sorted(str(key) for key in list(data.keys())),
+        "flag": bool(data["enable_routing_replay"]),
+        "patched": hasattr(TopKRouter, "_router_replay_patched") or bool(VerlRouterReplay.router_instances),
+    }
+
+
+def refused(case: Case, mode: str, damage: Any, flags: dict[str, Any] | None = None) -> list[str]:
+    """Train on a batch that `damage` changed; return the error, what it left in the routers, and in the batch."""
+    engine = case.engine(OurEngine, mode)
+    batch = make_batch(Sizes(), seed=dp_rank())
+    damage(batch.padded, dp_rank())
+    data = as_verl(batch.padded, **{"enable_routing_replay": True, **case.batching, **(flags or {})})
+    with pytest.raises(mrr.RouterReplayError) as error:
+        step(engine, data)
+    assert left_over(engine.module) == []
+    assert data.get(ROWS, None) is None
+    # The engine goes on with the next batch.
+    good = make_batch(Sizes(), seed=dp_rank())
+    if "routed_experts" in good.padded and mode == "R3":
+        step(engine, as_verl(good.padded, enable_routing_replay=True, **case.batching))
+    return [type(error.value).__name__, str(error.value)]
+
+
+def lost_rows_are_live(case: Case) -> dict[str, Any]:
+    """missing="live": rows that the engine lost are decided by the live router, and counted."""
+    engine = case.engine(OurEngine, "R3")
+    engine.missing = "live"
+    batch = make_batch(Sizes())
+    lost = lose_rows(batch.padded, 0)
+    routes = {token: route for token, route in batch.routes.items() if token not in lost}
+    done = step(engine, as_verl(batch.padded, enable_routing_replay=True, **case.batching))
+    counts = judge(case, engine, done, routes, max(Sizes().lengths))
+    return {"counts": counts, "metrics": done["output"]["metrics"]}
+
+
+def zeros_behind_the_last_generation(case: Case) -> dict[str, Any]:
+    """A multi-turn sample that ends in an answer of a tool, and a sample that only fills up the batch."""
+    engine = case.engine(OurEngine, "R3")
+    batch = make_batch(Sizes())
+    response = batch.padded["response_mask"]
+    routed, width = batch.padded["routed_experts"], batch.padded["prompts"].shape[1]
+    response[3, 8:] = 0  # the last 4 of 12 tokens of the response are a tool's, and the engine never saw them
+    response[3, 2:4] = 0  # an answer of a tool between two generations has routes
+    routed[3, width + 7 :] = 0
+    response[5] = 0
+    routed[5] = 0
+    without = {*batch.tokens[3][-5:].tolist(), *batch.tokens[5].tolist()}
+    routes = {token: route for token, route in batch.routes.items() if token not in without}
+    done = step(engine, as_verl(batch.padded, enable_routing_replay=True, **case.batching))
+    return judge(case, engine, done, routes, max(Sizes().lengths))
+
+
+def lose_rows(padded: dict[str, Tensor], rank: int) -> set[int]:
+    """Zeros where the engine lost the routes of two tokens of sample 1, in every layer; returns the tokens."""
+    at = padded["prompts"].shape[1] + 1
+    padded["routed_experts"][1, at : at + 2] = 0
+    return set(padded["input_ids"][1, at : at + 2].tolist())
+
+
+def lose_rows_of_rank_1(padded: dict[str, Tensor], rank: int) -> None:
+    if rank == 1:
+        lose_rows(padded, rank)
+
+
+def shift_by_one(padded: dict[str, Tensor], rank: int) -> None:
+    """The route of each token at the next one, as after a token too much in front."""
+    padded["routed_experts"] = padded["routed_experts"].roll(1, dims=1)
+
+
+def drop_routes(padded: dict[str, Tensor], rank: int) -> None:
+    del padded["routed_experts"]
+
+
+def nothing(padded: dict[str, Tensor], rank: int) -> None:
+    pass
+
+
+class DriftingEngine(OurEngine):
+    """Rows go another way than the tokens."""
+
+    def _pack(self, values: Tensor, batch: Any, model: Any) -> Tensor:
+        return super()._pack(values, batch, model).roll(1, dims=1)
+
+
+def drifting(case: Case) -> str:
+    engine = case.engine(DriftingEngine, "R3")
+    data = as_verl(make_batch(Sizes()).padded, enable_routing_replay=True, **case.batching)
+    with pytest.raises(mrr.RouterReplayError) as error:
+        step(engine, data)
+    assert left_over(engine.module) == []
+    return str(error.value)
+
+
+def unmarked(case: Case, mode: str) -> dict[str, Any]:
+    """A batch that is marked not to be replayed (a reference's log-probs): verl's stock path, live."""
+    engine, stock = case.engine(OurEngine, mode), case.engine(StockEngine, "disabled")
+    padded = make_batch(Sizes()).padded
+    done = step(engine, as_verl(padded, enable_routing_replay=False, **case.batching))
+    return same(done, step(stock, as_verl(padded, **case.batching)))
+
+
+def chosen(mode: str, version: str | None = None, **fields: Any) -> str:
+    """The class that verl's registry makes for a mode; `version` in place of the installed verl's."""
+    import verl
+    from verl.workers.engine import EngineRegistry
+
+    config = engine_config(ParallelLayout(), mode=mode)
+    installed, verl.__version__ = verl.__version__, version or verl.__version__
+    try:
+        engine = EngineRegistry.new(
+            model_type="language_model",
+            backend="megatron",
+            model_config=model_config(**fields),
+            engine_config=config,
+            optimizer_config=None,
+            checkpoint_config=None,
+        )
+    finally:
+        verl.__version__ = installed
+    assert engine.engine_config is config
+    return f"{type(engine).__module__}.{type(engine).__name__}"
+
+
+def patched_by_verl() -> str:
+    """verl's own replay was on in this process, for an engine that is not ours."""
+    from verl.utils.megatron.router_replay_patch import apply_router_replay_patch
+
+    apply_router_replay_patch()  # a worker of its own: nothing takes the patch out again
+    with pytest.raises(mrr.RouterReplayError) as error:
+        Case().engine(OurEngine, "R3")
+    return str(error.value)
+
+
+def r2(case: Case) -> dict[str, Any]:
+    """Record verl's forward for old log-probs, train on other micro-batches with other router weights; then the oracle."""
+    from megatron.core import parallel_state
+
+    engine = case.engine(OurEngine, "R2")
+    sizes = Sizes()
+    batch = make_batch(sizes, seed=dp_rank())
+    del batch.padded["routed_experts"]
+    longest = max(sizes.lengths)
+    # One sample a micro-batch; training regroups them.
+    one_each = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+    first = step(engine, as_verl(batch.padded, enable_routing_replay=True, **one_each), forward_only=True)
+    # From the last stage to all, as verl's driver hands the batch to every rank of a replica.
+    group = parallel_state.get_pipeline_model_parallel_group()
+    box = [first["output"]["model_output"]["routed_experts"] if "model_output" in first["output"] else None]
+    dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[-1], group=group)
+    recorded = box[0]
+    routes = {
+        int(token): route
+        for tokens, its_routes in zip(batch.tokens, recorded.unbind(), strict=True)
+        for token, route in zip(tokens, its_routes, strict=True)
+    }
+    recording = judge(case, engine, first, routes, longest)
+    change_routers(engine)
+    data = as_verl(batch.padded, enable_routing_replay=True, **case.batching)
+    data["routed_experts"] = recorded
+    done = step(engine, data)
+    counts = judge(case, engine, done, routes, longest)
+    stock = case.engine(StockEngine, "disabled", recompute=False)
+    change_routers(stock)
+    with forced(stock, done["seen"]["forward"]):
+        oracle = step(stock, as_verl(batch.padded, **case.batching))
+    return {
+        "recording": recording,
+        "counts": counts,
+        "same": same(done, oracle),
+        "dtype": str(recorded.dtype),
+        "regrouped": first["microbatches"] != done["microbatches"],
+        "left_over": len(left_over(engine.module)),
+    }
+
+
+def vision_language_model() -> str:
+    return chosen("R3", vision_config={})

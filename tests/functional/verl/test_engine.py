@@ -1,0 +1,139 @@
+"""verl's real Megatron engine with our replay: every decision at the routers, and loss and gradients to the last bit."""
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed: make test-verl")
+
+from megatron_router_replay.testing import GlooWorkers, ParallelLayout
+from tests.functional.verl import cases
+from tests.functional.verl.batches import Sizes
+from tests.functional.verl.cases import FIXED, FULL, MOE, Case, r2, r3
+
+CASES = {
+    "single": Case(),
+    "single-full": Case(config=FULL),
+    "single-moe-fixed": Case(config=MOE, batching=FIXED),
+    "single-padded": Case(padded=True),
+    "single-padded-full-fixed": Case(padded=True, config=FULL, batching=FIXED),
+    "single-bucket-moe": Case(bucket=16, config=MOE),
+    "tp2": Case(layout=ParallelLayout(tp_size=2)),
+    "tp2-full": Case(layout=ParallelLayout(tp_size=2), config=FULL),
+    "tp2-padded-moe": Case(layout=ParallelLayout(tp_size=2), padded=True, config=MOE),
+    "pp2-moe": Case(layout=ParallelLayout(pp_size=2), config=MOE),
+    "pp2-padded-full": Case(layout=ParallelLayout(pp_size=2), padded=True, config=FULL),
+    "pp2-vpp2": Case(layout=ParallelLayout(pp_size=2, vp_size=2)),
+    "pp2-vpp2-full-fixed": Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=FULL, batching=FIXED),
+    "cp2": Case(layout=ParallelLayout(cp_size=2)),
+    "cp2-padded-moe": Case(layout=ParallelLayout(cp_size=2), padded=True, config=MOE),
+    "ep2-full": Case(layout=ParallelLayout(ep_size=2), config=FULL),
+    "ep2-padded": Case(layout=ParallelLayout(ep_size=2), padded=True),
+    "tp2-cp2-full": Case(layout=ParallelLayout(tp_size=2, cp_size=2), config=FULL),
+    "tp2-cp2-padded": Case(layout=ParallelLayout(tp_size=2, cp_size=2), padded=True),
+}
+TOKENS, SAMPLES = sum(Sizes().lengths), len(Sizes().lengths)
+
+
+def workers_for(case: Case, request: pytest.FixtureRequest) -> GlooWorkers:
+    return request.getfixturevalue(f"workers_{case.layout.world_size}")
+
+
+def check_counts(case: Case, ranks: list[dict], name: str, *, replayed: int, live: int) -> None:
+    """Every token of the batch went through every layer, on one rank of those that share it, and as it had to."""
+    for rank in ranks:
+        counts = rank[name]
+        assert counts["wrong forward"] == counts["wrong recompute"] == counts["unfrozen"] == 0
+    copies = case.layout.ep_size  # the data-parallel ranks have a batch each
+    assert sum(rank[name]["replayed"] for rank in ranks) == 4 * replayed * copies
+    assert sum(rank[name]["live"] for rank in ranks) == 4 * live * copies
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_r3_is_exact_in_verls_engine(name, request):
+    case = CASES[name]
+    ranks = workers_for(case, request).run(r3, case)
+    check_counts(case, ranks, "counts", replayed=TOKENS - SAMPLES, live=SAMPLES)
+    for rank in ranks:
+        assert all(rank["same"].values()), rank["same"]
+        assert rank["live is other"], "the oracle would have been met without a replay"
+        assert rank["left_over"] == 0
+        assert (rank["recomputes"] > 0) == ("recompute_granularity" in case.config)
+        assert "routing_rows" not in rank["fields"]
+        assert "routed_experts" in rank["fields"]
+        assert rank["flag"]
+        assert not rank["patched"], "verl's own patch of Megatron's classes is applied"
+    assert sum(rank["counts"]["entered"] for rank in ranks) > 0
+    metrics = ranks[-1]["metrics"]
+    # One token in SAMPLES samples is live by nature; the share is of all ranks together.
+    assert metrics["router_replay/replayed_share"] == [pytest.approx((TOKENS - SAMPLES) / TOKENS)]
+    assert metrics["router_replay/ranks"] == [len(ranks)]
+    assert metrics["router_replay/tokens_lost"] == [0.0]
+    assert "router_replay/recompute_flips" not in metrics
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_r2_is_exact_in_verls_engine_with_regrouped_micro_batches(name, request):
+    case = CASES[name]
+    ranks = workers_for(case, request).run(r2, case)
+    check_counts(case, ranks, "recording", replayed=TOKENS, live=0)
+    check_counts(case, ranks, "counts", replayed=TOKENS, live=0)
+    for rank in ranks:
+        assert all(rank["same"].values()), rank["same"]
+        assert rank["dtype"] == "torch.uint8"
+        assert rank["left_over"] == 0
+        assert rank["regrouped"]
+
+
+def test_rows_that_the_engine_lost_raise_with_the_sample(workers_1):
+    ((kind, message),) = workers_1.run(cases.refused, Case(), "R3", cases.lose_rows)
+    assert kind == "PayloadError"
+    assert "sample 1" in message
+    assert "row 7" in message  # 6 tokens of the prompt, then the second of the response
+
+
+def test_rows_that_the_engine_lost_are_live_and_counted_on_request(workers_1):
+    (result,) = workers_1.run(cases.lost_rows_are_live, Case(config=FULL))
+    counts, metrics = result["counts"], result["metrics"]
+    assert counts["wrong forward"] == counts["wrong recompute"] == counts["unfrozen"] == 0
+    assert counts["replayed"] == 4 * (TOKENS - SAMPLES - 2)
+    assert metrics["router_replay/tokens_lost"] == [2.0]
+    assert metrics["router_replay/rows_live"] == [SAMPLES + 2.0]
+
+
+def test_zeros_that_nothing_trained_can_see_are_live(workers_1):
+    (counts,) = workers_1.run(cases.zeros_behind_the_last_generation, Case())
+    assert counts["wrong forward"] == 0
+    # Of sample 3 the first 2 + 7 of 14 tokens have routes, of sample 5 (12 tokens) none.
+    assert counts["replayed"] == 4 * (TOKENS - SAMPLES - (13 - 9) - 11)
+
+
+def test_routes_that_do_not_fit_raise_on_every_rank(workers_2):
+    layout = ParallelLayout(ep_size=2)
+    first, second = workers_2.run(cases.refused, Case(layout=layout), "R3", cases.lose_rows_of_rank_1)
+    assert "ranks [1]" in first[1]
+    assert "sample 1" in first[1]
+    assert second[1].startswith("sample 1")
+
+
+@pytest.mark.parametrize(
+    ("mode", "damage", "flags", "message"),
+    [
+        ("R3", cases.shift_by_one, {}, "the last one is a route"),
+        ("R3", cases.drop_routes, {}, "enable_rollout_routing_replay"),
+        ("R2", cases.drop_routes, {}, "keep that field in the batch"),
+        ("R3", cases.nothing, {"enable_routing_replay": None}, "does not say whether to replay"),
+    ],
+    ids=["shifted", "R3 without routes", "R2 without routes", "unmarked"],
+)
+def test_what_cannot_be_exact_raises(mode, damage, flags, message, workers_1):
+    ((_, text),) = workers_1.run(cases.refused, Case(), mode, damage, flags)
+    assert message in text
+
+
+def test_rows_that_move_apart_from_the_tokens_raise(workers_1):
+    (message,) = workers_1.run(cases.drifting, Case())
+    assert "tokens and routing_rows" in message
+
+
+def test_a_batch_that_is_marked_off_takes_verls_own_path(workers_1):
+    for mode in ("R2", "R3"):
+        assert workers_1.run(cases.unmarked, Case(), mode) == [{"gradients": True, "loss": True, "log_probs": True}]

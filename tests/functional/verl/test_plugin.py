@@ -1,0 +1,51 @@
+"""verl finds the plug-in by itself, and it takes verl's engine over only where it may."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed: make test-verl")
+
+from megatron_router_replay.testing import WorkersError
+from tests.functional.verl import cases
+
+STOCK = "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead"
+OURS = "megatron_router_replay.trainers.verl.engine.RouterReplayEngine"
+
+
+def test_verl_loads_it_as_an_entry_point_and_nothing_of_megatron_with_it():
+    code = (
+        "import json, sys, verl; before = 'megatron' in sys.modules; from verl.workers.engine import EngineRegistry; "
+        "found = EngineRegistry.get_engine_cls('language_model', 'megatron'); "
+        "print(json.dumps([before, found.__module__, 'megatron_router_replay.trainers.verl.engine' in sys.modules, "
+        "sum('WhenImported' in type(finder).__name__ for finder in sys.meta_path)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, timeout=600
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [False, "megatron_router_replay.trainers.verl", False, 0]
+
+
+def test_verls_mode_is_the_switch(workers_1):
+    assert workers_1.run(cases.chosen, "disabled") == [STOCK]
+    assert workers_1.run(cases.chosen, "R2") == [OURS]
+    assert workers_1.run(cases.chosen, "R3") == [OURS]
+
+
+def test_an_unknown_verl_is_refused_unless_replay_is_off(workers_1):
+    assert workers_1.run(cases.chosen, "disabled", "0.10.0") == [STOCK]
+    with pytest.raises(WorkersError, match=r"router_replay.mode=R3 with verl 0.10.0: .* verl 0.9.1 only"):
+        workers_1.run(cases.chosen, "R3", "0.10.0")
+
+
+def test_a_vision_language_model_is_refused_by_name(workers_1):
+    with pytest.raises(WorkersError, match="cannot be exact with vision_config"):
+        workers_1.run(cases.vision_language_model)
+
+
+def test_it_refuses_to_run_beside_verls_own_patch(workers_1):
+    (message,) = workers_1.run(cases.patched_by_verl)
+    workers_1.close()  # its process is patched
+    assert "apply_router_replay_patch" in message
