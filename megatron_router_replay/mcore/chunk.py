@@ -75,9 +75,8 @@ class Chunk:
         self._handles: list[Any] = []
         self._outermost = outermost
         self._inside = False  # the forward of `module` runs
-        self._num_left = self._num_left_before = (
-            0  # forwards of `module` that ended, now and when the outermost one began
-        )
+        # Forwards of `module` that ended, now and when the outermost one began.
+        self._num_left = self._num_left_before = 0
 
     def attach(self, session: Session) -> None:
         """Put the session's routers in and watch the chunk's forwards.

@@ -18,9 +18,9 @@ Source: verl 0.9.1, verl/__init__.py (plug-ins), workers/engine/base.py (EngineR
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -33,8 +33,6 @@ VERSIONS = ("0.9.1",)
 """The versions of verl whose Megatron engine was read, and is driven by our tests."""
 
 ENGINE_MODULE = "verl.workers.engine.megatron"
-
-_logger = logging.getLogger(__name__)
 
 
 class VerlError(RouterReplayError):
@@ -79,9 +77,12 @@ class _WhenImported(MetaPathFinder, Loader):
             if verl.__version__ in VERSIONS:
                 # verl takes an ImportError here for "no Megatron", and goes on with the engine that it has registered.
                 raise VerlError(message) from error
-            # Without its registry nobody can say whether replay is on; where it is off, nothing is lost.
-            _logger.error(
-                "%s Known are %s. verl's own replay would run with router_replay.mode R2 or R3.", message, VERSIONS
+            # Without its registry nobody can say whether replay is on; where it is off, nothing is lost. A warning, not
+            # a log line, so that it is seen before anyone has set logging up.
+            warnings.warn(
+                f"{message} It knows {', '.join(VERSIONS)}. With router_replay.mode R2 or R3 verl's own replay would run, "
+                "not this package's.",
+                stacklevel=2,
             )
 
 

@@ -209,7 +209,7 @@ def test_send_returns_at_once_and_a_slow_receiver_still_gets_every_row() -> None
     with children(child):
         began = time.monotonic()
         sender.send(trace)
-        assert time.monotonic() - began < 0.5, "nobody listens yet"
+        assert time.monotonic() - began < 1.5, "nobody listens yet"
         sender.join()
         assert time.monotonic() - began > 2.0
         child.wait_for("started")
@@ -226,9 +226,9 @@ def test_a_second_send_waits_for_the_first_and_rows_do_not_mix() -> None:
         child.wait_for("started")
         began = time.monotonic()
         sender.send(traces[0])
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 1.5
         sender.send(traces[1])
-        assert time.monotonic() - began > 1.0, "the second send waited for the first to be received"
+        assert time.monotonic() - began > 1.8, "the second send waited for the first to be received"
         sender.send(traces[2])
         sender.join()
         assert child.result() == [check_sum(trace.topk_indices) for trace in traces]

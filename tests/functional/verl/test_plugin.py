@@ -40,6 +40,17 @@ def test_an_unknown_verl_is_refused_unless_replay_is_off(workers_1):
         workers_1.run(cases.chosen, "R3", "0.10.0")
 
 
+def test_a_verl_without_the_registry_that_we_know_goes_on_with_a_warning():
+    code = (
+        "import verl, verl.utils.device, verl.workers.engine.base; verl.__version__ = '0.10.0'; "
+        "del verl.utils.device.get_vendor; import verl.workers.engine.megatron; print('went on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
+    assert done.stdout.splitlines()[-1] == "went on"
+    assert "cannot register this package's engine with verl 0.10.0: ImportError" in done.stderr
+    assert "verl's own replay would run, not this package's" in done.stderr
+
+
 def test_a_vision_language_model_is_refused_by_name(workers_1):
     with pytest.raises(WorkersError, match="cannot be exact with vision_config"):
         workers_1.run(cases.vision_language_model)
