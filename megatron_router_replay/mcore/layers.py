@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, TraceError
-from megatron_router_replay.mcore.find import as_chunks, check_has_experts, find_routers, unwrap
+from megatron_router_replay.mcore.find import FoundRouter, as_chunks, check_has_experts, find_routers, unwrap
 from megatron_router_replay.mcore.patterns import main_pattern, moe_layers_of_pattern, mtp_pattern, num_decoder_layers
 
 
@@ -67,13 +67,18 @@ def routing_info(model_chunks: nn.Module | Sequence[nn.Module]) -> ModelRoutingI
 
 
 def check_trace_layers(
-    layer_numbers: Sequence[int], model_chunks: nn.Module | Sequence[nn.Module], *, mtp: bool = False
+    layer_numbers: Sequence[int],
+    model_chunks: nn.Module | Sequence[nn.Module],
+    *,
+    routers: Sequence[FoundRouter] | None = None,
+    mtp: bool = False,
 ) -> None:
     """Raise unless a trace's layers can be those of the model: routes for each of its routers, none for anything else.
 
     Args:
         layer_numbers: of the trace.
         model_chunks: the model or its chunks on this rank.
+        routers: those of all chunks, where the caller has looked for them already.
         mtp: multi-token-prediction layers need routes too.
 
     Raises:
@@ -83,7 +88,8 @@ def check_trace_layers(
     chunks = as_chunks(model_chunks)
     model = unwrap(chunks[0])
     given = set(layer_numbers)
-    routers = [found for chunk in chunks for found in find_routers(chunk)]
+    if routers is None:
+        routers = [found for chunk in chunks for found in find_routers(chunk)]
     for found in routers:
         if found.layer_number not in given and (mtp or not found.is_mtp):
             raise TraceError(
@@ -91,9 +97,9 @@ def check_trace_layers(
                 f"count dense layers too.{_how_to_renumber(layer_numbers, chunks)}"
             )
     decoder = num_decoder_layers(model)
-    routed = {found.layer_number for found in routers}
-    built = {number for chunk in chunks for number in _decoder_layers(unwrap(chunk))}
-    dense = sorted((given & built) - routed)
+    elsewhere = given - {found.layer_number for found in routers}  # on another pipeline stage, or nowhere
+    built = {number for chunk in chunks for number in _decoder_layers(unwrap(chunk))} if elsewhere else set()
+    dense = sorted(elsewhere & built)
     if dense:
         raise TraceError(
             f"the trace has routes for layer {dense[0]}, but that layer of the model is dense: it is of another model, or "

@@ -54,7 +54,8 @@ class ReplaySession(Session):
         self._trace_of: dict[int, RoutingTrace] = {}
         for chunk in self._chunks:
             _check_model(trace, chunk)
-        check_trace_layers(trace.layer_numbers, model_chunks, mtp=mtp)
+        found = [router.found for chunk in self._chunks for router in chunk.routers]
+        check_trace_layers(trace.layer_numbers, model_chunks, routers=found, mtp=mtp)
         for chunk in self._chunks:
             self._trace_of[chunk.index] = trace.select_layers([router.found.layer_number for router in chunk.in_trace])
         self._comparison = self._compare(int(compare_live)) if compare_live else None
