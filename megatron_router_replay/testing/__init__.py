@@ -3,8 +3,9 @@
 Nothing is imported before it is asked for, so importing this package loads neither Megatron-Core nor torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_router_replay.testing.attention import SmallAttention, row_positions
@@ -60,14 +61,6 @@ _HOME = {
     "tiny_hybrid": "build_tiny_hybrid",
     "workers": "GlooWorkers WorkersError",
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+"""Module -> its public names."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, {name: module for module, names in _HOME.items() for name in names.split()})
