@@ -15,7 +15,14 @@ import numpy.typing as npt
 from megatron_router_replay.diagnostics.counting import Samples
 from megatron_router_replay.diagnostics.evidence import Evidence
 from megatron_router_replay.diagnostics.finding import Finding
-from megatron_router_replay.diagnostics.wording import Place, layer_words, place_of, runs_of_rows, with_place
+from megatron_router_replay.diagnostics.wording import (
+    Place,
+    layer_words,
+    place_of,
+    runs_of_rows,
+    shift_finding,
+    with_place,
+)
 
 Array = npt.NDArray[Any]
 
@@ -189,21 +196,7 @@ def _shift_findings(evidence: Evidence, samples: Samples, shift: int, cells: Arr
             continue
         place = place_of(runs, int(explained.sum()), samples, seen=not evidence.complete)
         numbers = tuple(evidence.layers[i] for i in layers) if len(layers) < len(evidence.layers) else ()
-        rows = "one row" if abs(shift) == 1 else f"{abs(shift)} rows"
-        b, a = evidence.name_b, evidence.name_a
-        subject = f"{layer_words(numbers)} of {b} look{'s' if len(numbers) == 1 else ''}" if numbers else f"{b} looks"
-        sentence = (
-            f"{subject} like {a} shifted {'down' if shift > 0 else 'up'} by {rows}: row r of {a} is row r "
-            f"{'+' if shift > 0 else '-'} {abs(shift)} of {b}"
-        )
-        yield Finding(
-            kind="rows_shifted",
-            shift=shift,
-            layer_numbers=numbers,
-            rows=place.rows,
-            samples=place.samples,
-            text=with_place(sentence, place),
-        )
+        yield shift_finding(evidence.name_a, evidence.name_b, numbers, shift, place)
 
 
 def _is_shifted(evidence: Evidence, run: tuple[int, int], layers: list[int], equal: Array) -> bool:

@@ -19,7 +19,7 @@ from megatron_router_replay.diagnostics.counting import Samples
 from megatron_router_replay.diagnostics.evidence import Evidence, expert_numbers, set_numbers
 from megatron_router_replay.diagnostics.finding import Finding
 from megatron_router_replay.diagnostics.source import TraceSource, block_rows
-from megatron_router_replay.diagnostics.wording import layer_words, place_of, sample_words, with_place
+from megatron_router_replay.diagnostics.wording import layer_words, place_of, sample_words, shift_finding
 
 Array = npt.NDArray[Any]
 
@@ -212,8 +212,6 @@ def _runs(origin: _Origin, complete: bool) -> tuple[list[tuple[int, int, int]], 
 def _run_findings(
     evidence: Evidence, runs: list[tuple[int, int, int]], samples: Samples, numbers: tuple[int, ...]
 ) -> Iterator[Finding]:
-    name_b, name_a = evidence.name_b, evidence.name_a
-    layers = f"{layer_words(numbers)} of " if numbers else ""
     lengths: dict[int, int] = {}
     for first, last, offset in runs:
         lengths[offset] = lengths.get(offset, 0) + last - first + 1
@@ -221,18 +219,7 @@ def _run_findings(
     if lengths[-shift] > 0.6 * samples.num_rows:
         shifted = [run[:2] for run in runs if run[2] == -shift]
         place = place_of(shifted, lengths[-shift], samples, seen=not evidence.complete)
-        text = (
-            f"{layers}{name_b} looks like {name_a} shifted {'down' if shift > 0 else 'up'} by {abs(shift)} rows: row r of "
-            f"{name_a} is row r {'+' if shift > 0 else '-'} {abs(shift)} of {name_b}"
-        )
-        yield Finding(
-            kind="rows_shifted",
-            shift=shift,
-            layer_numbers=numbers,
-            rows=place.rows,
-            samples=place.samples,
-            text=with_place(text, place),
-        )
+        yield shift_finding(evidence.name_a, evidence.name_b, numbers, shift, place)
         runs = [run for run in runs if run[2] != -shift]
     whole, parts = _whole_samples(runs, samples)
     if whole:
