@@ -48,11 +48,11 @@ def stands_out(hits: Array, tries: Array, chance: Array) -> Array:
 
 def find_stuck(evidence: Evidence, samples: Samples) -> Iterator[Finding]:
     """Yield rows that repeat one route while the other trace's rows differ from each other."""
-    own_a = evidence.shifted(0)[:, evidence.own]
+    same_rows_of_a = evidence.shifted(0)[:, evidence.index_in_a]
     neighbours = (np.diff(evidence.rows, prepend=-2) == 1)[:, None]
     still_a, still_b = (
         np.concatenate([np.zeros((1, part.shape[1]), dtype=bool), part[1:] == part[:-1]]) & neighbours
-        for part in (own_a, evidence.sets_b)
+        for part in (same_rows_of_a, evidence.sets_b)
     )
     for still, other, ids, names in (
         (still_b, still_a, evidence.ids_b, (evidence.name_b, evidence.name_a)),
@@ -149,7 +149,7 @@ def find_shifts(evidence: Evidence, samples: Samples) -> tuple[list[Finding], Ar
         row_shift = shift[evidence.piece]
         explained = np.zeros_like(evidence.far)
         for value in np.unique(shift[shift != 0]).tolist():
-            equal = evidence.shifted(value)[:, evidence.own] == evidence.sets_b
+            equal = evidence.shifted(value)[:, evidence.index_in_a] == evidence.sets_b
             explained |= (row_shift == value) & equal
             found += _shift_findings(evidence, samples, value, shift == value, equal)
         common = np.where(common == 0, common_by_piece[evidence.piece], common)
@@ -165,7 +165,7 @@ def _shift_by_cell(evidence: Evidence) -> tuple[Array, Array]:
     far = evidence.by_piece(evidence.far)
     hits = np.stack(
         [
-            evidence.by_piece(evidence.far & (evidence.shifted(value)[:, evidence.own] == evidence.sets_b))
+            evidence.by_piece(evidence.far & (evidence.shifted(value)[:, evidence.index_in_a] == evidence.sets_b))
             for value in shifts
         ]
     )  # [shifts, pieces, num_layers]
@@ -202,7 +202,7 @@ def _shift_findings(evidence: Evidence, samples: Samples, shift: int, cells: Arr
 def _is_shifted(evidence: Evidence, run: tuple[int, int], layers: list[int], equal: Array) -> bool:
     """Whether most decisions of a run are those of the shifted rows; rows near each other look alike here and there."""
     begin, end = np.searchsorted(evidence.rows, [run[0], run[1] + 1])
-    agree = evidence.shifted(0)[begin:end, evidence.own] == evidence.sets_b[begin:end]
+    agree = evidence.shifted(0)[begin:end, evidence.index_in_a] == evidence.sets_b[begin:end]
     shifted, unmoved = equal[begin:end, layers].mean(), agree[:, layers].mean()
     return bool(end - begin >= _MIN_RUN and shifted >= 0.4 and shifted >= unmoved + 0.2)
 
@@ -210,7 +210,7 @@ def _is_shifted(evidence: Evidence, run: tuple[int, int], layers: list[int], equ
 def _votes(evidence: Evidence, layers: list[int], explained: Array, equal: Array) -> tuple[Array, Array]:
     """Return the rows in which an explanation holds, and those in which the traces agree without it."""
     holds = explained[:, layers].mean(axis=1)
-    same = evidence.shifted(0)[:, evidence.own] == evidence.sets_b
+    same = evidence.shifted(0)[:, evidence.index_in_a] == evidence.sets_b
     agree = (same & ~equal)[:, layers].mean(axis=1)
     rows = (holds >= 0.25) & (holds > agree)
     return rows, (agree >= 0.5) & ~rows
@@ -242,7 +242,7 @@ def find_moved_layers(evidence: Evidence, samples: Samples, shift: Array) -> lis
         [evidence.by_piece(evidence.far & (sets_a[:, [j]] == evidence.sets_b)) for j in range(len(evidence.layers_a))]
     )
     # A layer that looks like itself has not moved.
-    hits[evidence.own, :, np.arange(len(evidence.layers))] = 0
+    hits[evidence.index_in_a, :, np.arange(len(evidence.layers))] = 0
     best, stands = _best(hits, far)
     # A fault in a third of all rows leaves few decisions in each piece: all pieces count together too.
     best_of_all, stands_of_all = _best(hits.sum(axis=1), far.sum(axis=0))
@@ -255,7 +255,7 @@ def find_moved_layers(evidence: Evidence, samples: Samples, shift: Array) -> lis
             holds = equal & evidence.far[:, layer]
             if not whole:
                 holds &= (stands[:, layer] & (best[:, layer] == source))[evidence.piece]
-            agree = sets_a[:, evidence.own[layer]] == evidence.sets_b[:, layer]
+            agree = sets_a[:, evidence.index_in_a[layer]] == evidence.sets_b[:, layer]
             runs = runs_of_rows(evidence.rows, holds, agree & ~equal, complete=evidence.complete)
             # Near rows count as well: their experts changed places though half of them are the same.
             found.append((layer, source, runs, int((equal & ~agree).sum() if whole else holds.sum())))

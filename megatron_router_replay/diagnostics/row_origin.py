@@ -96,9 +96,9 @@ def _look_up(evidence: Evidence, a: TraceSource, layers: list[int], pieces: Arra
     score, source = _best_rows(a, [evidence.layers[i] for i in used], targets, width)
     found = score >= _enough_layers(a.num_tokens, len(used), float(chance[used].mean()))
     # A row that noise changed is nowhere else: only what is clearly better than the row's own place counts as moved.
-    own = (evidence.shifted(0)[at][:, evidence.own[used]] == targets).sum(axis=1)
-    source = np.where(found & (score >= own + max(2, 0.3 * len(used))), source, evidence.rows[at])
-    found |= own >= 0.4 * len(used)
+    in_place = (evidence.shifted(0)[at][:, evidence.index_in_a[used]] == targets).sum(axis=1)
+    source = np.where(found & (score >= in_place + max(2, 0.3 * len(used))), source, evidence.rows[at])
+    found |= in_place >= 0.4 * len(used)
     displaced = evidence.far[at][:, used].mean(axis=1) >= 0.5
     if displaced.sum() < _MIN_RUN or found[displaced].mean() < 0.5:
         return None
