@@ -114,11 +114,11 @@ def gather_evidence(counts: Counter, *, far_if_unrelated: Array, max_shift: int)
         longest = int((ends - begins).max())
         chosen = np.unique(np.linspace(0, len(suspect) - 1, max(1, MAX_ROWS // longest)).astype(np.int64))
         begins, ends = begins[chosen], ends[chosen]
-    return _read(counts, begins, ends, complete, far_if_unrelated, max_shift)
+    return _read(counts, begins, ends, far_if_unrelated, max_shift, complete=complete)
 
 
 def _read(
-    counts: Counter, begins: Array, ends: Array, complete: bool, far_if_unrelated: Array, max_shift: int
+    counts: Counter, begins: Array, ends: Array, far_if_unrelated: Array, max_shift: int, *, complete: bool
 ) -> Evidence:
     numbers = expert_numbers(counts.a.num_experts)
     parts: dict[str, list[Array]] = {name: [] for name in ("rows", "piece", "sets_a", "at", "sets_b", "a", "b", "far")}

@@ -80,9 +80,8 @@ def _stuck_finding(
     filler = bool((experts == experts[0]).all())
     chosen = f"the same experts {experts[0].tolist()}" if filler else "one and the same row of experts"
     if every and place.words:
-        sentence = (
-            f"{name} repeats {chosen} in every layer{_and_layers(filler)}, {place.words}; in {other} the rows differ"
-        )
+        everywhere = f"in every layer{_and_layers(all_alike=filler)}"
+        sentence = f"{name} repeats {chosen} {everywhere}, {place.words}; in {other} the rows differ"
         return Finding(kind="rows_stuck", text=sentence + ".", rows=place.rows, samples=place.samples)
     sentence = f"{layer_words(numbers)} of {name} send{'s' if len(numbers) == 1 else ''} every token to {chosen}"
     sentence += f" {place.words}" if place.words else ""
@@ -96,8 +95,8 @@ def _stuck_finding(
     )
 
 
-def _and_layers(filler: bool) -> str:
-    return " (all layers alike)" if filler else ""
+def _and_layers(*, all_alike: bool) -> str:
+    return " (all layers alike)" if all_alike else ""
 
 
 def _unlikely_lengths(still: Array, other: Array) -> Array:

@@ -172,7 +172,7 @@ def _fingerprints(sets: Array, width: int) -> Array:
 def _classify(evidence: Evidence, origin: _Origin, samples: Samples, numbers: tuple[int, ...]) -> Iterator[Finding]:
     """Say what the origins look like: runs that moved as a whole first, then what is left in one order or another."""
     moved = origin.rows != origin.sources
-    runs, in_runs = _runs(origin, evidence.complete)
+    runs, in_runs = _runs(origin, complete=evidence.complete)
     big = [run for run in runs if run[2]]
     if big:
         yield from _run_findings(evidence, big, samples, numbers)
@@ -182,7 +182,7 @@ def _classify(evidence: Evidence, origin: _Origin, samples: Samples, numbers: tu
         yield _scrambled(evidence, rows, sources, samples, numbers)
 
 
-def _runs(origin: _Origin, complete: bool) -> tuple[list[tuple[int, int, int]], Array]:
+def _runs(origin: _Origin, *, complete: bool) -> tuple[list[tuple[int, int, int]], Array]:
     """Return runs of rows that come from one place, (first row, last row, offset), and which rows lie in them."""
     offset = origin.sources - origin.rows
     in_runs = np.zeros(len(offset), dtype=bool)
