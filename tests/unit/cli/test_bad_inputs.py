@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import megatron_router_replay as mrr
-from megatron_router_replay.cli import app
 from megatron_router_replay.diagnostics.runlog import RunLog
 from megatron_router_replay.mcore.report import SessionReport
+from tests.unit.cli.runner import run_command
 from tests.unit.store.store_traces import full_trace, make_trace
 
 CAPTURES = Path(__file__).parents[1] / "data" / "engine_captures"
@@ -29,7 +28,7 @@ MODEL = str(CAPTURES / "configs" / "qwen3moe.json")
 
 def call(*arguments):
     """Run a command; whatever it was given, it ends with a documented exit code and nobody's traceback."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    result = run_command(*arguments, columns=200)
     assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
     assert result.exit_code in (0, 1, 2), (arguments, result.exit_code)
     assert "Traceback" not in result.output
