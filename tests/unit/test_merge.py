@@ -225,13 +225,14 @@ def test_rows_without_a_route_are_spread_over_all_experts():
     assert merged.layer(2).tolist() == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 3]]
 
 
-@pytest.mark.parametrize("rows_of_a_block", [100, 1, 2])
+@pytest.mark.parametrize("rows_of_a_block", [100, 1, 2, 3])
 def test_a_shorter_part_saw_nothing_of_the_last_rows(monkeypatch, rows_of_a_block):
     trace = make_trace(6)
     monkeypatch.setattr(merge_module, "_BLOCK_BYTES", rows_of_a_block * trace.num_layers * trace.topk)
     parts = [part_of(trace, [0, 1], (2, 3, 7)), part_of(trace, [2, 5], (2, 3, 7))]
     merged = merge_traces(parts, allow_gaps=True)
     assert merged.replay_mask.tolist() == [True, True, True, False, False, True]
+    assert merged.topk_indices[[0, 1, 2, 5]].tolist() == trace.topk_indices[[0, 1, 2, 5]].tolist()
 
 
 def test_a_stage_without_moe_layers_adds_its_token_ids_only():
