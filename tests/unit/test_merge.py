@@ -197,7 +197,7 @@ def test_the_only_token_of_a_sample_may_be_live():
 def test_the_first_eight_missing_rows_are_named_and_all_counted(monkeypatch):
     trace = make_trace(14, layer_numbers=(1,))
     part = part_of(trace, [0, 6, 13], (1,))
-    expected = r"11 of 14 rows .* the first are \[1, 2, 3, 4, 5, 7, 8, 9\]\."
+    expected = r"^11 of 14 rows .* the first are \[1, 2, 3, 4, 5, 7, 8, 9\]\."
     with pytest.raises(TraceError, match=expected):
         merge_traces([part])
     monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 4 * trace.topk)  # blocks of four rows: 3, 3 and 2 rows are named
@@ -263,6 +263,9 @@ def test_parts_of_other_models_or_batches_raise():
         merge_traces([make_trace(), make_trace(topk=3)])
     with pytest.raises(TraceError, match="different sequence_lengths"):
         merge_traces([make_trace(sequence_lengths=(7,)), make_trace(sequence_lengths=(3, 4))])
+    one, other = (make_trace(sequence_lengths=(7,), sample_ids=(name,)) for name in "ab")
+    with pytest.raises(TraceError, match="different sequence_lengths or sample_ids"):
+        merge_traces([one, other])
 
 
 def test_blocks_of_rows_do_not_show(monkeypatch):

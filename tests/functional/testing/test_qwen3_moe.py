@@ -43,10 +43,15 @@ def checkpoint_and_logits(request, checkpoints_dir):
     [
         (ParallelLayout(), "local"),
         (ParallelLayout(), "small"),
-        (ParallelLayout(tp_size=2), None),
-        (ParallelLayout(pp_size=2), None),
-        (ParallelLayout(ep_size=2), None),
-        (ParallelLayout(pp_size=2, vp_size=2), None),
+        *(
+            pytest.param(layout, None, marks=pytest.mark.slow)  # the last one has all of these at once
+            for layout in (
+                ParallelLayout(tp_size=2),
+                ParallelLayout(pp_size=2),
+                ParallelLayout(ep_size=2),
+                ParallelLayout(pp_size=2, vp_size=2),
+            )
+        ),
         (ParallelLayout(tp_size=2, ep_size=2), None),
         (ParallelLayout(tp_size=2, pp_size=2, ep_size=2, vp_size=2), None),
     ],

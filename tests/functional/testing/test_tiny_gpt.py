@@ -16,6 +16,11 @@ _PP4_VPP2 = ParallelLayout(pp_size=4, vp_size=2)
 _ALL_FOUR = ParallelLayout(tp_size=2, pp_size=2, ep_size=2, vp_size=2)
 
 
+def slow(*values):
+    """Many tests of sessions train such a model as well and would fail with it, so it runs with the slow ones."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def train(layout, fields, forward_only=False):
     layout.initialize()
     chunks = build_tiny_gpt(tiny_gpt_config(layout, **fields), layout)
@@ -60,12 +65,12 @@ def test_one_process_trains(one_process):
 @pytest.mark.parametrize(
     "layout",
     [
-        ParallelLayout(tp_size=2),
+        slow(ParallelLayout(tp_size=2)),
         ParallelLayout(tp_size=2, expert_tp_size=2),
-        ParallelLayout(tp_size=2, ep_size=2),
-        ParallelLayout(pp_size=2),
+        slow(ParallelLayout(tp_size=2, ep_size=2)),
+        slow(ParallelLayout(pp_size=2)),
         ParallelLayout(pp_size=2, vp_size=2),
-        ParallelLayout(ep_size=2),
+        slow(ParallelLayout(ep_size=2)),
         ParallelLayout(),  # data parallel 2
     ],
     ids=str,
@@ -75,7 +80,7 @@ def test_two_processes_train_as_one_does(workers_2, one_process, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [_ALL_FOUR, ParallelLayout(pp_size=4), ParallelLayout(tp_size=2, ep_size=4)], ids=str
+    "layout", [_ALL_FOUR, slow(ParallelLayout(pp_size=4)), slow(ParallelLayout(tp_size=2, ep_size=4))], ids=str
 )
 def test_four_processes_train_as_one_does(workers_4, one_process, layout):
     assert_same_training(losses_and_gradients(workers_4, layout), one_process)
@@ -84,10 +89,10 @@ def test_four_processes_train_as_one_does(workers_4, one_process, layout):
 @pytest.mark.parametrize(
     ("layout", "fields"),
     [
-        (_PP4_VPP2, {"num_layers": 8}),
-        (_ALL_FOUR, {}),
+        slow(_PP4_VPP2, {"num_layers": 8}),
+        slow(_ALL_FOUR, {}),
         (_ALL_FOUR, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
-        (_ALL_FOUR, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+        slow(_ALL_FOUR, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
     ],
     ids=str,
 )
@@ -97,6 +102,7 @@ def test_a_layout_gives_the_same_bits_twice(workers_4, layout, fields):
     assert all(torch.equal(first[1][name], gradient) for name, gradient in second[1].items())
 
 
+@pytest.mark.slow
 def test_eight_chunks_train_as_one_does(workers_1, workers_4):
     expected = losses_and_gradients(workers_1, ParallelLayout(), num_layers=8)
     assert_same_training(losses_and_gradients(workers_4, _PP4_VPP2, num_layers=8), expected)
@@ -105,20 +111,20 @@ def test_eight_chunks_train_as_one_does(workers_1, workers_4):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"moe_layer_freq": [0, 1, 0, 1]},
+        slow({"moe_layer_freq": [0, 1, 0, 1]}),
         {"moe_layer_freq": [0, 0, 1, 1]},  # the first stage has no MoE layer
-        {"num_layers": 5, "num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 3},
+        slow({"num_layers": 5, "num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 3}),
         {"pipeline_model_parallel_layout": "Et|tttL"},
-        {"mtp_num_layers": 1},
+        slow({"mtp_num_layers": 1}),
         {"moe_layer_freq": [0, 1, 1, 1], "mtp_num_layers": 1},
-        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-        {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
-        {"moe_token_dispatcher_type": "allgather"},
-        {"moe_expert_capacity_factor": 1.0},
-        {"moe_shared_expert_intermediate_size": 32},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
+        slow({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+        slow({"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
+        slow({"moe_token_dispatcher_type": "allgather"}),
+        slow({"moe_expert_capacity_factor": 1.0}),
+        slow({"moe_shared_expert_intermediate_size": 32}),
+        slow({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        slow({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}),
+        slow({"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}),
         {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
     ],
     ids=str,
