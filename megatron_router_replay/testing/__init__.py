@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megatron_router_replay.testing.attention import SmallAttention, row_positions
     from megatron_router_replay.testing.cpu import megatron_on_cpu
     from megatron_router_replay.testing.global_parameters import merge_by_name, named_global_parameters
-    from megatron_router_replay.testing.layout import ParallelLayout
+    from megatron_router_replay.testing.layout import ParallelSizes
     from megatron_router_replay.testing.megatron_state import reset_megatron_state
     from megatron_router_replay.testing.qwen3_moe import load_qwen3_moe, qwen3_moe_config
     from megatron_router_replay.testing.schedule import (
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         pack_microbatch,
         random_microbatches,
         run_schedule,
-        split_context_parallel,
+        split_microbatch,
     )
     from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
     from megatron_router_replay.testing.tiny_hybrid import build_tiny_hybrid
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GlooWorkers",
-    "ParallelLayout",
+    "ParallelSizes",
     "SmallAttention",
     "WorkersError",
     "build_tiny_gpt",
@@ -45,7 +45,7 @@ __all__ = [
     "reset_megatron_state",
     "row_positions",
     "run_schedule",
-    "split_context_parallel",
+    "split_microbatch",
     "tiny_gpt_config",
 ]
 
@@ -53,10 +53,10 @@ _HOME = {
     "attention": "SmallAttention row_positions",
     "cpu": "megatron_on_cpu",
     "global_parameters": "merge_by_name named_global_parameters",
-    "layout": "ParallelLayout",
+    "layout": "ParallelSizes ParallelLayout",  # the second is its name until 0.2
     "megatron_state": "reset_megatron_state",
     "qwen3_moe": "load_qwen3_moe qwen3_moe_config",
-    "schedule": "default_forward_step gradients pack_microbatch random_microbatches run_schedule split_context_parallel",
+    "schedule": "default_forward_step gradients pack_microbatch random_microbatches run_schedule split_microbatch",
     "tiny_gpt": "build_tiny_gpt tiny_gpt_config",
     "tiny_hybrid": "build_tiny_hybrid",
     "workers": "GlooWorkers WorkersError",
