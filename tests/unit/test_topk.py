@@ -47,11 +47,11 @@ def test_unless_it_is_asked_to_it_runs_no_python_in_the_backward():
 
 @pytest.mark.parametrize(
     "ids",
-    [[[1, 1], [0, 2]], [[0, 2], [2, 2]], [[-1, 2], [0, 1]]],
-    ids=["first row", "last row", "negative"],
+    [[[1, 1], [0, 2]], [[0, 2], [2, 2]], [[0, 1, 2], [3, 0, 3]], [[-1, 2], [0, 1]]],
+    ids=["first row", "last row", "not the smallest", "negative"],
 )
 def test_a_target_that_no_router_chose_is_refused_by_its_row(ids):
-    bad = next(i for i, row in enumerate(ids) if len(set(row)) < 2 or min(row) < 0)
+    bad = next(i for i, row in enumerate(ids) if len(set(row)) < len(row) or min(row) < 0)
     with pytest.raises(TraceError, match=rf"row {bad} of the replay target"):
         as_target(ids)
 
