@@ -3,9 +3,10 @@
 import dataclasses
 
 import pytest
+import torch
 
 import megatron_router_replay as mrr
-from tests.unit.mcore.tiny_chunk import Chunk, random_trace
+from tests.unit.mcore.tiny_chunk import Chunk, random_trace, tokens
 
 
 @pytest.fixture
@@ -26,5 +27,8 @@ def test_it_says_whose_routing_function_runs(chunk):
     assert str(explanation[1]).endswith(
         "layers.1.router: replayed, by Megatron-Core's unfused routing function (moe_router_fusion=True)"
     )
-    with mrr.replay(chunk, random_trace()) as session:
-        session._detach()  # only whether it begins
+    # Fused and unfused routers in one model: all get their routes.
+    with mrr.replay(chunk, random_trace(8), verify=True) as session:
+        session.microbatch(torch.arange(8).view(2, 4))
+        chunk(tokens()).sum().backward()
+    assert (session.report.decisions_wrong, session.report.decisions_verified) == (0, 24)
