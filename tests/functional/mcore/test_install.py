@@ -38,9 +38,10 @@ def install_and_uninstall() -> dict[str, Any]:
     mrr.install()
     try:
         installed = [module.RouterReplay is mrr.RouterReplay for module in places]
+        listed_before = list(mrr.RouterReplay.global_router_replay_instances)  # other tests ran in this process
         _, routers, _ = build_with_flag()
         built = [type(router.router_replay) is mrr.RouterReplay for router in routers]
-        listed = [r.router_replay for r in routers] == mrr.RouterReplay.global_router_replay_instances
+        listed = mrr.RouterReplay.global_router_replay_instances == listed_before + [r.router_replay for r in routers]
     finally:
         mrr.uninstall()
         mrr.uninstall()
