@@ -18,7 +18,7 @@ import megatron_router_replay as mrr
 from benchmarks.measure import Section, ratio, rounds, single_process, table, verdict
 from benchmarks.router import AIM, NUM_LAYERS, Routers, random_routes, router_config
 from megatron_router_replay.fused import route
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 
 TITLE = "Allocator: the same with the system's default allocator"
 ENVIRONMENT: dict[str, str] = {}
@@ -29,7 +29,7 @@ THREADS = (1, 2)
 def measure(repeats: int = 60) -> list[dict[str, Any]]:
     """Time live routing, Megatron's replay, ours and `fused.route`, by threads and pass."""
     with single_process():
-        ParallelLayout().initialize()
+        ParallelSizes().initialize()
         raw = []
         for threads in THREADS:
             torch.set_num_threads(threads)

@@ -36,7 +36,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.fused import route
 from megatron_router_replay.testing import (
-    ParallelLayout,
+    ParallelSizes,
     build_tiny_gpt,
     megatron_on_cpu,
     random_microbatches,
@@ -92,7 +92,7 @@ class Shape:
         self.num_tokens, self.router, self.dtype, self.device = num_tokens, router, dtype, device
         self.num_experts, self.topk, options = ROUTERS[router]
         fields = {"num_moe_experts": self.num_experts, "moe_router_topk": self.topk, **options}
-        self.config = tiny_gpt_config(ParallelLayout(), deterministic_mode=False, **fields)
+        self.config = tiny_gpt_config(ParallelSizes(), deterministic_mode=False, **fields)
         generator = torch.Generator().manual_seed(num_tokens)
         size = (num_tokens, self.num_experts)
         self.logits = torch.randn(size, generator=generator).to(device, dtype)
@@ -317,7 +317,7 @@ def time_steps(device: torch.device, *, quick: bool, recompute: bool) -> tuple[d
     """Return (ms of a GPT's step by session, what is wrong): 4 micro-batches, forward and backward."""
     sequence, hidden, experts = (16, 64, 8) if quick else (2048, 1024, 16)
     fields = {"hidden_size": hidden, "moe_ffn_hidden_size": hidden // 2, "num_moe_experts": experts}
-    layout = ParallelLayout()
+    layout = ParallelSizes()
     config = tiny_gpt_config(layout, deterministic_mode=False, **fields, **(FULL if recompute else {}))
     (model,) = build_tiny_gpt(config, layout)
     model.to(device)
@@ -379,7 +379,7 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
                 if not hasattr(moe_utils, "te_general_gemm"):
                     moe_utils.te_general_gemm = None  # read by 0.16.1's router even where its import failed
-                ParallelLayout().initialize()
+                ParallelSizes().initialize()
                 yield
                 reset_megatron_state()
         finally:

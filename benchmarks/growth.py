@@ -18,7 +18,7 @@ from benchmarks.ingest import HookOnly
 from benchmarks.measure import Section, rounds, single_process, table
 from benchmarks.router import random_routes
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
-from megatron_router_replay.testing import ParallelLayout, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
 
 TITLE = "Growth: time of the work of replay, by size"
 BASE = {"tokens": 4096, "layers": 8, "experts": 16, "microbatches": 2}
@@ -31,7 +31,7 @@ def work(sizes: dict[str, int]) -> Callable[[], None]:
     """Return a function that does the work of replay for these sizes; tokens are those of a micro-batch."""
     tokens, layers, experts, microbatches = sizes.values()
     config = tiny_gpt_config(
-        ParallelLayout(), num_layers=layers, num_moe_experts=experts, moe_router_topk=TOPK, hidden_size=64
+        ParallelSizes(), num_layers=layers, num_moe_experts=experts, moe_router_topk=TOPK, hidden_size=64
     )
     model = HookOnly(config, layers)
     info = ModelRoutingInfo(
@@ -55,7 +55,7 @@ def measure(*, base: dict[str, int] = BASE, repeats: int = REPEATS) -> dict[str,
     """Time each size of each axis; the sizes of an axis in turns."""
     raw: dict[str, Any] = {"base": base, "seconds": {}}
     with single_process():
-        ParallelLayout().initialize()
+        ParallelSizes().initialize()
         for axis in base:
             sizes = [base[axis] * 2**doubling for doubling in range(DOUBLINGS + 1)]
             alternatives = {str(size): partial(work({**base, axis: size})) for size in sizes}

@@ -25,8 +25,8 @@ import megatron_router_replay as mrr
 from benchmarks.measure import Section, ratio, rounds, single_process, table
 from benchmarks.router import Routers, random_routes, router_config
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
-from megatron_router_replay.router_replay import gather_topk
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.topk import gather_topk
 
 TITLE = "Ingest: an engine's response to the routers' targets"
 SAMPLES, TOKENS, LAYERS, EXPERTS, TOPK = 64, 4096, 48, 128, 8
@@ -175,7 +175,7 @@ class Verl:
 def measure(*, samples: int = SAMPLES, tokens: int = TOKENS, repeats: int = REPEATS) -> dict[str, Any]:
     """Time both legs of every way."""
     with single_process():
-        ParallelLayout().initialize()
+        ParallelSizes().initialize()
         response = Response(samples, tokens)
         short = Response(LIST_SAMPLES, tokens)
         targets = Targets(response)

@@ -18,7 +18,7 @@ import megatron_router_replay as mrr
 from benchmarks.measure import Section, single_process, table
 from benchmarks.step import FULL
 from megatron_router_replay.testing import (
-    ParallelLayout,
+    ParallelSizes,
     build_tiny_gpt,
     default_forward_step,
     random_microbatches,
@@ -143,7 +143,7 @@ def step(kind: str | None, model: Any, batch: list[dict[str, Any]], trace: Any) 
 
 def measure_recompute(*, recompute: bool) -> dict[str, dict[str, int]]:
     """Return the bytes alive by kind; "off" among them."""
-    layout = ParallelLayout()
+    layout = ParallelSizes()
     layout.initialize()
     config = tiny_gpt_config(
         layout, num_layers=LAYERS, num_moe_experts=EXPERTS, moe_router_topk=TOPK, **(FULL if recompute else {})

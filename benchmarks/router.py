@@ -18,7 +18,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from benchmarks.measure import Seconds, Section, ratio, rounds, single_process, table, verdict
 from megatron_router_replay.fused import route
-from megatron_router_replay.testing import ParallelLayout, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
 
 TITLE = "Router: one layer's selection, as ratios to live routing"
 SOFTMAX: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def router_config(experts_and_topk: str, **overrides: Any) -> Any:
     """Return a TransformerConfig whose routers are as a key of ROUTERS says."""
     num_experts, topk = map(int, experts_and_topk.split(",")[:2])
     fields = {"num_moe_experts": num_experts, "moe_router_topk": topk, **ROUTERS[experts_and_topk], **overrides}
-    return tiny_gpt_config(ParallelLayout(), deterministic_mode=False, **fields)
+    return tiny_gpt_config(ParallelSizes(), deterministic_mode=False, **fields)
 
 
 def random_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int) -> Tensor:
@@ -179,7 +179,7 @@ def measure(*, aim_repeats: int = AIM_REPEATS, repeats: int = REPEATS) -> list[d
     """Time every shape, dtype and pass."""
     raw = []
     with single_process():
-        ParallelLayout().initialize()
+        ParallelSizes().initialize()
         for dtype, backward, shape in itertools.product((torch.float32, torch.bfloat16), (False, True), SHAPES):
             num_rounds = aim_repeats if shape == AIM else repeats
             seconds = measure_shape(*shape, dtype, backward=backward, repeats=num_rounds)

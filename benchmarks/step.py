@@ -20,7 +20,7 @@ import megatron_router_replay as mrr
 from benchmarks.measure import Section, peak_bytes, ratio, rounds, table, verdict
 from megatron_router_replay.testing import (
     GlooWorkers,
-    ParallelLayout,
+    ParallelSizes,
     build_tiny_gpt,
     random_microbatches,
     run_schedule,
@@ -90,7 +90,7 @@ class Trainer:
 
     def __init__(self, case: Case) -> None:
         model = case.model
-        self.layout = ParallelLayout(pp_size=case.pp_size)
+        self.layout = ParallelSizes(pp_size=case.pp_size)
         self.layout.initialize()
         config = tiny_gpt_config(
             self.layout,

@@ -9,7 +9,7 @@ from importlib.resources import files
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout, load_qwen3_moe, megatron_on_cpu
+from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe, megatron_on_cpu
 
 data = files("megatron_router_replay.demo") / "data"  # a tiny Qwen3-MoE, and vLLM's response to 8 prompts
 checkpoint = str(data / "qwen3moe")
@@ -20,7 +20,7 @@ print(trace)
 
 with megatron_on_cpu():  # on a GPU, and in a trainer, Megatron-Core is up already
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    layout = ParallelLayout()
+    layout = ParallelSizes()
     layout.initialize()
     model_chunks = load_qwen3_moe(checkpoint, layout)
     mrr.attach(model_chunks)  # the model takes routing_rows from now on

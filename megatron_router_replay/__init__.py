@@ -4,10 +4,10 @@ Importing this package loads none of its parts, not even torch: each public name
 """
 
 import logging
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_router_replay.errors import RouterReplayError
+from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_router_replay import capture, diagnostics, engines, layout, mcore, store, trainers, transport
@@ -88,14 +88,4 @@ __all__ = [
     "uninstall",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_LAZY[name]}")
-    return module if name == _LAZY[name] else getattr(module, name)
-
-
-def __dir__() -> list[str]:
-    # Submodules that something else has imported, and what this file needs for itself, are no public names.
-    return sorted([*__all__, "__version__"])
+__getattr__, __dir__ = lazy_names(__name__, _LAZY, also=("RouterReplayError", "__version__"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import importlib
 import multiprocessing
 import os
 import resource
@@ -160,8 +161,13 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--tests", nargs="+", required=True)
     parser.add_argument("--every", type=int, default=1, help="take only every n-th mutant")
+    parser.add_argument(
+        "--load", nargs="*", default=(), help="packages that the tests need, loaded once for all mutants"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="mutants that run at the same time")
     options = parser.parse_args()
+    for name in options.load:
+        importlib.import_module(name)
     forks = multiprocessing.get_context("fork")
 
     def start(path: Path, source: str | None, cpu_seconds: int) -> BaseProcess:

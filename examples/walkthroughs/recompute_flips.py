@@ -16,9 +16,9 @@ from tiny_run import NUM_TOKENS, build, routers_of, train_step
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import GlooWorkers, ParallelLayout
+from megatron_router_replay.testing import GlooWorkers, ParallelSizes
 
-PP2 = ParallelLayout(pp_size=2)
+PP2 = ParallelSizes(pp_size=2)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 NOISY_LAYER = 4
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megatron_router_replay.testing import (
-    ParallelLayout,
+    ParallelSizes,
     build_tiny_gpt,
     random_microbatches,
     run_schedule,
@@ -16,7 +16,7 @@ MICROBATCHES, BATCH, LENGTH, LAYERS = 4, 2, 32, 6
 NUM_TOKENS = MICROBATCHES * BATCH * LENGTH
 
 
-def build(layout: ParallelLayout, **config: Any) -> tuple[list[Any], list[dict[str, Any]], list[int]]:
+def build(layout: ParallelSizes, **config: Any) -> tuple[list[Any], list[dict[str, Any]], list[int]]:
     """Return this rank's model chunks, its micro-batches, and their numbers in the batch.
 
     The weights and the batch are the same under every layout; data-parallel ranks take turns with the micro-batches.
@@ -37,7 +37,7 @@ def build(layout: ParallelLayout, **config: Any) -> tuple[list[Any], list[dict[s
 
 
 def train_step(
-    layout: ParallelLayout, chunks: list[Any], microbatches: list[dict[str, Any]], session: Any = None
+    layout: ParallelSizes, chunks: list[Any], microbatches: list[dict[str, Any]], session: Any = None
 ) -> list[float]:
     """Run forward and backward; return the losses on the last stage, nothing on the others."""
 

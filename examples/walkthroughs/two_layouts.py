@@ -15,13 +15,13 @@ import torch
 from tiny_run import NUM_TOKENS, build, train_step
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import GlooWorkers, ParallelLayout
+from megatron_router_replay.testing import GlooWorkers, ParallelSizes
 
-TP2_PP2, EP2 = ParallelLayout(tp_size=2, pp_size=2), ParallelLayout(ep_size=2)
+TP2_PP2, EP2 = ParallelSizes(tp_size=2, pp_size=2), ParallelSizes(ep_size=2)
 BF16 = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
 
 
-def record(layout: ParallelLayout, config: dict[str, Any]) -> tuple[mrr.RoutingTrace, dict[int, float]]:
+def record(layout: ParallelSizes, config: dict[str, Any]) -> tuple[mrr.RoutingTrace, dict[int, float]]:
     """One rank's part of the recording, and its losses by number of the micro-batch."""
     chunks, microbatches, numbers = build(layout, **config)
     with mrr.record(chunks) as recording:
@@ -29,7 +29,7 @@ def record(layout: ParallelLayout, config: dict[str, Any]) -> tuple[mrr.RoutingT
     return recording.trace(num_tokens=NUM_TOKENS), dict(zip(numbers, losses))
 
 
-def replay(layout: ParallelLayout, config: dict[str, Any], trace: mrr.RoutingTrace) -> dict[int, float]:
+def replay(layout: ParallelSizes, config: dict[str, Any], trace: mrr.RoutingTrace) -> dict[int, float]:
     """One rank's losses with the trace's experts; raises if a router uses any other."""
     chunks, microbatches, numbers = build(layout, **config)
     with mrr.replay(chunks, trace, verify=True) as session:

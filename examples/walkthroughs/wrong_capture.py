@@ -16,9 +16,9 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.diagnostics.live import LiveReport, merge_live_reports
-from megatron_router_replay.testing import GlooWorkers, ParallelLayout
+from megatron_router_replay.testing import GlooWorkers, ParallelSizes
 
-PP2 = ParallelLayout(pp_size=2)
+PP2 = ParallelSizes(pp_size=2)
 
 
 def changed(trace: mrr.RoutingTrace, routes: Tensor) -> mrr.RoutingTrace:

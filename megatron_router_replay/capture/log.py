@@ -37,8 +37,8 @@ class StepLog:
         device = buffer.tensor.device
         on_gpu = device.type == "cuda"
         self._max_tokens = max(max_num_tokens, _MIN_TOKENS)
-        self._routes_memory = _host_memory(self._max_tokens * self._num_layers * self._topk, on_gpu)
-        self._heads_memory = _host_memory(_MAX_STEPS * self._num_layers + self._max_tokens, on_gpu)
+        self._routes_memory = _host_memory(self._max_tokens * self._num_layers * self._topk, pinned=on_gpu)
+        self._heads_memory = _host_memory(_MAX_STEPS * self._num_layers + self._max_tokens, pinned=on_gpu)
         # On a GPU all layers are collected there first: one kernel, then one copy.
         self._collected = torch.empty(buffer.tensor.numel(), dtype=torch.int64, device=device) if on_gpu else None
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -104,5 +104,5 @@ class StepLog:
             self._device_routes = self._collected[:size].view(shape)
 
 
-def _host_memory(size: int, pinned: bool) -> Tensor:
+def _host_memory(size: int, *, pinned: bool) -> Tensor:
     return torch.empty(size, dtype=torch.int64, pin_memory=pinned)

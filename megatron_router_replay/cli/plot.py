@@ -54,8 +54,8 @@ def _figures(a: Path, b: Path | None, name_a: str, name_b: str) -> dict[str, Any
     with progress("comparing") as on_rows:
         diff = diff_traces(a, b, name_a=name_a, name_b=name_b, on_rows=on_rows)
     common = {
-        name: load[[own.index(number) for number in diff.layer_numbers]]
-        for (name, load), own in zip(loads.items(), (layers, layers_b))
+        name: load[[numbers.index(number) for number in diff.layer_numbers]]
+        for (name, load), numbers in zip(loads.items(), (layers, layers_b))
     }
     return draw.diff_figures(diff, common if len(common) == 2 else None)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout, load_qwen3_moe, run_schedule
+from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe, run_schedule
 
 Microbatch = dict[str, Tensor]
 
@@ -37,7 +37,7 @@ class StepResult:
     report: dict[str, Any] = field(default_factory=dict)
 
 
-def build(checkpoint: str, layout: ParallelLayout) -> list[Any]:
+def build(checkpoint: str, layout: ParallelSizes) -> list[Any]:
     """Return this rank's chunks of the checkpoint, with full activation recompute."""
     layout.initialize()
     return load_qwen3_moe(
@@ -51,7 +51,7 @@ def build(checkpoint: str, layout: ParallelLayout) -> list[Any]:
 
 def watched_step(
     checkpoint: str,
-    layout: ParallelLayout,
+    layout: ParallelSizes,
     microbatches: list[Microbatch],
     trace: mrr.RoutingTrace | None,
     num_rows: int,
@@ -89,7 +89,7 @@ def watched_step(
 
 
 def timed_steps(
-    checkpoint: str, layout: ParallelLayout, microbatches: list[Microbatch], trace: mrr.RoutingTrace, repeats: int
+    checkpoint: str, layout: ParallelSizes, microbatches: list[Microbatch], trace: mrr.RoutingTrace, repeats: int
 ) -> tuple[list[float], list[float]]:
     """Return seconds of `repeats` steps without and with replay, taken in turns in one process."""
     chunks = build(checkpoint, layout)
@@ -105,7 +105,7 @@ def timed_steps(
 
 
 def step(
-    chunks: list[Any], layout: ParallelLayout, microbatches: list[Microbatch], trace: mrr.RoutingTrace | None
+    chunks: list[Any], layout: ParallelSizes, microbatches: list[Microbatch], trace: mrr.RoutingTrace | None
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Forward and backward of all micro-batches; (per-token losses [b, s] a micro-batch on the last stage, report)."""
     if trace is None:

@@ -16,10 +16,10 @@ from megatron_router_replay import engines
 from megatron_router_replay.demo.ranks import timed_steps, watched_step
 from megatron_router_replay.diagnostics import logprob_mismatch
 from megatron_router_replay.layout import collate_padded
-from megatron_router_replay.testing import GlooWorkers, ParallelLayout
+from megatron_router_replay.testing import GlooWorkers, ParallelSizes
 from megatron_router_replay.trace import RoutingTrace
 
-LAYOUT = ParallelLayout(pp_size=2)
+LAYOUT = ParallelSizes(pp_size=2)
 SAMPLES_PER_MICROBATCH = 2
 TIMED_STEPS = 5
 STAGES = (

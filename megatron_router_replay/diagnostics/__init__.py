@@ -7,8 +7,9 @@ share of decisions that agree. A decision's *overlap* is how many experts both n
 Importing this package loads none of its modules, so that a session can compare with the live router without loading the rest.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_router_replay.diagnostics.diff import TraceDiff, diff_traces
@@ -62,12 +63,4 @@ __all__ = [
     "routes_differ",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _LAZY)

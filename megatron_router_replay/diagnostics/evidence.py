@@ -44,7 +44,7 @@ class Evidence:
     """Suspect rows of two traces, piece by piece; n rows, in order.
 
     Args:
-        layers: numbers of the compared layers. layers_a: of all of a. own: [num_layers], each layer's index in layers_a.
+        layers: numbers of the compared layers. layers_a: of all of a. index_in_a: [num_layers], their indices in layers_a.
         name_a, name_b: how texts call the two.
         rows: [n] row numbers. piece: [n] index of each row's piece in `starts`.
         starts: [pieces] where each piece begins in `rows`.
@@ -58,7 +58,7 @@ class Evidence:
 
     layers: tuple[int, ...]
     layers_a: tuple[int, ...]
-    own: Array
+    index_in_a: Array
     name_a: str
     name_b: str
     rows: Array
@@ -114,15 +114,15 @@ def gather_evidence(counts: Counter, *, far_if_unrelated: Array, max_shift: int)
         longest = int((ends - begins).max())
         chosen = np.unique(np.linspace(0, len(suspect) - 1, max(1, MAX_ROWS // longest)).astype(np.int64))
         begins, ends = begins[chosen], ends[chosen]
-    return _read(counts, begins, ends, complete, far_if_unrelated, max_shift)
+    return _read(counts, begins, ends, far_if_unrelated, max_shift, complete=complete)
 
 
 def _read(
-    counts: Counter, begins: Array, ends: Array, complete: bool, far_if_unrelated: Array, max_shift: int
+    counts: Counter, begins: Array, ends: Array, far_if_unrelated: Array, max_shift: int, *, complete: bool
 ) -> Evidence:
     numbers = expert_numbers(counts.a.num_experts)
     parts: dict[str, list[Array]] = {name: [] for name in ("rows", "piece", "sets_a", "at", "sets_b", "a", "b", "far")}
-    own = np.array([counts.a.layer_numbers.index(number) for number in counts.layers], dtype=np.int64)
+    index_in_a = np.array([counts.a.layer_numbers.index(number) for number in counts.layers], dtype=np.int64)
     held = pieces = 0
     for first, last in _runs(begins, ends):
         begin, end = int(begins[first]), int(ends[last])
@@ -136,7 +136,7 @@ def _read(
         # Before the first and behind the last row of a stand zeros, so that a shift needs no bounds.
         padded = np.zeros((end - begin + 2 * max_shift, sets_a.shape[1]), dtype=np.uint64)
         padded[max_shift - before : max_shift - before + len(sets_a)] = sets_a
-        aligned = ids_a[before : before + end - begin][:, own]
+        aligned = ids_a[before : before + end - begin][:, index_in_a]
         both = routed_a[before : before + end - begin] & routed_b
         overlap = count_shared(aligned.reshape(-1, aligned.shape[2]), ids_b.reshape(-1, ids_b.shape[2]))
         far = (2 * overlap < ids_b.shape[2]).reshape(len(ids_b), -1) & both[:, None]
@@ -159,7 +159,7 @@ def _read(
     return Evidence(
         layers=counts.layers,
         layers_a=counts.a.layer_numbers,
-        own=own,
+        index_in_a=index_in_a,
         name_a=counts.a.name,
         name_b=counts.b.name,
         rows=joined["rows"],

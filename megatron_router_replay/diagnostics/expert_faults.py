@@ -38,22 +38,22 @@ def find_renaming(a: Array, b: Array, num_experts: int) -> Array | None:
     # Every second row, because neighbours look alike: two halves of a run would confirm each other's chance.
     (counts, named), (counts_again, named_again) = (_together(a[half::2], b[half::2], num_experts) for half in (0, 1))
     # What stands most often in rows of an expert is its new name, if it has one.
-    own = np.arange(num_experts)
+    experts = np.arange(num_experts)
     best = counts.argmax(axis=1)
     known = (named >= _MIN_NAMED) & (named_again >= _MIN_NAMED)
-    kept = counts_again[own, own] / np.maximum(1, named_again)
-    gained = counts_again[own, best] / np.maximum(1, named_again)
+    kept = counts_again[experts, experts] / np.maximum(1, named_again)
+    gained = counts_again[experts, best] / np.maximum(1, named_again)
     # An expert that nearly every row of b names stands beside all experts of a; that is no renaming.
     popular = np.bincount(b.reshape(-1), minlength=num_experts)[best] / len(b)
     lift = (gained - popular) / np.maximum(1e-9, 1 - popular)
-    renamed = known & (best != own) & (gained >= 0.6) & (gained - kept >= 0.4) & (lift >= 0.5)
+    renamed = known & (best != experts) & (gained >= 0.6) & (gained - kept >= 0.4) & (lift >= 0.5)
     if not renamed.any():
         return None
-    renaming: Array = np.where(renamed, best, own)
+    renaming: Array = np.where(renamed, best, experts)
     # Two that got one name, and names whose owner kept his, cannot be: a few are chance, more of them are no renaming.
     names, counts_of_names = np.unique(renaming[renamed], return_counts=True)
     twice = renamed & np.isin(renaming, names[counts_of_names > 1])
-    owner_stayed = np.isin(own, renaming[renamed]) & known & ~renamed
+    owner_stayed = np.isin(experts, renaming[renamed]) & known & ~renamed
     if twice.sum() + owner_stayed.sum() > renamed.sum() // 8:
         return None
     renaming[twice | (~renamed & (~known | (kept < 0.5)))] = -1
@@ -108,13 +108,13 @@ def renaming_findings(
 
 def _words(renaming: Array, name_a: str, name_b: str) -> str:
     num_experts = len(renaming)
-    own = np.arange(num_experts)
+    experts = np.arange(num_experts)
     known = renaming >= 0
-    changed = np.flatnonzero(known & (renaming != own))
+    changed = np.flatnonzero(known & (renaming != experts))
     if len(changed) == 2 and renaming[changed[0]] == changed[1]:
         return f"experts {changed[0]} and {changed[1]} of {name_b} are exchanged"
     # An offset is how another rank's or a physical numbering shows: it is named before a permutation is spelt out.
-    offsets = np.bincount((renaming - own)[known] % num_experts)
+    offsets = np.bincount((renaming - experts)[known] % num_experts)
     offset = int(offsets.argmax())
     if offset and offsets[offset] >= _SAME * known.sum():
         return f"expert ids of {name_b} are those of {name_a} plus {offset}, modulo {num_experts}"

@@ -15,7 +15,14 @@ import numpy.typing as npt
 from megatron_router_replay.diagnostics.counting import Samples
 from megatron_router_replay.diagnostics.evidence import Evidence
 from megatron_router_replay.diagnostics.finding import Finding
-from megatron_router_replay.diagnostics.wording import Place, layer_words, place_of, runs_of_rows, with_place
+from megatron_router_replay.diagnostics.wording import (
+    Place,
+    layer_words,
+    place_of,
+    runs_of_rows,
+    shift_finding,
+    with_place,
+)
 
 Array = npt.NDArray[Any]
 
@@ -41,11 +48,11 @@ def stands_out(hits: Array, tries: Array, chance: Array) -> Array:
 
 def find_stuck(evidence: Evidence, samples: Samples) -> Iterator[Finding]:
     """Yield rows that repeat one route while the other trace's rows differ from each other."""
-    own_a = evidence.shifted(0)[:, evidence.own]
+    same_rows_of_a = evidence.shifted(0)[:, evidence.index_in_a]
     neighbours = (np.diff(evidence.rows, prepend=-2) == 1)[:, None]
     still_a, still_b = (
         np.concatenate([np.zeros((1, part.shape[1]), dtype=bool), part[1:] == part[:-1]]) & neighbours
-        for part in (own_a, evidence.sets_b)
+        for part in (same_rows_of_a, evidence.sets_b)
     )
     for still, other, ids, names in (
         (still_b, still_a, evidence.ids_b, (evidence.name_b, evidence.name_a)),
@@ -73,9 +80,8 @@ def _stuck_finding(
     filler = bool((experts == experts[0]).all())
     chosen = f"the same experts {experts[0].tolist()}" if filler else "one and the same row of experts"
     if every and place.words:
-        sentence = (
-            f"{name} repeats {chosen} in every layer{_and_layers(filler)}, {place.words}; in {other} the rows differ"
-        )
+        everywhere = f"in every layer{_and_layers(all_alike=filler)}"
+        sentence = f"{name} repeats {chosen} {everywhere}, {place.words}; in {other} the rows differ"
         return Finding(kind="rows_stuck", text=sentence + ".", rows=place.rows, samples=place.samples)
     sentence = f"{layer_words(numbers)} of {name} send{'s' if len(numbers) == 1 else ''} every token to {chosen}"
     sentence += f" {place.words}" if place.words else ""
@@ -89,8 +95,8 @@ def _stuck_finding(
     )
 
 
-def _and_layers(filler: bool) -> str:
-    return " (all layers alike)" if filler else ""
+def _and_layers(*, all_alike: bool) -> str:
+    return " (all layers alike)" if all_alike else ""
 
 
 def _unlikely_lengths(still: Array, other: Array) -> Array:
@@ -142,7 +148,7 @@ def find_shifts(evidence: Evidence, samples: Samples) -> tuple[list[Finding], Ar
         row_shift = shift[evidence.piece]
         explained = np.zeros_like(evidence.far)
         for value in np.unique(shift[shift != 0]).tolist():
-            equal = evidence.shifted(value)[:, evidence.own] == evidence.sets_b
+            equal = evidence.shifted(value)[:, evidence.index_in_a] == evidence.sets_b
             explained |= (row_shift == value) & equal
             found += _shift_findings(evidence, samples, value, shift == value, equal)
         common = np.where(common == 0, common_by_piece[evidence.piece], common)
@@ -158,7 +164,7 @@ def _shift_by_cell(evidence: Evidence) -> tuple[Array, Array]:
     far = evidence.by_piece(evidence.far)
     hits = np.stack(
         [
-            evidence.by_piece(evidence.far & (evidence.shifted(value)[:, evidence.own] == evidence.sets_b))
+            evidence.by_piece(evidence.far & (evidence.shifted(value)[:, evidence.index_in_a] == evidence.sets_b))
             for value in shifts
         ]
     )  # [shifts, pieces, num_layers]
@@ -189,27 +195,13 @@ def _shift_findings(evidence: Evidence, samples: Samples, shift: int, cells: Arr
             continue
         place = place_of(runs, int(explained.sum()), samples, seen=not evidence.complete)
         numbers = tuple(evidence.layers[i] for i in layers) if len(layers) < len(evidence.layers) else ()
-        rows = "one row" if abs(shift) == 1 else f"{abs(shift)} rows"
-        b, a = evidence.name_b, evidence.name_a
-        subject = f"{layer_words(numbers)} of {b} look{'s' if len(numbers) == 1 else ''}" if numbers else f"{b} looks"
-        sentence = (
-            f"{subject} like {a} shifted {'down' if shift > 0 else 'up'} by {rows}: row r of {a} is row r "
-            f"{'+' if shift > 0 else '-'} {abs(shift)} of {b}"
-        )
-        yield Finding(
-            kind="rows_shifted",
-            shift=shift,
-            layer_numbers=numbers,
-            rows=place.rows,
-            samples=place.samples,
-            text=with_place(sentence, place),
-        )
+        yield shift_finding(evidence.name_a, evidence.name_b, numbers, shift, place)
 
 
 def _is_shifted(evidence: Evidence, run: tuple[int, int], layers: list[int], equal: Array) -> bool:
     """Whether most decisions of a run are those of the shifted rows; rows near each other look alike here and there."""
     begin, end = np.searchsorted(evidence.rows, [run[0], run[1] + 1])
-    agree = evidence.shifted(0)[begin:end, evidence.own] == evidence.sets_b[begin:end]
+    agree = evidence.shifted(0)[begin:end, evidence.index_in_a] == evidence.sets_b[begin:end]
     shifted, unmoved = equal[begin:end, layers].mean(), agree[:, layers].mean()
     return bool(end - begin >= _MIN_RUN and shifted >= 0.4 and shifted >= unmoved + 0.2)
 
@@ -217,7 +209,7 @@ def _is_shifted(evidence: Evidence, run: tuple[int, int], layers: list[int], equ
 def _votes(evidence: Evidence, layers: list[int], explained: Array, equal: Array) -> tuple[Array, Array]:
     """Return the rows in which an explanation holds, and those in which the traces agree without it."""
     holds = explained[:, layers].mean(axis=1)
-    same = evidence.shifted(0)[:, evidence.own] == evidence.sets_b
+    same = evidence.shifted(0)[:, evidence.index_in_a] == evidence.sets_b
     agree = (same & ~equal)[:, layers].mean(axis=1)
     rows = (holds >= 0.25) & (holds > agree)
     return rows, (agree >= 0.5) & ~rows
@@ -249,7 +241,7 @@ def find_moved_layers(evidence: Evidence, samples: Samples, shift: Array) -> lis
         [evidence.by_piece(evidence.far & (sets_a[:, [j]] == evidence.sets_b)) for j in range(len(evidence.layers_a))]
     )
     # A layer that looks like itself has not moved.
-    hits[evidence.own, :, np.arange(len(evidence.layers))] = 0
+    hits[evidence.index_in_a, :, np.arange(len(evidence.layers))] = 0
     best, stands = _best(hits, far)
     # A fault in a third of all rows leaves few decisions in each piece: all pieces count together too.
     best_of_all, stands_of_all = _best(hits.sum(axis=1), far.sum(axis=0))
@@ -262,7 +254,7 @@ def find_moved_layers(evidence: Evidence, samples: Samples, shift: Array) -> lis
             holds = equal & evidence.far[:, layer]
             if not whole:
                 holds &= (stands[:, layer] & (best[:, layer] == source))[evidence.piece]
-            agree = sets_a[:, evidence.own[layer]] == evidence.sets_b[:, layer]
+            agree = sets_a[:, evidence.index_in_a[layer]] == evidence.sets_b[:, layer]
             runs = runs_of_rows(evidence.rows, holds, agree & ~equal, complete=evidence.complete)
             # Near rows count as well: their experts changed places though half of them are the same.
             found.append((layer, source, runs, int((equal & ~agree).sum() if whole else holds.sum())))

@@ -19,7 +19,7 @@ from megatron_router_replay.diagnostics.counting import Samples
 from megatron_router_replay.diagnostics.evidence import Evidence, expert_numbers, set_numbers
 from megatron_router_replay.diagnostics.finding import Finding
 from megatron_router_replay.diagnostics.source import TraceSource, block_rows
-from megatron_router_replay.diagnostics.wording import layer_words, place_of, sample_words, with_place
+from megatron_router_replay.diagnostics.wording import layer_words, place_of, sample_words, shift_finding
 
 Array = npt.NDArray[Any]
 
@@ -96,9 +96,9 @@ def _look_up(evidence: Evidence, a: TraceSource, layers: list[int], pieces: Arra
     score, source = _best_rows(a, [evidence.layers[i] for i in used], targets, width)
     found = score >= _enough_layers(a.num_tokens, len(used), float(chance[used].mean()))
     # A row that noise changed is nowhere else: only what is clearly better than the row's own place counts as moved.
-    own = (evidence.shifted(0)[at][:, evidence.own[used]] == targets).sum(axis=1)
-    source = np.where(found & (score >= own + max(2, 0.3 * len(used))), source, evidence.rows[at])
-    found |= own >= 0.4 * len(used)
+    in_place = (evidence.shifted(0)[at][:, evidence.index_in_a[used]] == targets).sum(axis=1)
+    source = np.where(found & (score >= in_place + max(2, 0.3 * len(used))), source, evidence.rows[at])
+    found |= in_place >= 0.4 * len(used)
     displaced = evidence.far[at][:, used].mean(axis=1) >= 0.5
     if displaced.sum() < _MIN_RUN or found[displaced].mean() < 0.5:
         return None
@@ -172,7 +172,7 @@ def _fingerprints(sets: Array, width: int) -> Array:
 def _classify(evidence: Evidence, origin: _Origin, samples: Samples, numbers: tuple[int, ...]) -> Iterator[Finding]:
     """Say what the origins look like: runs that moved as a whole first, then what is left in one order or another."""
     moved = origin.rows != origin.sources
-    runs, in_runs = _runs(origin, evidence.complete)
+    runs, in_runs = _runs(origin, complete=evidence.complete)
     big = [run for run in runs if run[2]]
     if big:
         yield from _run_findings(evidence, big, samples, numbers)
@@ -182,7 +182,7 @@ def _classify(evidence: Evidence, origin: _Origin, samples: Samples, numbers: tu
         yield _scrambled(evidence, rows, sources, samples, numbers)
 
 
-def _runs(origin: _Origin, complete: bool) -> tuple[list[tuple[int, int, int]], Array]:
+def _runs(origin: _Origin, *, complete: bool) -> tuple[list[tuple[int, int, int]], Array]:
     """Return runs of rows that come from one place, (first row, last row, offset), and which rows lie in them."""
     offset = origin.sources - origin.rows
     in_runs = np.zeros(len(offset), dtype=bool)
@@ -212,8 +212,6 @@ def _runs(origin: _Origin, complete: bool) -> tuple[list[tuple[int, int, int]], 
 def _run_findings(
     evidence: Evidence, runs: list[tuple[int, int, int]], samples: Samples, numbers: tuple[int, ...]
 ) -> Iterator[Finding]:
-    name_b, name_a = evidence.name_b, evidence.name_a
-    layers = f"{layer_words(numbers)} of " if numbers else ""
     lengths: dict[int, int] = {}
     for first, last, offset in runs:
         lengths[offset] = lengths.get(offset, 0) + last - first + 1
@@ -221,18 +219,7 @@ def _run_findings(
     if lengths[-shift] > 0.6 * samples.num_rows:
         shifted = [run[:2] for run in runs if run[2] == -shift]
         place = place_of(shifted, lengths[-shift], samples, seen=not evidence.complete)
-        text = (
-            f"{layers}{name_b} looks like {name_a} shifted {'down' if shift > 0 else 'up'} by {abs(shift)} rows: row r of "
-            f"{name_a} is row r {'+' if shift > 0 else '-'} {abs(shift)} of {name_b}"
-        )
-        yield Finding(
-            kind="rows_shifted",
-            shift=shift,
-            layer_numbers=numbers,
-            rows=place.rows,
-            samples=place.samples,
-            text=with_place(text, place),
-        )
+        yield shift_finding(evidence.name_a, evidence.name_b, numbers, shift, place)
         runs = [run for run in runs if run[2] != -shift]
     whole, parts = _whole_samples(runs, samples)
     if whole:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_router_replay.diagnostics.counting import Samples
+from megatron_router_replay.diagnostics.finding import Finding
 
 Array = npt.NDArray[Any]
 
@@ -130,3 +131,23 @@ def _numbers(noun: str, numbers: Sequence[int]) -> str:
 def with_place(sentence: str, place: Place) -> str:
     """Return a sentence with its place behind it and a full stop."""
     return sentence + (f", {place.words}" if place.words else "") + "."
+
+
+def shift_finding(name_a: str, name_b: str, layer_numbers: tuple[int, ...], shift: int, place: Place) -> Finding:
+    """Return the finding that row r of a is row r + shift of b, in these layers (all if empty) and rows."""
+    subject = f"{name_b} looks"
+    if layer_numbers:
+        subject = f"{layer_words(layer_numbers)} of {name_b} look{'s' if len(layer_numbers) == 1 else ''}"
+    rows = "one row" if abs(shift) == 1 else f"{abs(shift)} rows"
+    sentence = (
+        f"{subject} like {name_a} shifted {'down' if shift > 0 else 'up'} by {rows}: row r of {name_a} is row r "
+        f"{'+' if shift > 0 else '-'} {abs(shift)} of {name_b}"
+    )
+    return Finding(
+        kind="rows_shifted",
+        shift=shift,
+        layer_numbers=layer_numbers,
+        rows=place.rows,
+        samples=place.samples,
+        text=with_place(sentence, place),
+    )

@@ -7,21 +7,28 @@ generations. `megatron_trace.decode` reads the files of Megatron-Core's own rout
 
 How it reads: `front` is the one decode, `options` what a caller may say, `reply` and `responses` what a response holds,
 `tokens` whose rows they are, `weights` who chose them, `payload` the wire formats, `assemble` and `checks` the rows.
+
+Importing this package loads none of its modules: a session needs what a model is, and no decoder.
 """
 
-from megatron_router_replay.engines import (
-    array,
-    megatron,
-    megatron_trace,
-    sglang,
-    sglang_jax,
-    tensorrt_llm,
-    transformers,
-    vllm,
-)
-from megatron_router_replay.engines.model_info import ModelRoutingInfo
-from megatron_router_replay.engines.options import DecodeOptions
-from megatron_router_replay.engines.segments import RoutingSegments
+from typing import TYPE_CHECKING
+
+from megatron_router_replay.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from megatron_router_replay.engines import (
+        array,
+        megatron,
+        megatron_trace,
+        sglang,
+        sglang_jax,
+        tensorrt_llm,
+        transformers,
+        vllm,
+    )
+    from megatron_router_replay.engines.model_info import ModelRoutingInfo
+    from megatron_router_replay.engines.options import DecodeOptions
+    from megatron_router_replay.engines.segments import RoutingSegments
 
 __all__ = [
     "DecodeOptions",
@@ -36,3 +43,20 @@ __all__ = [
     "transformers",
     "vllm",
 ]
+
+_LAZY = {
+    "DecodeOptions": "options",
+    "ModelRoutingInfo": "model_info",
+    "RoutingSegments": "segments",
+    "array": "array",
+    "megatron": "megatron",
+    "megatron_trace": "megatron_trace",
+    "sglang": "sglang",
+    "sglang_jax": "sglang_jax",
+    "tensorrt_llm": "tensorrt_llm",
+    "transformers": "transformers",
+    "vllm": "vllm",
+}
+"""Public name -> the module that has it, or that it is."""
+
+__getattr__, __dir__ = lazy_names(__name__, _LAZY)

@@ -48,6 +48,7 @@ def build_trace(
     for sample in samples:
         check_rows(sample, model)
     shape = (num_rows, len(model.moe_layer_numbers), model.topk)
+    # Nothing is cleared: `_fill` writes every row, as a route or as filler.
     indices = (
         np.empty(shape, dtype)
         if allocate is None
@@ -73,6 +74,7 @@ def build_trace(
 
 def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) -> None:
     """Copy and check one sample's rows into out [num_tokens, moe layers, topk] and mask [num_tokens]."""
+    # The last sampled token is never fed back to the engine, so it has no route, whatever a row of its says.
     routed_end = sample.num_tokens if sample.last_row_is_route else max(sample.num_tokens - 1, 0)
     row = sample.start
     for part in sample.layout.parts:
@@ -81,13 +83,15 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
             _copy_part(sample, part[:count], row, out, model)
             row += count
     mask[sample.start : row] = True
+    # Rows without a route hold legal ids as well: uint8 has no -1, and they must never all go to one expert.
     for gap in (slice(0, sample.start), slice(row, sample.num_tokens)):
         if gap.start < gap.stop:
             spread = spread_experts(gap.start, gap.stop - gap.start, topk=model.topk, num_experts=model.num_experts)
             out[gap] = spread.numpy()[:, None, :]
+    # Prompt and generation apart: engines have lost the rows of one of them only.
     for name, begin, end in _segments(sample, row):
         ids = None if sample.token_ids is None else sample.token_ids[begin:end]
-        if model.topk == 1:
+        if model.topk == 1:  # with more experts a lost row names expert 0 twice, and is refused where it is copied
             check_lost_rows(out[begin:end], name=name, first_row=begin, model=model, source=sample.source)
         if not sample.allow_constant_layers:
             check_constant_layers(
@@ -121,6 +125,7 @@ def _copy_part(sample: SampleRows, part: Array, first_row: int, out: Array, mode
         if narrow:
             check_range(target, first_row + begin, model.moe_layer_numbers, sample.source, model)
         if has_repeats(target):
+            # The explanation looks at all rows (are all wrong, or a run of them?), so those behind this block are copied too.
             rows = out[first_row : first_row + len(part)]
             _copy_rest(part, runs, rows)
             raise explain_repeats(

@@ -93,7 +93,7 @@ def decode(
     if not records:
         raise source.error("holds no route of a decoder layer" + ("." if step is None else f" in step {step}."))
     layers = sorted({record.layer for record in records})
-    numbers = _layer_numbers(layers, layer_numbers, records[0].names_layer_number, info, source)
+    numbers = _layer_numbers(layers, layer_numbers, info, source, names_layer_number=records[0].names_layer_number)
     samples = [
         SampleRows(
             source=Source(engine=_ENGINE, field="top_indices", sample=name),
@@ -188,9 +188,10 @@ def _record(line: Any, model: ModelRoutingInfo, source: Source) -> _Record | Non
 def _layer_numbers(
     layers: Sequence[int],
     given: Sequence[int] | None,
-    names_layer_number: bool,
     model: ModelRoutingInfo,
     source: Source,
+    *,
+    names_layer_number: bool,
 ) -> tuple[int, ...]:
     """Return Megatron's layer_number of each `layer` of the file."""
     if given is not None:

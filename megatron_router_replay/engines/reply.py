@@ -147,7 +147,7 @@ def check_usage(
     if "output" in stated and known_outputs is not None:
         _agree(usage, stated["output"], {sum(known_outputs)})
     if "prompt" in stated and known_prompts is not None:
-        _agree(usage, stated["prompt"], _prompt_sums(known_prompts, usage.largest_prompt))
+        _agree(usage, stated["prompt"], _prompt_sums(known_prompts, largest=usage.largest_prompt))
     known_totals = _known(totals)
     both = "output" in stated and "prompt" in stated
     if (
@@ -167,7 +167,7 @@ def _known(values: Sequence[int | None]) -> list[int] | None:
     return known if len(known) == len(values) else None
 
 
-def _prompt_sums(prompts: list[int], largest: bool) -> set[int]:
+def _prompt_sums(prompts: list[int], *, largest: bool) -> set[int]:
     """Return what a response may state of its prompts: n choices of each, for every n that their lengths allow."""
     if largest:
         return {max(prompts)}

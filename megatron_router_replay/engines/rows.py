@@ -80,7 +80,7 @@ def check_rows(sample: SampleRows, model: ModelRoutingInfo) -> None:
             raise source.error(
                 f"has shape {list(part.shape)}, expected [rows, layers, topk] = [rows, {model.num_layers}, {model.topk}]."
             )
-        if part.shape[0] == 0:
+        if part.shape[0] == 0:  # no row, so no width that could be wrong
             continue
         if part.shape[2] != model.topk:
             shared = part.shape[2] - model.topk

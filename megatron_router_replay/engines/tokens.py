@@ -81,6 +81,7 @@ def _token_ids(reply: Reply, options: DecodeOptions) -> tuple[Array | None, Arra
         both = None if prompt is None or output is None else np.concatenate([prompt, output])
         return prompt, output, both
     ids = as_token_ids(options.token_ids, source=source)
+    # Ids of the re-tokenised text may be as many and not the same, so they are compared one by one.
     if prompt is not None and not np.array_equal(ids[: len(prompt)], prompt):
         raise source.error(f"token_ids ({len(ids)}) do not begin with the prompt of the response ({len(prompt)} ids).")
     if output is not None and (len(output) > len(ids) or not np.array_equal(ids[len(ids) - len(output) :], output)):
@@ -105,6 +106,7 @@ def _agreed(counts: list[StatedCount], source: Source) -> dict[Kind, StatedCount
                 f"{count.name}={count.value}, but {first.value} {_NOUNS[count.kind]} by {first.name}: these are not the "
                 "tokens that the engine counted. Is a chunk of the stream lost, or a BOS token?"
             )
+    # Two counts make the third: a reply that states all three may contradict itself.
     for kind, count in _following(known):
         if count.value < 0:
             raise source.error(f"{count.name} leaves {count.value} {_NOUNS[kind]}.")

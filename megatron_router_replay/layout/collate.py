@@ -20,6 +20,7 @@ from megatron_router_replay.layout.rows import PADDING_ROW, Side, number_rows, p
 Sample = Mapping[str, Tensor]
 """`input_ids` [length] and any more values of the same length; `routing_rows` if the samples are not in trace order."""
 
+# Cross entropy ignores labels of -100. A row of -1 has no route; routing_padding says that it is padding, not a lost token.
 _FILL = {"routing_rows": PADDING_ROW, "routing_padding": True, "labels": -100, "position_ids": 0, "loss_mask": 0}
 
 
@@ -94,7 +95,7 @@ def split_batch(
     """
     bounds = batch.get("cu_seqlens_padded")
     return {
-        name: values
+        name: values  # bounds of whole sequences: attention over several ranks needs them
         if name.startswith("cu_seqlens")
         else split_context_parallel(values, cp_rank=cp_rank, cp_size=cp_size, cu_seqlens_padded=bounds, style=style)
         for name, values in batch.items()
@@ -106,6 +107,7 @@ def _lay_out(
 ) -> dict[str, Tensor]:
     lengths = [_checked_length(i, sample, samples[0]) for i, sample in enumerate(samples)]
     fields = {name: [sample[name] for sample in samples] for name in (samples[0] if samples else ())}
+    # Made before anything is padded or packed, so that they take the same path as the tokens.
     fields.setdefault("position_ids", [torch.arange(length) for length in lengths])
     fields.setdefault("routing_rows", number_rows(lengths))
     fields.setdefault("routing_padding", [torch.zeros(length, dtype=torch.bool) for length in lengths])

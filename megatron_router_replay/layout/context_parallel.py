@@ -67,6 +67,7 @@ def merge_context_parallel(
         )
         for r in range(len(parts))
     ]
+    # The positions of all ranks together are a permutation, so every place is written.
     return torch.empty_like(together).index_copy_(1, torch.cat(positions).to(together.device), together)
 
 
@@ -92,7 +93,7 @@ def context_parallel_positions(
         return torch.arange(cp_rank * kept, (cp_rank + 1) * kept)
     if style != "zigzag":
         raise LayoutError(f"style={style!r} must be 'zigzag' or 'contiguous'.")
-    if cp_size == 1:
+    if cp_size == 1:  # one rank keeps everything: nothing has to be a multiple of two
         return torch.arange(seq_length)
     lengths = bounds.diff()
     _check_lengths(lengths, 2 * cp_size, style, cp_size)
@@ -103,6 +104,7 @@ def context_parallel_positions(
         [starts + cp_rank * chunks, starts + (2 * cp_size - 1 - cp_rank) * chunks], dim=1
     ).flatten()
     run_lengths = chunks.repeat_interleave(2)
+    # A position is the start of its run and how far the entry stands behind the run's first entry.
     before = run_lengths.cumsum(0) - run_lengths
     return torch.arange(seq_length // cp_size) + (run_starts - before).repeat_interleave(run_lengths)
 

@@ -179,6 +179,7 @@ def pack_sequences(
             f"cannot pack {sum(padded)} positions ({sum(lengths)} tokens) into total_length={total}: it must be a "
             f"multiple of {both} and at least {_round_up(sum(padded), both)}. Take fewer sequences or a larger bucket."
         )
+    # Positions of no sequence would be a sequence of their own to attention, and fit no cu_seqlens of the tokens.
     padded[-1] += total - sum(padded)
     cu_seqlens_padded = _cumulative(padded)
     row = first.new_full((total, *first.shape[1:]), fill)

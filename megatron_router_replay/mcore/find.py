@@ -66,10 +66,10 @@ def check_has_experts(modules: Sequence[nn.Module], found: Sequence[Sequence[Fou
     for module, routers in zip(modules, found):
         config = getattr(unwrap(module), "config", None)
         if not routers and not getattr(config, "num_moe_experts", None):
-            said = "it has no config" if config is None else "its config has num_moe_experts=None"
+            missing = "it has no config" if config is None else "its config has num_moe_experts=None"
             raise LayoutError(
-                f"{type(unwrap(module)).__name__} is no Megatron-Core model with experts: it has no router, and {said}. Pass "
-                "the model, or the list of its chunks on this rank."
+                f"{type(unwrap(module)).__name__} is no Megatron-Core model with experts: it has no router, and {missing}. "
+                "Pass the model, or the list of its chunks on this rank."
             )
 
 

@@ -19,7 +19,7 @@ from megatron_router_replay.mcore.routing_function import is_needed, routing_fun
 from megatron_router_replay.mcore.selection import LiveTopk, in_order_of_scores
 from megatron_router_replay.mcore.support import INFERENCE_ROUTERS, inference_refusals
 from megatron_router_replay.recompute import Selection, check_known, recall, remember
-from megatron_router_replay.router_replay import ComputeTopk, check_fits, check_not_captured, gather_topk
+from megatron_router_replay.topk import ComputeTopk, check_fits, check_not_captured, gather_topk
 from megatron_router_replay.torch_private import (
     Surroundings,
     in_compiled_autograd,

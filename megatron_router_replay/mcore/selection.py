@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from torch import Tensor
 
-from megatron_router_replay.router_replay import ComputeTopk
+from megatron_router_replay.topk import ComputeTopk
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from megatron_router_replay.ids import index_dtype, spread_experts
 from megatron_router_replay.mcore.compat import check_version
 from megatron_router_replay.mcore.find import as_chunks, find_routers
 from megatron_router_replay.mcore.targets import build_targets
-from megatron_router_replay.router_replay import ComputeTopk, check_fits, gather_topk
+from megatron_router_replay.topk import ComputeTopk, check_fits, gather_topk
 from megatron_router_replay.torch_private import graph_task, is_captured, not_compiled
 from megatron_router_replay.trace import RoutingTrace
 

@@ -14,6 +14,7 @@ from torch import nn
 from megatron_router_replay.errors import UnsupportedRouterError
 from megatron_router_replay.mcore.compat import check_version, is_newer_than_tested, megatron_version
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, find_routers
+from megatron_router_replay.mcore.routing_function import is_needed
 from megatron_router_replay.mcore.settings import config_refusals, mtp_refusals, untested_version_refusals
 
 INFERENCE_ROUTERS: tuple[Any, ...] = tuple(filter(None, [getattr(router_module, "InferenceTopKRouter", None)]))
@@ -32,6 +33,7 @@ class RouterSupport:
         router_class: name of its class.
         num_experts, topk: None where the router does not say.
         reason: why it cannot be replayed exactly, naming the config field; empty: it can.
+        unfused: sessions run Megatron-Core's unfused routing function for it, in place of the fused one that it runs live.
     """
 
     chunk: int
@@ -42,6 +44,7 @@ class RouterSupport:
     num_experts: int | None
     topk: int | None
     reason: str
+    unfused: bool = False
 
     @property
     def replayable(self) -> bool:
@@ -51,6 +54,8 @@ class RouterSupport:
         verdict = "replayed" if self.replayable else f"refused: {self.reason}"
         if self.replayable and self.is_mtp:
             verdict = "live and frozen for recomputes, unless mtp=True replays it"
+        if self.replayable and self.unfused:
+            verdict += ", by Megatron-Core's unfused routing function (moe_router_fusion=True)"
         experts = f"top-{self.topk} of {self.num_experts}"
         return f"chunk {self.chunk}  layer {self.layer_number:>3}  {experts:<14}  {self.name}: {verdict}"
 
@@ -93,6 +98,7 @@ def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
             num_experts=getattr(router.router, "num_experts", None),
             topk=getattr(router.router, "topk", None),
             reason="; ".join(of_router),
+            unfused=isinstance(router.router, TopKRouter) and is_needed(router.router),
         )
         for (index, router), of_router in zip(found, reasons)
     )

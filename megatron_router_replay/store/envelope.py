@@ -187,8 +187,8 @@ def _trace(header: TraceHeader, raw: bytes) -> RoutingTrace:
         values = np.frombuffer(raw, dtype, header.num_tokens * prod(columns), start)
         start += values.nbytes
         # A copy in this machine's byte order: the bytes of the envelope are read-only.
-        own = values.astype(dtype.newbyteorder("=")).reshape(header.num_tokens, *columns)
-        tensors[name] = torch.from_numpy(own)
+        native = values.astype(dtype.newbyteorder("=")).reshape(header.num_tokens, *columns)
+        tensors[name] = torch.from_numpy(native)
         check_bool(name, tensors[name])
     topk_indices = tensors.pop("topk_indices")
     return checked_trace(header, header.layer_numbers, topk_indices, tensors, whole=True)

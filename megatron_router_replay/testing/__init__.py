@@ -3,14 +3,15 @@
 Nothing is imported before it is asked for, so importing this package loads neither Megatron-Core nor torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_router_replay.testing.attention import SmallAttention, row_positions
     from megatron_router_replay.testing.cpu import megatron_on_cpu
     from megatron_router_replay.testing.global_parameters import merge_by_name, named_global_parameters
-    from megatron_router_replay.testing.layout import ParallelLayout
+    from megatron_router_replay.testing.layout import ParallelSizes
     from megatron_router_replay.testing.megatron_state import reset_megatron_state
     from megatron_router_replay.testing.qwen3_moe import load_qwen3_moe, qwen3_moe_config
     from megatron_router_replay.testing.schedule import (
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
         pack_microbatch,
         random_microbatches,
         run_schedule,
-        split_context_parallel,
+        split_microbatch,
     )
     from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
     from megatron_router_replay.testing.tiny_hybrid import build_tiny_hybrid
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GlooWorkers",
-    "ParallelLayout",
+    "ParallelSizes",
     "SmallAttention",
     "WorkersError",
     "build_tiny_gpt",
@@ -44,7 +45,7 @@ __all__ = [
     "reset_megatron_state",
     "row_positions",
     "run_schedule",
-    "split_context_parallel",
+    "split_microbatch",
     "tiny_gpt_config",
 ]
 
@@ -52,22 +53,14 @@ _HOME = {
     "attention": "SmallAttention row_positions",
     "cpu": "megatron_on_cpu",
     "global_parameters": "merge_by_name named_global_parameters",
-    "layout": "ParallelLayout",
+    "layout": "ParallelSizes ParallelLayout",  # the second is its name until 0.2
     "megatron_state": "reset_megatron_state",
     "qwen3_moe": "load_qwen3_moe qwen3_moe_config",
-    "schedule": "default_forward_step gradients pack_microbatch random_microbatches run_schedule split_context_parallel",
+    "schedule": "default_forward_step gradients pack_microbatch random_microbatches run_schedule split_microbatch",
     "tiny_gpt": "build_tiny_gpt tiny_gpt_config",
     "tiny_hybrid": "build_tiny_hybrid",
     "workers": "GlooWorkers WorkersError",
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+"""Module -> its public names."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, {name: module for module, names in _HOME.items() for name in names.split()})

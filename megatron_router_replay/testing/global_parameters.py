@@ -40,7 +40,7 @@ def split_parameter(name: str, whole: Tensor, *, tp_rank: int, tp_size: int, gat
     axis = _split_axis(name)
     if axis is None or tp_size == 1:
         return whole
-    blocks = whole.chunk(2, dim=axis) if _is_gated(name, gated) else (whole,)
+    blocks = whole.chunk(2, dim=axis) if _is_gated(name, gated=gated) else (whole,)
     return torch.cat([block.chunk(tp_size, dim=axis)[tp_rank] for block in blocks], dim=axis)
 
 
@@ -49,7 +49,7 @@ def merge_parameter(name: str, shards: Sequence[Tensor], *, gated: bool = True) 
     axis = _split_axis(name)
     if axis is None or len(shards) == 1:
         return shards[0]
-    if not _is_gated(name, gated):
+    if not _is_gated(name, gated=gated):
         return torch.cat(list(shards), dim=axis)
     halves = [shard.chunk(2, dim=axis) for shard in shards]
     return torch.cat([half[block] for block in (0, 1) for half in halves], dim=axis)
@@ -173,5 +173,5 @@ def _split_axis(name: str) -> int | None:
     )
 
 
-def _is_gated(name: str, gated: bool) -> bool:
+def _is_gated(name: str, *, gated: bool) -> bool:
     return gated and ".linear_fc1." in name

@@ -1,4 +1,4 @@
-"""ParallelLayout: the parallel sizes of one test case, and Megatron's parallel state made from them."""
+"""ParallelSizes: the parallel sizes of one test case, and Megatron's parallel state made from them."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from megatron_router_replay.errors import RouterReplayError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelLayout:
+class ParallelSizes:
     """Parallel sizes in Megatron's words; ranks left over are data parallel.
 
     `vp_size` is the number of model chunks per pipeline stage, None without interleaving. As in Megatron, expert
@@ -67,3 +67,7 @@ class ParallelLayout:
             create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+ParallelLayout = ParallelSizes
+"""Its name until 0.2, which `transport` has for another thing."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.testing.global_parameters import load_global_parameters
-from megatron_router_replay.testing.layout import ParallelLayout
+from megatron_router_replay.testing.layout import ParallelSizes
 from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 # GPTModel's names of parameters and the checkpoint's; of a layer, behind its prefix.
@@ -40,7 +40,7 @@ LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)\.weight$")
 
 
-def qwen3_moe_config(checkpoint_dir: str | Path, layout: ParallelLayout, **overrides: Any) -> Any:
+def qwen3_moe_config(checkpoint_dir: str | Path, layout: ParallelSizes, **overrides: Any) -> Any:
     """Return the TransformerConfig of a Hugging Face Qwen3-MoE checkpoint for this layout, in fp32.
 
     Args:
@@ -75,7 +75,7 @@ def qwen3_moe_config(checkpoint_dir: str | Path, layout: ParallelLayout, **overr
 
 def load_qwen3_moe(
     checkpoint_dir: str | Path,
-    layout: ParallelLayout,
+    layout: ParallelSizes,
     *,
     core_attention: str | None = None,
     **config_overrides: Any,

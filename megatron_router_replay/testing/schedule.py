@@ -14,7 +14,7 @@ from megatron_router_replay.testing.global_parameters import (
     iterate_global_parameters,
     merge_parameter,
 )
-from megatron_router_replay.testing.layout import ParallelLayout
+from megatron_router_replay.testing.layout import ParallelSizes
 
 Microbatch = dict[str, Any]
 ForwardStep = Callable[[Iterator[Microbatch], Any], tuple[Tensor, Callable[..., Any]]]
@@ -44,7 +44,7 @@ def random_microbatches(
     ]
 
 
-def split_context_parallel(microbatch: Mapping[str, Any], *, cp_rank: int, cp_size: int) -> Microbatch:
+def split_microbatch(microbatch: Mapping[str, Any], *, cp_rank: int, cp_size: int) -> Microbatch:
     """Return this context-parallel rank's zigzag part of every [b, s] tensor; the rest unchanged.
 
     With packed_seq_params (b = 1) every packed sequence is split by itself. Without, the result equals Megatron's
@@ -101,7 +101,7 @@ def pack_microbatch(sequences: Sequence[Tensor], *, pad_to_multiple: int = 1) ->
 
 def run_schedule(
     chunks: Sequence[Any],
-    layout: ParallelLayout,
+    layout: ParallelSizes,
     microbatches: Sequence[Microbatch],
     *,
     forward_only: bool = False,
@@ -114,7 +114,7 @@ def run_schedule(
         chunks: this rank's model chunks.
         layout: parallel sizes; chooses no, 1F1B or interleaved pipelining through Megatron's parallel state.
         microbatches: the same list on every pipeline stage and tensor-parallel rank, already this rank's under context
-            parallelism (`split_context_parallel`); all of one shape.
+            parallelism (`split_microbatch`); all of one shape.
         forward_only: no backward.
         forward_step: Megatron's `forward_step(data_iterator, model) -> (output, loss_func)` in place of ours.
         before_forward: called as `before_forward(microbatch, model)` on every stage, for every micro-batch of every

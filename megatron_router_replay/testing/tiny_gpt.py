@@ -8,10 +8,10 @@ from torch import Tensor
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.testing.attention import SmallAttention
 from megatron_router_replay.testing.global_parameters import load_global_parameters, random_parameter
-from megatron_router_replay.testing.layout import ParallelLayout
+from megatron_router_replay.testing.layout import ParallelSizes
 
 
-def tiny_gpt_config(layout: ParallelLayout, **overrides: Any) -> Any:
+def tiny_gpt_config(layout: ParallelSizes, **overrides: Any) -> Any:
     """Return a TransformerConfig of a small MoE model for this layout.
 
     4 layers, hidden 64, 4 heads in 2 query groups, 8 SwiGLU experts, top-2, fp32, RMSNorm, qk-norm, no bias, no
@@ -74,7 +74,7 @@ def tiny_gpt_config(layout: ParallelLayout, **overrides: Any) -> Any:
 
 def build_tiny_gpt(
     config: Any,
-    layout: ParallelLayout,
+    layout: ParallelSizes,
     *,
     vocab_size: int = 320,
     max_sequence_length: int = 512,
@@ -140,11 +140,11 @@ def build_tiny_gpt(
     return chunks
 
 
-def _vp_stages(layout: ParallelLayout) -> list[int | None]:
+def _vp_stages(layout: ParallelSizes) -> list[int | None]:
     return [None] if layout.vp_size is None else list(range(layout.vp_size))
 
 
-def _is_first_and_last(vp_stage: int | None, layout: ParallelLayout) -> tuple[bool, bool]:
+def _is_first_and_last(vp_stage: int | None, layout: ParallelSizes) -> tuple[bool, bool]:
     from megatron.core import parallel_state
 
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_router_replay.testing.global_parameters import load_global_parameters, random_parameter
-from megatron_router_replay.testing.layout import ParallelLayout
+from megatron_router_replay.testing.layout import ParallelSizes
 
 
 class CausalMean(nn.Module):
@@ -25,7 +25,7 @@ class CausalMean(nn.Module):
 
 
 def build_tiny_hybrid(
-    config: Any, layout: ParallelLayout, pattern: str, *, vocab_size: int = 320, seed: int = 1234
+    config: Any, layout: ParallelSizes, pattern: str, *, vocab_size: int = 320, seed: int = 1234
 ) -> list[Any]:
     """Return this rank's HybridModel as a list of one chunk, in training mode; weights as of `build_tiny_gpt`.
 

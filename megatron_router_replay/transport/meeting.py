@@ -80,8 +80,8 @@ def disagreement(terms: Mapping[str, Any], other: Mapping[str, Any], *, side: in
     names = [name for name in {**sending, **receiving} if sending.get(name) != receiving.get(name)]
     if not names:
         return None
-    said = [", ".join(f"{name}={values.get(name)}" for name in names) for values in (sending, receiving)]
-    return f"the two sides disagree: the rollout side has {said[0]}; the training side has {said[1]}"
+    by_side = [", ".join(f"{name}={values.get(name)}" for name in names) for values in (sending, receiving)]
+    return f"the two sides disagree: the rollout side has {by_side[0]}; the training side has {by_side[1]}"
 
 
 def leave(store: Store, *, side: int, token: str, why: str) -> None:
@@ -143,7 +143,7 @@ def meet(
         pause = min(2 * pause, _LONGEST_POLL_S)
 
 
-def _check_terms(own: Identity, peer: Identity, *, side: int) -> None:
+def _check_terms(identity: Identity, peer: Identity, *, side: int) -> None:
     """Raise on both sides, for both have met and compare the same terms."""
-    if (text := disagreement(own.terms, peer.terms, side=side)) is not None:
+    if (text := disagreement(identity.terms, peer.terms, side=side)) is not None:
         raise MeetingError(text)

@@ -85,14 +85,22 @@ def check_offer(
     part: Part | None,
 ) -> str | None:
     """Return why this place cannot take the offer, or None."""
-    here: dict[str, Any] = {"step": step, "place": str(place._replace(tp_rank=0)), "layer_numbers": layer_numbers}
-    coming: dict[str, Any] = {"step": offer.step, "place": offer.place, "layer_numbers": offer.header.layer_numbers}
+    required: dict[str, Any] = {
+        "step": step,
+        "place": str(place._replace(tp_rank=0)),
+        "layer_numbers": layer_numbers,
+    }
+    offered: dict[str, Any] = {
+        "step": offer.step,
+        "place": offer.place,
+        "layer_numbers": offer.header.layer_numbers,
+    }
     if part is not None:
-        here |= {"num_rows": part.num_rows, "nbytes": part.nbytes}
-        coming |= {"num_rows": offer.header.num_tokens, "nbytes": offer.nbytes}
-    for name, value in here.items():
-        if coming[name] != value:
-            return f"{place} expects {name}={value}, the rollout side sends {name}={coming[name]}"
+        required |= {"num_rows": part.num_rows, "nbytes": part.nbytes}
+        offered |= {"num_rows": offer.header.num_tokens, "nbytes": offer.nbytes}
+    for name, value in required.items():
+        if offered[name] != value:
+            return f"{place} expects {name}={value}, the rollout side sends {name}={offered[name]}"
     if expected is not None and offer.digest != expected.digest:
         return (
             f"{place} expects plan {expected.digest}, the rollout side sends {offer.digest}: sample lengths, partition, "

@@ -141,13 +141,15 @@ class Part:
         """
         if self.own_rows is None:
             return routing_rows
-        own = self.own_rows.to(routing_rows.device)
-        if not own.numel():
+        own_rows = self.own_rows.to(routing_rows.device)
+        if not own_rows.numel():
             found = torch.full_like(routing_rows, -1)
             missing = routing_rows >= 0
         else:
-            found = torch.searchsorted(own, routing_rows.to(torch.int64).contiguous()).clamp(max=own.numel() - 1)
-            missing = (own[found] != routing_rows) & (routing_rows >= 0)
+            found = torch.searchsorted(own_rows, routing_rows.to(torch.int64).contiguous()).clamp(
+                max=own_rows.numel() - 1
+            )
+            missing = (own_rows[found] != routing_rows) & (routing_rows >= 0)
         if bool(missing.any()):
             raise TransportError(
                 f"{self.place} was not sent row {int(routing_rows[missing][0])}: give plan_routes the rows it routes."
@@ -210,8 +212,8 @@ def plan_routes(
     for dp_rank, of_rank in enumerate(samples):
         whole = np.stack([starts[list(of_rank)], starts[[sample + 1 for sample in of_rank]]], axis=1)
         for cp_rank in range(layout.cp_size):
-            own = None if cp_rows is None else _own_rows(cp_rows, dp_rank, cp_rank, whole)
-            runs = _join(whole) if own is None else _runs_of(own, whole)
+            own_rows = None if cp_rows is None else _own_rows(cp_rows, dp_rank, cp_rank, whole)
+            runs = _join(whole) if own_rows is None else _runs_of(own_rows, whole)
             num_rows = int((runs[:, 1] - runs[:, 0]).sum())
             for pp_rank, numbers in enumerate(layout.stage_layers):
                 place = Place(dp_rank, pp_rank, cp_rank)
@@ -219,8 +221,8 @@ def plan_routes(
                     place=place,
                     samples=of_rank,
                     runs=runs,
-                    own_rows=own,
-                    sequence_lengths=tuple(lengths[sample] for sample in of_rank) if own is None else None,
+                    own_rows=own_rows,
+                    sequence_lengths=tuple(lengths[sample] for sample in of_rank) if own_rows is None else None,
                     layer_numbers=numbers,
                     num_rows=num_rows,
                     nbytes=num_rows * format.row_bytes(len(numbers)),
@@ -252,10 +254,10 @@ def _own_rows(cp_rows: Mapping[tuple[int, int], Tensor], dp_rank: int, cp_rank: 
     return rows
 
 
-def _runs_of(own: Tensor, whole: Runs) -> Runs:
+def _runs_of(own_rows: Tensor, whole: Runs) -> Runs:
     """Return rows of a rank's samples as runs of rows of the batch."""
     ends = np.cumsum(whole[:, 1] - whole[:, 0])
-    rows = own.numpy()
+    rows = own_rows.numpy()
     sample = np.searchsorted(ends, rows, side="right")
     in_batch = rows - (ends - whole[:, 1])[sample] if len(rows) else rows
     runs = neighbour_runs(in_batch)

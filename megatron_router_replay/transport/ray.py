@@ -33,15 +33,15 @@ import ray  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.transport.endpoint import READY_TIMEOUT, TIMEOUT, Endpoint
+from megatron_router_replay.transport.endpoint import READY_TIMEOUT, TIMEOUT, ReceivingEndpoint, SendingEndpoint
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.meeting import BELIEVE_S
-from megatron_router_replay.transport.offer import PROTOCOL, Offer, check_offer
+from megatron_router_replay.transport.offer import PROTOCOL, Offer
 from megatron_router_replay.transport.partition import Partition
-from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TransportPlan, plan_routes
+from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TransportPlan
 from megatron_router_replay.transport.ray_mailbox import Mailbox
 from megatron_router_replay.transport.ray_refs import TraceRef, first_line, put_part, put_trace
-from megatron_router_replay.transport.rows import RowSource, TraceRows, check_plan
+from megatron_router_replay.transport.rows import RowSource, TraceRows
 from megatron_router_replay.transport.threads import run_in_thread
 from megatron_router_replay.transport.timing import LegTime, LegTimes
 
@@ -56,7 +56,7 @@ class MailboxGoneError(TransportError):
     """The mailbox died with the rollout side, or was closed."""
 
 
-class RaySender(Endpoint):
+class RaySender(SendingEndpoint):
     """The rollout side: puts every place's part into the object store, in the background.
 
     Args:
@@ -82,12 +82,10 @@ class RaySender(Endpoint):
         ready_timeout: timedelta = READY_TIMEOUT,
         times: LegTimes | None = None,
     ) -> None:
-        super().__init__(layout, side="rollout side")
-        self.times = LegTimes("rollout") if times is None else times
+        super().__init__(layout, times=times)
         self._timeout, self._ready_timeout = timeout, ready_timeout
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="routes")
         self._mailbox: Any = _start_mailbox(layout, name, namespace)
-        self._step = 0
         self._sending: Future[None] | None = None
 
     def send(
@@ -112,15 +110,7 @@ class RaySender(Endpoint):
         items = [traces] if isinstance(traces, (RoutingTrace, TraceRef)) else list(traces)
         with self.times.measure("collect"):
             source = TraceRows([self._fetch(item) for item in items])
-        if plan is None:
-            plan = plan_routes(
-                source.sequence_lengths,
-                layout=self.layout,
-                format=source.format,
-                partition=partition,
-                cp_rows=cp_rows,
-            )
-        check_plan(plan, source, self.layout)
+        plan = self._plan(source, partition=partition, cp_rows=cp_rows, plan=plan)
         leg_times = self.times.take_unreported()
         self._sending = run_in_thread(self._send, source, plan, self._step, leg_times, name="routes-send")
         self._step += 1
@@ -147,9 +137,6 @@ class RaySender(Endpoint):
         self._broken = self._broken or TransportError("it was closed")
         self._threads.shutdown(wait=False, cancel_futures=True)
         ray.kill(self._mailbox)
-
-    def _finish(self) -> None:
-        self.join()
 
     def _fetch(self, item: RoutingTrace | TraceRef) -> RoutingTrace:
         if isinstance(item, RoutingTrace):
@@ -189,7 +176,7 @@ class RaySender(Endpoint):
         _call(self._mailbox.offer, step, part.place, offer.to_json(), ref, self.layout.tp_size, timeout=self._timeout)
 
 
-class RayReceiver(Endpoint):
+class RayReceiver(ReceivingEndpoint):
     """The training side: fetches this place's part.
 
     Args:
@@ -210,16 +197,11 @@ class RayReceiver(Endpoint):
         ready_timeout: timedelta = READY_TIMEOUT,
         times: LegTimes | None = None,
     ) -> None:
-        if place not in layout.places():
-            raise TransportError(f"{place} is not in the layout: {layout}.")
-        super().__init__(layout, side=f"training side, {place}")
-        self.place = place
-        self.times = LegTimes("training") if times is None else times
+        super().__init__(layout, place, times=times)
         self._name, self._namespace = name, namespace
         self._timeout, self._ready_timeout = timeout, ready_timeout
         self._token = uuid.uuid4().hex  # tells the mailbox this receiver from an earlier one in its place
         self._mailbox: Any = None
-        self._step = 0
 
     def receive(self, plan: TransportPlan | None = None) -> RoutingTrace:
         """Return the next batch's routes for this place; they look into the object store and must not be written to.
@@ -233,14 +215,7 @@ class RayReceiver(Endpoint):
                 offer, ref = self._take()
             total = offer.nbytes
             self.times.add_peer(offer.leg_times)
-            refused = check_offer(
-                offer,
-                step=self._step,
-                place=self.place,
-                layer_numbers=self.layout.stage_layers[self.place.pp_rank],
-                expected=plan,
-                part=None if plan is None else plan.part(self.place),
-            )
+            refused = self._offer_check(plan)(offer)
             if refused:
                 raise TransportError(refused)
             stage = "receiving"

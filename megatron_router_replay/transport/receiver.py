@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.transport.endpoint import READY_TIMEOUT, TIMEOUT, Endpoint
+from megatron_router_replay.transport.endpoint import READY_TIMEOUT, TIMEOUT, ReceivingEndpoint
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.link import Backend, Link, LinkError
 from megatron_router_replay.transport.meeting import BELIEVE_S, Store, disagreement
-from megatron_router_replay.transport.offer import Offer, check_offer
+from megatron_router_replay.transport.offer import Offer
 from megatron_router_replay.transport.plan import ParallelLayout, Place, TransportPlan
 from megatron_router_replay.transport.registry import Registry
 from megatron_router_replay.transport.rows import Arena, BucketSink, RowSink, WholeTrace
@@ -27,7 +27,7 @@ from megatron_router_replay.transport.timing import LegTimes
 Sink = TypeVar("Sink", bound=RowSink)
 
 
-class DistributedReceiver(Endpoint):
+class DistributedReceiver(ReceivingEndpoint):
     """The training side: receives this place's part; TP rank 0 passes it on within its TP group.
 
     Args:
@@ -54,17 +54,12 @@ class DistributedReceiver(Endpoint):
         reuse_memory: bool = False,
         times: LegTimes | None = None,
     ) -> None:
-        if place not in layout.places():
-            raise TransportError(f"{place} is not in the layout: {layout}.")
-        super().__init__(layout, side=f"training side, {place}")
-        self.place = place
-        self.times = LegTimes("training") if times is None else times
+        super().__init__(layout, place, times=times)
         self._store, self._name, self._backend, self._device = store, name, backend, torch.device(device)
         self._timeouts = Timeouts(ready=ready_timeout, progress=timeout)
         self._arena = Arena(device=self._device, pinned=pinned, reuse=reuse_memory)
         self._links: dict[Place, Link] = {}  # place of the link's receiving end: this one, or of the TP group
         self._closed = False
-        self._step = 0
         self._posted: Future[RoutingTrace] | None = None
         self._disagree_since = 0.0
         self._registry = Registry(store, name, layout)
@@ -161,19 +156,11 @@ class DistributedReceiver(Endpoint):
         try:
             with waits.measure("wait"):
                 self._connect()
-            part = None if plan is None else plan.part(self.place)
             result = PartReceiver(
                 self._links[self.place],
                 [self._links[peer] for peer in self._peers() if peer != self.place],
                 sink_of,
-                check=lambda offer: check_offer(
-                    offer,
-                    step=self._step,
-                    place=self.place,
-                    layer_numbers=self.layout.stage_layers[self.place.pp_rank],
-                    expected=plan,
-                    part=part,
-                ),
+                check=self._offer_check(plan),
                 step=self._step,
                 place=self.place,
                 timeouts=self._timeouts,

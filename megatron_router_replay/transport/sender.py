@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.transport.endpoint import READY_TIMEOUT, TIMEOUT, Endpoint
+from megatron_router_replay.transport.endpoint import READY_TIMEOUT, TIMEOUT, SendingEndpoint
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.link import Backend, Link
 from megatron_router_replay.transport.meeting import Store
 from megatron_router_replay.transport.offer import Offer
 from megatron_router_replay.transport.partition import Partition
-from megatron_router_replay.transport.plan import ParallelLayout, Place, TransportPlan, plan_routes
+from megatron_router_replay.transport.plan import ParallelLayout, Place, TransportPlan
 from megatron_router_replay.transport.registry import Registry
-from megatron_router_replay.transport.rows import RowSource, TraceRows, check_plan
+from megatron_router_replay.transport.rows import RowSource, TraceRows
 from megatron_router_replay.transport.staging import Staging
 from megatron_router_replay.transport.stream import PartSender, Timeouts
 from megatron_router_replay.transport.threads import close_at_exit, run_in_thread
@@ -29,7 +29,7 @@ BUCKET_BYTES = 32 << 20
 """Every bucket costs about a millisecond of Python on both sides, whatever its size."""
 
 
-class DistributedSender(Endpoint):
+class DistributedSender(SendingEndpoint):
     """The rollout side: sends every place its part, in the background.
 
     Args:
@@ -59,14 +59,12 @@ class DistributedSender(Endpoint):
     ) -> None:
         if bucket_bytes < 1 or num_buffers < 2:
             raise TransportError(f"bucket_bytes={bucket_bytes}, num_buffers={num_buffers}: at least 1 and 2.")
-        super().__init__(layout, side="rollout side")
-        self.times = LegTimes("rollout") if times is None else times
+        super().__init__(layout, times=times)
         self._store, self._name, self._backend, self._device = store, name, backend, torch.device(device)
         self._timeouts = Timeouts(ready=ready_timeout, progress=timeout)
         self._staging = Staging(buffers=num_buffers, bucket_bytes=bucket_bytes, device=self._device)
         self._links: dict[Place, Link] = {}
         self._closed = False
-        self._step = 0
         self._sending: list[Future[dict[str, LegTime]]] = []  # of each place; empty when nothing is under way
         self._registry = Registry(store, name, layout)
         for place in layout.receivers():
@@ -95,15 +93,7 @@ class DistributedSender(Endpoint):
         """
         self.join()
         source = _as_source(traces)
-        if plan is None:
-            plan = plan_routes(
-                source.sequence_lengths,
-                layout=self.layout,
-                format=source.format,
-                partition=partition,
-                cp_rows=cp_rows,
-            )
-        check_plan(plan, source, self.layout)
+        plan = self._plan(source, partition=partition, cp_rows=cp_rows, plan=plan)
         leg_times = self.times.take_unreported()
         # A thread per receiver, so that a slow one holds up nobody. They alone hold the source: it is gone when they are.
         self._sending = [
@@ -151,9 +141,6 @@ class DistributedSender(Endpoint):
                 if place not in links:
                     self._registry.leave(place, side=0, why=str(self._failure()))
             self._registry.withdraw()
-
-    def _finish(self) -> None:
-        self.join()
 
     def _send_part(
         self, source: RowSource, plan: TransportPlan, place: Place, step: int, leg_times: dict[str, LegTime]

@@ -125,11 +125,11 @@ class LegTimes:
 
     def line(self) -> str:
         """Return one line for a person: how long this side waited, and which leg to fix, here or on the other side."""
-        own = self._own()
-        waited = own.pop("wait", (0.0, 0))[0]
-        busy = max(own, key=lambda name: own[name][0], default=None)
-        if busy is not None and own[busy][0] >= waited:
-            return f"routes: {self.side} spent {_spent(self.side, busy, own[busy])}, waited {waited:.1f} s"
+        leg_times = self._own()
+        waited = leg_times.pop("wait", (0.0, 0))[0]
+        busy = max(leg_times, key=lambda name: leg_times[name][0], default=None)
+        if busy is not None and leg_times[busy][0] >= waited:
+            return f"routes: {self.side} spent {_spent(self.side, busy, leg_times[busy])}, waited {waited:.1f} s"
         other_side = _SIDES[self.side]
         other = {name: leg_time for name, leg_time in self._of_peer().items() if name != "wait"}
         slowest = max(other, key=lambda name: other[name][0], default=None)

@@ -185,6 +185,32 @@ def test_a_sample_of_no_tokens_says_nothing_of_any_row():
 def test_stages_without_moe_layers_alone_miss_nothing():
     dense = RoutingTrace(topk_indices=torch.empty(3, 0, 1, dtype=torch.uint8), layer_numbers=(), num_experts=1)
     assert merge_traces([dense, dense]).num_tokens == 3
+    assert merge_traces([dense]).num_experts == 1
+
+
+def test_the_only_token_of_a_sample_may_be_live():
+    routes = [[[-1, -1]], [[0, 1]], [[-1, -1]]]
+    engine = RoutingTrace(topk_indices=routes, layer_numbers=(1,), num_experts=4, sequence_lengths=(1, 2))
+    assert merge_traces([engine]).replay_mask.tolist() == [False, True, False]
+
+
+def test_the_first_eight_missing_rows_are_named_and_all_counted(monkeypatch):
+    trace = make_trace(14, layer_numbers=(1,))
+    part = part_of(trace, [0, 6, 13], (1,))
+    expected = r"^11 of 14 rows .* the first are \[1, 2, 3, 4, 5, 7, 8, 9\]\."
+    with pytest.raises(TraceError, match=expected):
+        merge_traces([part])
+    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 4 * trace.topk)  # blocks of four rows: 3, 3 and 2 rows are named
+    with pytest.raises(TraceError, match=expected):
+        merge_traces([part])
+
+
+def test_eight_parts_are_named_and_of_nine_how_many_there_are():
+    part = part_of(make_trace(2), [0], (2, 3, 7), num_tokens=2)
+    with pytest.raises(TraceError, match=r"There are part 0, part 1, .*, part 7; is another"):
+        merge_traces([part] * 8)
+    with pytest.raises(TraceError, match=r"There are part 0, .*, part 7, \.\.\. \(9 in all\); is another"):
+        merge_traces([part] * 9)
 
 
 def test_rows_without_a_route_are_spread_over_all_experts():
@@ -199,11 +225,14 @@ def test_rows_without_a_route_are_spread_over_all_experts():
     assert merged.layer(2).tolist() == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 3]]
 
 
-def test_a_shorter_part_saw_nothing_of_the_last_rows():
+@pytest.mark.parametrize("rows_of_a_block", [100, 1, 2, 3])
+def test_a_shorter_part_saw_nothing_of_the_last_rows(monkeypatch, rows_of_a_block):
     trace = make_trace(6)
+    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", rows_of_a_block * trace.num_layers * trace.topk)
     parts = [part_of(trace, [0, 1], (2, 3, 7)), part_of(trace, [2, 5], (2, 3, 7))]
     merged = merge_traces(parts, allow_gaps=True)
     assert merged.replay_mask.tolist() == [True, True, True, False, False, True]
+    assert merged.topk_indices[[0, 1, 2, 5]].tolist() == trace.topk_indices[[0, 1, 2, 5]].tolist()
 
 
 def test_a_stage_without_moe_layers_adds_its_token_ids_only():
@@ -234,6 +263,9 @@ def test_parts_of_other_models_or_batches_raise():
         merge_traces([make_trace(), make_trace(topk=3)])
     with pytest.raises(TraceError, match="different sequence_lengths"):
         merge_traces([make_trace(sequence_lengths=(7,)), make_trace(sequence_lengths=(3, 4))])
+    one, other = (make_trace(sequence_lengths=(7,), sample_ids=(name,)) for name in "ab")
+    with pytest.raises(TraceError, match="different sequence_lengths or sample_ids"):
+        merge_traces([one, other])
 
 
 def test_blocks_of_rows_do_not_show(monkeypatch):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import megatron_router_replay as mrr
 from megatron_router_replay.demo import ranks
 from megatron_router_replay.demo.run import make_microbatches, prompt_lengths
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -53,7 +53,7 @@ def loss_func(loss_mask: Any, token_losses: Any) -> Any:
 
 def given_names(folder: str) -> dict[str, Any]:
     """What the pages take as given."""
-    layout, checkpoint = ParallelLayout(), str(DEMO / "qwen3moe")
+    layout, checkpoint = ParallelSizes(), str(DEMO / "qwen3moe")
     response = json.loads((DEMO / "vllm_0.30.0_bf16_response.json").read_text())["response"]
     model_chunks = ranks.build(checkpoint, layout)
     trace = mrr.engines.vllm.decode_batch(response, model=checkpoint)

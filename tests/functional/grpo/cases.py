@@ -26,7 +26,7 @@ from examples.grpo.task import EOS, ClassTask
 from examples.grpo.trainer import Trainer
 from examples.grpo.vllm_engine import VllmClient, VllmEngine
 from examples.grpo.weights import CONFIG, gather_hf_weights, random_hf_weights, save_hf_checkpoint
-from megatron_router_replay.testing import ParallelLayout, load_qwen3_moe
+from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe
 
 
 def small(out: Path, **changes: Any) -> Settings:
@@ -59,7 +59,7 @@ def make_trainer(settings: Settings) -> Trainer:
     return Trainer(settings, initial)
 
 
-def sent_and_returned_weights(layout: ParallelLayout, folder: Path) -> dict[str, Tensor]:
+def sent_and_returned_weights(layout: ParallelSizes, folder: Path) -> dict[str, Tensor]:
     """Load a checkpoint under a layout and gather it again by Hugging Face names."""
     layout.initialize()
     return gather_hf_weights(load_qwen3_moe(folder, layout), CONFIG)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from examples.grpo.loop import read_metrics, train
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.grpo.cases import small, two_turns, without_times
 
 
@@ -59,8 +59,8 @@ def test_a_stopped_and_resumed_run_continues_with_the_same_numbers(workers_1, tm
 def test_a_checkpoint_of_another_layout_is_refused(workers_2, workers_1, tmp_path):
     settings = small(tmp_path, steps=1, checkpoint_every=1)
     workers_1.run(train, settings)
-    with pytest.raises(Exception, match=r"its checkpoint is of ParallelLayout.*this run is ParallelLayout"):
-        workers_2.run(train, replace(settings, layout=ParallelLayout(pp_size=2), resume=True))
+    with pytest.raises(Exception, match=r"its checkpoint is of ParallelSizes.*this run is ParallelSizes"):
+        workers_2.run(train, replace(settings, layout=ParallelSizes(pp_size=2), resume=True))
     shutil.rmtree(tmp_path / "checkpoints")
 
 
@@ -76,14 +76,14 @@ def test_an_episode_of_two_turns_trains_on_the_routes_of_both(workers_1, tmp_pat
 
 
 LAYOUTS = {
-    "pp2": ParallelLayout(pp_size=2),
-    "tp2-ep2": ParallelLayout(tp_size=2, ep_size=2),
+    "pp2": ParallelSizes(pp_size=2),
+    "tp2-ep2": ParallelSizes(tp_size=2, ep_size=2),
 }
 SLOW_LAYOUTS = {
-    "cp2": ParallelLayout(cp_size=2),
-    "ep2": ParallelLayout(ep_size=2),
-    "pp2-vpp2": ParallelLayout(pp_size=2, vp_size=2),
-    "tp2-pp2-ep2": ParallelLayout(tp_size=2, pp_size=2, ep_size=2),
+    "cp2": ParallelSizes(cp_size=2),
+    "ep2": ParallelSizes(ep_size=2),
+    "pp2-vpp2": ParallelSizes(pp_size=2, vp_size=2),
+    "tp2-pp2-ep2": ParallelSizes(tp_size=2, pp_size=2, ep_size=2),
 }
 
 

@@ -6,13 +6,13 @@ import torch
 from examples.grpo.rollout import TransformersEngine
 from examples.grpo.settings import EXPERTS
 from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.grpo.cases import rollout_against_megatron, sent_and_returned_weights, small
 
 
 @pytest.mark.parametrize(
     "layout",
-    [ParallelLayout(), ParallelLayout(pp_size=2), ParallelLayout(tp_size=2, ep_size=2)],
+    [ParallelSizes(), ParallelSizes(pp_size=2), ParallelSizes(tp_size=2, ep_size=2)],
     ids=["single", "pp2", "tp2-ep2"],
 )
 def test_weights_come_back_bit_identical_by_name_under_any_layout(layout, tmp_path, request):

@@ -7,10 +7,10 @@ import torch
 
 import megatron_router_replay as mrr
 from examples.grpo.loop import train
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.grpo.cases import damaged_step, dying_worker, small, steps_with_routes, without_times
 
-PP2 = ParallelLayout(pp_size=2)
+PP2 = ParallelSizes(pp_size=2)
 STAGES = ((1,), (3, 4))
 """Layer numbers of both stages: layer 2 of the four is dense."""
 
@@ -34,7 +34,7 @@ def pool_of(transport):
     [
         pytest.param(PP2, 2, id="pp2"),
         pytest.param(PP2, 4, id="pp2-dp2", marks=pytest.mark.slow),
-        pytest.param(ParallelLayout(tp_size=2, pp_size=2), 4, id="tp2-pp2", marks=pytest.mark.slow),
+        pytest.param(ParallelSizes(tp_size=2, pp_size=2), 4, id="tp2-pp2", marks=pytest.mark.slow),
     ],
 )
 def test_every_rank_gets_the_routes_of_the_local_way_and_trains_the_same(

@@ -8,7 +8,7 @@ import torch
 
 from examples.grpo.vllm_engine import REPO, VllmEngine, VllmError, VllmServer
 from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.grpo.cases import small, steps_with_routes, vllm_steps
 
 PYTHON = REPO / ".venv-vllm/bin/python"
@@ -17,7 +17,7 @@ PYTHON = REPO / ".venv-vllm/bin/python"
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: run `make venv-vllm`")
 def test_three_iterations_of_r3_with_routes_from_vllm_over_http(workers_2, tmp_path):
-    settings = small(tmp_path, engine="vllm", steps=3, recompute="full", layout=ParallelLayout(pp_size=2))
+    settings = small(tmp_path, engine="vllm", steps=3, recompute="full", layout=ParallelSizes(pp_size=2))
     ranks = workers_2.run(vllm_steps, settings, timeout_s=1800)
     for rank in ranks:
         assert "layer_number 3" in rank["message"], rank["message"]
@@ -36,7 +36,7 @@ def test_three_iterations_of_r3_with_routes_from_vllm_over_http(workers_2, tmp_p
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: run `make venv-vllm`")
 def test_rollout_workers_ask_one_vllm_server_and_send_its_routes_to_every_stage(workers_2, tmp_path):
     settings = small(
-        tmp_path, engine="vllm", transport="distributed", rollout_workers=2, layout=ParallelLayout(pp_size=2)
+        tmp_path, engine="vllm", transport="distributed", rollout_workers=2, layout=ParallelSizes(pp_size=2)
     )
     first, last = workers_2.run(steps_with_routes, settings, timeout_s=1800)
     for step in range(2):

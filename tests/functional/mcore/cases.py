@@ -17,12 +17,12 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore.compat import megatron_version, version_numbers
 from megatron_router_replay.testing import (
-    ParallelLayout,
+    ParallelSizes,
     build_tiny_gpt,
     gradients,
     random_microbatches,
     run_schedule,
-    split_context_parallel,
+    split_microbatch,
     tiny_gpt_config,
 )
 
@@ -33,7 +33,7 @@ LATER_SCORE_FUNCTIONS = ["sqrtsoftplus"] if MEGATRON >= (0, 18) else []
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    layout: ParallelLayout
+    layout: ParallelSizes
     config: dict[str, Any] = field(default_factory=dict)
     num_microbatches: int = 4
     batch_size: int = 2
@@ -65,8 +65,7 @@ def build(case: Case) -> tuple[Any, list[Any], list[dict[str, Any]]]:
     cp_rank = parallel_state.get_context_parallel_rank()
     if case.layout.cp_size > 1:
         microbatches = [
-            split_context_parallel(microbatch, cp_rank=cp_rank, cp_size=case.layout.cp_size)
-            for microbatch in microbatches
+            split_microbatch(microbatch, cp_rank=cp_rank, cp_size=case.layout.cp_size) for microbatch in microbatches
         ]
     return config, chunks, microbatches
 

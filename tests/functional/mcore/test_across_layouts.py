@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import Case, as_map, build, rows_seen, run, watched
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -48,17 +48,17 @@ def replay_merged(case: Case, path: str) -> dict[str, Any]:
 
 
 TARGETS = {
-    "single": Case(layout=ParallelLayout(), config=DENSE_FIRST | FULL),
-    "ep2": Case(layout=ParallelLayout(ep_size=2, tp_size=2), config=DENSE_FIRST | FULL),
-    "cp2": Case(layout=ParallelLayout(cp_size=2), config=DENSE_FIRST | FULL),
-    "pp2": Case(layout=ParallelLayout(pp_size=2), config=DENSE_FIRST | FULL),
+    "single": Case(layout=ParallelSizes(), config=DENSE_FIRST | FULL),
+    "ep2": Case(layout=ParallelSizes(ep_size=2, tp_size=2), config=DENSE_FIRST | FULL),
+    "cp2": Case(layout=ParallelSizes(cp_size=2), config=DENSE_FIRST | FULL),
+    "pp2": Case(layout=ParallelSizes(pp_size=2), config=DENSE_FIRST | FULL),
 }
 
 
 @pytest.fixture(scope="module")
 def merged(workers_4, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
-    case = Case(layout=ParallelLayout(tp_size=2, pp_size=2, vp_size=2), config=DENSE_FIRST | FULL)
+    case = Case(layout=ParallelSizes(tp_size=2, pp_size=2, vp_size=2), config=DENSE_FIRST | FULL)
     layers = workers_4.run(record_part, case, str(folder))
     parts = [mrr.load_trace(folder / f"rank{rank}.safetensors") for rank in range(4)]
     trace = mrr.merge_traces(parts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import Case, as_map, build, moe_routers, random_routes, rows_seen, watched
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -43,7 +43,7 @@ def through(wrappers: list[Any], inside: bool) -> dict[str, Any]:
     """Forwards and backwards by `model(**batch)` alone, the model attached inside or outside of its wrappers."""
     torch._dynamo.reset()
     half = {"bf16": True, "params_dtype": torch.bfloat16} if bfloat16 in wrappers else {}
-    case = Case(layout=ParallelLayout(), config={"num_layers": 2, **FULL, **half}, num_microbatches=2)
+    case = Case(layout=ParallelSizes(), config={"num_layers": 2, **FULL, **half}, num_microbatches=2)
     config, (inner,), microbatches = build(case)
     model = inner
     if inside:

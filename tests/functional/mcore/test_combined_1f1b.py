@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout, run_schedule
+from megatron_router_replay.testing import ParallelSizes, run_schedule
 from megatron_router_replay.testing.schedule import masked_mean_loss
 from tests.functional.mcore.cases import (
     Case,
@@ -23,7 +23,7 @@ MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 def trained_and_evaluated(recompute: dict[str, Any]) -> dict[str, Any]:
     """Training and then a log-prob pass in one session; then a step under a freeze."""
-    case = Case(layout=ParallelLayout(ep_size=2), config=recompute, num_microbatches=3)
+    case = Case(layout=ParallelSizes(ep_size=2), config=recompute, num_microbatches=3)
     config, chunks, microbatches = build(case)
     # Set afterwards: the config's own checks ask for bf16, and no kernel here has it.
     for module in chunks[0].modules():

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.static import StaticTargets
-from megatron_router_replay.testing import ParallelLayout, megatron_on_cpu
+from megatron_router_replay.testing import ParallelSizes, megatron_on_cpu
 from tests.functional.mcore.cases import Case, as_map, build, moe_routers, random_routes
 
 NUM_TOKENS, NUM_EXPERTS, TOPK = 8, 8, 2
@@ -59,7 +59,7 @@ def replayed_in_python(routers, topk_indices, hidden):
 @torch.no_grad()
 def captured_routers():
     """Capture the routers of a model once for each of two slots; run them on other routes and hidden states."""
-    _, (model,), _ = build(Case(layout=ParallelLayout()))
+    _, (model,), _ = build(Case(layout=ParallelSizes()))
     routers = moe_routers([model])
     static = StaticTargets(num_slots=2, num_tokens=NUM_TOKENS, layer_numbers=LAYERS, num_experts=NUM_EXPERTS, topk=TOPK)
 
@@ -91,7 +91,7 @@ def captured_routers():
 
 @torch.no_grad()
 def nothing_captured():
-    _, (model,), _ = build(Case(layout=ParallelLayout()))
+    _, (model,), _ = build(Case(layout=ParallelSizes()))
     static = StaticTargets(num_slots=1, num_tokens=NUM_TOKENS, layer_numbers=LAYERS, num_experts=NUM_EXPERTS, topk=TOPK)
     routers = moe_routers([model])
     with pytest.raises(ReplayStateError) as raised, static.capturing(0, model):
@@ -211,7 +211,7 @@ def reading(router, reader):
 @torch._dynamo.config.patch(error_on_nested_fx_trace=False)
 def recomputed(live):
     """Two micro-batches, forwards before backwards, in one captured graph; a recompute sees other logits."""
-    _, (model,), _ = build(Case(layout=ParallelLayout()))
+    _, (model,), _ = build(Case(layout=ParallelSizes()))
     router = moe_routers([model])[0]
     gating = router.gating
     router.gating = lambda hidden: gating(hidden) + (torch._C._current_graph_task_id() != -1) * hidden[..., :8] * 5

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout, build_tiny_gpt, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import (
     Case,
     as_map,
@@ -32,7 +32,7 @@ NUM_TOKENS, NUM_EXPERTS, TOPK = 64, 8, 3
 
 def one_router(mode: dict[str, Any]) -> tuple[Any, Any]:
     """Return a model of one layer and its router; the expert bias, where there is one, moves the selection."""
-    layout = ParallelLayout()
+    layout = ParallelSizes()
     layout.initialize()
     config = tiny_gpt_config(layout, num_layers=1, moe_router_topk=TOPK, moe_router_dtype=None, **mode)
     (model,) = build_tiny_gpt(config, layout)
@@ -133,12 +133,12 @@ def replayed_in_training(case: Case) -> dict[str, Any]:
 
 
 CASES = {
-    "single": Case(layout=ParallelLayout()),
-    "single-full": Case(layout=ParallelLayout(), config=FULL_2),
-    "pp2-full": Case(layout=ParallelLayout(pp_size=2), config=FULL),
-    "pp2-vpp2-moe": Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=MOE),
-    "tp2": Case(layout=ParallelLayout(tp_size=2)),
-    "ep2": Case(layout=ParallelLayout(ep_size=2)),
+    "single": Case(layout=ParallelSizes()),
+    "single-full": Case(layout=ParallelSizes(), config=FULL_2),
+    "pp2-full": Case(layout=ParallelSizes(pp_size=2), config=FULL),
+    "pp2-vpp2-moe": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=MOE),
+    "tp2": Case(layout=ParallelSizes(tp_size=2)),
+    "ep2": Case(layout=ParallelSizes(ep_size=2)),
 }
 
 
@@ -166,7 +166,7 @@ def live_message(model: Any, case: Case, microbatch: dict[str, Any]) -> str:
 def restored() -> dict[str, Any]:
     from megatron.core.transformer.moe import router as router_module
 
-    case = Case(layout=ParallelLayout(), num_microbatches=1, fused=True)
+    case = Case(layout=ParallelSizes(), num_microbatches=1, fused=True)
     _, (model,), (microbatch,) = build(case)
     before = router_module.topk_routing_with_score_function
     outer = mrr.freeze_recompute(model)
@@ -229,7 +229,7 @@ def other_calls() -> dict[str, bool]:
     """Calls of the replaced function that are not a session's, and one of a session's router that asks for fusion."""
     from megatron.core.transformer.moe import router as router_module
 
-    case = Case(layout=ParallelLayout(), num_microbatches=1, fused=True)
+    case = Case(layout=ParallelSizes(), num_microbatches=1, fused=True)
     _, (model,), _ = build(case)
     router = moe_routers([model])[0]
     logits = torch.randn(5, 8)

@@ -15,6 +15,7 @@ def run(*arguments, folder):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_it_runs_on_a_cpu_and_finds_everything_correct(tmp_path):
     done = run("--device", "cpu", "--quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

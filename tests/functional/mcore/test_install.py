@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout, build_tiny_gpt, random_microbatches, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, random_microbatches, tiny_gpt_config
 
 NUM_LAYERS = 2
 
@@ -14,7 +14,7 @@ def build_with_flag() -> tuple[Any, list[Any], dict[str, Any]]:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import TopKRouter
 
-    layout = ParallelLayout()
+    layout = ParallelSizes()
     if not parallel_state.is_initialized():
         layout.initialize()
     config = tiny_gpt_config(layout, num_layers=NUM_LAYERS, moe_enable_routing_replay=True)
@@ -38,9 +38,10 @@ def install_and_uninstall() -> dict[str, Any]:
     mrr.install()
     try:
         installed = [module.RouterReplay is mrr.RouterReplay for module in places]
+        listed_before = list(mrr.RouterReplay.global_router_replay_instances)  # other tests ran in this process
         _, routers, _ = build_with_flag()
         built = [type(router.router_replay) is mrr.RouterReplay for router in routers]
-        listed = [r.router_replay for r in routers] == mrr.RouterReplay.global_router_replay_instances
+        listed = mrr.RouterReplay.global_router_replay_instances == listed_before + [r.router_replay for r in routers]
     finally:
         mrr.uninstall()
         mrr.uninstall()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import MEGATRON, Case, as_map, build, random_routes, record_and_replay, rows_seen, run
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -15,11 +15,11 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 MTP_RECOMPUTE = (
     {"recompute_granularity": "selective", "recompute_modules": ["moe"]} if MEGATRON[:2] == (0, 18) else FULL
 )
-PP2 = ParallelLayout(pp_size=2)
+PP2 = ParallelSizes(pp_size=2)
 
 CASES = {
-    "dense first": (Case(layout=ParallelLayout(), config={"moe_layer_freq": [0, 1, 1, 1]} | FULL), [[2, 3, 4]]),
-    "every second": (Case(layout=ParallelLayout(), config={"moe_layer_freq": 2}), [[1, 3]]),
+    "dense first": (Case(layout=ParallelSizes(), config={"moe_layer_freq": [0, 1, 1, 1]} | FULL), [[2, 3, 4]]),
+    "every second": (Case(layout=ParallelSizes(), config={"moe_layer_freq": 2}), [[1, 3]]),
     "list over pp2": (Case(layout=PP2, config={"moe_layer_freq": [1, 0, 1, 1]} | FULL), [[1], [3, 4]]),
     "uneven split": (Case(layout=PP2, config={"num_layers_in_first_pipeline_stage": 1}), [[1], [2, 3, 4]]),
     "uneven split, dense first": (
@@ -28,7 +28,7 @@ CASES = {
     ),
     "a stage without MoE layers": (Case(layout=PP2, config={"moe_layer_freq": [0, 0, 1, 1]} | FULL), [[], [3, 4]]),
     "interleaved, a chunk without MoE layers": (
-        Case(layout=ParallelLayout(pp_size=2, vp_size=2), config={"moe_layer_freq": [0, 1, 1, 1]} | FULL),
+        Case(layout=ParallelSizes(pp_size=2, vp_size=2), config={"moe_layer_freq": [0, 1, 1, 1]} | FULL),
         [[3], [2, 4]],
     ),
 }
@@ -51,7 +51,7 @@ def with_mtp(mtp: bool) -> dict[str, Any]:
     from megatron.core.transformer.moe.router import TopKRouter
 
     case = Case(
-        layout=ParallelLayout(), config={"mtp_num_layers": 1, "num_layers": 2} | MTP_RECOMPUTE, num_microbatches=1
+        layout=ParallelSizes(), config={"mtp_num_layers": 1, "num_layers": 2} | MTP_RECOMPUTE, num_microbatches=1
     )
     config, (model,), microbatches = build(case)
     (mtp_router,) = [
@@ -82,7 +82,7 @@ def one_dense_layer_and_one_mtp_router() -> dict[str, Any]:
     from megatron.core.transformer.moe.router import TopKRouter
 
     config = {"mtp_num_layers": 1, "num_layers": 3, "moe_layer_freq": [0, 1, 1]} | MTP_RECOMPUTE
-    case = Case(layout=ParallelLayout(), config=config, num_microbatches=1)
+    case = Case(layout=ParallelSizes(), config=config, num_microbatches=1)
     built, (model,), microbatches = build(case)
     routes = random_routes(case.num_tokens, 2, built.moe_router_topk, built.num_moe_experts)
     trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[2, 3], num_experts=built.num_moe_experts)
@@ -127,7 +127,7 @@ def noisy_mtp_recomputes(kind: str) -> dict[str, Any]:
     from megatron.core.transformer.moe.router import TopKRouter
 
     case = Case(
-        layout=ParallelLayout(), config={"mtp_num_layers": 1, "num_layers": 2} | MTP_RECOMPUTE, num_microbatches=2
+        layout=ParallelSizes(), config={"mtp_num_layers": 1, "num_layers": 2} | MTP_RECOMPUTE, num_microbatches=2
     )
     config, (model,), microbatches = build(case)
     ((_, router),) = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_router_replay.testing import GlooWorkers, ParallelLayout
+from megatron_router_replay.testing import GlooWorkers, ParallelSizes
 from tests.functional.mcore.cases import Case, record_and_replay
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -13,26 +13,24 @@ ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 TOP4, TOP6 = {"moe_router_topk": 4}, {"moe_router_topk": 6}
 
 CASES = {
-    "single": Case(layout=ParallelLayout()),
-    "single-full": Case(layout=ParallelLayout(), config=FULL),
-    "single-moe-allgather": Case(layout=ParallelLayout(), config=MOE | ALLGATHER),
-    "tp2-sp-block": Case(layout=ParallelLayout(tp_size=2), config=BLOCK),
-    "tp2-sp-full-allgather": Case(layout=ParallelLayout(tp_size=2), config=FULL | ALLGATHER),
-    "pp2": Case(layout=ParallelLayout(pp_size=2)),
-    "pp2-full": Case(layout=ParallelLayout(pp_size=2), config=FULL),
-    "pp2-block": Case(layout=ParallelLayout(pp_size=2), config=BLOCK),
-    "pp2-vpp2-moe": Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=MOE),
-    "pp2-vpp2-8-full": Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=FULL, num_microbatches=8),
-    "ep2-moe": Case(layout=ParallelLayout(ep_size=2), config=MOE),
-    "ep2-full-allgather": Case(layout=ParallelLayout(ep_size=2), config=FULL | ALLGATHER),
-    "cp2-full": Case(layout=ParallelLayout(cp_size=2), config=FULL),
-    "tp2-ep2-moe": Case(layout=ParallelLayout(tp_size=2, ep_size=2), config=MOE | TOP4),
-    "pp2-ep2-full": Case(layout=ParallelLayout(pp_size=2, ep_size=2), config=FULL | TOP4),
-    "pp2-cp2-moe": Case(layout=ParallelLayout(pp_size=2, cp_size=2), config=MOE | TOP4),
-    "tp2-pp2-ep2-vpp2": Case(layout=ParallelLayout(tp_size=2, pp_size=2, ep_size=2, vp_size=2), config=TOP6),
-    "tp2-pp2-ep2-vpp2-full": Case(
-        layout=ParallelLayout(tp_size=2, pp_size=2, ep_size=2, vp_size=2), config=FULL | TOP4
-    ),
+    "single": Case(layout=ParallelSizes()),
+    "single-full": Case(layout=ParallelSizes(), config=FULL),
+    "single-moe-allgather": Case(layout=ParallelSizes(), config=MOE | ALLGATHER),
+    "tp2-sp-block": Case(layout=ParallelSizes(tp_size=2), config=BLOCK),
+    "tp2-sp-full-allgather": Case(layout=ParallelSizes(tp_size=2), config=FULL | ALLGATHER),
+    "pp2": Case(layout=ParallelSizes(pp_size=2)),
+    "pp2-full": Case(layout=ParallelSizes(pp_size=2), config=FULL),
+    "pp2-block": Case(layout=ParallelSizes(pp_size=2), config=BLOCK),
+    "pp2-vpp2-moe": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=MOE),
+    "pp2-vpp2-8-full": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=FULL, num_microbatches=8),
+    "ep2-moe": Case(layout=ParallelSizes(ep_size=2), config=MOE),
+    "ep2-full-allgather": Case(layout=ParallelSizes(ep_size=2), config=FULL | ALLGATHER),
+    "cp2-full": Case(layout=ParallelSizes(cp_size=2), config=FULL),
+    "tp2-ep2-moe": Case(layout=ParallelSizes(tp_size=2, ep_size=2), config=MOE | TOP4),
+    "pp2-ep2-full": Case(layout=ParallelSizes(pp_size=2, ep_size=2), config=FULL | TOP4),
+    "pp2-cp2-moe": Case(layout=ParallelSizes(pp_size=2, cp_size=2), config=MOE | TOP4),
+    "tp2-pp2-ep2-vpp2": Case(layout=ParallelSizes(tp_size=2, pp_size=2, ep_size=2, vp_size=2), config=TOP6),
+    "tp2-pp2-ep2-vpp2-full": Case(layout=ParallelSizes(tp_size=2, pp_size=2, ep_size=2, vp_size=2), config=FULL | TOP4),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import Case, build, run, same
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -43,8 +43,8 @@ def compare(case: Case, fault: str, every: bool | int) -> dict[str, Any]:
     }
 
 
-CASE = Case(layout=ParallelLayout(), config=FULL, num_microbatches=4, sequence_length=32)
-PP2 = Case(layout=ParallelLayout(pp_size=2), config=FULL, num_microbatches=4, sequence_length=32)
+CASE = Case(layout=ParallelSizes(), config=FULL, num_microbatches=4, sequence_length=32)
+PP2 = Case(layout=ParallelSizes(pp_size=2), config=FULL, num_microbatches=4, sequence_length=32)
 
 
 def test_the_models_own_routes_agree_everywhere_and_comparing_changes_nothing(workers_1):
@@ -76,7 +76,7 @@ def test_every_nth_micro_batch_is_enough(workers_2):
 def reduced() -> tuple[list[int], int]:
     import torch.distributed as dist
 
-    case = Case(layout=ParallelLayout(tp_size=2), config=FULL, num_microbatches=2)
+    case = Case(layout=ParallelSizes(tp_size=2), config=FULL, num_microbatches=2)
     config, chunks, microbatches = build(case)
     routes = torch.rand(case.num_tokens, 4, 8, generator=torch.Generator().manual_seed(2)).argsort(dim=2)[:, :, :2]
     trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=range(1, 5), num_experts=8)

@@ -9,7 +9,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.layout import collate_packed, split_batch
 from megatron_router_replay.testing import (
     GlooWorkers,
-    ParallelLayout,
+    ParallelSizes,
     build_tiny_gpt,
     gradients,
     merge_by_name,
@@ -45,7 +45,7 @@ def the_trace() -> mrr.RoutingTrace:
     )
 
 
-def train_packed(layout: ParallelLayout, bug: str) -> dict[str, Any]:
+def train_packed(layout: ParallelSizes, bug: str) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -91,11 +91,11 @@ def train_packed(layout: ParallelLayout, bug: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "layout",
-    [ParallelLayout(cp_size=2), ParallelLayout(cp_size=2, tp_size=2), ParallelLayout(tp_size=2, ep_size=2)],
+    [ParallelSizes(cp_size=2), ParallelSizes(cp_size=2, tp_size=2), ParallelSizes(tp_size=2, ep_size=2)],
     ids=["cp2", "cp2-tp2", "tp2-ep2"],
 )
 def test_packed_sequences_train_alike_with_replay_on(layout, workers_1, request):
-    (expected,) = workers_1.run(train_packed, ParallelLayout(), "")
+    (expected,) = workers_1.run(train_packed, ParallelSizes(), "")
     assert expected["wrong"] == 0
     assert expected["counts"] == (27, 3, 10)  # 30 tokens, the last of 3 samples live, padded to 8 + 16 + 16
     workers: GlooWorkers = request.getfixturevalue(f"workers_{layout.world_size}")
@@ -114,4 +114,4 @@ def test_packed_sequences_train_alike_with_replay_on(layout, workers_1, request)
 
 def test_rows_that_were_not_split_like_the_tokens_are_caught_by_the_token_ids(workers_2):
     with pytest.raises(mrr.RouterReplayError, match="tokens and routing_rows were not moved by the same code"):
-        workers_2.run(train_packed, ParallelLayout(cp_size=2), "rows not split like the tokens")
+        workers_2.run(train_packed, ParallelSizes(cp_size=2), "rows not split like the tokens")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import Case, as_map, build, moe_routers, random_routes, rows_seen, run, same, watched
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -20,7 +20,7 @@ def trace_of(case: Case, config: Any) -> mrr.RoutingTrace:
 
 
 def dummies_in_the_global_list() -> bool:
-    case = Case(layout=ParallelLayout(), config=FULL)
+    case = Case(layout=ParallelSizes(), config=FULL)
     config, chunks, microbatches = build(case)
     results = []
     for dummies in (0, 80):
@@ -38,7 +38,7 @@ def test_orphans_of_rebuilt_models_in_the_global_list_change_nothing(workers_1):
 
 def frames_of_ours_with_replay_off() -> list[str]:
     """Names of our functions that run in a step after a session has ended."""
-    case = Case(layout=ParallelLayout(), config=FULL, num_microbatches=1)
+    case = Case(layout=ParallelSizes(), config=FULL, num_microbatches=1)
     config, chunks, microbatches = build(case)
     with mrr.replay(chunks, trace_of(case, config)) as session:
         run(chunks, case, microbatches, session)
@@ -63,7 +63,7 @@ def test_with_replay_off_none_of_our_code_runs(workers_1):
 
 def expert_load(recompute: dict[str, Any]) -> dict[str, list[float]]:
     config = recompute | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    case = Case(layout=ParallelLayout(), config=config)
+    case = Case(layout=ParallelSizes(), config=config)
     built, chunks, microbatches = build(case)
     trace = trace_of(case, built)
     with mrr.replay(chunks, trace) as session:
@@ -84,7 +84,7 @@ def test_expert_load_is_counted_once_and_from_the_replayed_routes(recompute, wor
 
 def recorded_micro_batches() -> dict[str, Any]:
     """All micro-batches are recorded, each once, the recompute not again; the routes are copies."""
-    case = Case(layout=ParallelLayout(pp_size=2), config=FULL, num_microbatches=6)
+    case = Case(layout=ParallelSizes(pp_size=2), config=FULL, num_microbatches=6)
     config, chunks, microbatches = build(case)
     with watched(chunks) as seen, mrr.record(chunks) as recording:
         run(chunks, case, microbatches, recording)
@@ -105,7 +105,7 @@ def test_a_recording_has_every_micro_batch_not_only_the_last(workers_2):
 
 
 def rows_recorded_twice() -> list[str]:
-    case = Case(layout=ParallelLayout(), num_microbatches=2)
+    case = Case(layout=ParallelSizes(), num_microbatches=2)
     _, (model,), microbatches = build(case)
     messages = []
     for same_tokens in (True, False):
@@ -132,7 +132,7 @@ def wrapped_models() -> list[Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
-    case = Case(layout=ParallelLayout(), config=FULL | {"bf16": True, "params_dtype": torch.bfloat16})
+    case = Case(layout=ParallelSizes(), config=FULL | {"bf16": True, "params_dtype": torch.bfloat16})
     config, (model,), microbatches = build(case)
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
     wrapped = DistributedDataParallel(config, ddp_config, Float16Module(config, model.bfloat16()))
@@ -160,7 +160,7 @@ def test_models_wrapped_by_megatron_are_replayed_in_bf16(workers_1):
 
 def old_policy_routes() -> dict[str, Any]:
     """R2: routes of the old policy's forward-only pass, replayed in the training step behind a weight update."""
-    case = Case(layout=ParallelLayout(pp_size=2), config=FULL)
+    case = Case(layout=ParallelSizes(pp_size=2), config=FULL)
     _, chunks, microbatches = build(case)
     with mrr.record(chunks) as recording:
         run(chunks, case, microbatches, recording, forward_only=True)
@@ -191,7 +191,7 @@ def test_routes_of_a_forward_only_pass_are_replayed_behind_a_weight_update(worke
 
 def nested_in_a_freeze() -> dict[str, Any]:
     """A replayed step in the middle of a run under freeze_recompute."""
-    case = Case(layout=ParallelLayout(), config=FULL)
+    case = Case(layout=ParallelSizes(), config=FULL)
     config, chunks, microbatches = build(case)
     live = run(chunks, case, microbatches)
     freeze = mrr.freeze_recompute(chunks)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout, random_microbatches
+from megatron_router_replay.testing import ParallelSizes, random_microbatches
 from tests.functional.mcore.cases import Case, as_map, build, moe_routers, random_routes, rows_seen, run, same, watched
 
-TP2 = Case(layout=ParallelLayout(tp_size=2))
-DP2 = Case(layout=ParallelLayout(), num_microbatches=4)  # two processes, tensor- and pipeline-parallel size 1
-CP2 = Case(layout=ParallelLayout(cp_size=2))
-PP2 = Case(layout=ParallelLayout(pp_size=2))
+TP2 = Case(layout=ParallelSizes(tp_size=2))
+DP2 = Case(layout=ParallelSizes(), num_microbatches=4)  # two processes, tensor- and pipeline-parallel size 1
+CP2 = Case(layout=ParallelSizes(cp_size=2))
+PP2 = Case(layout=ParallelSizes(pp_size=2))
 
 
 def message_of(action: Any) -> str:
@@ -230,7 +230,7 @@ def attached_schedule(case: Case) -> bool:
 
 @pytest.mark.parametrize(
     "layout",
-    [ParallelLayout(), ParallelLayout(pp_size=2, vp_size=2), ParallelLayout(tp_size=2), ParallelLayout(cp_size=2)],
+    [ParallelSizes(), ParallelSizes(pp_size=2, vp_size=2), ParallelSizes(tp_size=2), ParallelSizes(cp_size=2)],
     ids=["single", "pp2-vpp2", "tp2-sp", "cp2"],
 )
 def test_an_attached_model_in_a_schedule_is_exact(layout, request):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import Case, build, left_over, moe_routers, random_routes, run, watched
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -70,13 +70,13 @@ def flips_under_noise(case: Case, kind: str) -> dict[str, Any]:
 
 
 CASES = {
-    "single-full": Case(layout=ParallelLayout(), config=FULL),
-    "single-two-layers-a-checkpoint": Case(layout=ParallelLayout(), config=FULL_2),
-    "pp2-full": Case(layout=ParallelLayout(pp_size=2), config=FULL),
-    "pp2-vpp2-moe": Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=MOE),
-    "tp2-full": Case(layout=ParallelLayout(tp_size=2), config=FULL),
-    "single-full-fused": Case(layout=ParallelLayout(), config=FULL, fused=True),
-    "pp2-vpp2-moe-fused": Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=MOE, fused=True),
+    "single-full": Case(layout=ParallelSizes(), config=FULL),
+    "single-two-layers-a-checkpoint": Case(layout=ParallelSizes(), config=FULL_2),
+    "pp2-full": Case(layout=ParallelSizes(pp_size=2), config=FULL),
+    "pp2-vpp2-moe": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=MOE),
+    "tp2-full": Case(layout=ParallelSizes(tp_size=2), config=FULL),
+    "single-full-fused": Case(layout=ParallelSizes(), config=FULL, fused=True),
+    "pp2-vpp2-moe-fused": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=MOE, fused=True),
 }
 
 
@@ -102,7 +102,7 @@ def test_without_a_session_the_same_noise_flips_routes(name, request):
 
 def backward_orders(order: str) -> dict[str, int]:
     """Two or three forwards of a checkpointed model, then their backwards in an order no schedule has."""
-    case = Case(layout=ParallelLayout(), config=FULL, num_microbatches=3)
+    case = Case(layout=ParallelSizes(), config=FULL, num_microbatches=3)
     config, (model,), microbatches = build(case)
     add_noise_in_recompute([model], scale=2.0)
     routes = random_routes(case.num_tokens, config.num_layers, config.moe_router_topk, config.num_moe_experts)
@@ -141,7 +141,7 @@ def test_any_order_of_backwards_finds_its_own_micro_batch(order, workers_1):
 
 def whole_run_under_freeze() -> dict[str, Any]:
     """Training steps, evaluations, a dropped graph and a failed forward, under one freeze_recompute."""
-    case = Case(layout=ParallelLayout(), config=FULL)
+    case = Case(layout=ParallelSizes(), config=FULL)
     config, (model,), microbatches = build(case)
     add_noise_in_recompute([model], scale=2.0)
     freeze = mrr.freeze_recompute(model, count_flips=True)
@@ -204,7 +204,7 @@ def test_one_freeze_serves_a_whole_run_and_keeps_nothing(workers_1):
 
 def backward_after_leaving(kind: str) -> dict[str, Any]:
     """The session is left before its backward, and every recompute would route otherwise live."""
-    case = Case(layout=ParallelLayout(), config=FULL, num_microbatches=1)
+    case = Case(layout=ParallelSizes(), config=FULL, num_microbatches=1)
     config, (model,), (microbatch,) = build(case)
     add_noise_in_recompute([model], scale=2.0)
     session = mrr.record(model) if kind == "record" else mrr.freeze_recompute(model)
@@ -235,7 +235,7 @@ def checkpoint_around_the_model() -> dict[str, int]:
     """Megatron's checkpoint around model and loss, with full recompute inside it."""
     from megatron.core.tensor_parallel import checkpoint
 
-    case = Case(layout=ParallelLayout(), config=FULL, num_microbatches=2)
+    case = Case(layout=ParallelSizes(), config=FULL, num_microbatches=2)
     _, (model,), microbatches = build(case)
     add_noise_in_recompute([model], scale=2.0)
     scale = torch.ones(1, requires_grad=True)
@@ -263,7 +263,7 @@ def test_a_checkpoint_around_model_and_loss_is_exact(workers_1):
 
 def in_place_on_packed_outputs(recompute: dict[str, Any]) -> dict[str, int]:
     """verl's way: packed rows, `logits.div_(temperature)` in place, one backward over three micro-batches."""
-    case = Case(layout=ParallelLayout(), config=recompute, num_microbatches=3, batch_size=1)
+    case = Case(layout=ParallelSizes(), config=recompute, num_microbatches=3, batch_size=1)
     config, (model,), microbatches = build(case)
     add_noise_in_recompute([model], scale=2.0)
     routes = random_routes(case.num_tokens, config.num_layers, config.moe_router_topk, config.num_moe_experts)
@@ -290,7 +290,7 @@ def test_outputs_changed_in_place_do_not_hide_whose_recompute_it_is(recompute, w
 
 
 def sessions_closed_in_the_wrong_order() -> list[Any]:
-    case = Case(layout=ParallelLayout())
+    case = Case(layout=ParallelSizes())
     _, (model,), _ = build(case)
     freeze = mrr.freeze_recompute(model)
     recording = mrr.record(model)
@@ -316,7 +316,7 @@ def checkpoint_layers(model: Any) -> None:
 
 def near_ties(frozen: bool) -> str:
     """Flips in a non-reentrant recompute: other numbers of tokens an expert, other shapes, a dead run."""
-    case = Case(layout=ParallelLayout(), num_microbatches=1)
+    case = Case(layout=ParallelSizes(), num_microbatches=1)
     _, chunks, microbatches = build(case)
     checkpoint_layers(chunks[0])
     add_noise_in_recompute(chunks, scale=2.0)
@@ -337,7 +337,7 @@ def test_near_ties_kill_a_checkpointed_run_unless_its_recompute_is_frozen(worker
 
 def non_reentrant(microbatches_in_flight: int) -> dict[str, int]:
     """Several micro-batches under a non-reentrant checkpoint around each layer."""
-    case = Case(layout=ParallelLayout(), num_microbatches=microbatches_in_flight)
+    case = Case(layout=ParallelSizes(), num_microbatches=microbatches_in_flight)
     _, (model,), microbatches = build(case)
     checkpoint_layers(model)
     with watched([model]) as seen, mrr.record(model) as recording:

@@ -68,9 +68,9 @@ def compare_with_reference(mode: dict, dtype: torch.dtype) -> dict[str, float]:
     """Route through a real TopKRouter inside a replay session; return largest errors of probs and gradients."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_router_replay.testing import ParallelLayout, build_tiny_gpt, tiny_gpt_config
+    from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
 
-    layout = ParallelLayout()
+    layout = ParallelSizes()
     layout.initialize()
     config = tiny_gpt_config(layout, num_layers=1, moe_router_topk=TOPK, moe_router_dtype=None, **mode)
     (model,) = build_tiny_gpt(config, layout)

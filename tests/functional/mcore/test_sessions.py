@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout, build_tiny_gpt, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import (
     Case,
     as_map,
@@ -23,7 +23,7 @@ from tests.functional.mcore.cases import (
 )
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SINGLE = Case(layout=ParallelLayout(), config=FULL)
+SINGLE = Case(layout=ParallelSizes(), config=FULL)
 
 
 def random_trace(case: Case, config: Any, **options: Any) -> mrr.RoutingTrace:
@@ -124,7 +124,7 @@ def test_a_forward_only_pass_leaves_nothing_for_the_next_recompute(workers_1):
 
 def bytes_held(num_experts: int) -> dict[str, float]:
     """Bytes of routes a session holds per token and layer, queued and between forward and backward."""
-    case = Case(layout=ParallelLayout(), config=FULL | {"num_moe_experts": num_experts}, num_microbatches=3)
+    case = Case(layout=ParallelSizes(), config=FULL | {"num_moe_experts": num_experts}, num_microbatches=3)
     config, (model,), microbatches = build(case)
     live_last = torch.arange(case.num_tokens) % case.sequence_length != case.sequence_length - 1
     trace = random_trace(case, config, replay_mask=live_last)
@@ -271,7 +271,7 @@ def test_whatever_goes_out_of_step_raises_and_says_where(workers_1):
 
 def padding_and_live() -> dict[str, Any]:
     """Half of each micro-batch is padding, every third row is live."""
-    case = Case(layout=ParallelLayout(tp_size=2), config=FULL)
+    case = Case(layout=ParallelSizes(tp_size=2), config=FULL)
     config, chunks, microbatches = build(case)
     mask = torch.arange(case.num_tokens) % 3 != 0
     trace = random_trace(case, config, replay_mask=mask)
@@ -322,7 +322,7 @@ def test_padding_spreads_over_all_experts_and_live_rows_route_live(workers_2):
 
 
 def refused(config: dict[str, Any]) -> str:
-    layout = ParallelLayout()
+    layout = ParallelSizes()
     layout.initialize()
     fields = {name: value for name, value in config.items() if name != "set_after_building"}
     (model,) = build_tiny_gpt(tiny_gpt_config(layout, **fields), layout)
@@ -409,7 +409,7 @@ def test_a_router_class_that_is_not_known_is_refused(workers_1):
 
 
 def traces_of_another_model() -> dict[str, str]:
-    config, (model,), _ = build(Case(layout=ParallelLayout(), config={"moe_layer_freq": [0, 1, 1, 1]}))
+    config, (model,), _ = build(Case(layout=ParallelSizes(), config={"moe_layer_freq": [0, 1, 1, 1]}))
     routes = random_routes(4, 4, 2, 8)
 
     def replay(indices: torch.Tensor, layers: list[int], num_experts: int) -> str:

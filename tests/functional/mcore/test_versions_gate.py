@@ -9,13 +9,13 @@ import megatron_router_replay as mrr
 from megatron_router_replay.mcore.compat import is_newer_than_tested, megatron_version
 from megatron_router_replay.mcore.find import find_routers
 from megatron_router_replay.mcore.support import check_supported
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import Case, build
 
 
 def gate(version: str | None, **unknown: Any) -> str:
     """What a model whose config has further `moe_*` fields is told when megatron.core says that it is of this version."""
-    _, (model,), _ = build(Case(layout=ParallelLayout()))
+    _, (model,), _ = build(Case(layout=ParallelSizes()))
     config = model.decoder.layers[0].mlp.router.config
     fields = [(name, type(value), dataclasses.field(default=None)) for name, value in unknown.items()]
     config.__class__ = dataclasses.make_dataclass("OfTomorrow", fields, bases=(type(config),))

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import MEGATRON, Case, build, moe_routers, random_routes, run, same, watched
 
 pytestmark = pytest.mark.skipif(
     MEGATRON < (0, 17), reason="Megatron-Core records routes in inference, with routers of its own, since 0.17"
 )
 
-SINGLE = ParallelLayout()
+SINGLE = ParallelSizes()
 ROUTER_REPLAY = "megatron.core.transformer.moe.router_replay"
 HOLDERS = [
     "megatron.core.inference.contexts.routing_metadata",

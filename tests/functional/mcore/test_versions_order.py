@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import Case, build, run, same
 from tests.functional.mcore.test_layers import FULL
 
@@ -18,7 +18,7 @@ TOPK = 4
 
 
 def sessions_beside_a_plain_run(recompute: dict[str, Any], kind: str) -> bool:
-    case = Case(layout=ParallelLayout(), config=recompute | {"moe_router_topk": TOPK})
+    case = Case(layout=ParallelSizes(), config=recompute | {"moe_router_topk": TOPK})
     config, chunks, microbatches = build(case)
     plain = run(chunks, case, microbatches)
     if kind == "freeze":

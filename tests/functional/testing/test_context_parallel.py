@@ -2,14 +2,14 @@ import pytest
 import torch
 
 from megatron_router_replay.testing import (
-    ParallelLayout,
+    ParallelSizes,
     build_tiny_gpt,
     gradients,
     merge_by_name,
     pack_microbatch,
     random_microbatches,
     run_schedule,
-    split_context_parallel,
+    split_microbatch,
     tiny_gpt_config,
 )
 
@@ -46,8 +46,7 @@ def train(layout, kind, core_attention, fields):
     chunks = build_tiny_gpt(tiny_gpt_config(layout, **fields), layout, core_attention=core_attention)
     cp_rank = parallel_state.get_context_parallel_rank()
     microbatches = [
-        split_context_parallel(microbatch, cp_rank=cp_rank, cp_size=layout.cp_size)
-        for microbatch in batches(kind, layout)
+        split_microbatch(microbatch, cp_rank=cp_rank, cp_size=layout.cp_size) for microbatch in batches(kind, layout)
     ]
     losses = run_schedule(chunks, layout, microbatches)
     return losses, gradients(chunks)
@@ -57,10 +56,10 @@ def as_megatron_splits(kind):
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    layout = ParallelLayout(cp_size=2)
+    layout = ParallelSizes(cp_size=2)
     layout.initialize()
     (microbatch, _) = random_microbatches(2, batch_size=2)
-    ours = split_context_parallel(microbatch, cp_rank=parallel_state.get_context_parallel_rank(), cp_size=2)
+    ours = split_microbatch(microbatch, cp_rank=parallel_state.get_context_parallel_rank(), cp_size=2)
     return ours, get_batch_on_this_cp_rank(dict(microbatch))
 
 
@@ -83,46 +82,46 @@ def test_the_split_is_megatrons_own(workers_2):
 
 
 def test_the_small_attention_trains_as_megatrons_own_does(workers_1):
-    expected = losses_and_gradients(workers_1, ParallelLayout(), core_attention="local")
-    assert_same_training(losses_and_gradients(workers_1, ParallelLayout(), core_attention="small"), expected)
+    expected = losses_and_gradients(workers_1, ParallelSizes(), core_attention="local")
+    assert_same_training(losses_and_gradients(workers_1, ParallelSizes(), core_attention="small"), expected)
 
 
 @pytest.mark.parametrize(
     ("layout", "fields"),
     [
-        (ParallelLayout(cp_size=2), {}),
-        (ParallelLayout(cp_size=2, ep_size=2), {}),
-        (ParallelLayout(cp_size=2), {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}),
-        (ParallelLayout(tp_size=2, cp_size=2, ep_size=4), {}),
-        (ParallelLayout(pp_size=2, cp_size=2), {}),
+        (ParallelSizes(cp_size=2), {}),
+        (ParallelSizes(cp_size=2, ep_size=2), {}),
+        (ParallelSizes(cp_size=2), {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}),
+        (ParallelSizes(tp_size=2, cp_size=2, ep_size=4), {}),
+        (ParallelSizes(pp_size=2, cp_size=2), {}),
     ],
     ids=str,
 )
 def test_context_parallel_ranks_train_as_one_process_does(request, workers_1, layout, fields):
     workers = request.getfixturevalue(f"workers_{layout.world_size}")
-    expected = losses_and_gradients(workers_1, ParallelLayout(), core_attention="local", **fields)
+    expected = losses_and_gradients(workers_1, ParallelSizes(), core_attention="local", **fields)
     assert_same_training(losses_and_gradients(workers, layout, **fields), expected)
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        ParallelLayout(),
-        ParallelLayout(tp_size=2),
-        ParallelLayout(cp_size=2),
-        ParallelLayout(pp_size=2),
-        ParallelLayout(tp_size=2, cp_size=2),
+        ParallelSizes(),
+        ParallelSizes(tp_size=2),
+        ParallelSizes(cp_size=2),
+        ParallelSizes(pp_size=2),
+        ParallelSizes(tp_size=2, cp_size=2),
     ],
     ids=str,
 )
 def test_packed_sequences_train_as_padded_ones_do(request, workers_1, layout):
-    expected = losses_and_gradients(workers_1, ParallelLayout(), "padded")
+    expected = losses_and_gradients(workers_1, ParallelSizes(), "padded")
     workers = request.getfixturevalue(f"workers_{layout.world_size}")
     got = losses_and_gradients(workers, layout, "packed", core_attention="small")
     assert_same_training(got, expected)
 
 
 def test_packed_sequences_train_with_an_mtp_layer(workers_1, workers_2):
-    expected = losses_and_gradients(workers_1, ParallelLayout(), "packed", core_attention="small", mtp_num_layers=1)
-    got = losses_and_gradients(workers_2, ParallelLayout(cp_size=2), "packed", mtp_num_layers=1)
+    expected = losses_and_gradients(workers_1, ParallelSizes(), "packed", core_attention="small", mtp_num_layers=1)
+    got = losses_and_gradients(workers_2, ParallelSizes(cp_size=2), "packed", mtp_num_layers=1)
     torch.testing.assert_close(got[0], expected[0], rtol=0, atol=1e-5)

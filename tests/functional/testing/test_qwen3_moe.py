@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_router_replay.errors import RouterReplayError
-from megatron_router_replay.testing import ParallelLayout, load_qwen3_moe, qwen3_moe_config, run_schedule
+from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe, qwen3_moe_config, run_schedule
 
 
 def tokens():
@@ -41,14 +41,19 @@ def checkpoint_and_logits(request, checkpoints_dir):
 @pytest.mark.parametrize(
     ("layout", "core_attention"),
     [
-        (ParallelLayout(), "local"),
-        (ParallelLayout(), "small"),
-        (ParallelLayout(tp_size=2), None),
-        (ParallelLayout(pp_size=2), None),
-        (ParallelLayout(ep_size=2), None),
-        (ParallelLayout(pp_size=2, vp_size=2), None),
-        (ParallelLayout(tp_size=2, ep_size=2), None),
-        (ParallelLayout(tp_size=2, pp_size=2, ep_size=2, vp_size=2), None),
+        (ParallelSizes(), "local"),
+        (ParallelSizes(), "small"),
+        *(
+            pytest.param(layout, None, marks=pytest.mark.slow)  # the last one has all of these at once
+            for layout in (
+                ParallelSizes(tp_size=2),
+                ParallelSizes(pp_size=2),
+                ParallelSizes(ep_size=2),
+                ParallelSizes(pp_size=2, vp_size=2),
+            )
+        ),
+        (ParallelSizes(tp_size=2, ep_size=2), None),
+        (ParallelSizes(tp_size=2, pp_size=2, ep_size=2, vp_size=2), None),
     ],
     ids=str,
 )
@@ -65,16 +70,16 @@ def test_logits_equal_those_of_transformers(request, checkpoint_and_logits, layo
 
 
 def test_the_dense_layer_of_the_checkpoint_is_dense(checkpoints_dir):
-    config = qwen3_moe_config(checkpoints_dir / "qwen3moe", ParallelLayout())
+    config = qwen3_moe_config(checkpoints_dir / "qwen3moe", ParallelSizes())
     assert config.moe_layer_freq == [1, 0, 1, 1]
 
 
 def test_any_field_can_be_overridden(checkpoints_dir):
-    config = qwen3_moe_config(checkpoints_dir / "qwen3moe", ParallelLayout(), recompute_granularity="selective")
+    config = qwen3_moe_config(checkpoints_dir / "qwen3moe", ParallelSizes(), recompute_granularity="selective")
     assert config.recompute_granularity == "selective"
 
 
 def test_another_model_raises(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mixtral", "tie_word_embeddings": true}')
     with pytest.raises(RouterReplayError, match=r"model_type='mixtral', tie_word_embeddings=True"):
-        qwen3_moe_config(tmp_path, ParallelLayout())
+        qwen3_moe_config(tmp_path, ParallelSizes())

@@ -3,7 +3,7 @@ import torch
 
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.testing import (
-    ParallelLayout,
+    ParallelSizes,
     build_tiny_gpt,
     gradients,
     merge_by_name,
@@ -12,8 +12,13 @@ from megatron_router_replay.testing import (
     tiny_gpt_config,
 )
 
-_PP4_VPP2 = ParallelLayout(pp_size=4, vp_size=2)
-_ALL_FOUR = ParallelLayout(tp_size=2, pp_size=2, ep_size=2, vp_size=2)
+_PP4_VPP2 = ParallelSizes(pp_size=4, vp_size=2)
+_ALL_FOUR = ParallelSizes(tp_size=2, pp_size=2, ep_size=2, vp_size=2)
+
+
+def slow(*values):
+    """Many tests of sessions train such a model as well and would fail with it, so it runs with the slow ones."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def train(layout, fields, forward_only=False):
@@ -47,7 +52,7 @@ def assert_same_training(got, expected):
 
 @pytest.fixture(scope="module")
 def one_process(workers_1):
-    return losses_and_gradients(workers_1, ParallelLayout())
+    return losses_and_gradients(workers_1, ParallelSizes())
 
 
 def test_one_process_trains(one_process):
@@ -60,13 +65,13 @@ def test_one_process_trains(one_process):
 @pytest.mark.parametrize(
     "layout",
     [
-        ParallelLayout(tp_size=2),
-        ParallelLayout(tp_size=2, expert_tp_size=2),
-        ParallelLayout(tp_size=2, ep_size=2),
-        ParallelLayout(pp_size=2),
-        ParallelLayout(pp_size=2, vp_size=2),
-        ParallelLayout(ep_size=2),
-        ParallelLayout(),  # data parallel 2
+        slow(ParallelSizes(tp_size=2)),
+        ParallelSizes(tp_size=2, expert_tp_size=2),
+        slow(ParallelSizes(tp_size=2, ep_size=2)),
+        slow(ParallelSizes(pp_size=2)),
+        ParallelSizes(pp_size=2, vp_size=2),
+        slow(ParallelSizes(ep_size=2)),
+        ParallelSizes(),  # data parallel 2
     ],
     ids=str,
 )
@@ -75,7 +80,7 @@ def test_two_processes_train_as_one_does(workers_2, one_process, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [_ALL_FOUR, ParallelLayout(pp_size=4), ParallelLayout(tp_size=2, ep_size=4)], ids=str
+    "layout", [_ALL_FOUR, slow(ParallelSizes(pp_size=4)), slow(ParallelSizes(tp_size=2, ep_size=4))], ids=str
 )
 def test_four_processes_train_as_one_does(workers_4, one_process, layout):
     assert_same_training(losses_and_gradients(workers_4, layout), one_process)
@@ -84,10 +89,10 @@ def test_four_processes_train_as_one_does(workers_4, one_process, layout):
 @pytest.mark.parametrize(
     ("layout", "fields"),
     [
-        (_PP4_VPP2, {"num_layers": 8}),
-        (_ALL_FOUR, {}),
+        slow(_PP4_VPP2, {"num_layers": 8}),
+        slow(_ALL_FOUR, {}),
         (_ALL_FOUR, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
-        (_ALL_FOUR, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+        slow(_ALL_FOUR, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
     ],
     ids=str,
 )
@@ -97,60 +102,61 @@ def test_a_layout_gives_the_same_bits_twice(workers_4, layout, fields):
     assert all(torch.equal(first[1][name], gradient) for name, gradient in second[1].items())
 
 
+@pytest.mark.slow
 def test_eight_chunks_train_as_one_does(workers_1, workers_4):
-    expected = losses_and_gradients(workers_1, ParallelLayout(), num_layers=8)
+    expected = losses_and_gradients(workers_1, ParallelSizes(), num_layers=8)
     assert_same_training(losses_and_gradients(workers_4, _PP4_VPP2, num_layers=8), expected)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"moe_layer_freq": [0, 1, 0, 1]},
+        slow({"moe_layer_freq": [0, 1, 0, 1]}),
         {"moe_layer_freq": [0, 0, 1, 1]},  # the first stage has no MoE layer
-        {"num_layers": 5, "num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 3},
+        slow({"num_layers": 5, "num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 3}),
         {"pipeline_model_parallel_layout": "Et|tttL"},
-        {"mtp_num_layers": 1},
+        slow({"mtp_num_layers": 1}),
         {"moe_layer_freq": [0, 1, 1, 1], "mtp_num_layers": 1},
-        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-        {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
-        {"moe_token_dispatcher_type": "allgather"},
-        {"moe_expert_capacity_factor": 1.0},
-        {"moe_shared_expert_intermediate_size": 32},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
+        slow({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+        slow({"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
+        slow({"moe_token_dispatcher_type": "allgather"}),
+        slow({"moe_expert_capacity_factor": 1.0}),
+        slow({"moe_shared_expert_intermediate_size": 32}),
+        slow({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        slow({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}),
+        slow({"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}),
         {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
     ],
     ids=str,
 )
 def test_every_kind_of_model_trains_on_two_stages_as_on_one(workers_1, workers_2, fields):
     single = {k: v for k, v in fields.items() if "pipeline" not in k}
-    expected = losses_and_gradients(workers_1, ParallelLayout(), **single)
-    assert_same_training(losses_and_gradients(workers_2, ParallelLayout(pp_size=2), **fields), expected)
+    expected = losses_and_gradients(workers_1, ParallelSizes(), **single)
+    assert_same_training(losses_and_gradients(workers_2, ParallelSizes(pp_size=2), **fields), expected)
 
 
 def test_the_hook_sees_every_microbatch_of_every_chunk_on_every_stage(workers_2):
     first_tokens = [int(m["tokens"][0, 0]) for m in random_microbatches(4, batch_size=2)]
-    for _, _, calls in workers_2.run(train, ParallelLayout(pp_size=2, vp_size=2), {}, True):
+    for _, _, calls in workers_2.run(train, ParallelSizes(pp_size=2, vp_size=2), {}, True):
         assert [token for chunk, token in calls if chunk == 0] == first_tokens
         assert [token for chunk, token in calls if chunk == 1] == first_tokens
         assert len(calls) == 8
 
 
 def test_losses_come_from_the_last_stage_only(workers_2):
-    first, last = workers_2.run(train, ParallelLayout(pp_size=2), {}, True)
+    first, last = workers_2.run(train, ParallelSizes(pp_size=2), {}, True)
     assert (len(first[0]), len(last[0])) == (0, 4)
 
 
 def test_world_size_is_the_smallest_number_of_processes():
     assert _ALL_FOUR.world_size == 4
-    assert ParallelLayout(ep_size=2).world_size == 2
-    assert ParallelLayout(tp_size=2, cp_size=2, ep_size=4, pp_size=2).world_size == 8
-    assert not ParallelLayout(ep_size=2).sequence_parallel
+    assert ParallelSizes(ep_size=2).world_size == 2
+    assert ParallelSizes(tp_size=2, cp_size=2, ep_size=4, pp_size=2).world_size == 8
+    assert not ParallelSizes(ep_size=2).sequence_parallel
 
 
 def test_impossible_sizes_raise():
     with pytest.raises(RouterReplayError, match="vp_size needs"):
-        ParallelLayout(vp_size=2)
+        ParallelSizes(vp_size=2)
     with pytest.raises(RouterReplayError, match="start at 1"):
-        ParallelLayout(tp_size=0)
+        ParallelSizes(tp_size=0)

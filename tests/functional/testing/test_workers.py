@@ -51,7 +51,7 @@ def leave_state_behind():
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    from megatron_router_replay.testing import ParallelLayout
+    from megatron_router_replay.testing import ParallelSizes
 
     found = (
         parallel_state.model_parallel_is_initialized(),
@@ -61,7 +61,7 @@ def leave_state_behind():
         torch.initial_seed(),
         torch.rand(1).item(),
     )
-    ParallelLayout(tp_size=2).initialize()
+    ParallelSizes(tp_size=2).initialize()
     get_moe_layer_wise_logging_tracker()["load_balancing_loss"] = {}
     RouterReplay.global_router_replay_instances.append(None)
     return found

@@ -2,14 +2,14 @@
 
 import pytest
 
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.trainers.cases import LENGTHS, MOE, recorded_and_replayed, replayed
 
 LAYOUTS = {
-    "tp2-sp": ParallelLayout(tp_size=2),
-    "pp2": ParallelLayout(pp_size=2),
-    "cp2": ParallelLayout(cp_size=2),
-    "ep2": ParallelLayout(ep_size=2),
+    "tp2-sp": ParallelSizes(tp_size=2),
+    "pp2": ParallelSizes(pp_size=2),
+    "cp2": ParallelSizes(cp_size=2),
+    "ep2": ParallelSizes(ep_size=2),
 }
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

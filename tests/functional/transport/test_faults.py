@@ -338,18 +338,26 @@ sender.send(make_trace(400))
 """
 
 
-def _run_alone(code: str) -> subprocess.CompletedProcess[str]:
+_PROGRAMS = {"not closed": _FORGETFUL, "closed": _FORGETFUL + "sender.close(); receiver.close()", "alone": _ALONE}
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Interpreters that run one program each, at the same time: they wait more than they work."""
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120, check=False)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = {
+        name: subprocess.Popen([sys.executable, "-c", code], cwd=root, **pipes) for name, code in _PROGRAMS.items()
+    }
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.wait()
 
 
-def test_a_process_ends_in_peace_while_a_send_waits_for_a_receiver() -> None:
-    done = _run_alone(_ALONE)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("last", ["", "sender.close(); receiver.close()"])
-def test_a_process_ends_in_peace_whether_it_closes_or_not(last: str) -> None:
-    done = _run_alone(_FORGETFUL + last)
-    assert (done.returncode, done.stdout) == (0, "400\n"), done.stderr
+@pytest.mark.parametrize(("name", "printed"), [("not closed", "400\n"), ("closed", "400\n"), ("alone", "")])
+def test_a_process_ends_in_peace_closed_or_not_and_while_a_send_waits(
+    programs: dict[str, subprocess.Popen[str]], name: str, printed: str
+) -> None:
+    output, errors = programs[name].communicate(timeout=120)
+    assert (programs[name].returncode, output) == (0, printed), errors

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +20,8 @@ from megatron_router_replay.transport import (
     TransportError,
     open_store,
 )
+from megatron_router_replay.transport.threads import run_in_thread
+from tests.functional.transport.leaving import leave, raises_promptly
 from tests.functional.transport.processes import LAYERS, LIMITS, ONE, check_sum, make_trace
 
 PROMPTLY_S = 15.0
@@ -36,37 +38,14 @@ def store() -> Any:
     return open_store("127.0.0.1", is_server=True)
 
 
-def _in_thread(function: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+_in_thread = partial(run_in_thread, name="test")
 
 
 def _receiver(store: Any, layout: ParallelLayout = ONE, rank: int = 0) -> DistributedReceiver:
     return DistributedReceiver(store, layout, layout.place_of(rank), **LIMITS)
 
 
-def _leave(receiver: DistributedReceiver, how: str) -> None:
-    if how == "by exception":
-        with pytest.raises(KeyError), receiver:
-            raise KeyError("the optimizer is gone")
-    else:
-        with receiver:
-            pass
-
-
-def _raises_promptly(function: Callable[[], Any], match: str) -> None:
-    began = time.monotonic()
-    with pytest.raises(TransportError, match=match):
-        function()
-    assert time.monotonic() - began < PROMPTLY_S
+_raises_promptly = partial(raises_promptly, within=PROMPTLY_S)
 
 
 @pytest.mark.parametrize("how", ["cleanly", "by exception"])
@@ -75,7 +54,7 @@ def test_a_receiver_that_leaves_before_its_first_batch_frees_a_sender_that_waits
     sender = DistributedSender(store, ONE, **LIMITS)
     sender.send(make_trace(400))
     time.sleep(0.5)
-    _leave(receiver, how)
+    leave(receiver, how)
     why = "KeyError: 'the optimizer is gone'" if how == "by exception" else "it was closed"
     _raises_promptly(sender.join, rf"the other side left before it was met: training side, dp0/pp0/cp0/tp0.*{why}")
     sender.close()
@@ -83,7 +62,7 @@ def test_a_receiver_that_leaves_before_its_first_batch_frees_a_sender_that_waits
 
 @pytest.mark.parametrize("how", ["cleanly", "by exception"])
 def test_a_receiver_that_left_before_the_sender_began_frees_it_too(store: Any, how: str) -> None:
-    _leave(_receiver(store), how)
+    leave(_receiver(store), how)
     sender = DistributedSender(store, ONE, **LIMITS)
     sender.send(make_trace(400))
     _raises_promptly(sender.join, "the other side left before it was met: training side, dp0/pp0/cp0/tp0")
@@ -99,7 +78,7 @@ def test_a_receiver_that_leaves_after_its_first_batch_frees_its_sender(store: An
     assert check_sum(receiver.receive().topk_indices) == check_sum(trace.topk_indices)
     sender.send(trace)
     time.sleep(0.5)
-    _leave(receiver, how)
+    leave(receiver, how)
     why = "optimizer" if how == "by exception" else "died or closed"
     _raises_promptly(sender.join, rf"step 1, to dp0/pp0/cp0/tp0: waiting for the training side's request.*{why}")
     sender.close()
@@ -138,7 +117,7 @@ def test_a_name_can_be_used_again_at_once(store: Any) -> None:
 @pytest.mark.parametrize("receiver_first", [True, False])
 def test_a_name_can_be_used_again_at_once_after_a_failure(store: Any, receiver_first: bool) -> None:
     # A receiver that met nobody, then a sender that met nobody, then one that fails in the middle of its work.
-    _leave(_receiver(store), "by exception")
+    leave(_receiver(store), "by exception")
     _round(store, 1, receiver_first=receiver_first)
     with pytest.raises(KeyError), DistributedSender(store, ONE, **LIMITS):
         raise KeyError("the engine is gone")

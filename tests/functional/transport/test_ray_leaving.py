@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 
 from megatron_router_replay.transport import ParallelLayout, TransportError
+from megatron_router_replay.transport.threads import run_in_thread
+from tests.functional.transport.leaving import leave, raises_promptly
 from tests.functional.transport.processes import LAYERS, ONE, check_sum, make_trace
 
 pytestmark = pytest.mark.slow
@@ -49,26 +51,10 @@ def _sender(name: str, layout: ParallelLayout = ONE) -> Any:
     return RaySender(layout, name=name, **LIMITS)
 
 
-def _in_thread(function: Callable[[], Any]) -> Future[Any]:
-    from megatron_router_replay.transport.threads import run_in_thread
-
-    return run_in_thread(function, name="test")
+_in_thread = partial(run_in_thread, name="test")
 
 
-def _leave(receiver: Any, how: str) -> None:
-    if how == "by exception":
-        with pytest.raises(KeyError), receiver:
-            raise KeyError("the optimizer is gone")
-    else:
-        with receiver:
-            pass
-
-
-def _raises_promptly(function: Callable[[], Any], match: str) -> None:
-    began = time.monotonic()
-    with pytest.raises(TransportError, match=match):
-        function()
-    assert time.monotonic() - began < PROMPTLY_S
+_raises_promptly = partial(raises_promptly, within=PROMPTLY_S)
 
 
 @pytest.mark.parametrize("how", ["cleanly", "by exception"])
@@ -81,7 +67,7 @@ def test_a_receiver_that_leaves_frees_its_sender(name: str, how: str, batches: i
         assert check_sum(receiver.receive().topk_indices) == check_sum(trace.topk_indices)
     sender.send(trace)
     time.sleep(0.5)
-    _leave(receiver, how)
+    leave(receiver, how)
     why = "optimizer" if how == "by exception" else "left before it fetched its routes: .*it was closed"
     _raises_promptly(sender.join, rf"step {batches}.*training side, dp0/pp0/cp0/tp0.*{why}|{why}")
     sender.close()
@@ -93,7 +79,7 @@ def test_a_receiver_that_left_earlier_frees_the_sender_of_the_next_batch(name: s
     sender.send(trace)
     receiver.receive()
     sender.join()
-    _leave(receiver, "cleanly")
+    leave(receiver, "cleanly")
     time.sleep(4)
     sender.send(trace)
     _raises_promptly(sender.join, "step 1.*left before it fetched its routes: training side, dp0/pp0/cp0/tp0")

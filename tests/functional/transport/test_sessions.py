@@ -15,7 +15,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore.targets import build_targets
-from megatron_router_replay.testing import GlooWorkers, ParallelLayout, gradients
+from megatron_router_replay.testing import GlooWorkers, ParallelSizes, gradients
 from megatron_router_replay.testing.schedule import default_forward_step
 from megatron_router_replay.transport import (
     DistributedReceiver,
@@ -31,7 +31,7 @@ from tests.functional.mcore.cases import Case, build, moe_routers, random_routes
 from tests.functional.transport.processes import LIMITS
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-CASE = Case(layout=ParallelLayout(), config=FULL)
+CASE = Case(layout=ParallelSizes(), config=FULL)
 LAYERS = (1, 2, 3, 4)
 DECODING_S = 1.5
 
@@ -169,7 +169,7 @@ def test_prefetched_rows_replay_as_rows_do_and_nothing_is_retained(workers_1: Gl
 
 
 def test_every_virtual_stage_prefetches_its_own_layers(workers_2: GlooWorkers) -> None:
-    case = Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=FULL)
+    case = Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=FULL)
     for result in workers_2.run(_prefetched, case, False):
         assert result == {
             "same": True,

@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.utils.megatron.router_replay_patch import RouterReplay as VerlRouterReplay
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout, gradients
+from megatron_router_replay.testing import ParallelSizes, gradients
 from megatron_router_replay.trainers.verl.engine import ROWS
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
 from tests.functional.verl.batches import Sizes, as_verl, make_batch
@@ -33,7 +33,7 @@ FIXED = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    layout: ParallelLayout = ParallelLayout()
+    layout: ParallelSizes = ParallelSizes()
     config: dict[str, Any] = field(default_factory=dict)
     padded: bool = False  # verl's use_remove_padding=False
     bucket: int | None = None  # verl's pad_to_length_bucket
@@ -321,7 +321,7 @@ def chosen(mode: str, version: str | None = None, **fields: Any) -> str:
     import verl
     from verl.workers.engine import EngineRegistry
 
-    config = engine_config(ParallelLayout(), mode=mode)
+    config = engine_config(ParallelSizes(), mode=mode)
     installed, verl.__version__ = verl.__version__, version or verl.__version__
     try:
         engine = EngineRegistry.new(

@@ -15,7 +15,7 @@ from verl.workers.config.engine import EngineRouterReplayConfig
 from verl.workers.engine.megatron import MegatronEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
-from megatron_router_replay.testing import ParallelLayout, SmallAttention, build_tiny_gpt, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes, SmallAttention, build_tiny_gpt, tiny_gpt_config
 from megatron_router_replay.trainers.verl.engine import RouterReplayEngine
 from tests.functional.verl.batches import VOCAB_SIZE
 
@@ -74,8 +74,8 @@ class OurEngine(OnCpu, RouterReplayEngine):
     pass
 
 
-def layout_of(config: Any) -> ParallelLayout:
-    return ParallelLayout(
+def layout_of(config: Any) -> ParallelSizes:
+    return ParallelSizes(
         tp_size=config.tensor_model_parallel_size,
         pp_size=config.pipeline_model_parallel_size,
         vp_size=config.virtual_pipeline_model_parallel_size,
@@ -85,7 +85,7 @@ def layout_of(config: Any) -> ParallelLayout:
 
 
 def engine_config(
-    layout: ParallelLayout, *, mode: str = "disabled", padded: bool = False, bucket: int | None = None, **config: Any
+    layout: ParallelSizes, *, mode: str = "disabled", padded: bool = False, bucket: int | None = None, **config: Any
 ) -> Any:
     """verl's engine config; `config` are fields of Megatron's TransformerConfig."""
     with warnings.catch_warnings():

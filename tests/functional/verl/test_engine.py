@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed: make test-verl")
 
-from megatron_router_replay.testing import GlooWorkers, ParallelLayout
+from megatron_router_replay.testing import GlooWorkers, ParallelSizes
 from tests.functional.verl import cases
 from tests.functional.verl.batches import Sizes
 from tests.functional.verl.cases import FIXED, FULL, MOE, Case, r2, r3
@@ -16,19 +16,19 @@ CASES = {
     "single-padded": Case(padded=True),
     "single-padded-full-fixed": Case(padded=True, config=FULL, batching=FIXED),
     "single-bucket-moe": Case(bucket=16, config=MOE),
-    "tp2": Case(layout=ParallelLayout(tp_size=2)),
-    "tp2-full": Case(layout=ParallelLayout(tp_size=2), config=FULL),
-    "tp2-padded-moe": Case(layout=ParallelLayout(tp_size=2), padded=True, config=MOE),
-    "pp2-moe": Case(layout=ParallelLayout(pp_size=2), config=MOE),
-    "pp2-padded-full": Case(layout=ParallelLayout(pp_size=2), padded=True, config=FULL),
-    "pp2-vpp2": Case(layout=ParallelLayout(pp_size=2, vp_size=2)),
-    "pp2-vpp2-full-fixed": Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=FULL, batching=FIXED),
-    "cp2": Case(layout=ParallelLayout(cp_size=2)),
-    "cp2-padded-moe": Case(layout=ParallelLayout(cp_size=2), padded=True, config=MOE),
-    "ep2-full": Case(layout=ParallelLayout(ep_size=2), config=FULL),
-    "ep2-padded": Case(layout=ParallelLayout(ep_size=2), padded=True),
-    "tp2-cp2-full": Case(layout=ParallelLayout(tp_size=2, cp_size=2), config=FULL),
-    "tp2-cp2-padded": Case(layout=ParallelLayout(tp_size=2, cp_size=2), padded=True),
+    "tp2": Case(layout=ParallelSizes(tp_size=2)),
+    "tp2-full": Case(layout=ParallelSizes(tp_size=2), config=FULL),
+    "tp2-padded-moe": Case(layout=ParallelSizes(tp_size=2), padded=True, config=MOE),
+    "pp2-moe": Case(layout=ParallelSizes(pp_size=2), config=MOE),
+    "pp2-padded-full": Case(layout=ParallelSizes(pp_size=2), padded=True, config=FULL),
+    "pp2-vpp2": Case(layout=ParallelSizes(pp_size=2, vp_size=2)),
+    "pp2-vpp2-full-fixed": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=FULL, batching=FIXED),
+    "cp2": Case(layout=ParallelSizes(cp_size=2)),
+    "cp2-padded-moe": Case(layout=ParallelSizes(cp_size=2), padded=True, config=MOE),
+    "ep2-full": Case(layout=ParallelSizes(ep_size=2), config=FULL),
+    "ep2-padded": Case(layout=ParallelSizes(ep_size=2), padded=True),
+    "tp2-cp2-full": Case(layout=ParallelSizes(tp_size=2, cp_size=2), config=FULL),
+    "tp2-cp2-padded": Case(layout=ParallelSizes(tp_size=2, cp_size=2), padded=True),
 }
 TOKENS, SAMPLES = sum(Sizes().lengths), len(Sizes().lengths)
 
@@ -107,7 +107,7 @@ def test_zeros_that_nothing_trained_can_see_are_live(workers_1):
 
 
 def test_routes_that_do_not_fit_raise_on_every_rank(workers_2):
-    layout = ParallelLayout(ep_size=2)
+    layout = ParallelSizes(ep_size=2)
     first, second = workers_2.run(cases.refused, Case(layout=layout), "R3", cases.lose_rows_of_rank_1)
     assert "ranks [1]" in first[1]
     assert "sample 1" in first[1]

@@ -55,9 +55,9 @@ def test_megatron_routes_are_read_off_the_map_not_off_the_probabilities():
 def capture_megatron(capacity_factor=None):
     """Return the routes that the capturer and `mrr.record` saw of the same forward of a tiny Megatron GPT."""
     import megatron_router_replay as mrr
-    from megatron_router_replay.testing import ParallelLayout, build_tiny_gpt, tiny_gpt_config
+    from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
 
-    layout = ParallelLayout()
+    layout = ParallelSizes()
     layout.initialize()
     options = {} if capacity_factor is None else {"moe_expert_capacity_factor": capacity_factor}
     config = tiny_gpt_config(layout, moe_layer_freq=[0, 1, 1, 1], **options)

@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import megatron_router_replay as mrr
 from megatron_router_replay import engines
-from megatron_router_replay.cli import app
 from megatron_router_replay.cli.convert import Engine
 from megatron_router_replay.diagnostics.runlog import RunLog
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.store import TraceStore
+from tests.unit.cli.runner import run_command
 from tests.unit.store.store_traces import assert_same, full_trace, make_trace
 
 CAPTURES = Path(__file__).parents[1] / "data" / "engine_captures"
@@ -26,7 +25,7 @@ COMMANDS = ("inspect", "diff", "plot", "convert", "request", "doctor", "verify-r
 
 
 def call(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "80"})
+    result = run_command(*arguments, columns=80)
     assert result.exit_code == code, (arguments, result.output, result.stderr, result.exception)
     if code == 2:
         assert result.stdout == ""

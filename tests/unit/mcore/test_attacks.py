@@ -23,7 +23,7 @@ from tests.unit.mcore.tiny_chunk import (
     non_reentrant,
     num_recomputed,
     plain,
-    random_routes,
+    random_trace,
     reentrant,
     tokens,
     watched,
@@ -32,13 +32,7 @@ from tests.unit.mcore.tiny_chunk import (
 ROWS = torch.arange(8).view(2, 4)
 
 
-def trace(num_tokens=16, num_layers=3, **options):
-    return mrr.RoutingTrace(
-        topk_indices=random_routes(num_tokens, num_layers),
-        layer_numbers=range(1, num_layers + 1),
-        num_experts=EXPERTS,
-        **options,
-    )
+trace = random_trace
 
 
 def wrong_replays(seen, the_trace):

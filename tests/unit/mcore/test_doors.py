@@ -9,14 +9,14 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from tests.unit.mcore.tiny_chunk import Chunk, as_map, flips, random_routes, reentrant, tokens, watched
+from tests.unit.mcore.tiny_chunk import Chunk, as_map, flips, random_trace, reentrant, tokens, watched
 
 ROWS = torch.arange(8).view(2, 4)
 LAYERS = [1, 2, 3]
 
 
 def trace(num_tokens=8, **options):
-    return mrr.RoutingTrace(topk_indices=random_routes(num_tokens), layer_numbers=LAYERS, num_experts=8, **options)
+    return random_trace(num_tokens, **options)
 
 
 def wrong(seen, the_trace, rows=ROWS):

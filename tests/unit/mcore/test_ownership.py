@@ -22,7 +22,7 @@ from tests.unit.mcore.tiny_chunk import (
     non_reentrant,
     num_recomputed,
     plain,
-    random_routes,
+    random_trace,
     reentrant,
     tokens,
     watched,
@@ -34,8 +34,7 @@ NUM_TOKENS = 8
 
 
 def trace(num_microbatches=4, **options):
-    routes = random_routes(num_microbatches * NUM_TOKENS)
-    return mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1, 2, 3], num_experts=8, **options)
+    return random_trace(num_microbatches * NUM_TOKENS, **options)
 
 
 def rows(number):
@@ -353,7 +352,7 @@ def test_a_backward_on_another_thread_with_nested_checkpoints():
 
 def test_saved_tensors_asked_for_outside_a_backward_are_a_recompute_not_a_forward():
     chunk = Chunk(num_layers=1)
-    the_trace = mrr.RoutingTrace(topk_indices=random_routes(32, 1), layer_numbers=[1], num_experts=8)
+    the_trace = random_trace(32, 1)
     with watched(chunk) as seen, mrr.replay(chunk, the_trace) as session:
         session.microbatch(rows(0))
         session.microbatch(rows(1))

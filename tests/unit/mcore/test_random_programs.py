@@ -28,7 +28,7 @@ from tests.unit.mcore.tiny_chunk import (
     disturb,
     non_reentrant,
     plain,
-    random_routes,
+    random_trace,
     reentrant,
     reentrant_with_gradients,
     watched,
@@ -79,12 +79,7 @@ class Program:
             mask = torch.tensor([self.random.random() < 0.8 for _ in range(ROWS)])
             session = mrr.replay(
                 self.chunk,
-                mrr.RoutingTrace(
-                    topk_indices=random_routes(ROWS, seed=self.random.randrange(1 << 20)),
-                    layer_numbers=[1, 2, 3],
-                    num_experts=8,
-                    replay_mask=mask,
-                ),
+                random_trace(ROWS, seed=self.random.randrange(1 << 20), replay_mask=mask),
             )
         self.sessions.append(session)
 

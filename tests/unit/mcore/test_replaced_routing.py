@@ -6,11 +6,11 @@ import pytest
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import UnsupportedRouterError
-from tests.unit.mcore.tiny_chunk import Chunk, random_routes
+from tests.unit.mcore.tiny_chunk import Chunk, random_trace
 
 
 def starts():
-    trace = mrr.RoutingTrace(topk_indices=random_routes(8), layer_numbers=[1, 2, 3], num_experts=8)
+    trace = random_trace(8)
     return (lambda chunk: mrr.replay(chunk, trace), mrr.record, mrr.freeze_recompute)
 
 

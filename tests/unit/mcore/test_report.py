@@ -33,6 +33,15 @@ def test_the_text_of_a_replay():
     assert repr(REPLAY) == str(REPLAY)
 
 
+def test_the_values_of_a_replay():
+    values = REPLAY.to_dict()
+    assert (values["ranks"], values["routers"], values["microbatches"], values["tokens"]) == (2, 3, 4, 1250)
+    assert values["replayed_share"] == 1000 / 1024, "of the rows with a token"
+    assert values["padding_share"] == 226 / 1250
+    assert "live" not in values
+    assert "leg_times" not in values
+
+
 def test_flips_have_their_denominator_and_first_layer_in_text_metrics_and_report():
     assert str(FLIPS).splitlines()[-1] == "  recompute flips prevented  70  of 1,024 decisions, first in layer 5"
     metrics = FLIPS.metrics()

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+import megatron_router_replay as mrr
+
 HIDDEN, EXPERTS, TOPK, VOCAB = 8, 8, 2, 32
 
 
@@ -207,6 +209,15 @@ def tokens(num_sequences: int = 2, length: int = 4, seed: int = 1) -> Tensor:
 def random_routes(num_tokens: int, num_layers: int = 3, seed: int = 5) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(num_tokens, num_layers, EXPERTS, generator=generator).argsort(dim=2)[:, :, :TOPK]
+
+
+def random_trace(num_tokens: int = 16, num_layers: int = 3, *, seed: int = 5, **options: Any) -> mrr.RoutingTrace:
+    return mrr.RoutingTrace(
+        topk_indices=random_routes(num_tokens, num_layers, seed),
+        layer_numbers=range(1, num_layers + 1),
+        num_experts=EXPERTS,
+        **options,
+    )
 
 
 def as_map(topk_indices: Tensor) -> Tensor:

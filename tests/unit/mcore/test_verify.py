@@ -1,0 +1,104 @@
+"""verify=True finds what is planted: maps that leave a router with other experts than the session chose."""
+
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
+from tests.unit.mcore.tiny_chunk import Chunk, non_reentrant, plain, random_trace, reentrant, tokens
+
+ROWS = torch.arange(8).view(2, 4)
+NOW = {"in the forward": False, "in the recompute": True}
+
+
+def exchanged(routing_map):
+    """Row 5 names another expert in place of its first."""
+    routing_map = routing_map.clone()
+    chosen, other = routing_map[5].nonzero()[0], (~routing_map[5]).nonzero()[0]
+    routing_map[5, chosen], routing_map[5, other] = False, True
+    return routing_map
+
+
+def added(routing_map):
+    routing_map = routing_map.clone()
+    routing_map[5, (~routing_map[5]).nonzero()[0]] = True
+    return routing_map
+
+
+def dropped(routing_map):
+    routing_map = routing_map.clone()
+    routing_map[5, routing_map[5].nonzero()[0]] = False
+    return routing_map
+
+
+def plant(chunk, change, *, in_recompute):
+    """Change what leaves the second layer's router, before the session's verifier sees it."""
+
+    def hook(router, args, output):
+        recompute = torch._C._current_graph_task_id() != -1
+        return (output[0], change(output[1])) if recompute == in_recompute else None
+
+    chunk.routers[1].register_forward_hook(hook)
+
+
+def starts(chunk):
+    trace = random_trace(8)
+    return {
+        "replay": lambda: mrr.replay(chunk, trace, verify=True),
+        "record": lambda: mrr.record(chunk, verify=True),
+        "freeze": lambda: mrr.freeze_recompute(chunk, verify=True),
+    }
+
+
+def train(chunk, session, kind):
+    if kind != "freeze":
+        session.microbatch(ROWS)
+    chunk(tokens()).float().sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["replay", "record", "freeze"])
+@pytest.mark.parametrize("change", [exchanged, added, dropped])
+def test_a_decision_that_left_its_router_changed_is_counted_and_raises(change, kind):
+    chunk = Chunk()
+    plant(chunk, change, in_recompute=False)
+    session = starts(chunk)[kind]()
+    train(chunk, session, kind)
+    with pytest.raises(
+        ReplayStateError, match="rank 0: 1 of 24 decisions left their router with other experts than were"
+    ):
+        session.close()
+    assert (session.report.decisions_wrong, session.report.decisions_verified) == (1, 24)
+
+
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+@pytest.mark.parametrize("in_recompute", NOW.values(), ids=NOW)
+def test_recomputes_are_verified_as_their_forwards_are(around, in_recompute):
+    chunk = Chunk()
+    chunk.around = around
+    plant(chunk, exchanged, in_recompute=in_recompute)
+    session = starts(chunk)["replay"]()
+    train(chunk, session, "replay")
+    with pytest.raises(ReplayStateError, match="rank 0: 1 of 48 decisions left their router"):
+        session.close()
+
+
+@pytest.mark.parametrize("around", [plain, reentrant])
+def test_without_a_fault_nothing_is_wrong_and_without_verify_nothing_is_counted(around):
+    for verify, counts in ((True, (0, 24 if around is plain else 48)), (False, (None, None))):
+        chunk = Chunk()
+        chunk.around = around
+        with mrr.replay(chunk, random_trace(8), verify=verify) as session:
+            train(chunk, session, "replay")
+        assert (session.report.decisions_wrong, session.report.decisions_verified) == counts
+        assert not chunk.routers[1]._forward_hooks, "what watched is gone"
+
+
+@pytest.mark.parametrize("kind", ["replay", "record", "freeze"])
+def test_a_capacity_factor_drops_tokens_behind_the_selection_so_maps_cannot_be_verified(kind):
+    chunk = Chunk(moe_expert_capacity_factor=1.0, moe_token_drop_policy="position")
+    with pytest.raises(
+        UnsupportedRouterError, match=r"cannot verify .*layer 1.*: moe_expert_capacity_factor=1\.0 drops"
+    ):
+        starts(chunk)[kind]()
+    assert all(not router._forward_hooks and router.router_replay is None for router in chunk.routers)
+    mrr.record(chunk).close()  # without verify it may run

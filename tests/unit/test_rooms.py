@@ -1,0 +1,155 @@
+"""The drawing in CONVENTIONS.md is true: what a part of the package loads stands on lines above it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "megatron_router_replay"
+
+WAIT_IN_A_FUNCTION = {
+    ("engines", "mcore"),  # ModelRoutingInfo.of_model, which is given a Megatron-Core model
+    ("mcore", "store"),  # replay("path"): only who gives a path needs files
+    ("mcore", "diagnostics"),  # replay(compare_live=True)
+}
+"""Imports that would go up or stay on a line of the drawing, so they run when somebody needs them."""
+
+THIRD_PARTY = {
+    "megatron": {"mcore", "testing", "cli"},
+    "ray": set(),
+    "triton": {"mcore", "testing"},  # Megatron-Core loads it where it is installed
+    "matplotlib": set(),
+    "transformers": set(),
+    "typer": {"cli"},
+    "rich": {"cli"},
+    "verl": set(),
+}
+"""Package -> parts whose public names load it. `transport.ray`, `fused.kernels` and `trainers.verl` are asked for by name."""
+
+
+def drawing() -> tuple[list[list[str]], list[list[str]]]:
+    """Return the lines of the drawing: those of the core, and those below."""
+    text = (ROOT / "CONVENTIONS.md").read_text()
+    block = text.split("## Where code goes\n\n")[1].split("\n\n")[0]
+    core, rooms = block.split("\n    ---")
+    return [line.split() for line in core.splitlines()], [line.split() for line in rooms.splitlines()[1:]]
+
+
+CORE, ROOMS = drawing()
+LINES = [*CORE, *ROOMS]
+PARTS = [part for line in LINES for part in line]
+
+
+def above(part: str) -> set[str]:
+    """Return the parts that this one may load; the first line is loaded with the package itself."""
+    line = next(i for i, parts in enumerate(LINES) if part in parts)
+    return {other for parts in LINES[: max(1, line)] for other in parts}
+
+
+@cache
+def loaded() -> dict[str, dict[str, list[str]]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.loaded_modules", *PARTS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line.pop("part"): line for line in lines}
+
+
+def needs_megatron_core() -> None:
+    if find_spec("megatron") is None:  # not imported: that takes five seconds
+        pytest.skip("Megatron-Core is not installed")
+
+
+def parts_among(modules: list[str]) -> set[str]:
+    return {name.split(".")[1] for name in modules if name.startswith(f"{PACKAGE}.")}
+
+
+def test_the_drawing_names_every_part_once() -> None:
+    there = {
+        path.stem
+        for path in (ROOT / PACKAGE).iterdir()
+        if (path.suffix == ".py" and path.stem != "__init__") or (path / "__init__.py").is_file()
+    }
+    assert sorted(PARTS) == sorted(there)
+    # The core and the rooms, as the rule has them; cli and demo may import everything.
+    assert ROOMS == [["capture", "diagnostics", "fused", "testing", "trainers", "transport"], ["demo"], ["cli"]]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_a_part_loads_stands_above_it(part) -> None:
+    if part in ("mcore", "testing", "demo"):
+        needs_megatron_core()
+    seen = loaded()[part]
+    assert part in parts_among(seen["all"]), "it was imported at all"
+    assert parts_among(seen["all"]) <= {part, *above(part)}
+
+
+@pytest.mark.parametrize("package", sorted(THIRD_PARTY))
+def test_public_names_load_other_packages_only_where_they_belong(package) -> None:
+    """What lies below such a part in the drawing may load it with that part: cli, demo."""
+    loading = {part for part, seen in loaded().items() if package in {name.split(".")[0] for name in seen["public"]}}
+    assert loading <= THIRD_PARTY[package]
+
+
+def test_a_session_registers_nothing_for_the_end_of_the_process() -> None:
+    needs_megatron_core()
+    seen = loaded()
+    assert seen["mcore"]["atexit"] == []
+    assert seen["transport"]["atexit"] == ["megatron_router_replay.transport.threads"], "so a hook would be seen"
+
+
+def test_a_session_loads_neither_files_nor_transports_nor_diagnostics_nor_decoders() -> None:
+    """For a user of freeze_recompute, who has no routes from outside at all."""
+    needs_megatron_core()
+    modules = [name for name in loaded()["mcore"]["all"] if name.startswith(PACKAGE)]
+    assert not {"store", "transport", "diagnostics"} & parts_among(modules)
+    engines = {name.removeprefix(f"{PACKAGE}.engines.") for name in modules if name.startswith(f"{PACKAGE}.engines.")}
+    assert engines == {"model_info"}, "what a model's MoE layers are, which its config says"
+
+
+def test_ray_is_looked_at_where_it_is_installed() -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'megatron-router-replay[ray]'")
+    assert "megatron_router_replay.transport.ray" in loaded()["transport"]["all"]
+    assert loaded()["transport"]["missing"] == []
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def imports_in_functions() -> set[tuple[str, str]]:
+    """Return (part, imported part) of every import of ours inside a function."""
+    found = set()
+    for path in (ROOT / PACKAGE).rglob("*.py"):
+        part = path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            for node in ast.walk(function):
+                names: list[str] = []
+                if isinstance(node, ast.ImportFrom):
+                    assert node.level == 0, f"{path}: imports are absolute"
+                    module = node.module or ""
+                    names = [f"{module}.{name.name}" for name in node.names] if module == PACKAGE else [module]
+                elif isinstance(node, ast.Import):
+                    names = [name.name for name in node.names]
+                found |= {(part, part_of(name)) for name in names if name.startswith(f"{PACKAGE}.")}
+    return {(part, other) for part, other in found if part != other}
+
+
+def test_imports_that_wait_in_a_function_go_up_the_drawing_but_for_those_named_here() -> None:
+    against = {(part, other) for part, other in imports_in_functions() if other in PARTS and other not in above(part)}
+    assert against == WAIT_IN_A_FUNCTION
