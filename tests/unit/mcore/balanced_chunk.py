@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk
+from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, non_reentrant, reentrant
 
 
-class OneRank:
-    """A process group of this process alone, which needs no torch.distributed."""
+@pytest.fixture(autouse=True)
+def not_compiled() -> Iterator[None]:
+    """Megatron-Core compiles the method that counts, anew for every shape: ten seconds for these few numbers."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
-    def size(self) -> int:
-        return 1
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A group of this process alone, over which Megatron-Core adds up the load for its losses."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def balanced(**options: Any) -> Chunk:
@@ -27,7 +38,7 @@ def balanced(**options: Any) -> Chunk:
     for router in chunk.routers:
         router.routing_type = chunk.config.moe_router_load_balancing_type
         for group in ("tp_group", "cp_group", "tp_cp_group", "tp_dp_cp_group"):
-            setattr(router, group, OneRank())
+            setattr(router, group, dist.group.WORLD)
         if bias:
             router.enable_expert_bias = True
             router.local_tokens_per_expert = torch.zeros(EXPERTS)
@@ -36,6 +47,14 @@ def balanced(**options: Any) -> Chunk:
             router.global_tokens_per_expert = torch.zeros(EXPERTS)
             router.ga_steps = torch.tensor(0.0)
     return chunk
+
+
+def inside_out(layer: Any, hidden: Tensor) -> Tensor:
+    return reentrant(lambda inner: non_reentrant(layer, inner), hidden)
+
+
+def outside_in(layer: Any, hidden: Tensor) -> Tensor:
+    return non_reentrant(lambda inner: reentrant(layer, inner), hidden)
 
 
 def counters(chunk: Chunk) -> list[list[int]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import TraceError, UnsupportedRouterError
-from tests.unit.mcore.balanced_chunk import balanced, counters
+from tests.unit.mcore.balanced_chunk import balanced, counters, inside_out, not_compiled, outside_in
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     Chunk,
@@ -22,6 +22,8 @@ from tests.unit.mcore.tiny_chunk import (
     tokens,
     watched,
 )
+
+__all__ = ["not_compiled"]  # a fixture of every test here
 
 # Two sequences of three tokens. The last of the first sequence is padding; the last of the second has no route.
 ROWS = torch.tensor([[0, 1, -1], [2, 3, -1]])
@@ -41,14 +43,6 @@ REPLAYED = [  # the four replayed tokens alone, counted by hand from ROUTES
     [0, 0, 0, 0, 3, 2, 2, 1],
 ]
 BIASED: dict[str, Any] = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-
-
-def inside_out(layer: Any, hidden: Tensor) -> Tensor:
-    return reentrant(lambda inner: non_reentrant(layer, inner), hidden)
-
-
-def outside_in(layer: Any, hidden: Tensor) -> Tensor:
-    return non_reentrant(lambda inner: reentrant(layer, inner), hidden)
 
 
 KINDS = {
