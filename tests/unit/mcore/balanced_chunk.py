@@ -64,14 +64,13 @@ def counters(chunk: Chunk) -> list[list[int]]:
 
 def logged(name: str) -> Tensor | None:
     """What Megatron-Core has logged of an auxiliary loss since the last call, by layer; None: it was never logged."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):  # up to 0.17
-        entry = moe_utils.get_moe_layer_wise_logging_tracker().get(name)
-        values = None if entry is None else entry["values"]
-    else:
+    try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # up to 0.17
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
+        values = get_moe_layer_wise_logging_tracker().get(name, {}).get("values")
+    else:
         entry = get_moe_metrics_tracker().metrics.get(name)
         values = None if entry is None else entry.values
     if values is None:

@@ -287,7 +287,9 @@ def test_a_loss_of_sequences_refuses_packed_ones(name):
             session.microbatch(ROWS, padding=PADDING)
             chunk(tokens(2, 4), 0, packed_seq_params=packed).square().mean().backward()
 
-    with pytest.raises(ReplayStateError, match="seq_aux_loss balances each sequence, but the model got packed sequences"):
+    with pytest.raises(
+        ReplayStateError, match="seq_aux_loss balances each sequence, but the model got packed sequences"
+    ):
         step()
     step(aux_loss="off")
     chunk.eval()  # there is no loss
