@@ -35,7 +35,7 @@ class Agreement:
             self._group = min(dist.get_process_group_ranks(group))
 
     def add(self, with_padding: bool) -> None:
-        """Take note of the next micro-batch: whether its padding is known."""
+        """Take note of the next micro-batch that was forwarded: whether its padding is known."""
         self._digest = (self._digest * 1_000_003 + 1 + with_padding) % _PRIME
 
     def numbers(self) -> list[int]:

@@ -155,6 +155,11 @@ def forget() -> None:
     _calls.current = None
 
 
+def is_under_way() -> bool:
+    """Return whether this thread is balancing what a session has routed."""
+    return _calls.current is not None
+
+
 def put_on(router: Any) -> None:
     """Hide the balancing methods of a router behind ours; a router that has them already keeps them."""
     for name, function in _METHODS.items():

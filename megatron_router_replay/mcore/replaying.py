@@ -114,12 +114,12 @@ class ReplaySession(Session):
 
     def _microbatch_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         super()._microbatch_done(chunk, microbatch)
+        self._agreement.add(microbatch.is_token is not None)
         if self._comparison is not None and self._comparison.wants(microbatch.number):
             self._comparison.end_microbatch(chunk.index)
 
     def _queue(self, inputs: MicrobatchInputs, routes: MicrobatchRoutes | None) -> None:
         chunk, rows = inputs.chunk, inputs.rows
-        self._agreement.add(inputs.padding is not None)
         assert chunk.ledger is not None, "the chunk has routers in the trace"
         trace = self._trace_of[chunk.index]
         if routes is not None:

@@ -1,6 +1,7 @@
 """What Megatron-Core's expert-bias counters see under a session: each token once, padding never. Numbers by hand."""
 
 import copy
+import gc
 from types import MethodType
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import TraceError, UnsupportedRouterError
+from megatron_router_replay.mcore.selection import LiveTopk
 from tests.unit.mcore.balanced_chunk import balanced, counters, inside_out, not_compiled, outside_in
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
@@ -169,6 +171,7 @@ def test_a_backward_after_the_session_counts_as_in_it_and_then_nothing_is_left(k
     del loss
     assert counters(chunk) == with_live(REPLAYED, seen)
     assert [set(vars(router)) for router in chunk.routers] == before
+    assert not [each for each in gc.get_objects() if type(each) is LiveTopk]  # which would hold the scores of a layer
     for router in chunk.routers:
         router.local_tokens_per_expert.zero_()
     chunk.around = plain

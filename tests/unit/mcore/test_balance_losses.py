@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 from torch import Tensor
 
@@ -236,10 +237,11 @@ def test_a_micro_batch_of_padding_alone_has_no_loss_and_harms_no_gradient(name, 
     assert logged(NAMES[name]).isfinite().all()
 
 
-def test_a_padding_mask_of_megatrons_own_holds_too():
+@pytest.mark.parametrize("choice", ["live", "replayed"])
+def test_a_padding_mask_of_megatrons_own_holds_too(choice):
     """Tokens that either of the two masks are left out."""
     chunk = with_loss("aux_loss")
-    gradients, logs = expected(chunk, ("aux_loss",), "live")
+    gradients, logs = expected(chunk, ("aux_loss",), choice)
     for layer in chunk.layers:
         # Megatron-Core gets [s, b]: here it is told of the second sequence, the session of the first.
         layer.router_args = (torch.stack([torch.zeros(4, dtype=torch.bool), PADDING[1]], dim=1),)
@@ -253,7 +255,7 @@ def test_a_padding_mask_of_megatrons_own_holds_too():
         return [router.weight.grad.clone() for router in chunk.routers]
 
     off = whole("off")
-    on = whole("live")
+    on = whole(choice)
     for layer, (one, other, by_hand) in enumerate(zip(on, off, gradients)):
         if layer == 0:  # behind it, the rows that Megatron-Core alone calls padding went to live experts
             torch.testing.assert_close(one - other, by_hand, rtol=1e-4, atol=1e-5)
@@ -294,6 +296,38 @@ def test_a_loss_of_sequences_refuses_packed_ones(name):
     step(aux_loss="off")
     chunk.eval()  # there is no loss
     step()
+
+
+def test_a_fused_loss_is_left_to_the_unfused_code_where_there_is_padding(monkeypatch):
+    """Stand-ins for Transformer Engine's two kernels: of the scores, and of the loss, which takes whole numbers alone."""
+    chunk = with_loss("aux_loss")
+    gradients, _ = expected(chunk, ("aux_loss",), "live")
+    without = run(chunk, aux_loss="off")
+    calls = []
+
+    def fused_scores(logits: Tensor, topk: int, score_function: str) -> tuple[Tensor, Tensor]:
+        routing_map, scores = scores_for_aux_loss(logits, topk, score_function)
+        return routing_map, scores
+
+    def fused_loss(*, total_num_tokens: int, **others: Any) -> Tensor:
+        assert isinstance(total_num_tokens, int)
+        calls.append(total_num_tokens)
+        others["moe_aux_loss_coeff"] = others.pop("coeff")
+        return switch_load_balancing_loss_func(total_num_tokens=total_num_tokens, **others)
+
+    scores_for_aux_loss = moe_utils.compute_routing_scores_for_aux_loss
+    monkeypatch.setattr(moe_utils, "HAVE_TE", True)
+    monkeypatch.setattr(moe_utils, "fused_compute_score_for_moe_aux_loss", fused_scores, raising=False)
+    monkeypatch.setattr(moe_utils, "fused_moe_aux_loss", fused_loss, raising=False)
+    chunk.config.moe_router_fusion = True
+    for one, off, by_hand in zip(run(chunk), without, gradients):
+        torch.testing.assert_close(one - off, by_hand, rtol=1e-4, atol=1e-5)
+    assert calls == []
+    rows = torch.tensor([[0, 1], [2, 3]])
+    with mrr.replay(chunk, trace()) as session:
+        session.microbatch(rows)
+        chunk(tokens(2, 2), 0).square().mean().backward()
+    assert calls == [4, 4, 4]
 
 
 def test_the_choice_stands_in_the_report():
