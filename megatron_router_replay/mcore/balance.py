@@ -9,7 +9,7 @@ so twice under a non-reentrant checkpoint. Under a session padding is left out, 
     router._apply_expert_bias              the counters                of the choice `Balance.expert_bias`; the call is over
 
 The methods are Megatron-Core's own, called with other arguments; they are hidden on the routers of a session alone
-(`put_on`), not on the class. The z-loss is left as it is.
+from their first forward on, not on the class. The z-loss is left as it is.
 
 Source: TopKRouter.routing of Megatron-Core 0.16.1 to 0.19.2, which calls these methods in this order.
 """
@@ -146,6 +146,11 @@ def begin(routing: Routing, live: LiveTopk) -> None:
     Without gradients nothing counts: neither an evaluation, nor the forward of a reentrant checkpoint, whose recompute does.
     The first run with gradients counts, every later one of the same tokens repeats it.
     """
+    router = routing.router
+    if not (has_expert_bias(router) or router.is_aux_loss_enabled()):
+        return
+    if "_apply_expert_bias" not in vars(router):
+        _put_on(router)
     _calls.current = _Call(routing, live, repeats=routing.done)
     routing.done = routing.done or torch.is_grad_enabled()
 
@@ -160,15 +165,15 @@ def is_under_way() -> bool:
     return _calls.current is not None
 
 
-def put_on(router: Any) -> None:
-    """Hide the balancing methods of a router behind ours; a router that has them already keeps them."""
+def _put_on(router: Any) -> None:
+    """Hide the balancing methods of a router behind ours, from its first forward on; one that balances nothing has none."""
     for name, function in _METHODS.items():
         # Bound to the router, so that a copy of the model gets them bound to its own router: there nothing is under way.
         vars(router)[name] = MethodType(function, router)
 
 
 def take_off(router: Any) -> None:
-    """Give a router its own balancing methods back."""
+    """Give a router its own balancing methods back, if it ever got ours."""
     for name, function in _METHODS.items():
         if getattr(vars(router).get(name), "__func__", None) is function:
             vars(router).pop(name, None)  # two threads may free the last recompute at once

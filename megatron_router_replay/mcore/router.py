@@ -131,7 +131,6 @@ class SessionRouter:
         self._check_not_driven()
         self.session = session
         router.router_replay = self
-        balance.put_on(router)
         # Their routing function must be told to ask; see its module.
         self._replaces_function = is_needed(router)
         if self._replaces_function:
