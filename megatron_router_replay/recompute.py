@@ -33,13 +33,15 @@ class Selection:
     Args:
         topk_indices: [num_tokens, topk], compact or int64; whoever recomputes uses these.
         maker: what chose them, a session's router or a RouterReplay.
+        routing: what the maker keeps beside them for the recompute; not read here.
     """
 
-    __slots__ = ("__weakref__", "_checkpoints", "maker", "topk_indices")
+    __slots__ = ("__weakref__", "_checkpoints", "maker", "routing", "topk_indices")
 
-    def __init__(self, topk_indices: Tensor, maker: Any) -> None:
+    def __init__(self, topk_indices: Tensor, maker: Any, routing: Any = None) -> None:
         self.topk_indices = topk_indices
         self.maker = maker
+        self.routing = routing
         self._checkpoints: list[weakref.ref[Any]] = []
 
     @property

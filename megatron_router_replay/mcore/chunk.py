@@ -52,6 +52,7 @@ class Chunk:
         self.index = index
         self.module = unwrap(outermost)
         self.queued = queued
+        self._replays = choose is not None
         taking_part = [found for found in routers if mtp or not found.is_mtp]
         self.ledger: Ledger | None = None
         if queued and taking_part:
@@ -64,7 +65,8 @@ class Chunk:
         # Live in their forwards, whatever the session does.
         apart = [found for found in routers if not mtp and found.is_mtp]
         self.routers = self.in_trace + [
-            SessionRouter(found, position=-1, chunk_index=index, choose=None, ledger=None) for found in apart
+            SessionRouter(found, position=-1, chunk_index=index, choose=None, ledger=None, beside=self.ledger)
+            for found in apart
         ]
         self._tp_rank, self._tp_size, self._sequence_parallel = 0, 1, False  # how routers share tokens, read once
         if routers:
@@ -118,6 +120,11 @@ class Chunk:
         num_sequences, length = rows.shape
         return (length // self._tp_size if self._sequence_parallel else length, num_sequences)
 
+    def is_token(self, padding: Tensor | None) -> Tensor | None:
+        """Return which rows its routers shall balance: [num_tokens] bool on their device, of padding as they see it."""
+        device = self.routers[0].found.router.weight.device
+        return None if padding is None else (~padding).to(device, non_blocking=True)
+
     def problems(self) -> Iterator[str]:
         """Yield what does not match at the end of a session."""
         if self.ledger is not None:
@@ -146,6 +153,7 @@ class Chunk:
             return
         microbatch = self.ledger.enter()
         self._inside = True
+        microbatch.packed = self._replays and kwargs.get("packed_seq_params") is not None
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         # A positional argument of a model that is no language model may be anything else. verl gives later pipeline stages,
         # which embed nothing, its jagged tokens as they are before packing: they say nothing of this forward's positions.

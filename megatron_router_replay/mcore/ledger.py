@@ -30,6 +30,7 @@ class Microbatch:
         router_rows: [num_tokens] int64, the same as this rank's routers see them; None: a replay does not keep them.
         token_ids: [b, s] integers, what the caller says its tokens are; None: not said.
         targets: what its routers replay; None: a recording.
+        is_token: [num_tokens] bool on the routers' device, False: known to be padding; None: nothing is known of padding.
         counts: [3] int64, rows replayed, live, padding.
     """
 
@@ -43,6 +44,7 @@ class Microbatch:
         router_rows: Tensor | None = None,
         token_ids: Tensor | None = None,
         targets: Targets | None = None,
+        is_token: Tensor | None = None,
         counts: Tensor,
     ) -> None:
         self.number = number
@@ -51,6 +53,8 @@ class Microbatch:
         self.router_rows = router_rows
         self.token_ids = token_ids
         self.targets = targets
+        self.is_token = is_token
+        self.packed = False  # it is replayed, and the model got packed sequences
         self.counts = counts
         self.routed = [False] * num_routers
         self.used: list[Tensor | None] = [None] * num_routers  # [num_tokens, topk] each, filled in a recording alone
@@ -174,6 +178,11 @@ class Ledger:
         """Forget every micro-batch."""
         self._waiting.clear()
         self._current = None
+
+    @property
+    def current(self) -> Microbatch | None:
+        """The micro-batch that the chunk forwards, or forwarded last."""
+        return self._current
 
     @property
     def unfinished(self) -> list[Microbatch]:

@@ -50,7 +50,8 @@ class RecordSession(Session):
                 "a trained position has row -1, so its route would not be recorded.",
             )
         view = chunk.router_view(rows)
-        padding = rows.new_zeros(()) if inputs.padding is None else chunk.router_view(inputs.padding).sum()
+        at_padding = None if inputs.padding is None else chunk.router_view(inputs.padding)
+        padding = rows.new_zeros(()) if at_padding is None else at_padding.sum()
         chunk.ledger.queue(
             Microbatch(
                 chunk.ledger.num_queued,
@@ -59,6 +60,7 @@ class RecordSession(Session):
                 rows=rows,
                 router_rows=view,
                 token_ids=inputs.token_ids,
+                is_token=chunk.is_token(at_padding),
                 counts=torch.stack([torch.zeros_like(padding), view.numel() - padding, padding]),
             )
         )

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.layout import check_rows
+from megatron_router_replay.mcore.agreement import Agreement
+from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, has_expert_bias
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.layers import check_trace_layers
 from megatron_router_replay.mcore.ledger import Microbatch
@@ -44,9 +46,16 @@ class ReplaySession(Session):
         compare_live: bool | int,
         min_replayed: float | None,
         leg_times: LegTimes | None,
+        balance: Balance,
         group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__(model_chunks, mtp=mtp, verify=verify, group=group)
+        self._balance = balance
+        routers = [router.found.router for router in self._routers()]
+        balance.check_model(routers)
+        for router in self._routers():
+            router.balance = balance
+        self._agreement = Agreement(balance, routers)
         self._trace = trace
         self._leg_times = leg_times
         self._min_replayed = min_replayed
@@ -79,8 +88,11 @@ class ReplaySession(Session):
     @property
     def report(self) -> SessionReport:
         """As of every session; where asked for, also this rank's comparison with the live router, and the leg times."""
+        routers = [router.found.router for router in self._routers()]
         return replace(
             super().report,
+            expert_bias=self._balance.expert_bias if any(map(has_expert_bias, routers)) else None,
+            aux_loss=self._balance.aux_loss if any(router.is_aux_loss_enabled() for router in routers) else None,
             live=None if self._comparison is None else self._comparison.report(),
             leg_times=None if self._leg_times is None else self._leg_times.report(),
         )
@@ -102,6 +114,7 @@ class ReplaySession(Session):
 
     def _microbatch_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         super()._microbatch_done(chunk, microbatch)
+        self._agreement.add(microbatch.is_token is not None)
         if self._comparison is not None and self._comparison.wants(microbatch.number):
             self._comparison.end_microbatch(chunk.index)
 
@@ -121,13 +134,14 @@ class ReplaySession(Session):
         check_padding(rows, padding, self._check)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
         self._check_known(trace, view)
+        at_padding = None if padding is None else chunk.router_view(padding)
         if trained is not None:
             self._check_trained(trace, view, chunk.router_view(trained))
         tokens = None if inputs.token_ids is None else inputs.token_ids.to(trace.device)
         targets = build_targets(
             trace,
             view,
-            padding=None if padding is None else chunk.router_view(padding),
+            padding=at_padding,
             padding_rank=None if padding is None else chunk.router_view(padding_ranks(padding)),
             device=chunk.routers[0].found.router.weight.device,
             any_live=self._any_live or unrouted,
@@ -141,6 +155,7 @@ class ReplaySession(Session):
                 rows=rows,
                 token_ids=self._expected_tokens(trace, rows, tokens),
                 targets=targets,
+                is_token=chunk.is_token(at_padding),
                 counts=targets.counts,
             )
         )
@@ -195,9 +210,15 @@ class ReplaySession(Session):
             self._check(differ.any(), "token_ids differ from the trace's: tokens and routing_rows moved apart.")
         return tokens
 
+    def _numbers(self) -> list[int]:
+        return [*super()._numbers(), *self._agreement.numbers()]
+
     def _judge(self, everyone: dict[int, list[int]]) -> list[str]:
-        replayed, live, _, _ = (sum(counts) for counts in zip(*everyone.values()))
+        replayed, live, *_ = (sum(counts) for counts in zip(*everyone.values()))
         ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
+        disagree = self._agreement.problems({rank: numbers[4:] for rank, numbers in everyone.items()})
+        if disagree:
+            return disagree
         if live and not replayed:
             return [
                 f"none of {live} tokens was replayed on {ranks}; the trace has no route for any of them, or all rows are -1. "
@@ -225,6 +246,8 @@ def replay(
     compare_live: bool | int = False,
     min_replayed: float | None = None,
     leg_times: LegTimes | None = None,
+    expert_bias: ExpertBias = "replayed",
+    aux_loss: AuxLoss = "live",
     group: dist.ProcessGroup | None = None,
 ) -> ReplaySession:
     """Make the model use the experts of a trace, in every forward and recompute.
@@ -246,12 +269,17 @@ def replay(
             group together; less raises on every rank when the session is left. None: at least one token.
         leg_times: `receiver.times` of the transport that brought the trace: the report then says what each leg of its
             way here took since `leg_times.reset()`, on both sides, and which one training waited for.
-        group: the ranks that judge the shares together when the session is left, in one all_gather of five numbers; all of
+        expert_bias: whose experts the counters behind Megatron-Core's expert bias get: "replayed", those that the forward
+            used; "live", those that the router would have chosen, which costs a top-k; "off", none, so that the bias stays.
+        aux_loss: whose experts auxiliary losses take for the load: "live", their own top-k of the scores, as always;
+            "replayed", those that the forward used; "off": no auxiliary loss. Padding counts in neither.
+        group: the ranks that judge the shares together when the session is left, in one all_gather of eight numbers; all of
             them must have such a session. None: every rank of the job.
 
     Raises:
-        UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
-        TraceError: the trace is of another model, or no trace.
+        UnsupportedRouterError: a router cannot be replayed exactly, or has nothing of what expert_bias="live" or
+            aux_loss="replayed" asks for; names the config field.
+        TraceError: the trace is of another model, or no trace; an option has an unknown value.
         LayoutError: the model has no experts.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
@@ -276,6 +304,7 @@ def replay(
         compare_live=compare_live,
         min_replayed=min_replayed,
         leg_times=leg_times,
+        balance=Balance(expert_bias=expert_bias, aux_loss=aux_loss),
         group=group,
     ).start()
 

@@ -28,6 +28,7 @@ _ADDED_UP = (
     "decisions_recomputed",
     "decisions_verified",
     "decisions_wrong",
+    "decisions_counted",
 )
 
 
@@ -51,6 +52,9 @@ class SessionReport:
         decisions_verified: (row, layer) pairs whose routing map was compared on its way out of the router, forwards and
             recomputes; with verify=True.
         decisions_wrong: those that did not hold exactly the experts this session chose.
+        decisions_counted: (row, layer) pairs that went into the counters behind the expert bias, each once, padding left out;
+            None: the model has no expert bias.
+        expert_bias, aux_loss: what `replay` was told to count; None: the model has none, or the session replays nothing.
         live: the live router beside the replayed routes; with compare_live.
         leg_times: how long each leg of the routes' way here took, on both sides; with leg_times.
     """
@@ -70,6 +74,9 @@ class SessionReport:
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
     decisions_verified: int | None = None
     decisions_wrong: int | None = None
+    decisions_counted: int | None = None
+    expert_bias: str | None = None
+    aux_loss: str | None = None
     live: LiveReport | None = None
     leg_times: LegReport | None = None
 
@@ -144,6 +151,11 @@ class SessionReport:
             )
         if self.decisions_verified is not None:
             rows.append(("decisions verified / wrong", f"{self.decisions_verified:,}", f"/ {self.decisions_wrong:,}"))
+        if self.decisions_counted is not None:
+            remark = "" if self.expert_bias is None else f"expert_bias={self.expert_bias}"
+            rows.append(("expert-bias decisions", f"{self.decisions_counted:,}", remark))
+        if self.aux_loss is not None:
+            rows.append(("aux loss", "", f"aux_loss={self.aux_loss}"))
         return Table(name="session", words=(0, 2), rows=rows)
 
     def _headline(self) -> str:
@@ -171,4 +183,6 @@ def _add_up(reports: list[SessionReport]) -> SessionReport:
         totals[name] = sum(measured) if measured else None
     layers = sorted({layer for report in reports for layer in report.flips_of_layer})
     flips = {layer: sum(report.flips_of_layer.get(layer, 0) for report in reports) for layer in layers}
+    for name in ("expert_bias", "aux_loss"):  # a pipeline stage without routers knows of none
+        totals[name] = next((choice for report in reports if (choice := getattr(report, name)) is not None), None)
     return replace(reports[0], flips_of_layer=flips, **totals)

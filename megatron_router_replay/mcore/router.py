@@ -12,6 +12,7 @@ from torch import Size, Tensor, nn
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.ids import index_dtype
+from megatron_router_replay.mcore import balance
 from megatron_router_replay.mcore.compat import TOPK_ORDER_FOLLOWS_GRAD
 from megatron_router_replay.mcore.find import FoundRouter
 from megatron_router_replay.mcore.ledger import Ledger, Microbatch
@@ -72,10 +73,18 @@ class SessionRouter:
         chunk_index: which chunk of the session it is in.
         choose: how it chooses in a forward; None: live.
         ledger: whose micro-batches it routes; None: it needs none, and is only frozen in recomputes.
+        beside: for one without, the ledger of the routers whose micro-batches it routes live (multi-token prediction).
     """
 
     def __init__(
-        self, found: FoundRouter, *, position: int, chunk_index: int, choose: Choose | None, ledger: Ledger | None
+        self,
+        found: FoundRouter,
+        *,
+        position: int,
+        chunk_index: int,
+        choose: Choose | None,
+        ledger: Ledger | None,
+        beside: Ledger | None = None,
     ) -> None:
         self.found = found
         self.position = position
@@ -92,11 +101,14 @@ class SessionRouter:
         # thread -> what its forward or recompute uses, for a Verifier that watches; threads may run backwards at once
         self.last_used: dict[int, Tensor] = {}
         self.forwards = self.recomputes = self.decisions_recomputed = 0
+        self.balance = balance.Balance()
+        self.decisions_counted: int | Tensor = 0  # tokens that went into the expert-bias counters
         self.flips: Tensor | None = None  # recomputed decisions whose live top-k would have been another set
         self.closed = False
         self.session: Session | None = None  # while it is open
         self._choose = choose
         self._ledger = ledger
+        self._beside = beside
         self._routing = type(found.router).routing
         # A frozen run may generate between its steps: there nothing is queued, and nothing is recomputed.
         self._must_train = ledger is not None and isinstance(found.router, INFERENCE_ROUTERS)
@@ -139,7 +151,7 @@ class SessionRouter:
         self._handles = []
         self.closed = True
         # The graph may keep this object for long; the session, with its trace, shall not live as long.
-        self._ledger = self.live_comparison = None
+        self._ledger = self._beside = self.live_comparison = None
         self.session = None
         self._restore_if_done()
 
@@ -194,6 +206,7 @@ class SessionRouter:
         """
         assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
         live = LiveTopk(scores, topk, num_groups, group_topk, default_compute_topk)
+        balance.forget()
         shape = self._inputs.pop(threading.get_ident(), _NOT_ASKED)
         if shape is None:
             return self._pass_on(live)
@@ -237,6 +250,7 @@ class SessionRouter:
         if self._ledger is not None:
             microbatch = self._ledger.microbatch_of(self.position)
             self._check_shape(microbatch, shape)
+        beside = None if self._beside is None else self._beside.current
         if self._choose is not None and microbatch is not None:
             used = self._choose(self, microbatch, live)
             values, indices = self._gather(live.scores, used, like_topk=False)
@@ -248,11 +262,14 @@ class SessionRouter:
             )
             if not (place.inside or self._ledger is not None or self.watched):
                 self.forwards += 1
+                balance.begin(self._routed(indices, beside), live)
                 return values, indices  # nothing will ask for them again
             used = indices.to(self.dtype)
         self.forwards += 1
+        routing = self._routed(used, microbatch or beside)
+        balance.begin(routing, live)
         if place.inside:
-            selection = Selection(used, self)
+            selection = Selection(used, self, routing)
             self._alive[weakref.ref(selection, self._freed)] = None
             remember(place, self.found.router, selection)
         if self.watched:
@@ -262,6 +279,23 @@ class SessionRouter:
                 microbatch.used[self.position] = used
             self._ledger.routed(microbatch, self.position)
         return values, indices
+
+    def _routed(self, used: Tensor, microbatch: Microbatch | None) -> balance.Routing:
+        """Return what the balancing of this forward shall see of the experts it used."""
+        is_token = None if microbatch is None else microbatch.is_token
+        if is_token is not None and is_token.numel() != used.shape[0]:
+            raise ReplayStateError(
+                f"{self.found}: routes {used.shape[0]} tokens beside a micro-batch that has {is_token.numel()} on this rank, "
+                "so which of them are padding cannot be told. Leave padding= out, or take it in with mtp=True."
+            )
+        packed = microbatch is not None and microbatch.packed
+        return balance.Routing(
+            self.found.router, self.balance, used, is_token=is_token, packed=packed, counted=self._counted
+        )
+
+    def _counted(self, num_tokens: int | Tensor) -> None:
+        with self._counting:
+            self.decisions_counted = self.decisions_counted + num_tokens
 
     def _recompute(self, selection: Selection, live: LiveTopk) -> tuple[Tensor, Tensor]:
         with outside_selective_checkpoints():
@@ -280,6 +314,7 @@ class SessionRouter:
             maker.flips = num_flipped if maker.flips is None else maker.flips + num_flipped
         if self.watched:
             self.last_used[threading.get_ident()] = used
+        balance.begin(selection.routing, live)
         return self._gather(live.scores, used, like_topk=maker._choose is None)
 
     def _gather(self, scores: Tensor, used: Tensor, *, like_topk: bool) -> tuple[Tensor, Tensor]:
@@ -324,6 +359,7 @@ class SessionRouter:
 
     @not_compiled
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        balance.forget()  # of a forward that raised; every other one is over
         # torch passes None for the output of a forward that raised.
         if self._inputs.pop(threading.get_ident(), None) is not None and output is not None:
             raise ReplayStateError(
@@ -370,6 +406,8 @@ class SessionRouter:
             return
         if getattr(self.found.router, "router_replay", None) is self:
             self.found.router.router_replay = self.replaced
+        if not isinstance(getattr(self.found.router, "router_replay", None), SessionRouter):
+            balance.take_off(self.found.router)
         if self._replaces_function:
             self._replaces_function = False
             routing_function.detach()

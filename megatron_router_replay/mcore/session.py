@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.mcore.balance import has_expert_bias
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.compat import check_version
 from megatron_router_replay.mcore.events import log_began, log_ended, log_failed
@@ -173,6 +174,7 @@ class Session:
                 padding position has a route, a trained one has none, `model` is none of the session's chunks, or the rows
                 were prefetched from another trace.
             TraceError: they were prefetched without a layer of this chunk.
+            UnsupportedRouterError: padding is given for a chunk of MTP layers alone, which the session leaves live.
             ReplayStateError: the session is closed, or takes no micro-batches.
         """
         self._check_open()
@@ -191,6 +193,8 @@ class Session:
                 highest = inputs.rows.max() + 1
                 self._num_rows = highest if self._num_rows is None else torch.maximum(self._num_rows, highest)
             self._queue(inputs, routes)
+        elif inputs.padding is not None:
+            self._check_unmasked(inputs.chunk)
 
     @property
     def report(self) -> SessionReport:
@@ -200,6 +204,7 @@ class Session:
         counting = [router for router in routers if router.counts_flips]
         flips = {router.found.layer_number: 0 if router.flips is None else int(router.flips) for router in counting}
         verifier = self._verifier
+        biased = [router for router in routers if has_expert_bias(router.found.router)]
         return SessionReport(
             kind=self.kind,
             routers=len(routers),
@@ -213,6 +218,7 @@ class Session:
             recompute_flips=sum(flips.values()) if counting else None,
             decisions_recomputed=sum(router.decisions_recomputed for router in counting) if counting else None,
             flips_of_layer=flips,
+            decisions_counted=sum(int(router.decisions_counted) for router in biased) if biased else None,
             decisions_verified=None if verifier is None else verifier.num_verified,
             decisions_wrong=None if verifier is None else verifier.num_wrong(),
         )
@@ -264,6 +270,17 @@ class Session:
     def _queue(self, inputs: MicrobatchInputs, routes: MicrobatchRoutes | None) -> None:
         """Add a micro-batch to the ledger of its chunk; `routes` are the prefetched ones, where there are any."""
         raise AssertionError("only sessions that take micro-batches queue them")
+
+    def _check_unmasked(self, chunk: Chunk) -> None:
+        """Raise where padding is known, but reaches no router that would balance it: of MTP layers that stand alone."""
+        for router in chunk.routers:
+            counts = has_expert_bias(router.found.router) and router.balance.expert_bias != "off"
+            if counts or (router.found.router.is_aux_loss_enabled() and router.balance.aux_loss != "off"):
+                raise UnsupportedRouterError(
+                    f"{router.found}: chunk {chunk.index} has MTP layers alone, which take no micro-batches, so padding "
+                    "would count in its expert bias and auxiliary loss: pass mtp=True, or replay with expert_bias='off' "
+                    "and aux_loss='off'."
+                )
 
     def _num_microbatches(self) -> int:
         return self._microbatches

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
 from megatron_router_replay.errors import UnsupportedRouterError
+from megatron_router_replay.mcore.balance import replaced_methods
 from megatron_router_replay.mcore.compat import check_version, is_newer_than_tested, megatron_version
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, find_routers
 from megatron_router_replay.mcore.routing_function import is_needed
@@ -148,7 +149,7 @@ def refusals(router: nn.Module) -> list[str]:
     if changed:
         return [f"router class {type(router).__name__} overrides TopKRouter.{' and '.join(changed)}"]
     # A method put on the module itself hides the class's; slime's DeepEP bridge replaces `routing` so.
-    replaced = [name for name in ("forward", "routing") if name in vars(router)]
+    replaced = [name for name in ("forward", "routing") if name in vars(router)] + replaced_methods(router)
     if replaced:
         return [f"TopKRouter.{' and '.join(replaced)} was replaced on this module by {vars(router)[replaced[0]]!r}"]
     reasons = list(inference_refusals(router)) + list(_foreign_dispatch_refusals(router))

@@ -25,18 +25,18 @@ HIDDEN, EXPERTS, TOPK, VOCAB = 8, 8, 2, 32
 def config(**options: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(
-        num_layers=3,
-        hidden_size=HIDDEN,
-        num_attention_heads=1,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=TOPK,
-        moe_router_load_balancing_type="none",
-        perform_initialization=False,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        **options,
-    )
+    fields: dict[str, Any] = {
+        "num_layers": 3,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 1,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": TOPK,
+        "moe_router_load_balancing_type": "none",
+        "perform_initialization": False,
+        "add_bias_linear": False,
+        "use_cpu_initialization": True,
+    }
+    return TransformerConfig(**{**fields, **options})
 
 
 class Layer(nn.Module):
@@ -54,10 +54,11 @@ class Layer(nn.Module):
         self.router.layer_number = layer_number
         # Megatron-Core's own moves the weight to a GPU.
         self.router.gating = lambda hidden: nn.functional.linear(hidden, self.router.weight)
+        self.router_args: tuple[Any, ...] = ()  # a padding_mask
         self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator) / HIDDEN)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        probs, routing_map = self.router(hidden)
+        probs, routing_map = self.router(hidden, *self.router_args)
         outputs = torch.einsum("sbh,ehk->sbek", hidden, self.experts).tanh()
         mixed = (outputs * (probs * routing_map).view(*hidden.shape[:2], EXPERTS, 1)).sum(dim=2)
         keep = torch.ones(HIDDEN)
@@ -82,7 +83,7 @@ class Chunk(nn.Module):
         self.number = 0  # of the next forward
         self.fail_at: int | None = None  # the layer before which the next forward fails
 
-    def forward(self, input_ids: Tensor, number: int | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, number: int | None = None, packed_seq_params: Any = None) -> Tensor:
         number = self.number if number is None else number
         hidden = self.embedding[input_ids.t()]
         hidden = torch.cat([hidden[..., :-1], torch.full_like(hidden[..., -1:], float(number))], dim=-1)

@@ -1,0 +1,281 @@
+"""What Megatron-Core's expert-bias counters see under a session: each token once, padding never. Numbers by hand."""
+
+import copy
+import gc
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import TraceError, UnsupportedRouterError
+from megatron_router_replay.mcore.selection import LiveTopk
+from tests.unit.mcore.balanced_chunk import balanced, counters, inside_out, not_compiled, outside_in
+from tests.unit.mcore.tiny_chunk import (
+    EXPERTS,
+    Chunk,
+    by_hooks,
+    non_reentrant,
+    plain,
+    reentrant,
+    reentrant_with_gradients,
+    tokens,
+    watched,
+)
+
+__all__ = ["not_compiled"]  # a fixture of every test here
+
+# Two sequences of three tokens. The last of the first sequence is padding; the last of the second has no route.
+ROWS = torch.tensor([[0, 1, -1], [2, 3, -1]])
+PADDING = torch.tensor([[False, False, True], [False, False, False]])
+LIVE_AT = 5  # where routers see the token without a route: position 2 of sequence 1, s-major
+ROUTES = torch.tensor(
+    [
+        [[0, 1], [2, 3], [4, 5]],
+        [[0, 2], [2, 4], [4, 6]],
+        [[0, 3], [2, 5], [4, 7]],
+        [[1, 2], [3, 4], [5, 6]],
+    ]
+)
+REPLAYED = [  # the four replayed tokens alone, counted by hand from ROUTES
+    [3, 2, 2, 1, 0, 0, 0, 0],
+    [0, 0, 3, 2, 2, 1, 0, 0],
+    [0, 0, 0, 0, 3, 2, 2, 1],
+]
+BIASED: dict[str, Any] = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+
+
+KINDS = {
+    "plain": plain,
+    "reentrant": reentrant,
+    "non-reentrant": non_reentrant,
+    "gradients on in a reentrant one": reentrant_with_gradients,
+    "by hooks": by_hooks,
+    "non-reentrant in reentrant": inside_out,
+    "reentrant in non-reentrant": outside_in,
+}
+
+
+def trace() -> mrr.RoutingTrace:
+    return mrr.RoutingTrace(topk_indices=ROUTES, layer_numbers=[1, 2, 3], num_experts=EXPERTS)
+
+
+def with_live(replayed: list[list[int]], seen: Any, number: int = 0) -> list[list[int]]:
+    """Add the experts that the token without a route went to, read off the maps that left the routers."""
+    live = [seen[number, layer][0][LIVE_AT].int() for layer in (1, 2, 3)]
+    return [(torch.tensor(one) + other).tolist() for one, other in zip(replayed, live)]
+
+
+def step(chunk: Chunk, session: Any, *, padding: Tensor | None = PADDING, number: int = 0) -> Tensor:
+    session.microbatch(ROWS, padding=padding)
+    loss: Tensor = chunk(tokens(2, 3), number).square().sum()
+    return loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_counts_once_and_padding_never(kind):
+    chunk = balanced(**BIASED)
+    chunk.around = KINDS[kind]
+    with watched(chunk) as seen, mrr.replay(chunk, trace()) as session:
+        step(chunk, session).backward()
+    assert counters(chunk) == with_live(REPLAYED, seen)
+    assert session.report.decisions_counted == 3 * 5
+    assert (session.report.expert_bias, session.report.aux_loss) == ("replayed", None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("start", [mrr.record, mrr.freeze_recompute])
+def test_record_and_freeze_count_once_too(kind, start):
+    chunk = balanced(**BIASED)
+    chunk.around = KINDS[kind]
+    told = start is mrr.record  # a freeze is told nothing of padding, and counts it as Megatron-Core does
+    with watched(chunk) as seen, start(chunk) as session:
+        if told:
+            session.microbatch(torch.tensor([[0, 1, -1], [2, 3, 4]]), padding=PADDING)
+        chunk(tokens(2, 3), 0).square().sum().backward()
+    keep = torch.tensor([True, True, True, True, not told, True])
+    assert counters(chunk) == [seen[0, layer][0][keep].sum(0).tolist() for layer in (1, 2, 3)]
+    assert session.report.decisions_counted == 3 * int(keep.sum())
+    assert session.report.expert_bias is None
+
+
+def test_without_a_session_a_non_reentrant_checkpoint_counts_twice():
+    """What the two tests above would see if nothing was done."""
+    chunk = balanced(**BIASED)
+    chunk.around = non_reentrant
+    chunk(tokens(2, 3), 0).square().sum().backward()
+    assert [sum(layer) for layer in counters(chunk)] == [2 * 12] * 3
+
+
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
+def test_the_live_choice_counts_what_the_router_would_have_taken(kind):
+    routed_live, chunk = balanced(**BIASED), balanced(**BIASED)
+    chunk.around = KINDS[kind]
+    with watched(routed_live) as seen:
+        routed_live(tokens(2, 3), 0)
+    with mrr.replay(chunk, trace(), expert_bias="live") as session:
+        step(chunk, session).backward()
+    # Replay moves what later layers see, so only the first layer's live choice is the same in both.
+    keep = ~PADDING.t().reshape(-1)
+    assert counters(chunk)[0] == seen[0, 1][0][keep].sum(0).tolist()
+    assert [sum(layer) for layer in counters(chunk)] == [10] * 3
+    assert session.report.decisions_counted == 15
+
+
+def test_off_counts_nothing_and_leaves_what_was_counted_before():
+    chunk = balanced(**BIASED)
+    for router in chunk.routers:
+        router.local_tokens_per_expert += torch.arange(EXPERTS)
+    with mrr.replay(chunk, trace(), expert_bias="off") as session:
+        step(chunk, session).backward()
+    assert counters(chunk) == [list(range(EXPERTS))] * 3
+    assert session.report.decisions_counted == 0
+    assert "expert-bias decisions  0  expert_bias=off" in str(session.report)
+    assert session.report.to_dict()["expert_bias"] == "off"
+    assert session.report.metrics()["router_replay/decisions_counted"] == 0.0
+
+
+def test_without_gradients_nothing_counts():
+    chunk = balanced(**BIASED)
+    with mrr.replay(chunk, trace()) as session, torch.no_grad():
+        step(chunk, session)
+    assert counters(chunk) == [[0] * EXPERTS] * 3
+    assert session.report.decisions_counted == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_micro_batches_in_one_backward_and_a_graph_used_twice(kind):
+    chunk = balanced(**BIASED)
+    chunk.around = KINDS[kind]
+    with watched(chunk) as seen, mrr.replay(chunk, trace()) as session:
+        losses = [step(chunk, session, number=number) for number in range(3)]
+        total = torch.stack(losses).sum()
+        total.backward(retain_graph=True)
+        total.backward()
+    expected = torch.tensor([with_live(REPLAYED, seen, number) for number in range(3)]).sum(0)
+    assert counters(chunk) == expected.tolist()
+    assert session.report.decisions_counted == 3 * 15
+
+
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
+def test_a_backward_after_the_session_counts_as_in_it_and_then_nothing_is_left(kind):
+    chunk = balanced(**BIASED)
+    chunk.around = KINDS[kind]
+    before = [set(vars(router)) for router in chunk.routers]
+    with watched(chunk) as seen:
+        with mrr.replay(chunk, trace()) as session:
+            loss = step(chunk, session)
+        loss.backward()
+    del loss
+    assert counters(chunk) == with_live(REPLAYED, seen)
+    assert [set(vars(router)) for router in chunk.routers] == before
+    assert not [each for each in gc.get_objects() if type(each) is LiveTopk]  # which would hold the scores of a layer
+    for router in chunk.routers:
+        router.local_tokens_per_expert.zero_()
+    chunk.around = plain
+    chunk(tokens(2, 3), 0)
+    assert [sum(layer) for layer in counters(chunk)] == [12] * 3  # Megatron-Core's own again: six rows
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_counters_that_are_reset_between_steps_hold_one_step_each(kind):
+    chunk = balanced(**BIASED)
+    chunk.around = KINDS[kind]
+    with watched(chunk) as seen, mrr.replay(chunk, trace()) as session:
+        for number in range(2):
+            step(chunk, session, number=number).backward()
+            assert counters(chunk) == with_live(REPLAYED, seen, number)
+            for router in chunk.routers:
+                router.local_tokens_per_expert.zero_()
+
+
+def test_padding_that_nobody_names_is_live_and_counts_as_in_megatron():
+    chunk = balanced(**BIASED)
+    with mrr.replay(chunk, trace()) as session:
+        step(chunk, session, padding=None).backward()
+    assert [sum(layer) for layer in counters(chunk)] == [12] * 3
+
+
+@pytest.mark.parametrize("num_tokens", [6, EXPERTS])
+def test_a_padding_mask_of_megatrons_own_is_widened(num_tokens):
+    """Megatron-Core 0.16 to 0.19 combine [num_tokens] with [num_tokens, num_experts]: an error, or wrong if the two agree."""
+    chunk = balanced(**BIASED)
+    mask = torch.zeros(num_tokens, 1, dtype=torch.bool)
+    mask[1] = True
+    for layer in chunk.layers:
+        layer.router_args = (mask,)
+    ids, rows = tokens(1, num_tokens), torch.arange(num_tokens).unsqueeze(0)
+    padding = rows == num_tokens - 1
+    with watched(chunk) as seen, mrr.record(chunk) as session:
+        session.microbatch(rows.masked_fill(padding, -1), padding=padding)
+        chunk(ids, 0).square().sum().backward()
+    keep = torch.tensor([i not in (1, num_tokens - 1) for i in range(num_tokens)])
+    assert counters(chunk) == [seen[0, layer][0][keep].sum(0).tolist() for layer in (1, 2, 3)]
+
+
+def test_a_replay_inside_a_freeze_counts_once_and_both_leave_nothing():
+    chunk = balanced(**BIASED)
+    chunk.around = non_reentrant
+    before = [set(vars(router)) for router in chunk.routers]
+    with mrr.freeze_recompute(chunk), watched(chunk) as seen:
+        with mrr.replay(chunk, trace()) as session:
+            step(chunk, session).backward()
+        assert counters(chunk) == with_live(REPLAYED, seen)
+        chunk(tokens(2, 3), 1).square().sum().backward()
+        assert [sum(layer) for layer in counters(chunk)] == [10 + 12] * 3
+    assert [set(vars(router)) for router in chunk.routers] == before
+
+
+def test_a_copy_of_the_model_counts_for_itself():
+    chunk = balanced(**BIASED)
+    with mrr.replay(chunk, trace()) as session:
+        step(chunk, session).backward()
+        twin = copy.deepcopy(chunk)
+        for router in twin.routers:
+            router.local_tokens_per_expert.zero_()
+        step(chunk, session).backward()
+        counted = counters(chunk)
+        twin(tokens(2, 3), 1).square().sum().backward()
+        assert counters(chunk) == counted
+    assert [sum(layer) for layer in counters(twin)] == [12] * 3
+
+
+def test_tokens_that_fill_an_expert_up_to_its_capacity_were_not_routed_to_it():
+    options = {
+        "moe_expert_capacity_factor": 4.0,
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_token_drop_policy": "position",
+    }
+    chunk = balanced(**BIASED, **options)
+    with mrr.replay(chunk, trace()) as session:
+        session.microbatch(torch.tensor([[0, 1], [2, 3]]))
+        chunk(tokens(2, 2), 0).square().sum().backward()
+    assert counters(chunk) == REPLAYED
+
+
+def test_choices_that_nobody_knows_or_that_have_no_effect_are_refused():
+    chunk = balanced()
+    with pytest.raises(TraceError, match=r"expert_bias='Live' must be one of 'replayed', 'live', 'off'"):
+        mrr.replay(chunk, trace(), expert_bias="Live")
+    with pytest.raises(TraceError, match=r"aux_loss=None must be one of 'live', 'replayed', 'off'"):
+        mrr.replay(chunk, trace(), aux_loss=None)
+    with pytest.raises(UnsupportedRouterError, match="moe_router_enable_expert_bias is off"):
+        mrr.replay(chunk, trace(), expert_bias="live")
+    with pytest.raises(UnsupportedRouterError, match="moe_router_load_balancing_type='none'"):
+        mrr.replay(chunk, trace(), aux_loss="replayed")
+    with mrr.replay(chunk, trace(), expert_bias="off", aux_loss="off") as session:  # true of a model without either
+        step(chunk, session).backward()
+    assert (session.report.expert_bias, session.report.aux_loss) == (None, None)
+    assert session.report.decisions_counted is None
+    assert "aux" not in str(session.report)
+
+
+@pytest.mark.parametrize("name", ["_apply_expert_bias", "_apply_seq_aux_loss", "attach_and_log_load_balancing_loss"])
+def test_a_balancing_method_that_was_put_on_the_router_itself_is_refused(name):
+    chunk = balanced(**BIASED)
+    router = chunk.layers[1].router
+    setattr(router, name, MethodType(lambda self, *args, **kwargs: args[0], router))
+    with pytest.raises(UnsupportedRouterError, match=rf"layer 2 .*TopKRouter\.{name} was replaced on this module"):
+        mrr.replay(chunk, trace())
