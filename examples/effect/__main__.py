@@ -10,7 +10,7 @@ import typer
 from benchmarks.measure import environment
 from examples.effect import figures, freeze, rl
 from examples.effect.arms import ARMS
-from examples.effect.results import columns, save
+from examples.effect.results import columns, load, save
 from megatron_router_replay.testing import GlooWorkers
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -47,24 +47,35 @@ def freeze_(steps: int = 20) -> None:
 
 
 @app.command(name="rl")
-def rl_(steps: int = 30, seeds: int = 5) -> None:
+def rl_(
+    steps: int = 40,
+    seeds: int = 5,
+    go_on: Annotated[
+        bool, typer.Option(help="Keep the seeds that results/rl.json has, and run those behind them.")
+    ] = False,
+) -> None:
     """Train every arm with every seed."""
-    where = environment()
     names = ("reward", "kl", "router_disagreement", "replayed_disagreement", "clipped_share", "grad_norm")
-    arms: dict[str, dict[str, list[list[float]]]] = {arm: {name: [] for name in names} for arm in ARMS}
+    results = (
+        load("rl")
+        if go_on
+        else {"environment": environment(), "arms": {arm: {name: [] for name in names} for arm in ARMS}}
+    )
     with GlooWorkers(1) as workers:
-        for seed in range(seeds):
+        for seed in range(len(results["arms"]["off"]["reward"]), seeds):
+            of_seed = {}
             for arm in ARMS:
                 out = OUT / f"{arm}_{seed}"
                 out.mkdir(parents=True, exist_ok=True)
                 run = rl.Run(out=out, arm=arm, seed=seed, steps=steps)
                 metrics = workers.run(rl.train, run, timeout_s=TIMEOUT_S)[0]
-                for name, values in columns(metrics, names).items():
-                    arms[arm][name].append(values)
+                of_seed[arm] = columns(metrics, names)
                 seconds = sum(step["seconds"] for step in metrics)
                 print(f"seed {seed}, {arm}: reward {metrics[-1]['reward']:.3f} after {seconds:.0f} s", flush=True)
-            path = save("rl", {"environment": where, "arms": arms})  # an interrupted run keeps its whole seeds
-    print(path)
+            for arm, of_arm in of_seed.items():
+                for name, values in of_arm.items():
+                    results["arms"][arm][name].append(values)
+            print(save("rl", results), flush=True)  # an interrupted run keeps its whole seeds
 
 
 @app.command(name="figures")

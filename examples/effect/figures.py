@@ -164,7 +164,7 @@ def pictures() -> dict[str, str]:
     """Return the text of each SVG by its name."""
     return {
         "effect_rl.svg": rl_picture(load("rl")),
-        "effect_gap.svg": gap_picture(load("gap_transformers"), "transformers"),
+        "effect_gap.svg": gap_picture(load("gap_transformers"), "transformers, int8 weights in bf16"),
         "effect_freeze.svg": freeze_picture(load("freeze")),
     }
 
@@ -173,7 +173,7 @@ def tables() -> list[str]:
     """Return the tables of docs/effect.md."""
     freeze = load("freeze")
     return [
-        gap_table({"transformers": load("gap_transformers")}),
+        gap_table({"transformers, bf16": load("gap_transformers"), "vLLM 0.30.0, bf16": load("gap_vllm")}),
         freeze_table({"recompute": freeze["live"], "`freeze_recompute`": freeze["frozen"]}),
         rl_table(load("rl")["arms"]),
     ]
