@@ -125,7 +125,7 @@ def rl_picture(results: dict[str, Any]) -> str:
     return draw(
         "Reward of training runs: without replay, with it, and with it wrong",
         f"share of right tokens in a rollout; mean of {len(arms['off']['reward'])} seeds, lowest to highest",
-        "step; Qwen3-MoE of 32 experts, top-2; engine with int8 weights in bf16, Megatron-Core in fp32",
+        "step; Qwen3-MoE of 64 experts, top-2; engine with int8 weights in bf16, Megatron-Core in fp32",
         Axis(low=0, high=1, marks=(0, 0.25, 0.5, 0.75, 1)),
         lines,
     )

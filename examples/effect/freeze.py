@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout, build_tiny_gpt, run_schedule, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, run_schedule, tiny_gpt_config
 
-LAYOUT = ParallelLayout()
+LAYOUT = ParallelSizes()
 LAYERS, EXPERTS, TOPK, VOCAB = 8, 32, 4, 64
 BATCH, LENGTH = 4, 64
 PER_CHECKPOINT = 4

@@ -11,7 +11,7 @@ from examples.effect.results import removed
 from examples.grpo.rollout import Text, TransformersEngine
 from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
 from megatron_router_replay.testing import (
-    ParallelLayout,
+    ParallelSizes,
     build_tiny_gpt,
     gradients,
     random_microbatches,
@@ -64,7 +64,7 @@ def test_without_another_order_nothing_differs(workers_1):
 
 def looped_and_batched():
     """The loss and the gradients of one step with Megatron's loop over experts, and with all experts at once."""
-    layout = ParallelLayout()
+    layout = ParallelSizes()
     layout.initialize()
     chunks = build_tiny_gpt(tiny_gpt_config(layout, num_layers=2), layout)
     results = []
