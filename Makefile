@@ -16,7 +16,7 @@ VENV_DOCS ?= .venv-docs
 VERSION ?= 0.19.2
 MCORE := build/megatron-core/$(VERSION)
 
-.PHONY: venv venv-triton venv-loggers venv-vllm venv-docs venv-verl demo grpo test test-slow test-mcore test-verl mutate lint format docs bench clean
+.PHONY: venv venv-triton venv-loggers venv-vllm venv-docs venv-verl demo grpo effect test test-slow test-mcore test-verl mutate lint format docs bench clean
 
 venv: $(READY)
 
@@ -88,6 +88,13 @@ demo: $(DEMO)
 
 grpo: $(READY)
 	$(BIN)/python -m examples.grpo compare
+
+# What replay changes, measured: docs/effect.md. On demand, not part of CI.
+effect: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples.effect gap
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples.effect freeze
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples.effect rl
+	$(BIN)/python -m examples.effect figures
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"

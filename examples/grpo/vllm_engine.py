@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from examples.grpo.rollout import Sample, make_sample
-from examples.grpo.weights import save_hf_checkpoint
+from examples.grpo.weights import CONFIG, save_hf_checkpoint
 from megatron_router_replay import engines
 from megatron_router_replay.transport import LegTimes
 
@@ -225,11 +225,15 @@ class VllmEngine(VllmClient):
 
     Args:
         folder: where the weights go that the server reads.
+        config: of the checkpoint.
         server_options: of `VllmServer`.
     """
 
-    def __init__(self, folder: Path, *, eos_token_id: int, **server_options: Any) -> None:
+    def __init__(
+        self, folder: Path, *, eos_token_id: int, config: Mapping[str, Any] = CONFIG, **server_options: Any
+    ) -> None:
         super().__init__(folder, eos_token_id=eos_token_id)
+        self.config = config
         self.server_options = server_options
         self.server: VllmServer | None = None
         self._served: dict[str, Tensor] = {}
@@ -239,7 +243,7 @@ class VllmEngine(VllmClient):
         if self.server is not None and all(torch.equal(self._served[name], weights[name]) for name in weights):
             return
         self.close()
-        save_hf_checkpoint(self.folder, weights)
+        save_hf_checkpoint(self.folder, weights, self.config)
         self.server = VllmServer(self.folder, **self.server_options)
         self.url = self.server.url
         self._served = dict(weights)
