@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.ids import index_dtype
+from megatron_router_replay.left_live import check_nothing_left_out
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -48,7 +49,12 @@ class TraceFormat:
 
     @classmethod
     def of(cls, trace: RoutingTrace) -> TraceFormat:
-        """Return the format of a trace."""
+        """Return the format of a trace.
+
+        Raises:
+            TraceError: rows of it were left live by choice, which no file and no message holds.
+        """
+        check_nothing_left_out(trace.left_live, "save or send a trace", "the trace where it is replayed")
         return cls(
             layer_numbers=trace.layer_numbers,
             topk=trace.topk,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.ids import index_dtype, spread_experts
+from megatron_router_replay.left_live import check_nothing_left_out
 from megatron_router_replay.runs import as_slice
 from megatron_router_replay.trace import RoutingTrace
 
@@ -45,8 +46,8 @@ def merge_traces(
 
     Raises:
         TraceError: no parts; parts of different models; two parts recorded another set of experts, another token or
-            another weight version for the same row; a row is missing in a layer or altogether. Names parts, rows and
-            layers.
+            another weight version for the same row; a row is missing in a layer or altogether; rows of a part were left
+            live by choice (`keep`, `limit_age`). Names parts, rows and layers.
     """
     names = [f"part {i}" for i in range(len(parts))] if names is None else names
     first = _check_same_model(parts, names)
@@ -85,6 +86,9 @@ def _check_same_model(parts: Sequence[RoutingTrace], names: Sequence[str]) -> Ro
     """Return the first part with layers; one without (a stage of dense layers) says nothing of experts."""
     if not parts:
         raise TraceError("cannot merge no parts: at least one is needed.")
+    for part, name in zip(parts, names):
+        # Another part may have a route for such a row, which would undo the choice, in its own layers alone.
+        check_nothing_left_out(part.left_live, f"merge {name}", "the merged trace")
     with_layers = [i for i, part in enumerate(parts) if part.num_layers]
     if not with_layers:
         return parts[0]

@@ -7,7 +7,7 @@ gather of whole rows. Nothing here is widened to int64; that is left to the rout
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.ids import check_topk_indices, index_dtype
+from megatron_router_replay.left_live import NOT_KEPT, STALE, Stale, check_stale, describe_stale, find_stale, leave_out
 from megatron_router_replay.runs import as_slice
 from megatron_router_replay.trace_values import (
     as_int,
@@ -48,6 +49,11 @@ class RoutingTrace:
         sample_ids: a name for each sample; needs `sequence_lengths`.
         weight_version: [num_tokens] or one int: version of the weights that chose the routes, stored as int32.
 
+    Attributes:
+        left_live: [num_tokens] uint8, which choice left a row that has a route to the live router: `keep` (1) or
+            `limit_age` (2), 0: none; None: no choice was made. It stays with the rows in memory. Files, envelopes,
+            transports and merges refuse a trace in which rows were left out: choose where the trace is replayed.
+
     Raises:
         TraceError: shapes disagree, an id is outside 0..num_experts-1, a row names an expert twice, a row is -1 in
             some places only.
@@ -61,6 +67,7 @@ class RoutingTrace:
     sequence_lengths: tuple[int, ...] | None = None
     sample_ids: tuple[str, ...] | None = None
     weight_version: Tensor | None = None
+    left_live: Tensor | None = field(init=False, default=None)
 
     if TYPE_CHECKING:  # what goes in is wider than what is stored
 
@@ -118,6 +125,7 @@ class RoutingTrace:
         replay_mask: Tensor,
         token_ids: Tensor | None = None,
         weight_version: Tensor | None = None,
+        left_live: Tensor | None = None,
         # Any: a type checker takes **tensors for every keyword, these two as well.
         sequence_lengths: Any = None,
         sample_ids: Any = None,
@@ -169,9 +177,11 @@ class RoutingTrace:
         return self.samples()
 
     def __repr__(self) -> str:
-        routed = int(self.replay_mask.sum())
+        routed = f"{int(self.replay_mask.sum())} with a route"
+        if self.left_live is not None:
+            routed = f"{routed}, {int((self.left_live > 0).sum())} left live by choice"
         return (
-            f"RoutingTrace({self.num_tokens} tokens ({routed} with a route), layers {list(self.layer_numbers)}, "
+            f"RoutingTrace({self.num_tokens} tokens ({routed}), layers {list(self.layer_numbers)}, "
             f"top-{self.topk} of {self.num_experts} experts, {str(self.topk_indices.dtype).removeprefix('torch.')})"
         )
 
@@ -217,10 +227,12 @@ class RoutingTrace:
         return self._with(topk_indices=self.topk_indices[:, as_slice(order)], layer_numbers=numbers)
 
     def keep(self, mask: ArrayLike | Tensor) -> RoutingTrace:
-        """Return the trace with routes only where `mask` is True; the live router decides every other row.
+        """Return the trace with routes only where `mask` is True; the live router decides every other row, by choice.
+
+        A session counts such rows apart (`rows_not_kept`) and lets them be trained on; see docs/stale.md.
 
         Args:
-            mask: [num_tokens] bool. A row that has no route gets none by being kept.
+            mask: [num_tokens] bool, in the order of the rows. A row that has no route gets none by being kept.
 
         Raises:
             TraceError: mask has another shape or dtype.
@@ -229,7 +241,50 @@ class RoutingTrace:
         if wanted.dtype is not torch.bool or wanted.shape != (self.num_tokens,):
             dtype = str(wanted.dtype).removeprefix("torch.")
             raise TraceError(f"the mask must be [{self.num_tokens}] bool, got {list(wanted.shape)} {dtype}.")
-        return self._with(replay_mask=self.replay_mask & wanted.to(self.device))
+        return self._leave_out(~wanted.to(self.device), NOT_KEPT)
+
+    def limit_age(self, max_age: int, *, trainer_version: int, stale: Stale) -> RoutingTrace:
+        """Return the trace with routes that are at most `max_age` weight versions older than the trainer's weights.
+
+        The age of a row is trainer_version - its weight_version, so that one sample of a partial rollout has rows of
+        several ages. A row without a route has none. Call it once, with the same numbers on every rank, before rows are
+        split; `take_routes(max_age=...)` does.
+
+        Args:
+            max_age: >= 0; 0 keeps the routes of the trainer's own version alone.
+            trainer_version: >= 0, of the weights that are trained, counted as `weight_version` is.
+            stale: what becomes of an older row. "live": the live router decides it, by choice, and a session counts it
+                apart (`rows_stale`); "raise"; "replay": as if it were not, after the versions were checked.
+
+        Raises:
+            TraceError: a route has no weight version, or one that is newer than the trainer's; a number is negative or no
+                integer; stale="raise" and a row is older.
+        """
+        check_stale(stale)
+        older = self.find_stale(max_age, trainer_version=trainer_version)
+        if stale == "raise" and bool(older.any()):
+            assert self.weight_version is not None, "ages are known"
+            described = describe_stale(
+                older, self.weight_version, trainer_version=trainer_version, sequence_lengths=self.sequence_lengths
+            )
+            raise TraceError(
+                f"{described}, with max_age={max_age}. stale='live' lets the live router decide such rows."
+            )
+        return self._leave_out(older, STALE) if stale == "live" else self
+
+    def find_stale(self, max_age: int, *, trainer_version: int) -> Tensor:
+        """Return which rows have a route that is older than `max_age`, [num_tokens] bool; arguments as `limit_age`.
+
+        Raises:
+            TraceError: as `limit_age`.
+        """
+        return find_stale(
+            self.weight_version,
+            self.replay_mask,
+            max_age=max_age,
+            trainer_version=trainer_version,
+            sequence_lengths=self.sequence_lengths,
+        )
 
     def slice_rows(self, start: int, stop: int) -> RoutingTrace:
         """Return rows start..stop-1 as a view; sample metadata is dropped.
@@ -298,8 +353,12 @@ class RoutingTrace:
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         """Return the trace with its tensors on `device`."""
-        moved = {name: value.to(device) for name in _TENSOR_FIELDS if (value := getattr(self, name)) is not None}
+        moved = {name: value.to(device) for name in TENSOR_FIELDS if (value := getattr(self, name)) is not None}
         return self._with(**moved)
+
+    def _leave_out(self, rows: Tensor, choice: int) -> RoutingTrace:
+        left_live = leave_out(rows, choice, replay_mask=self.replay_mask, left_live=self.left_live)
+        return self._with(replay_mask=self.replay_mask & ~rows, left_live=left_live)
 
     def _pick(self, picks: list[tuple[int, int]], starts: list[int]) -> RoutingTrace:
         rows = [torch.arange(starts[sample], starts[sample] + length) for sample, length in picks]
@@ -309,7 +368,7 @@ class RoutingTrace:
         return self._rows(index.to(self.device), sequence_lengths=lengths, sample_ids=names)
 
     def _rows(self, index: slice | Tensor, **metadata: Any) -> RoutingTrace:
-        taken = {name: value[index] for name in _TENSOR_FIELDS if (value := getattr(self, name)) is not None}
+        taken = {name: value[index] for name in TENSOR_FIELDS if (value := getattr(self, name)) is not None}
         return self._with(**taken, **metadata)
 
     def _with(self, **changes: Any) -> RoutingTrace:
@@ -333,7 +392,8 @@ class RoutingTrace:
 
 
 _FIELDS = tuple(field.name for field in fields(RoutingTrace))
-_TENSOR_FIELDS = ("topk_indices", "replay_mask", "token_ids", "weight_version")
+TENSOR_FIELDS = ("topk_indices", "replay_mask", "token_ids", "weight_version", "left_live")
+"""The tensors of a trace, one row a token each; all but the first two may be None."""
 
 
 def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
@@ -360,6 +420,12 @@ def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
     for name in ("token_ids", "weight_version"):
         # A trace without rows has as many token ids as it has rows, whether it says so or not.
         values[name] = _of_all(name, traces, needed=[trace.num_tokens > 0 for trace in traces])
+    if any(trace.left_live is not None for trace in traces):
+        # A trace of which nothing was chosen has left out no row.
+        values["left_live"] = [
+            torch.zeros_like(trace.replay_mask, dtype=torch.uint8) if trace.left_live is None else trace.left_live
+            for trace in traces
+        ]
     lengths = names = None
     if any(trace.sequence_lengths is not None for trace in traces):
         # Not "or": the lengths () of a batch of no samples are no missing lengths.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch import Tensor
 from megatron_router_replay.diagnostics.finding import Finding, finding_lines, findings_html
 from megatron_router_replay.diagnostics.load import imbalance
 from megatron_router_replay.errors import ReplayStateError, TraceError
+from megatron_router_replay.mass import ScoreKind
+from megatron_router_replay.mass import probabilities as as_probabilities
 from megatron_router_replay.tables import Table
 
 _MIN_ROWS = 32
@@ -67,7 +69,7 @@ class LiveComparison:
         live: Tensor,
         replayed: Tensor,
         mask: Tensor | None = None,
-        kind: Literal["logits", "probabilities"] = "logits",
+        kind: ScoreKind = "logits",
         key: int = 0,
     ) -> None:
         """Add one forward of one router. No host sync.
@@ -95,7 +97,7 @@ class LiveComparison:
             weight = torch.ones(shape[0], device=scores.device) if mask is None else mask.reshape(-1)
             # float64 counts rows exactly beyond the 16 million at which float32 stops counting.
             weight = weight.to(device=scores.device, dtype=torch.float64)
-            probabilities = _probabilities(scores.detach(), kind)
+            probabilities = as_probabilities(scores.detach(), kind)
             live_experts, replayed_experts = (self._one_hot(chosen, scores.device) for chosen in (live, replayed))
             overlap = (live_experts * replayed_experts).sum(dim=1).to(torch.int64)
             overlap_counts = torch.zeros(shape[0], self.topk + 1, dtype=torch.float64, device=scores.device)
@@ -156,17 +158,6 @@ class LiveComparison:
     def _one_hot(self, indices: Tensor, device: torch.device) -> Tensor:
         hot = torch.zeros(indices.shape[0], self.num_experts, dtype=torch.float32, device=device)
         return hot.scatter_(1, indices.to(device=device, dtype=torch.int64, non_blocking=True), 1.0)
-
-
-def _probabilities(scores: Tensor, kind: str) -> Tensor:
-    """Return float32 rows that add up to 1."""
-    if kind == "logits":
-        return torch.softmax(scores.float(), dim=1)
-    if kind != "probabilities":
-        raise TraceError(f"kind={kind!r} must be 'logits' or 'probabilities'.")
-    # Sigmoid scores with an expert bias may be negative and add up to anything.
-    positive = scores.float().clamp(min=0.0)
-    return positive / positive.sum(dim=1, keepdim=True).clamp(min=1e-20)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.errors import PayloadError, TraceError
 from megatron_router_replay.ids import spread_experts
+from megatron_router_replay.left_live import check_nothing_left_out
 from megatron_router_replay.trace import RoutingTrace
 
 _MIN_COMPARED = 64
@@ -81,7 +82,8 @@ class RoutingSegments:
 
         Raises:
             PayloadError: another model's trace, token ids that differ from those already known, an overlap with too
-                many different routes, or only some segments with token ids or a weight version.
+                many different routes, only some segments with token ids or a weight version, or rows that were left live by
+                choice.
         """
         versions = self._check(trace, start, weight_version)
         end = start + len(trace)
@@ -135,6 +137,11 @@ class RoutingSegments:
         """Raise unless the trace belongs to this sequence; return its weight versions [rows], None if it has none."""
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise PayloadError(f"RoutingSegments: start={start!r} must be an integer of 0 or more.")
+        try:
+            # A later turn's route would take the place of a row that somebody left out.
+            check_nothing_left_out(trace.left_live, "append a segment", "the joined trace")
+        except TraceError as error:
+            raise PayloadError(f"RoutingSegments: {error}") from None
         if trace.weight_version is not None and weight_version is not None:
             raise PayloadError("RoutingSegments: the trace carries weight versions; do not give another.")
         versions = trace.weight_version

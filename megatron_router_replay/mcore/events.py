@@ -29,14 +29,15 @@ def log_ended(report: SessionReport) -> None:
         report.rows_live,
         report.rows_padding,
     )
-    share = report.replayed_share
-    if share is not None and share < LOW_SHARE:
+    # What was left live by choice was not lost.
+    expected = report.rows_replayed + (report.rows_without_route or 0)
+    if report.kind == "replay" and expected and report.rows_replayed / expected < LOW_SHARE:
         _LOG.warning(
             "only %.1f %% of the tokens were replayed (%d of %d); the live router decided the others. Is the field dropped "
             "for some samples on the way? replay(min_replayed=...) makes this an error",
-            100 * share,
+            100 * report.rows_replayed / expected,
             report.rows_replayed,
-            report.rows_replayed + report.rows_live,
+            expected,
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,11 @@ from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, h
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.layers import check_trace_layers
 from megatron_router_replay.mcore.ledger import Microbatch
+from megatron_router_replay.mcore.margins import NUM_COUNTS, Margins
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.router import choose_replayed
 from megatron_router_replay.mcore.session import MicrobatchInputs, Models, Session
-from megatron_router_replay.mcore.targets import build_targets, check_padding, padding_ranks
+from megatron_router_replay.mcore.targets import build_targets, check_padding, choices_of, padding_ranks
 from megatron_router_replay.routes import MicrobatchRoutes
 from megatron_router_replay.trace import RoutingTrace
 
@@ -45,6 +47,7 @@ class ReplaySession(Session):
         verify: bool,
         compare_live: bool | int,
         min_replayed: float | None,
+        margins: Margins | None,
         leg_times: LegTimes | None,
         balance: Balance,
         group: dist.ProcessGroup | None,
@@ -60,6 +63,8 @@ class ReplaySession(Session):
         self._leg_times = leg_times
         self._min_replayed = min_replayed
         self._any_live = not bool(trace.replay_mask.all())
+        self._left_live: Tensor | None = None  # as Targets.left_live, added up
+        self._says_trained = False
         self._trace_of: dict[int, RoutingTrace] = {}
         for chunk in self._chunks:
             _check_model(trace, chunk)
@@ -68,6 +73,10 @@ class ReplaySession(Session):
         for chunk in self._chunks:
             self._trace_of[chunk.index] = trace.select_layers([router.found.layer_number for router in chunk.in_trace])
         self._comparison = self._compare(int(compare_live)) if compare_live else None
+        self._margins = margins
+        for chunk in self._chunks:
+            for router in chunk.in_trace:
+                router.margins = margins
 
     def live_report(self, *groups: dist.ProcessGroup | None) -> LiveReport:
         """Return how the live router and the replayed routes agree, added up over groups of ranks with the same layers.
@@ -88,9 +97,14 @@ class ReplaySession(Session):
     @property
     def report(self) -> SessionReport:
         """As of every session; where asked for, also this rank's comparison with the live router, and the leg times."""
+        not_kept, stale, trained_live = [0, 0, 0] if self._left_live is None else self._left_live.tolist()
         routers = [router.found.router for router in self._routers()]
         return replace(
             super().report,
+            rows_not_kept=not_kept,
+            rows_stale=stale,
+            rows_trained_live=trained_live if self._says_trained else None,
+            **self._weighed(),
             expert_bias=self._balance.expert_bias if any(map(has_expert_bias, routers)) else None,
             aux_loss=self._balance.aux_loss if any(router.is_aux_loss_enabled() for router in routers) else None,
             live=None if self._comparison is None else self._comparison.report(),
@@ -115,6 +129,9 @@ class ReplaySession(Session):
     def _microbatch_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         super()._microbatch_done(chunk, microbatch)
         self._agreement.add(microbatch.is_token is not None)
+        left_live = None if microbatch.targets is None else microbatch.targets.left_live
+        if left_live is not None:
+            self._left_live = left_live if self._left_live is None else self._left_live + left_live
         if self._comparison is not None and self._comparison.wants(microbatch.number):
             self._comparison.end_microbatch(chunk.index)
 
@@ -135,8 +152,10 @@ class ReplaySession(Session):
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
         self._check_known(trace, view)
         at_padding = None if padding is None else chunk.router_view(padding)
+        trained = None if trained is None else chunk.router_view(trained)
         if trained is not None:
-            self._check_trained(trace, view, chunk.router_view(trained))
+            self._says_trained = True
+            self._check_trained(trace, view, trained)
         tokens = None if inputs.token_ids is None else inputs.token_ids.to(trace.device)
         targets = build_targets(
             trace,
@@ -145,7 +164,8 @@ class ReplaySession(Session):
             padding_rank=None if padding is None else chunk.router_view(padding_ranks(padding)),
             device=chunk.routers[0].found.router.weight.device,
             any_live=self._any_live or unrouted,
-            with_replayed=self._comparison is not None,
+            with_replayed=self._comparison is not None or self._margins is not None,
+            trained=trained,
         )
         chunk.ledger.queue(
             Microbatch(
@@ -165,7 +185,7 @@ class ReplaySession(Session):
         if trace.token_ids is None or not self._any_live or not trace.num_tokens:
             return
         at = rows.clamp(min=0)
-        unknown = (rows >= 0) & ~trace.replay_mask[at] & (trace.token_ids[at] < 0)
+        unknown = (rows >= 0) & ~trace.replay_mask[at] & (trace.token_ids[at] < 0) & (choices_of(trace, rows) == 0)
         first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if _is_known(unknown) else ""
         self._check(
             unknown.any(),
@@ -176,7 +196,8 @@ class ReplaySession(Session):
     def _check_trained(self, trace: RoutingTrace, rows: Tensor, trained: Tensor) -> None:
         routed = torch.zeros_like(trained)
         if trace.num_tokens:
-            routed = (rows >= 0) & trace.replay_mask[rows.clamp(min=0)]
+            # What was left live by choice has a route that nobody lost: it is counted apart.
+            routed = (rows >= 0) & trace.replay_mask[rows.clamp(min=0)] | (choices_of(trace, rows) > 0)
         without = trained & ~routed
         which = ""
         if _is_known(without):
@@ -210,26 +231,79 @@ class ReplaySession(Session):
             self._check(differ.any(), "token_ids differ from the trace's: tokens and routing_rows moved apart.")
         return tokens
 
+    def _weighed(self) -> dict[str, Any]:
+        """Return what the report says of margins."""
+        if self._margins is None:
+            return {}
+        of_layer = self._margins.counts_of_layer()
+        weighed, below, above = (sum(counts) for counts in zip([0] * NUM_COUNTS, *of_layer.values()))
+        return {
+            "decisions_weighed": weighed,
+            "decisions_below_margin": below,
+            "decisions_above_margin": above,
+            "left_live_of_layer": {layer: below + above for layer, (_, below, above) in of_layer.items()},
+        }
+
+    def _chosen(self) -> list[int]:
+        """Return rows not kept and stale, decisions weighed and left live by their margin, and the two bounds."""
+        not_kept, stale, _ = [0, 0, 0] if self._left_live is None else self._left_live.tolist()
+        of_margins = self._weighed()
+        weighed, below, above = (
+            of_margins.get(f"decisions_{n}", 0) for n in ("weighed", "below_margin", "above_margin")
+        )
+        bounds = (None, None) if self._margins is None else (self._margins.lowest, self._margins.highest)
+        return [not_kept, stale, weighed, below + above, *map(_bits, bounds)]
+
     def _numbers(self) -> list[int]:
-        return [*super()._numbers(), *self._agreement.numbers()]
+        """Return those of every session, three of the balance (from 4 on), six of what was left live by choice (from 7)."""
+        return [*super()._numbers(), *self._agreement.numbers(), *self._chosen()]
 
     def _judge(self, everyone: dict[int, list[int]]) -> list[str]:
-        replayed, live, *_ = (sum(counts) for counts in zip(*everyone.values()))
-        ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
-        disagree = self._agreement.problems({rank: numbers[4:] for rank, numbers in everyone.items()})
+        disagree = self._agreement.problems({rank: numbers[4:7] for rank, numbers in everyone.items()})
         if disagree:
             return disagree
-        if live and not replayed:
+        bounds = {rank: numbers[11:13] for rank, numbers in everyone.items()}
+        others = [rank for rank, of_rank in bounds.items() if of_rank != next(iter(bounds.values()))]
+        if others:
+            return [
+                f"ranks {others} replay with another min_margin or max_margin than rank {next(iter(bounds))}: give all ranks "
+                "the same."
+            ]
+        totals = [sum(counts) for counts in zip(*everyone.values())]
+        (replayed, live), (not_kept, stale, weighed, left) = totals[:2], totals[7:11]
+        ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
+        reasons = (
+            (not_kept, "not kept"),
+            (stale, "older than max_age"),
+            (left, f"of {weighed} decisions by their margin"),
+        )
+        choices = ", ".join(f"{n} {why}" for n, why in reasons if n)
+        # Rows whose every decision went to the live router were not replayed either, though they came with a route.
+        by_margin = left / weighed if weighed else 0.0
+        share = replayed * (1 - by_margin) / (replayed + live) if replayed + live else None
+        if share == 0 and choices and self._min_replayed != 0:
+            return [
+                f"none of {replayed + live} tokens was replayed on {ranks}: {choices}; others have no route. Is a mask "
+                "inverted, does trainer_version count something else than the engine's weight versions, are the margins "
+                "right? If it is meant so, replay(..., min_replayed=0) says it."
+            ]
+        if share == 0 and not choices:
             return [
                 f"none of {live} tokens was replayed on {ranks}; the trace has no route for any of them, or all rows are -1. "
                 "Were the routes lost on the way, or is this another rank's part of a recording (recording.gather)?"
             ]
-        if self._min_replayed is not None and replayed + live and replayed / (replayed + live) < self._min_replayed:
+        if self._min_replayed is not None and share is not None and share < self._min_replayed:
+            by_choice = f" (live by choice: {choices})" if choices else ""
             return [
-                f"{replayed / (replayed + live):.4%} of {replayed + live} tokens were replayed on {ranks}, less than "
-                f"min_replayed={self._min_replayed}."
+                f"{share:.4%} of {replayed + live} tokens were replayed on {ranks}, less than "
+                f"min_replayed={self._min_replayed}{by_choice}."
             ]
         return []
+
+
+def _bits(bound: float | None) -> int:
+    """Return a margin as an integer that equals another's only if they are the same; -1 for none."""
+    return -1 if bound is None else int.from_bytes(struct.pack(">d", bound), "big")
 
 
 def _is_known(values: Tensor) -> bool:
@@ -245,6 +319,8 @@ def replay(
     verify: bool = False,
     compare_live: bool | int = False,
     min_replayed: float | None = None,
+    min_margin: float | None = None,
+    max_margin: float | None = None,
     leg_times: LegTimes | None = None,
     expert_bias: ExpertBias = "replayed",
     aux_loss: AuxLoss = "live",
@@ -266,20 +342,27 @@ def replay(
         compare_live: take the live top-k beside the replayed routes, in every micro-batch (True) or every n-th: agreement,
             probability mass and expert load by layer, and layers whose capture looks wrong. No host sync.
         min_replayed: the least share of tokens (padding left out) that must have been replayed, over all ranks of the
-            group together; less raises on every rank when the session is left. None: at least one token.
+            group together; less raises on every rank when the session is left. Tokens that were left live by choice
+            (`trace.keep`, `trace.limit_age`) are not replayed. None: at least one token. 0: none is also right where all
+            were left live by choice.
+        min_margin, max_margin: replay a decision (a row in a layer) only where the live router disagrees by at least, and by
+            at most this; else the live router takes it, and the recompute uses what it took. The measure is compare_live's
+            (mass_live - mass_replayed of one row): the probability that the live router gives to its own experts beyond that
+            of the replayed ones, 0 to 1. Where both name the same experts there is nothing to decide. Takes a live top-k in
+            every forward. Another forward of the same tokens may decide otherwise. The same on every rank of the group.
         leg_times: `receiver.times` of the transport that brought the trace: the report then says what each leg of its
             way here took since `leg_times.reset()`, on both sides, and which one training waited for.
         expert_bias: whose experts the counters behind Megatron-Core's expert bias get: "replayed", those that the forward
             used; "live", those that the router would have chosen, which costs a top-k; "off", none, so that the bias stays.
         aux_loss: whose experts auxiliary losses take for the load: "live", their own top-k of the scores, as always;
             "replayed", those that the forward used; "off": no auxiliary loss. Padding counts in neither.
-        group: the ranks that judge the shares together when the session is left, in one all_gather of eight numbers; all of
+        group: the ranks that judge the shares together when the session is left, in one all_gather of 14 numbers; all of
             them must have such a session. None: every rank of the job.
 
     Raises:
         UnsupportedRouterError: a router cannot be replayed exactly, or has nothing of what expert_bias="live" or
             aux_loss="replayed" asks for; names the config field.
-        TraceError: the trace is of another model, or no trace; an option has an unknown value.
+        TraceError: the trace is of another model, or no trace; a share, a margin or an option has an unknown value.
         LayoutError: the model has no experts.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
@@ -303,6 +386,7 @@ def replay(
         verify=verify,
         compare_live=compare_live,
         min_replayed=min_replayed,
+        margins=Margins.of(min_margin, max_margin),
         leg_times=leg_times,
         balance=Balance(expert_bias=expert_bias, aux_loss=aux_loss),
         group=group,

@@ -22,6 +22,12 @@ _ADDED_UP = (
     "rows_replayed",
     "rows_live",
     "rows_padding",
+    "rows_not_kept",
+    "rows_stale",
+    "rows_trained_live",
+    "decisions_weighed",
+    "decisions_below_margin",
+    "decisions_above_margin",
     "forwards",
     "recomputes",
     "recompute_flips",
@@ -30,6 +36,10 @@ _ADDED_UP = (
     "decisions_wrong",
     "decisions_counted",
 )
+
+
+_BY_LAYER = {"flips_of_layer": "flips", "left_live_of_layer": "left_live"}
+"""Counts of single layers, and the folder of their metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +55,13 @@ class SessionReport:
         rows_replayed: rows that used the trace's routes.
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
         rows_padding: rows known to be padding, spread over all experts.
+        rows_not_kept, rows_stale: live rows that have a route which was left out by choice (`trace.keep`,
+            `trace.limit_age`); the other live rows have none.
+        rows_trained_live: of those two, the rows that are trained on; where `trained` was said.
+        decisions_weighed: (row, layer) pairs of replayed rows whose margin was looked at; with min_margin or max_margin.
+        decisions_below_margin, decisions_above_margin: those that the live router took, because it disagrees by less than
+            min_margin, or by more than max_margin.
+        left_live_of_layer: layer number -> the two together.
         forwards, recomputes: forwards and recomputes of single routers.
         recompute_flips: (row, layer) pairs whose recompute would have chosen another set of experts; with count_flips=True.
         decisions_recomputed: (row, layer) pairs that these were counted among.
@@ -67,6 +84,13 @@ class SessionReport:
     rows_replayed: int = 0
     rows_live: int = 0
     rows_padding: int = 0
+    rows_not_kept: int = 0
+    rows_stale: int = 0
+    rows_trained_live: int | None = None
+    decisions_weighed: int | None = None
+    decisions_below_margin: int | None = None
+    decisions_above_margin: int | None = None
+    left_live_of_layer: Mapping[int, int] = field(default_factory=dict)
     forwards: int = 0
     recomputes: int = 0
     recompute_flips: int | None = None
@@ -82,9 +106,25 @@ class SessionReport:
 
     @property
     def replayed_share(self) -> float | None:
-        """Tokens replayed / tokens trained on, padding left out; None for sessions that replay nothing, or no tokens."""
+        """Tokens replayed / tokens trained on, padding left out; None for sessions that replay nothing, or no tokens.
+
+        With margins a token counts by the share of its decisions that were replayed.
+        """
         trained = self.rows_replayed + self.rows_live
-        return self.rows_replayed / trained if trained and self.kind == "replay" else None
+        if not trained or self.kind != "replay":
+            return None
+        by_margin = self.decisions_left_live / self.decisions_weighed if self.decisions_weighed else 0.0
+        return self.rows_replayed * (1 - by_margin) / trained
+
+    @property
+    def decisions_left_live(self) -> int:
+        """Decisions of replayed rows that the live router took because of their margin."""
+        return (self.decisions_below_margin or 0) + (self.decisions_above_margin or 0)
+
+    @property
+    def rows_without_route(self) -> int | None:
+        """Live rows that nobody chose: the trace has no route for them, or their row is -1; None: nothing is replayed."""
+        return self.rows_live - self.rows_not_kept - self.rows_stale if self.kind == "replay" else None
 
     @property
     def padding_share(self) -> float | None:
@@ -111,23 +151,30 @@ class SessionReport:
         return summed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field, `replayed_share` and `padding_share`; `live` and `leg_times` as dicts, where there are any."""
+        """Return every field and the properties beside them; `live` and `leg_times` as dicts, where there are any."""
         apart = {"live": self.live, "leg_times": self.leg_times}
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in apart}
         values |= {"replayed_share": self.replayed_share, "padding_share": self.padding_share}
-        values["flips_of_layer"] = dict(self.flips_of_layer)
+        values |= {"rows_without_route": self.rows_without_route}
+        for name in _BY_LAYER:
+            values[name] = dict(values[name])
         return values | {name: part.to_dict() for name, part in apart.items() if part is not None}
 
     def metrics(self, prefix: str = "router_replay/") -> dict[str, float]:
         """Return the measured numbers for a training logger, keys under `prefix`.
 
-        Leg times are under `{prefix}transport/`, flips of single layers under `{prefix}flips/layer_{n}`.
+        Leg times are under `{prefix}transport/`, flips of single layers under `{prefix}flips/layer_{n}`, decisions left live
+        by their margin under `{prefix}left_live/layer_{n}`.
         """
         numbers = {name: value for name, value in self.to_dict().items() if isinstance(value, int | float)}
-        flips = {f"flips/layer_{layer}": count for layer, count in self.flips_of_layer.items()}
+        by_layer = {
+            f"{folder}/layer_{layer}": count
+            for name, folder in _BY_LAYER.items()
+            for layer, count in getattr(self, name).items()
+        }
         live = {} if self.live is None else self.live.metrics(f"{prefix}live/")
         legs = {} if self.leg_times is None else self.leg_times.metrics(f"{prefix}transport/")
-        return {prefix + name: float(value) for name, value in (numbers | flips).items()} | live | legs
+        return {prefix + name: float(value) for name, value in (numbers | by_layer).items()} | live | legs
 
     def table(self) -> Table:
         """Return the counts that `print(report)` shows, each with a remark."""
@@ -136,9 +183,15 @@ class SessionReport:
             share = "" if self.replayed_share is None else f"({self.replayed_share:.1%} of those with a token)"
             rows += [
                 ("tokens replayed", f"{self.rows_replayed:,}", share),
-                ("tokens routed live", f"{self.rows_live:,}", ""),
+                ("tokens routed live", f"{self.rows_live:,}", self._why_live()),
                 ("padding", f"{self.rows_padding:,}", ""),
             ]
+        if self.decisions_weighed is not None:
+            remark = (
+                f"of {self.decisions_weighed:,} ({self.decisions_below_margin or 0:,} below min_margin, "
+                f"{self.decisions_above_margin or 0:,} above max_margin)"
+            )
+            rows.append(("decisions left live by margin", f"{self.decisions_left_live:,}", remark))
         if self.recompute_flips is not None:
             first = next((layer for layer, count in sorted(self.flips_of_layer.items()) if count), None)
             where = "" if first is None else f", first in layer {first}"
@@ -157,6 +210,15 @@ class SessionReport:
         if self.aux_loss is not None:
             rows.append(("aux loss", "", f"aux_loss={self.aux_loss}"))
         return Table(name="session", words=(0, 2), rows=rows)
+
+    def _why_live(self) -> str:
+        if not self.rows_not_kept and not self.rows_stale:
+            return ""  # none has a route, as the line before says
+        trained = "" if self.rows_trained_live is None else f"; trained, of the last two: {self.rows_trained_live:,}"
+        return (
+            f"({self.rows_without_route or 0:,} without a route, {self.rows_not_kept:,} not kept, {self.rows_stale:,} too old"
+            f"{trained})"
+        )
 
     def _headline(self) -> str:
         on_ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
@@ -181,8 +243,9 @@ def _add_up(reports: list[SessionReport]) -> SessionReport:
     for name in ("ranks", *_ADDED_UP):
         measured = [value for report in reports if (value := getattr(report, name)) is not None]
         totals[name] = sum(measured) if measured else None
-    layers = sorted({layer for report in reports for layer in report.flips_of_layer})
-    flips = {layer: sum(report.flips_of_layer.get(layer, 0) for report in reports) for layer in layers}
+    for name in _BY_LAYER:
+        layers = sorted({layer for report in reports for layer in getattr(report, name)})
+        totals[name] = {layer: sum(getattr(report, name).get(layer, 0) for report in reports) for layer in layers}
     for name in ("expert_bias", "aux_loss"):  # a pipeline stage without routers knows of none
         totals[name] = next((choice for report in reports if (choice := getattr(report, name)) is not None), None)
-    return replace(reports[0], flips_of_layer=flips, **totals)
+    return replace(reports[0], **totals)

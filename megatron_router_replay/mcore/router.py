@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Size, Tensor, nn
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.ids import index_dtype
+from megatron_router_replay.mass import ScoreKind
 from megatron_router_replay.mcore import balance
 from megatron_router_replay.mcore.compat import TOPK_ORDER_FOLLOWS_GRAD
 from megatron_router_replay.mcore.find import FoundRouter
 from megatron_router_replay.mcore.ledger import Ledger, Microbatch
+from megatron_router_replay.mcore.margins import Margins
 from megatron_router_replay.mcore.routing_function import is_needed, routing_function
 from megatron_router_replay.mcore.selection import LiveTopk, in_order_of_scores
 from megatron_router_replay.mcore.support import INFERENCE_ROUTERS, inference_refusals
@@ -57,6 +59,16 @@ def choose_replayed(router: SessionRouter, microbatch: Microbatch, live: LiveTop
             kind=router.score_kind,
             key=router.chunk_index,
         )
+    if router.margins is not None:
+        assert targets.replayed is not None, "asked for where margins are"
+        used = router.margins.select(
+            router.found.layer_number,
+            used,
+            scores=live.scores,
+            kind=router.score_kind,
+            live=live.indices(),
+            replayed=targets.replayed,
+        )
     if targets.live is None:
         return used
     if targets.live.dtype is torch.bool:
@@ -94,9 +106,10 @@ class SessionRouter:
         self.dtype = index_dtype(self.num_experts)
         config = found.router.config
         is_logits = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
-        self.score_kind: Literal["logits", "probabilities"] = "logits" if is_logits else "probabilities"
+        self.score_kind: ScoreKind = "logits" if is_logits else "probabilities"
         self.counts_flips = False
         self.live_comparison: LiveComparison | None = None
+        self.margins: Margins | None = None
         self.watched = False
         # thread -> what its forward or recompute uses, for a Verifier that watches; threads may run backwards at once
         self.last_used: dict[int, Tensor] = {}
@@ -151,7 +164,7 @@ class SessionRouter:
         self._handles = []
         self.closed = True
         # The graph may keep this object for long; the session, with its trace, shall not live as long.
-        self._ledger = self._beside = self.live_comparison = None
+        self._ledger = self._beside = self.live_comparison = self.margins = None
         self.session = None
         self._restore_if_done()
 

@@ -167,7 +167,7 @@ class Session:
             padding: bool, same shape, True: known to be padding. Its experts are arbitrary, spread over all, and cost no
                 top-k. Any other position with row -1 is decided by the live router, and counted as live.
             trained: same shape, non-zero: the position is trained on (a loss mask). Such a position without a route
-                raises.
+                raises. One whose route was left out by choice (`trace.keep`, `trace.limit_age`) does not, and is counted.
 
         Raises:
             LayoutError: an array is of another shape or kind, rows are outside the trace, a token is not the trace's, a

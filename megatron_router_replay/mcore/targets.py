@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.left_live import NOT_KEPT, STALE
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -28,12 +29,15 @@ class Targets:
             knows them, else [num_tokens] bool; None: there are none.
         replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: not asked for.
         counts: [3] int64 on the device where rows and trace met: rows replayed, live, padding.
+        left_live: [3] int64 on the same device: of the live rows those not kept, those stale, and the trained ones of both;
+            None: nothing was chosen in this trace.
     """
 
     layers: tuple[Tensor, ...]
     live: Tensor | None
     replayed: Tensor | None
     counts: Tensor
+    left_live: Tensor | None = None
 
 
 def build_targets(
@@ -46,6 +50,7 @@ def build_targets(
     any_live: bool = True,
     may_sync: bool | None = None,
     with_replayed: bool = False,
+    trained: Tensor | None = None,
 ) -> Targets:
     """Gather one micro-batch's routes.
 
@@ -60,6 +65,7 @@ def build_targets(
         any_live: False: do not look for live rows; every row that is not padding has a route, or the caller finds them.
         may_sync: the host may read values of `rows`; None: if they are on the CPU, where that waits for nothing.
         with_replayed: fill `Targets.replayed`.
+        trained: [num_tokens] bool, True: trained on; None: not said. Only counted here.
 
     Source: PITFALLS "Payloads": paddings that all take the same experts overload them.
     """
@@ -95,7 +101,23 @@ def build_targets(
         live=live.to(device, non_blocking=True) if live is not None and live.numel() else None,
         replayed=replayed,
         counts=counts,
+        left_live=_count_left_live(trace, rows, trained),
     )
+
+
+def choices_of(trace: RoutingTrace, rows: Tensor) -> Tensor:
+    """Return which choice left each row to the live router, [num_tokens] uint8 as `RoutingTrace.left_live`, 0: none did."""
+    if trace.left_live is None or not trace.num_tokens:
+        return torch.zeros_like(rows, dtype=torch.uint8)
+    return torch.where(rows >= 0, trace.left_live[rows.clamp(min=0)], 0)
+
+
+def _count_left_live(trace: RoutingTrace, rows: Tensor, trained: Tensor | None) -> Tensor | None:
+    if trace.left_live is None:
+        return None
+    choices = choices_of(trace, rows)
+    num_trained = rows.new_zeros(()) if trained is None else (trained & (choices > 0)).sum()
+    return torch.stack([(choices == NOT_KEPT).sum(), (choices == STALE).sum(), num_trained])
 
 
 def _counts(rows: Tensor, live: Tensor | None, padding: Tensor | None) -> Tensor:

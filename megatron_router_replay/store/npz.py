@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.header import as_strings
+from megatron_router_replay.left_live import check_nothing_left_out
 from megatron_router_replay.store.atomic import naming, replacing
 from megatron_router_replay.store.format import canonical_json, load_json
 from megatron_router_replay.trace import RoutingTrace
@@ -53,9 +54,11 @@ def save_npz(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
     """Write the trace as arrays to one npz file, which appears complete or not at all, and return its path.
 
     Raises:
-        StoreError: the file cannot be written.
+        StoreError: the file cannot be written, or rows were left live by choice, which no file holds.
     """
     path = Path(path)
+    with naming(path, "save"):
+        check_nothing_left_out(trace.left_live, "save a trace", "the trace where it is replayed")
     arrays: dict[str, Any] = {n: value.cpu().numpy() for n in _TENSORS if (value := getattr(trace, n)) is not None}
     arrays |= {n: np.array(value, np.int64) for n in _NUMBERS if (value := getattr(trace, n)) is not None}
     if trace.sample_ids is not None:

@@ -13,11 +13,13 @@ from torch import Tensor
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.ids import index_dtype, spread_experts
 from megatron_router_replay.layout import number_rows as rows_of_lengths
+from megatron_router_replay.left_live import Stale, check_stale
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trainers.columns import columns_of
 from megatron_router_replay.trainers.containers import Container, TokenLayout
 from megatron_router_replay.trainers.reader import LastRow, SampleReader
 from megatron_router_replay.trainers.samples import check_width, split_routed, split_routes
+from megatron_router_replay.trainers.versions import token_versions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +32,16 @@ class Routes:
         num_absent: tokens without a route: filler (-1, or the same ids in every layer), or not in `routed`; last tokens
             do not count.
         num_lost: tokens whose routes name an expert twice: the engine lost them. 0 unless missing="live".
+        num_not_kept: tokens whose route `keep` left out.
+        num_stale: tokens whose route is older than max_age, of those that are kept; whatever `stale` made of them.
     """
 
     trace: RoutingTrace
     rows: Container
     num_absent: int
     num_lost: int
+    num_not_kept: int = 0
+    num_stale: int = 0
 
 
 def take_routes(
@@ -50,6 +56,10 @@ def take_routes(
     missing: Literal["raise", "live"] = "raise",
     layer_numbers: Sequence[int] | None = None,
     weight_version: Any = None,
+    keep: Any = None,
+    stale: Stale | None = None,
+    max_age: int | None = None,
+    trainer_version: int | None = None,
     allow_constant_layers: bool = False,
 ) -> Routes:
     """Return the trace of a batch's routes, for `mrr.replay`, and the rows of its tokens.
@@ -77,7 +87,14 @@ def take_routes(
             every layer, and it is counted.
         layer_numbers: Megatron's layer_number of each entry of the layer axis, 0 for one that is left out unread; None:
             all layers of the model or its MoE layers alone, by their number.
-        weight_version: of the weights that chose the routes: an int, or one a sample.
+        weight_version: of the weights that chose the routes: an int, one a sample [B], or one a token in the container of the
+            tokens, as a partial rollout has them (below 0 where it is not known): of the forward that read the token, which
+            chose its route and sampled the next one.
+        keep: which routes to replay: bool in the container of the tokens, False on padding. The live router decides the
+            others, by choice: a session counts them as `rows_not_kept` and lets them be trained on.
+        stale, max_age, trainer_version: what becomes of routes whose weight_version is more than max_age behind
+            trainer_version, token by token: "replay", "live" or "raise", as `RoutingTrace.limit_age`. Give all three or none,
+            with the same numbers on every rank.
         allow_constant_layers: believe a layer that repeats one route in every row of a sample.
 
     Returns:
@@ -86,9 +103,12 @@ def take_routes(
     Raises:
         LayoutError: containers, shapes or layers do not fit; names the sample.
         PayloadError: rows that no router can have chosen, or that are missing; names the sample and its row.
+        TraceError: a route has no weight version, one that is newer than the trainer's, or with stale="raise" one that is
+            older than max_age; names the sample and its token.
     """
     if last_row not in get_args(LastRow) or missing not in ("raise", "live"):
         raise LayoutError(f"last_row={last_row!r}, missing={missing!r}: see the docstring for what they may be.")
+    _check_age_options(stale, max_age, trainer_version)
     layout = TokenLayout.of(tokens, attention_mask=attention_mask, lengths=lengths)
     samples = split_routes(routed_experts, layout)
     if not samples:
@@ -119,16 +139,50 @@ def take_routes(
         replay_mask=torch.from_numpy(mask),
         token_ids=None if ids is None else torch.from_numpy(np.concatenate(ids)).to(torch.int32),
         sequence_lengths=layout.lengths,
-        weight_version=_weight_versions(weight_version, layout.lengths),
+        weight_version=token_versions(weight_version, layout),
     )
+    num_routed = int(trace.replay_mask.sum())
+    if keep is not None:
+        trace = trace.keep(_as_keep(keep, layout))
+    num_kept = int(trace.replay_mask.sum())
+    num_stale = 0
+    if stale is not None and max_age is not None and trainer_version is not None:
+        num_stale = int(trace.find_stale(max_age, trainer_version=trainer_version).sum())
+        trace = trace.limit_age(max_age, trainer_version=trainer_version, stale=stale)
     rows = layout.join(rows_of_lengths(layout.lengths), fill=-1)
-    return Routes(trace=trace, rows=rows, num_absent=reader.num_absent, num_lost=reader.num_lost)
+    return Routes(
+        trace=trace,
+        rows=rows,
+        num_absent=reader.num_absent,
+        num_lost=reader.num_lost,
+        num_not_kept=num_routed - num_kept,
+        num_stale=num_stale,
+    )
 
 
-def _weight_versions(value: Any, lengths: Sequence[int]) -> Tensor | None:
-    if value is None:
-        return None
-    versions = torch.as_tensor(value).to(torch.int32)
-    if versions.dim() and list(versions.shape) != [len(lengths)]:
-        raise LayoutError(f"weight_version must be an int or one for each of {len(lengths)} samples, got {value!r}.")
-    return versions.expand(len(lengths)).repeat_interleave(torch.tensor(lengths))
+def _check_age_options(stale: Any, max_age: Any, trainer_version: Any) -> None:
+    given = {"stale": stale, "max_age": max_age, "trainer_version": trainer_version}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        raise LayoutError(
+            f"{', '.join(name for name in given if name not in missing)} without {', '.join(missing)}: what is too old, and "
+            "what then, takes all three of stale, max_age and trainer_version."
+        )
+    if stale is not None:
+        check_stale(stale)
+
+
+def _as_keep(keep: Any, layout: TokenLayout) -> Tensor:
+    """Return which tokens to keep, [num_tokens] bool, from values in the tokens' container."""
+    parts = layout.split(keep, "keep")
+    for i, part in enumerate(parts):
+        # Not "non-zero": weights, log-probs or rows in the place of the mask would keep nearly everything.
+        if part.dim() != 1 or part.dtype is not torch.bool:
+            raise LayoutError(f"keep must be bool, one a token; sample {i} has {list(part.shape)} {part.dtype}.")
+    kept = torch.cat(parts)
+    if isinstance(keep, Tensor) and not keep.is_nested and int(keep.sum()) != int(kept.sum()):
+        raise LayoutError(
+            f"keep is True on {int(keep.sum()) - int(kept.sum())} positions that hold no token: is it padded on another side "
+            "than the tokens? Give keep & attention_mask."
+        )
+    return kept

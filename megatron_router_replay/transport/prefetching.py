@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.routes import MicrobatchRoutes
-from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace import TENSOR_FIELDS, RoutingTrace
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.snapshot import Snapshot
 from megatron_router_replay.transport.timing import LegTimes
@@ -149,8 +149,7 @@ def _load(
         raise TransportError(
             f"routing_rows reach {int(used[0])}..{int(used[-1])}, the trace has 0..{trace.num_tokens - 1}; padding is -1."
         )
-    names = ("topk_indices", "replay_mask", "token_ids", "weight_version")
-    given = {name: value for name in names if (value := getattr(trace, name)) is not None}
+    given = {name: value for name in TENSOR_FIELDS if (value := getattr(trace, name)) is not None}
     memory = {name: slot.memory(name, value, used.numel()) for name, value in given.items()}
     for name, value in given.items():
         torch.index_select(value, 0, used, out=memory[name])
@@ -172,7 +171,7 @@ def _hand_over(following: Future[_Loaded], times: LegTimes) -> MicrobatchRoutes:
         trace, rows = loaded.routes.trace, loaded.routes.routing_rows
         current = torch.cuda.current_stream(trace.device)
         current.wait_event(loaded.copied)
-        for value in (rows, trace.topk_indices, trace.replay_mask, trace.token_ids, trace.weight_version):
+        for value in (rows, *(getattr(trace, name) for name in TENSOR_FIELDS)):
             if value is not None:
                 value.record_stream(current)  # its memory belongs to the side stream
     return loaded.routes

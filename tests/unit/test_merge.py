@@ -169,10 +169,11 @@ def test_a_row_whose_token_is_known_may_be_live():
 def test_the_last_row_of_a_sample_may_be_live_and_no_other():
     # Samples of 2, 0 and 3 tokens as an engine sends them: the last sampled token has no route.
     routes = [[[0, 1]], [[-1, -1]], [[2, 3]], [[1, 2]], [[-1, -1]]]
-    engine = RoutingTrace(topk_indices=routes, layer_numbers=(1,), num_experts=4, sequence_lengths=(2, 0, 3))
+    common = {"topk_indices": routes, "layer_numbers": (1,), "num_experts": 4, "sequence_lengths": (2, 0, 3)}
+    engine = RoutingTrace(**common)
     assert merge_traces([engine]).replay_mask.tolist() == [True, False, True, True, False]
     with pytest.raises(TraceError, match=r"1 of 5 rows .* \[3\]"):
-        merge_traces([engine.keep([True, True, True, False, True])])
+        merge_traces([RoutingTrace(**common, replay_mask=[True, True, True, False, True])])
 
 
 def test_a_sample_of_no_tokens_says_nothing_of_any_row():

@@ -225,6 +225,7 @@ def forward_step(place: Place, data_iterator: Iterator[dict[str, Any]], model: A
         packed_seq_params=batch["packed_seq_params"],
         routing_rows=batch["routing_rows"],
         routing_padding=batch["routing_padding"],
+        routing_trained=batch.get("routing_trained"),
     )
     return output, partial(masked_mean_loss, batch["loss_mask"])
 

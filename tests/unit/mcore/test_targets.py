@@ -66,7 +66,7 @@ def test_both_forms_of_live_rows_choose_the_same_experts():
     the_trace = trace(6, torch.tensor([True, False, True, True, False, True]))
     rows = torch.tensor([[5, 4, 3, -1, 1, 0]])
     scores = torch.rand(6, 8)
-    router = SimpleNamespace(position=1, topk=3, live_comparison=None)
+    router = SimpleNamespace(position=1, topk=3, live_comparison=None, margins=None)
     live = LiveTopk(scores, 3, None, None, lambda some, k, **groups: torch.topk(some, k, dim=1))
     chosen = [
         choose_replayed(router, SimpleNamespace(targets=build(the_trace, rows, may_sync=may_sync)), live)
