@@ -11,8 +11,9 @@
 `packed` sends rows through a packer that fills with 0. Only `trainers.verl` knows a trainer's own package.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_router_replay.trainers.packing import packed
@@ -21,21 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Routes", "number_rows", "packed", "recorded", "take_routes"]
 
-_HOME = {
-    "Routes": "take",
-    "number_rows": "recordings",
-    "packed": "packing",
-    "recorded": "recordings",
-    "take_routes": "take",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Not imported at once: verl imports `trainers.verl` in all its processes, and hides what fails then.
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+# Not imported at once: verl imports `trainers.verl` in all its processes, and hides what fails then.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Routes": "take",
+        "number_rows": "recordings",
+        "packed": "packing",
+        "recorded": "recordings",
+        "take_routes": "take",
+    },
+)
