@@ -41,9 +41,11 @@ def test_an_unknown_verl_is_refused_unless_replay_is_off(workers_1):
 
 
 def test_a_verl_without_the_registry_that_we_know_goes_on_with_a_warning():
+    # What is gone is looked for when verl's engine has been imported; its own imports have had it by then.
     code = (
-        "import verl, verl.utils.device, verl.workers.engine.base; verl.__version__ = '0.10.0'; "
-        "del verl.utils.device.get_vendor; import verl.workers.engine.megatron; print('went on')"
+        "import sys, verl.workers.engine.megatron, verl.utils.device; import megatron_router_replay.trainers.verl as ours; "
+        "verl.__version__ = '0.10.0'; del verl.utils.device.get_vendor, sys.modules[ours.ENGINE_MODULE]; ours._plug_in(); "
+        "import verl.workers.engine.megatron; print('went on')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.splitlines()[-1] == "went on"
