@@ -12,7 +12,7 @@ from examples.grpo.loop import read_metrics
 from examples.grpo.plot import plot_runs
 from examples.grpo.run import run as run_training
 from examples.grpo.settings import Settings
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
@@ -72,7 +72,7 @@ def train(
         experts=experts,
         transport=transport,
         rollout_workers=rollout_workers or (1 if transport == "local" else 2),
-        layout=ParallelLayout(tp_size=tp, pp_size=pp, vp_size=vpp if vpp > 1 else None, ep_size=ep, cp_size=cp),
+        layout=ParallelSizes(tp_size=tp, pp_size=pp, vp_size=vpp if vpp > 1 else None, ep_size=ep, cp_size=cp),
         steps=steps,
         prompts=prompts,
         per_prompt=per_prompt,

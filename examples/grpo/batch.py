@@ -10,7 +10,7 @@ from torch import Tensor
 
 from examples.grpo.rollout import Text
 from megatron_router_replay.layout import collate_packed, number_rows, split_batch
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 
 Microbatch = dict[str, Any]
 
@@ -48,7 +48,7 @@ class RolloutBatch:
     def microbatches(
         self,
         chosen: Sequence[int],
-        layout: ParallelLayout,
+        layout: ParallelSizes,
         *,
         per_microbatch: int,
         max_tokens: int,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from examples.grpo.task import ClassTask
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 
 REPLAYS = ("off", "r2", "r3")
 ENGINES = ("transformers", "vllm")
@@ -48,7 +48,7 @@ class Settings:
     experts: str = "native"
     transport: str = "local"
     rollout_workers: int = 1
-    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    layout: ParallelSizes = field(default_factory=ParallelSizes)
     task: ClassTask = field(default_factory=ClassTask)
     steps: int = 30
     prompts: int = 8

@@ -27,6 +27,11 @@ from megatron_router_replay.testing import (
 )
 
 MEGATRON = version_numbers(megatron_version())
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# Megatron-Core 0.18 passes its checkpointed MTP layer an argument that it does not take; not without us either.
+MTP_RECOMPUTE = (
+    {"recompute_granularity": "selective", "recompute_modules": ["moe"]} if MEGATRON[:2] == (0, 18) else FULL
+)
 LATER_SCORE_FUNCTIONS = ["sqrtsoftplus"] if MEGATRON >= (0, 18) else []
 """Score functions of moe_router_score_function besides softmax and sigmoid."""
 

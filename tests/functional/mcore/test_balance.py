@@ -12,11 +12,20 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout, pack_microbatch
-from tests.functional.mcore.cases import MEGATRON, Case, build, moe_routers, random_routes, rows_seen, run
+from megatron_router_replay.testing import ParallelSizes, pack_microbatch
+from tests.functional.mcore.cases import (
+    FULL,
+    MEGATRON,
+    MTP_RECOMPUTE,
+    Case,
+    build,
+    moe_routers,
+    random_routes,
+    rows_seen,
+    run,
+)
 from tests.unit.mcore.balanced_chunk import logged
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 COEFFICIENT = 0.5
 BALANCED: dict[str, Any] = {
@@ -28,13 +37,13 @@ BALANCED: dict[str, Any] = {
 NUM_EXPERTS, TOPK, LENGTH = 8, 2, 8
 
 CASES = {
-    "single": Case(layout=ParallelLayout(), config=BALANCED),
-    "single-full": Case(layout=ParallelLayout(), config=BALANCED | FULL),
-    "tp2-sp": Case(layout=ParallelLayout(tp_size=2), config=BALANCED | MOE),
-    "cp2-full": Case(layout=ParallelLayout(cp_size=2), config=BALANCED | FULL),
-    "pp2-vpp2-moe": Case(layout=ParallelLayout(pp_size=2, vp_size=2), config=BALANCED | MOE),
-    "tp2-cp2": Case(layout=ParallelLayout(tp_size=2, cp_size=2), config=BALANCED),
-    "tp2-cp2-full": Case(layout=ParallelLayout(tp_size=2, cp_size=2), config=BALANCED | FULL),
+    "single": Case(layout=ParallelSizes(), config=BALANCED),
+    "single-full": Case(layout=ParallelSizes(), config=BALANCED | FULL),
+    "tp2-sp": Case(layout=ParallelSizes(tp_size=2), config=BALANCED | MOE),
+    "cp2-full": Case(layout=ParallelSizes(cp_size=2), config=BALANCED | FULL),
+    "pp2-vpp2-moe": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=BALANCED | MOE),
+    "tp2-cp2": Case(layout=ParallelSizes(tp_size=2, cp_size=2), config=BALANCED),
+    "tp2-cp2-full": Case(layout=ParallelSizes(tp_size=2, cp_size=2), config=BALANCED | FULL),
 }
 
 
@@ -176,8 +185,8 @@ def test_megatrons_own_update_moves_the_bias_by_the_tokens_alone(choice, workers
 
 def multi_token_prediction() -> dict[str, list[float]]:
     """MTP layers that stay live under a replay know the padding of the micro-batch beside which they run."""
-    config = BALANCED | {"mtp_num_layers": 1, "num_layers": 2} | FULL | {"recompute_num_layers": 1}
-    case = Case(layout=ParallelLayout(), config=config, num_microbatches=2)
+    config = BALANCED | {"mtp_num_layers": 1, "num_layers": 2} | MTP_RECOMPUTE
+    case = Case(layout=ParallelSizes(), config=config, num_microbatches=2)
     _, chunks, microbatches = build(case)
     for microbatch in microbatches:
         microbatch["padding"] = is_padding(microbatch["routing_rows"])
@@ -205,7 +214,7 @@ def disagreeing_ranks(what: str) -> str:
     """The ranks of one context-parallel group tell the session different things."""
     import torch.distributed as dist
 
-    case = Case(layout=ParallelLayout(cp_size=2), config=BALANCED, num_microbatches=2)
+    case = Case(layout=ParallelSizes(cp_size=2), config=BALANCED, num_microbatches=2)
     _, chunks, microbatches = build(case)
     first = dist.get_rank() == 0
     for microbatch in microbatches:
@@ -237,7 +246,7 @@ def test_ranks_that_balance_differently_raise_on_all(what, said, workers_2):
 def packed_sequences() -> str:
     """A real GPTModel hands packed_seq_params to its layers, not to its routers."""
     config = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": COEFFICIENT}
-    case = Case(layout=ParallelLayout(), config=config, num_microbatches=1)
+    case = Case(layout=ParallelSizes(), config=config, num_microbatches=1)
     from megatron_router_replay.testing import build_tiny_gpt, run_schedule, tiny_gpt_config
 
     case.layout.initialize()

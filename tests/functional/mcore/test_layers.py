@@ -8,13 +8,18 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from tests.functional.mcore.cases import MEGATRON, Case, as_map, build, random_routes, record_and_replay, rows_seen, run
-
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-# Megatron-Core 0.18 passes its checkpointed MTP layer an argument that it does not take; not without us either.
-MTP_RECOMPUTE = (
-    {"recompute_granularity": "selective", "recompute_modules": ["moe"]} if MEGATRON[:2] == (0, 18) else FULL
+from tests.functional.mcore.cases import (
+    FULL,
+    MTP_RECOMPUTE,
+    Case,
+    as_map,
+    build,
+    random_routes,
+    record_and_replay,
+    rows_seen,
+    run,
 )
+
 PP2 = ParallelSizes(pp_size=2)
 
 CASES = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelLayout, build_tiny_gpt, gradients, run_schedule, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, gradients, run_schedule, tiny_gpt_config
 from megatron_router_replay.testing.schedule import masked_mean_loss
 from megatron_router_replay.trainers import Routes, number_rows, packed, take_routes
 from tests.functional.mcore.cases import as_map, watched
@@ -32,7 +32,7 @@ TOTAL = 32
 class Place:
     """This rank, and what it has."""
 
-    layout: ParallelLayout
+    layout: ParallelSizes
     chunks: list[Any]
     cp_rank: int
     tp_rank: int
@@ -165,7 +165,7 @@ TRAINERS: dict[str, Callable[[Place], Batch]] = {
 }
 
 
-def set_up(layout: ParallelLayout, **options: Any) -> Place:
+def set_up(layout: ParallelSizes, **options: Any) -> Place:
     from megatron.core import parallel_state
 
     layout.initialize()
@@ -268,7 +268,7 @@ def routes_by_token(place: Place) -> dict[int, Tensor]:
     return {int(token): route for of_sample, part in zip(ids, routes) for token, route in zip(of_sample, part)}
 
 
-def replayed(trainer: str, layout: ParallelLayout, options: dict[str, Any]) -> dict[str, Any]:
+def replayed(trainer: str, layout: ParallelSizes, options: dict[str, Any]) -> dict[str, Any]:
     """R3: an engine's routes in the trainer's container; a training step, off, on and off again."""
     place = set_up(layout, **options)
     batch = TRAINERS[trainer](place)
@@ -292,7 +292,7 @@ def replayed(trainer: str, layout: ParallelLayout, options: dict[str, Any]) -> d
     }
 
 
-def recorded_and_replayed(trainer: str, layout: ParallelLayout, options: dict[str, Any]) -> dict[str, Any]:
+def recorded_and_replayed(trainer: str, layout: ParallelSizes, options: dict[str, Any]) -> dict[str, Any]:
     """R2: recorded in a forward-only pass, handed on in the tokens' container, replayed in regrouped micro-batches."""
     from megatron_router_replay.trainers import recorded
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import take_routes
 from tests.functional.mcore.cases import as_map, moe_routers, watched
 from tests.functional.trainers.cases import (
@@ -38,7 +38,7 @@ def versions(length: int) -> Tensor:
     return torch.tensor([5, 5, 5, 6, 6, 6] + [7] * length)[:length]
 
 
-def partial_rollout(trainer: str, layout: ParallelLayout, options: dict[str, Any], bounds: dict[str, float]) -> Any:
+def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any], bounds: dict[str, float]) -> Any:
     """One training step with max_age=1 and a mask, by token, in the trainer's container."""
     place = set_up(layout, **options)
     batch = TRAINERS[trainer](place)
@@ -129,7 +129,7 @@ def _decisions(place: Place, batches: Any, seen: Any, live: Any, replayed: set[i
     return counts
 
 
-def other_bounds(layout: ParallelLayout) -> str:
+def other_bounds(layout: ParallelSizes) -> str:
     """Ranks with other margins: what each of them raises."""
     import torch.distributed as dist
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_router_replay.testing import ParallelLayout
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.trainers.left_live_cases import other_bounds, partial_rollout
 from tests.functional.trainers.test_trainers import FULL, LAYOUTS, SELECTIVE
 
@@ -45,5 +45,5 @@ def test_margins_decide_by_token_and_layer_and_are_counted_over_all_ranks(worker
 
 
 def test_ranks_with_other_margins_raise_together(workers_2):
-    for message in workers_2.run(other_bounds, ParallelLayout(pp_size=2)):
+    for message in workers_2.run(other_bounds, ParallelSizes(pp_size=2)):
         assert "ranks [1] replay with another min_margin or max_margin than rank 0" in message
