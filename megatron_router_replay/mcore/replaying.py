@@ -255,22 +255,23 @@ class ReplaySession(Session):
         return [not_kept, stale, weighed, below + above, *map(_bits, bounds)]
 
     def _numbers(self) -> list[int]:
-        """Return those of every session, three of the balance (from 4 on), six of what was left live by choice (from 7)."""
+        """Return those of every session, of the balance, and of what was left live by choice; `_judge` takes them apart."""
         return [*super()._numbers(), *self._agreement.numbers(), *self._chosen()]
 
     def _judge(self, everyone: dict[int, list[int]]) -> list[str]:
         disagree = self._agreement.problems({rank: numbers[4:7] for rank, numbers in everyone.items()})
         if disagree:
             return disagree
-        bounds = {rank: numbers[11:13] for rank, numbers in everyone.items()}
+        of_choice = {rank: numbers[7:] for rank, numbers in everyone.items()}
+        bounds = {rank: of_rank[4:] for rank, of_rank in of_choice.items()}
         others = [rank for rank, of_rank in bounds.items() if of_rank != next(iter(bounds.values()))]
         if others:
             return [
                 f"ranks {others} replay with another min_margin or max_margin than rank {next(iter(bounds))}: give all ranks "
                 "the same."
             ]
-        totals = [sum(counts) for counts in zip(*everyone.values())]
-        (replayed, live), (not_kept, stale, weighed, left) = totals[:2], totals[7:11]
+        replayed, live, *_ = (sum(counts) for counts in zip(*everyone.values()))
+        not_kept, stale, weighed, left, *_ = (sum(counts) for counts in zip(*of_choice.values()))
         ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
         reasons = (
             (not_kept, "not kept"),

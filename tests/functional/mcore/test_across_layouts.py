@@ -7,9 +7,8 @@ import pytest
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from tests.functional.mcore.cases import Case, as_map, build, rows_seen, run, watched
+from tests.functional.mcore.cases import FULL, Case, as_map, build, rows_seen, run, watched
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DENSE_FIRST = {"moe_layer_freq": [0, 1, 1, 1]}
 
 

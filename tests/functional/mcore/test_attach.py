@@ -7,9 +7,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from tests.functional.mcore.cases import Case, as_map, build, moe_routers, random_routes, rows_seen, watched
-
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+from tests.functional.mcore.cases import FULL, Case, as_map, build, moe_routers, random_routes, rows_seen, watched
 
 
 def bfloat16(model: Any, config: Any) -> Any:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
-from tests.functional.mcore.cases import Case, as_map, build, moe_routers, random_routes
-from tests.functional.mcore.test_recompute import FULL, MOE, add_noise_in_recompute
+from tests.functional.mcore.cases import FULL, Case, as_map, build, moe_routers, random_routes
+from tests.functional.mcore.test_recompute import MOE, add_noise_in_recompute
 
 NUM_LAYERS = 2
 CASE = Case(layout=ParallelSizes(), config={"num_layers": NUM_LAYERS}, num_microbatches=4, batch_size=1)

@@ -12,6 +12,7 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import (
+    FULL,
     Case,
     as_map,
     build,
@@ -24,7 +25,7 @@ from tests.functional.mcore.cases import (
     set_fusion,
     watched,
 )
-from tests.functional.mcore.test_recompute import FULL, FULL_2, MOE
+from tests.functional.mcore.test_recompute import FULL_2, MOE
 from tests.functional.mcore.test_scores import MODES
 
 NUM_TOKENS, NUM_EXPERTS, TOPK = 64, 8, 3

@@ -3,9 +3,8 @@
 import pytest
 
 from megatron_router_replay.testing import GlooWorkers, ParallelSizes
-from tests.functional.mcore.cases import Case, record_and_replay
+from tests.functional.mcore.cases import FULL, Case, record_and_replay
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}

@@ -7,9 +7,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from tests.functional.mcore.cases import Case, build, run, same
-
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+from tests.functional.mcore.cases import FULL, Case, build, run, same
 
 
 def compare(case: Case, fault: str, every: bool | int) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from megatron_router_replay.testing import (
     run_schedule,
     tiny_gpt_config,
 )
-from tests.functional.mcore.cases import as_map, moe_routers, random_routes, watched
+from tests.functional.mcore.cases import FULL, as_map, moe_routers, random_routes, watched
 
 LENGTHS = (5, 16, 9)
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def samples() -> list[dict[str, torch.Tensor]]:

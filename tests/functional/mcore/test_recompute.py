@@ -9,9 +9,8 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from tests.functional.mcore.cases import Case, build, left_over, moe_routers, random_routes, run, watched
+from tests.functional.mcore.cases import FULL, Case, build, left_over, moe_routers, random_routes, run, watched
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FULL_2 = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 

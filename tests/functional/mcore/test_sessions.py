@@ -10,6 +10,7 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import (
+    FULL,
     Case,
     as_map,
     build,
@@ -22,7 +23,6 @@ from tests.functional.mcore.cases import (
     watched,
 )
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SINGLE = Case(layout=ParallelSizes(), config=FULL)
 
 

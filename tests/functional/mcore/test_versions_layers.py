@@ -11,8 +11,18 @@ from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.mcore import layer_numbers_of
 from megatron_router_replay.mcore.layers import check_trace_layers
 from megatron_router_replay.testing import ParallelSizes, build_tiny_hybrid, tiny_gpt_config
-from tests.functional.mcore.cases import MEGATRON, Case, as_map, build, random_routes, rows_seen, run, same, watched
-from tests.functional.mcore.test_layers import FULL
+from tests.functional.mcore.cases import (
+    FULL,
+    MEGATRON,
+    Case,
+    as_map,
+    build,
+    random_routes,
+    rows_seen,
+    run,
+    same,
+    watched,
+)
 
 SINGLE, PP2 = ParallelSizes(), ParallelSizes(pp_size=2)
 needs_hybrid = pytest.mark.skipif(MEGATRON < (0, 18), reason="Megatron-Core has no HybridModel before 0.18")

@@ -10,8 +10,7 @@ import pytest
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from tests.functional.mcore.cases import Case, build, run, same
-from tests.functional.mcore.test_layers import FULL
+from tests.functional.mcore.cases import FULL, Case, build, run, same
 
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 TOPK = 4

@@ -10,7 +10,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, TraceError
 from megatron_router_replay.mass import mass_lost
 from megatron_router_replay.mcore.margins import Margins
-from tests.unit.mcore.test_left_live import AT, ROWS, by_hand, chosen, whole
+from tests.unit.mcore.left_live_trace import AT, ROWS, by_hand, chosen, whole
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     Chunk,
