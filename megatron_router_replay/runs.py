@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import eq
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +33,6 @@ def neighbour_runs(numbers: npt.ArrayLike) -> Runs:
 
 def as_slice(indices: Sequence[int]) -> slice | list[int]:
     """Return indices as a slice if they are one run, which indexes as a view; else as a list, which copies."""
-    runs = neighbour_runs(indices).tolist()
-    if len(runs) > 1:
-        return list(indices)
-    _, start, length = runs[0] if runs else (0, 0, 0)
-    return slice(start, start + length)
+    start = indices[0] if indices else 0
+    run = range(start, start + len(indices))
+    return slice(run.start, run.stop) if all(map(eq, indices, run)) else list(indices)

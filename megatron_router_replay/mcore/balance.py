@@ -89,6 +89,10 @@ class Balance:
             )
 
 
+AS_MEGATRON = Balance()
+"""What Megatron-Core counts while it replays."""
+
+
 class Routing:
     """What one forward of a router leaves for its balancing, also for its recomputes; made by whoever chose the experts.
 

@@ -114,7 +114,7 @@ class SessionRouter:
         # thread -> what its forward or recompute uses, for a Verifier that watches; threads may run backwards at once
         self.last_used: dict[int, Tensor] = {}
         self.forwards = self.recomputes = self.decisions_recomputed = 0
-        self.balance = balance.Balance()
+        self.balance = balance.AS_MEGATRON
         self.decisions_counted: int | Tensor = 0  # tokens that went into the expert-bias counters
         self.flips: Tensor | None = None  # recomputed decisions whose live top-k would have been another set
         self.closed = False

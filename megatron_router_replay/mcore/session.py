@@ -30,6 +30,8 @@ from megatron_router_replay.routes import MicrobatchRoutes
 Models = nn.Module | Sequence[nn.Module]
 """A model, or the list of its chunks on this rank; wrapped (DistributedDataParallel, Float16Module) or not."""
 
+_PACKAGE = str(Path(__file__).parents[1])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchInputs:
@@ -433,8 +435,7 @@ def _exchange(numbers: list[int], group: dist.ProcessGroup | None) -> dict[int, 
 
 def _caller() -> str:
     """Return file and line of the innermost call from outside this package."""
-    package = str(Path(__file__).parents[1])
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
