@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import warnings
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -65,40 +66,44 @@ def doctor(
 
 
 def _environment() -> dict[str, Any]:
-    import torch
-
     packages = {name: _package(name, module) for name, module in _PACKAGES.items()}
     problems = [f"{name} is not installed" for name in _NEEDED if packages[name] is None]
-    notes = []
+    notes: list[str] = []
     if packages["megatron-core"] is not None:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of optional packages, on import
-                from megatron_router_replay.mcore.compat import (
-                    TESTED,
-                    check_version,
-                    is_newer_than_tested,
-                    megatron_version,
-                )
-            notes.append(f"sessions were run with Megatron-Core {', '.join(TESTED)}")
-            if is_newer_than_tested(megatron_version()):
-                notes.append(
-                    "this one is newer: sessions verify every routing map, and refuse moe_* settings unknown here"
-                )
-            check_version()
+            notes = _notes_on_megatron()
         except RouterReplayError as error:
             problems.append(str(error))
-    gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
+        except ImportError as error:  # without torch, or from 0.18 on without triton
+            problems.append(f"megatron-core cannot be imported: {error}")
     return {
         "megatron_router_replay": megatron_router_replay.__version__,
         "python": platform.python_version(),
         "packages": packages,
-        "gpus": gpus,
+        "gpus": [] if packages["torch"] is None else _gpus(),
         "notes": notes,
         "problems": problems,
     }
+
+
+def _notes_on_megatron() -> list[str]:
+    """Return what is to be known of the Megatron-Core that is installed; raise if it cannot be replayed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of optional packages, on import
+        from megatron_router_replay.mcore.compat import TESTED, check_version, is_newer_than_tested, megatron_version
+    check_version()
+    notes = [f"sessions were run with Megatron-Core {', '.join(TESTED)}"]
+    if is_newer_than_tested(megatron_version()):
+        notes.append("this one is newer: sessions verify every routing map, and refuse moe_* settings unknown here")
+    return notes
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
 
 
 def _package(name: str, module: str) -> dict[str, str] | None:
@@ -117,7 +122,7 @@ def _package(name: str, module: str) -> dict[str, str] | None:
         found = ""
     if name == "megatron-core":
         # A checkout on the path has no metadata of its own, or that of an older installation beside it.
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), suppress(ImportError):
             warnings.simplefilter("ignore")
             found = str(getattr(import_module(module), "__version__", found))
     return {"version": found or "unknown version", "path": path}

@@ -37,6 +37,12 @@ def bad_input() -> Iterator[None]:
     except typer.Exit:
         raise
     except Exception as error:
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else None
+        if missing in ("torch", "numpy", "safetensors", "megatron"):
+            fail(
+                f"router-replay needs {missing}, which is not installed; router-replay doctor names what is missing.",
+                error,
+            )
         text = (
             f"{type(error).__name__}: {error}. This is a fault of router-replay, which should have said what is wrong"
         )
