@@ -34,9 +34,9 @@ def test_doctor_with_torch_missing_beside_a_megatron_core_that_is_there():
 
 def test_doctor_names_the_module_that_a_megatron_core_lacks():
     # As one of 0.18 and later without triton.
-    done = run_without(["megatron.core.transformer.moe.router"], "doctor", code=1)
+    done = run_without(["megatron.core.tensor_parallel"], "doctor", code=1)
     assert "megatron-core cannot be imported: " in done.stdout
-    assert "router" in done.stdout.partition("cannot be imported: ")[2]
+    assert "tensor_parallel" in done.stdout.partition("cannot be imported: ")[2]
 
 
 def test_another_command_says_what_to_install():
