@@ -65,8 +65,14 @@ def is_captured(scores: Tensor) -> bool:
     """Return whether what runs now becomes part of a graph that runs again without Python."""
     if scores.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
+    if torch._C._is_tracing():
+        return True
+    # make_fx and torch.export trace in a mode of the dispatcher, or of the operators above autograd.
+    modes = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
+    if not modes:
+        return False
     proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")  # slow to import; loaded wherever it traces
-    return bool(proxy_tensor and proxy_tensor.get_proxy_mode() is not None) or bool(torch._C._is_tracing())
+    return bool(proxy_tensor and proxy_tensor.get_proxy_mode() is not None)
 
 
 class Surroundings(NamedTuple):

@@ -153,7 +153,7 @@ class RecordSession(Session):
                 "the ranks agree on the recording's number of rows when the session is left: leave it before trace() or "
                 "gather(), or pass num_tokens."
             )
-        return 0 if self._num_rows is None else int(self._num_rows)
+        return int(self._num_rows)
 
     @property
     def _config(self) -> Any:

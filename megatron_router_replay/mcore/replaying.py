@@ -173,7 +173,7 @@ class ReplaySession(Session):
                 len(chunk.in_trace),
                 shape=chunk.router_shape(rows),
                 rows=rows,
-                token_ids=self._expected_tokens(trace, rows, tokens),
+                token_ids=self._expected_tokens(trace, rows, tokens, any_unrouted=unrouted),
                 targets=targets,
                 is_token=chunk.is_token(at_padding),
                 counts=targets.counts,
@@ -209,7 +209,9 @@ class ReplaySession(Session):
             "to let the live router decide such positions.",
         )
 
-    def _expected_tokens(self, trace: RoutingTrace, rows: Tensor, tokens: Tensor | None) -> Tensor | None:
+    def _expected_tokens(
+        self, trace: RoutingTrace, rows: Tensor, tokens: Tensor | None, *, any_unrouted: bool
+    ) -> Tensor | None:
         """Return the tokens that the forward must get, [b, s], -1 where they are not known."""
         known = trace.token_ids
         if known is None:
@@ -222,6 +224,8 @@ class ReplaySession(Session):
         if not trace.num_tokens:
             return tokens
         if tokens is None:
+            if not any_unrouted:
+                return known[rows].to(torch.int64)
             return torch.where(rows >= 0, known[rows.clamp(min=0)].to(torch.int64), -1)
         if rows.device.type == "cpu":
             check_rows(rows, tokens, token_ids=known)
