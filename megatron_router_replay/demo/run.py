@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import as_file, files
+from importlib.resources import files
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_router_replay import engines
+from megatron_router_replay.demo.checkpoint import write_checkpoint
 from megatron_router_replay.demo.ranks import timed_steps, watched_step
 from megatron_router_replay.diagnostics import logprob_mismatch
 from megatron_router_replay.layout import collate_padded
@@ -71,9 +73,9 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
         on_stage: called with each of STAGES when it begins.
     """
     on_stage(STAGES[0])
-    with as_file(files("megatron_router_replay.demo") / "data") as data:
-        checkpoint = str(data / "qwen3moe")
-        response = json.loads((data / "vllm_0.30.0_bf16_response.json").read_text())["response"]
+    response = load_response()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(folder)
         trace = engines.vllm.decode_batch(response, model=checkpoint)
         microbatches = make_microbatches(trace, prompt_lengths(response))
         with GlooWorkers(LAYOUT.world_size) as workers:
@@ -106,6 +108,13 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
         step_seconds_without=statistics.median(without),
         step_seconds_with=statistics.median(with_replay),
     )
+
+
+def load_response() -> dict[str, Any]:
+    """Return what vLLM 0.30.0 answered to 8 prompts, with the model of `write_checkpoint`: see `examples/capture_vllm.py`."""
+    file = files("megatron_router_replay.demo") / "data" / "vllm_0.30.0_bf16_response.json"
+    response: dict[str, Any] = json.loads(file.read_text())["response"]
+    return response
 
 
 def prompt_lengths(response: dict[str, Any]) -> list[int]:

@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import megatron_router_replay as mrr
-from megatron_router_replay.demo import ranks
+from megatron_router_replay.demo import load_response, ranks, write_checkpoint
 from megatron_router_replay.demo.run import make_microbatches, prompt_lengths
 from megatron_router_replay.testing import ParallelSizes
 
@@ -53,8 +53,8 @@ def loss_func(loss_mask: Any, token_losses: Any) -> Any:
 
 def given_names(folder: str) -> dict[str, Any]:
     """What the pages take as given."""
-    layout, checkpoint = ParallelSizes(), str(DEMO / "qwen3moe")
-    response = json.loads((DEMO / "vllm_0.30.0_bf16_response.json").read_text())["response"]
+    layout, checkpoint = ParallelSizes(), write_checkpoint(Path(folder) / "hf_checkpoint")
+    response = load_response()
     model_chunks = ranks.build(checkpoint, layout)
     trace = mrr.engines.vllm.decode_batch(response, model=checkpoint)
     microbatches = make_microbatches(trace, prompt_lengths(response))
@@ -153,11 +153,10 @@ def folder(tmp_path_factory):
     from megatron_router_replay.store import TraceStore
 
     path = tmp_path_factory.mktemp("command_line")
-    checkpoint = DEMO / "qwen3moe"
+    checkpoint = write_checkpoint(path / "hf_checkpoint")
     content = json.loads((DEMO / "vllm_0.30.0_bf16_response.json").read_text())
-    trace = mrr.engines.vllm.decode_batch(content["response"], model=str(checkpoint))
+    trace = mrr.engines.vllm.decode_batch(content["response"], model=checkpoint)
     (path / "response.json").write_text(json.dumps(content))
-    (path / "hf_checkpoint").symlink_to(checkpoint)
     (path / "megatron_config.json").write_text(json.dumps({"num_layers": 4, "num_experts": 8, "moe_router_topk": 2}))
     mrr.save_trace(trace, path / "run_a.safetensors")
     routes = trace.topk_indices.clone()
