@@ -49,18 +49,23 @@ class TokenSlots:
 
     def __init__(self, token_ids: Tensor) -> None:
         self._token_ids = token_ids
-        self._num_tokens = self._batch = self._length = 0
-        self._sequence_first = self._is_packed = False
+        self._announced = (0, 0, False, False)  # tokens, batch, s-major, packed
+        self._batch = self._length = 0
+        self._slots = token_ids[:0]
         self._was_run = False
         self.is_announced = False
         self.are_known = False
 
     def begin(self, num_tokens: int, batch: int, *, sequence_first: bool, is_packed: bool) -> None:
         """Expect the input_ids of a forward of `batch` requests, `num_tokens` in all."""
-        self._num_tokens = num_tokens
-        self._batch, self._length = batch, num_tokens // max(batch, 1)
-        self._sequence_first, self._is_packed = sequence_first, is_packed
         self._was_run = self.are_known = False
+        if (num_tokens, batch, sequence_first, is_packed) == self._announced:
+            return
+        self._announced = num_tokens, batch, sequence_first, is_packed
+        self._batch, self._length = batch, num_tokens // max(batch, 1)
+        self._slots = self._token_ids[:num_tokens]
+        if sequence_first and self._length > 1 and not is_packed:
+            self._slots = self._slots.view(self._length, batch).t()
 
     def see_run(self, input_ids: Tensor, attention_mask: Any) -> None:
         """Take what the model is about to run; nothing where no forward is announced.
@@ -89,17 +94,15 @@ class TokenSlots:
             CaptureError: another shape than announced.
         """
         shape = tuple(input_ids.shape)
-        flat = self._is_packed or self._length == 1 or self._batch == 1
-        if shape != (self._batch, self._length) and not (flat and input_ids.numel() == self._num_tokens):
-            announced = f"{self._num_tokens} packed tokens" if self._is_packed else f"{[self._batch, self._length]}"
+        num_tokens, _, _, is_packed = self._announced
+        flat = is_packed or self._length == 1 or self._batch == 1
+        if shape != (self._batch, self._length) and not (flat and input_ids.numel() == num_tokens):
+            announced = f"{num_tokens} packed tokens" if is_packed else f"{[self._batch, self._length]}"
             raise CaptureError(
                 f"the model runs input_ids {list(shape)} where {announced} were announced: name every row of the batch, None "
                 "for one that is nobody's."
             )
-        slots = self._token_ids[: self._num_tokens]
-        if self._sequence_first and self._length > 1:
-            slots = slots.view(self._length, self._batch).t()
-        slots = slots.view(shape) if slots.dim() == 1 else slots
+        slots = self._slots.view(shape) if self._slots.dim() == 1 else self._slots
         slots.copy_(input_ids)
         if isinstance(attention_mask, Tensor) and attention_mask.shape == input_ids.shape:
             slots.masked_fill_(attention_mask.to(slots.device) == 0, MASKED)

@@ -61,7 +61,7 @@ class StepLog:
         if num_tokens != self._num_tokens:
             assert self.num_steps == 0, "take() comes before steps of another size"
             self._reshape(num_tokens)
-        routes, head = self._routes[self.num_steps], self._heads[self.num_steps]
+        routes, head = self._places[self.num_steps]
         if self._stream is None or self._copied is None:
             recorder.collect(routes, self._buffer.tensor)
             head.copy_(self._head)
@@ -99,6 +99,7 @@ class StepLog:
         size, head = self._num_layers * num_tokens * self._topk, self._num_layers + num_tokens
         self._routes = self._routes_memory[: self._room * size].view(self._room, *shape)
         self._heads = self._heads_memory[: self._room * head].view(self._room, head)
+        self._places = list(zip(self._routes.unbind(), self._heads.unbind()))
         self._head = self._buffer.head[:head]
         if self._collected is not None:
             self._device_routes = self._collected[:size].view(shape)

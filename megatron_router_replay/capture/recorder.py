@@ -28,6 +28,7 @@ class StepRecorder:
     def __init__(self, layer_numbers: Sequence[int], *, topk: int, device: torch.device) -> None:
         self._layer_numbers = layer_numbers
         self._device = device
+        self._on_cpu = device.type == "cpu"  # a device is compared in several times the time that asking for this takes
         self._held: list[Tensor | None] = [None] * len(layer_numbers)
         self._versions = [0] * len(layer_numbers)
         self._num_held = 0
@@ -89,8 +90,8 @@ class StepRecorder:
                     "chose them, so they are no longer what it chose: copy them there, or call write_routes yourself and "
                     "hand over a clone."
                 )
-            is_plain = tensor.shape == self._shape and tensor.dtype is torch.int64 and tensor.device == self._device
-            if not is_plain:
+            is_here = tensor.is_cpu if self._on_cpu else tensor.device == self._device
+            if not (is_here and tensor.dtype is torch.int64 and tensor.shape == self._shape):
                 self._held[layer_index] = self._as_ids(layer_index, tensor)
         if self.is_complete:
             torch.stack(self._held, out=destination)  # type: ignore[arg-type]  # none is None

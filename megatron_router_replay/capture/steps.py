@@ -66,14 +66,14 @@ class StepPlan:
         self._request_ids = list(request_ids)
         self.is_decode = query_lengths is None and positions.size == len(self._request_ids)
         self._next = positions.flatten()
-        self._advance = self._next >= 0
+        self._advance = (self._next >= 0).astype(np.int64)
 
     def holds_for(self, request_ids: Sequence[Hashable | None], positions: IntArray) -> bool:
         """Return whether a forward is this plan's next step: the same requests in the same rows, each a token further."""
         return (
             self.is_decode
             and positions.size == self.num_tokens
-            and bool((positions.ravel() == self._next).all())
+            and positions.tobytes() == self._next.tobytes()
             and self._request_ids == list(request_ids)
         )
 

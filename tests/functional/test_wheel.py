@@ -1,6 +1,7 @@
 """What a wheel holds, and that it runs where neither this checkout nor its tests are."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,9 @@ def test_it_holds_the_package_its_data_and_its_metadata_and_nothing_else(wheel):
     assert {name.split("/")[0] for name in names} == {"megatron_router_replay", info}
     assert {"megatron_router_replay/py.typed", "megatron_router_replay/demo/data/config.json"} <= set(names)
     assert "License-Expression: Apache-2.0" in metadata
+    description = metadata.partition("\n\n")[2]
+    assert description.startswith("# megatron_router_replay")
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", description) if not link.startswith("https://")] == []
     assert "Requires-Python: >=3.11" in metadata
     assert "router-replay = megatron_router_replay.cli:run" in scripts
 

@@ -400,11 +400,11 @@ def test_requests_leave_no_memory_behind():
         else:
             prompts.append(weakref.ref(capturer.finish(number, num_tokens=2101).prompt))
 
+    tracemalloc.start()
     one_request(0)
     one_request(1)
     capturer.drain()
     gc.collect()
-    tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for number in range(2, 42):
         one_request(number)
@@ -414,7 +414,7 @@ def test_requests_leave_no_memory_behind():
     tracemalloc.stop()
     assert (capturer.num_requests, capturer.host_bytes) == (0, 0)
     assert [prompt() for prompt in prompts] == [None] * len(prompts)
-    assert grown < 30_000
+    assert grown < 60_000  # 40 requests have five times that
 
 
 def test_host_arrays_grow_geometrically():
