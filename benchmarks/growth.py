@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import megatron_router_replay as mrr
-from benchmarks.ingest import HookOnly
+from benchmarks.ingest import replay_alone
 from benchmarks.measure import Section, rounds, single_process, table
-from benchmarks.router import random_routes
+from benchmarks.router import Routers, random_routes
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
 
@@ -33,7 +33,7 @@ def work(sizes: dict[str, int]) -> Callable[[], None]:
     config = tiny_gpt_config(
         ParallelSizes(), num_layers=layers, num_moe_experts=experts, moe_router_topk=TOPK, hidden_size=64
     )
-    model = HookOnly(config, layers)
+    model = Routers(config, layers)
     info = ModelRoutingInfo(
         num_layers=layers, moe_layer_numbers=tuple(range(1, layers + 1)), num_experts=experts, topk=TOPK
     )
@@ -43,7 +43,7 @@ def work(sizes: dict[str, int]) -> Callable[[], None]:
 
     def run() -> None:
         trace = mrr.engines.vllm.decode_batch(arrays, model=info, num_tokens=[tokens] * microbatches)
-        with torch.no_grad(), mrr.replay(model, trace) as session:
+        with replay_alone(model, trace) as session:
             for its_rows in rows:
                 session.microbatch(its_rows)
                 model(scores)

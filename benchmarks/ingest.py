@@ -14,8 +14,10 @@ import base64
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -95,12 +97,12 @@ class Targets:
     def __init__(self, response: Response) -> None:
         self.samples, self.tokens = len(response.arrays), response.tokens
         self.rows = torch.arange(self.samples * self.tokens).view(self.samples, 1, self.tokens)
-        self.model = Routers(router_config("128, 8"), LAYERS)
+        self.model = Routers(router_config("128, 8", num_layers=LAYERS), LAYERS)
         self.scores = torch.zeros(self.tokens, EXPERTS)
 
     def ours(self, trace: mrr.RoutingTrace) -> None:
         """Queue each micro-batch, and let each router widen its routes and take their scores, as in a forward."""
-        with torch.no_grad(), mrr.replay(self.model, trace) as session:
+        with replay_alone(self.model, trace) as session:
             for rows in self.rows:
                 session.microbatch(rows)
                 self.model(self.scores)
@@ -112,12 +114,21 @@ class Targets:
                 gather_topk(self.scores, sample[:, layer].to(torch.int64).contiguous())
 
 
-class HookOnly(Routers):
-    """Routers whose forward is only what a session does in it, without Megatron's work on the dense map."""
+@contextmanager
+def replay_alone(model: Routers, trace: mrr.RoutingTrace) -> Iterator[Any]:
+    """Open a session in whose forwards, without gradients, Megatron-Core does none of its work on the dense map."""
+    from megatron.core.transformer.moe import router as router_module
 
-    def select(self, router: Any, logits: Tensor) -> Tensor:
-        values, _ = router.router_replay.get_replay_topk(logits, router.topk, default_compute_topk=_live_topk)
-        return values
+    # Patched last: a session begins by trying out the function that is there.
+    patched = patch.object(router_module, "topk_routing_with_score_function", _take_topk)
+    with torch.no_grad(), mrr.replay(model, trace) as session, patched:
+        yield session
+
+
+def _take_topk(logits: Tensor, topk: int, *, router_replay: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+    """Stand in for Megatron-Core's routing function: what a session does in it, without the work on the dense map."""
+    taken: tuple[Tensor, Tensor] = router_replay.get_replay_topk(logits, topk, default_compute_topk=_live_topk)
+    return taken
 
 
 def _live_topk(scores: Tensor, topk: int, **_groups: None) -> tuple[Tensor, Tensor]:
@@ -179,7 +190,6 @@ def measure(*, samples: int = SAMPLES, tokens: int = TOKENS, repeats: int = REPE
         response = Response(samples, tokens)
         short = Response(LIST_SAMPLES, tokens)
         targets = Targets(response)
-        targets.model = HookOnly(targets.model.config, LAYERS)
         made: dict[str, Any] = {}
 
         def keep(name: str, make: Callable[[], Any]) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """What the hook costs: one router's selection, live, with Megatron-Core's own replay, with ours and with `fused.route`.
 
-Everything goes through the function that Megatron-Core's routers call, `topk_routing_with_score_function`, with a real
-session around it. Queuing the micro-batch is not timed here; parts step, growth and breakdown have it.
+Everything goes through Megatron-Core's routers, called as modules with their logits for an input, with a real session around
+them; `fused.route` is called by itself. Queuing the micro-batch is not timed here; parts step, growth and breakdown have it.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Routers(torch.nn.Module):
         self.routers = torch.nn.ModuleList(TopKRouter(config, pg_collection=groups) for _ in range(num_layers))
         for number, router in enumerate(self.routers, 1):
             router.set_layer_number(number)
+            router.gating = _as_it_is
         self.recompute = recompute
 
     def forward(self, logits: Tensor) -> list[Tensor]:
@@ -64,18 +65,13 @@ class Routers(torch.nn.Module):
 
     def select(self, router: Any, logits: Tensor) -> Tensor:
         """Return the probabilities of one router, [num_tokens, num_experts]."""
-        from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
-
-        probs, _ = topk_routing_with_score_function(
-            logits,
-            router.topk,
-            num_groups=self.config.moe_router_num_groups,
-            group_topk=self.config.moe_router_group_topk,
-            score_function=router.score_function,
-            expert_bias=router.expert_bias,
-            router_replay=router.router_replay,
-        )
+        probs: Tensor = router(logits.unsqueeze(1))[0]  # [s, b, num_experts] of one sequence
         return probs
+
+
+def _as_it_is(logits: Tensor) -> Tensor:
+    """Stand in for a router's projection: its input are the logits."""
+    return logits
 
 
 class _Recomputed(torch.autograd.Function):

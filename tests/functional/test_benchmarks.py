@@ -1,0 +1,67 @@
+"""Every part of `make bench` runs, at a size that says nothing about speed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+IN_PROCESS = "from benchmarks.measure import single_process; from megatron_router_replay.testing import ParallelSizes\n"
+PARTS = {
+    "router": IN_PROCESS
+    + """
+import torch
+from benchmarks import router
+with single_process():
+    ParallelSizes().initialize()
+    for name in router.ROUTERS:
+        for backward in (False, True):
+            found = router.measure_shape(32, name, torch.float32, backward=backward, repeats=1)
+            assert all(len(seconds) == 1 for seconds in found.values()), found
+""",
+    "allocator": "from benchmarks import allocator; allocator.AIM = (32, '128, 8'); assert allocator.measure(repeats=6)",
+    "step": """
+from dataclasses import replace
+from benchmarks import step
+tiny = replace(step.TINY, sequence=16, microbatches=2)
+raw = step.measure([step.Case(model=tiny, repeats=6, recompute=True, peak=True)])
+assert "replay / off, tiny, full recompute" in step.render(raw)
+""",
+    "memory": "from benchmarks import memory; memory.render(memory.measure())",
+    "ingest": "from benchmarks import ingest; ingest.render(ingest.measure(samples=2, tokens=64, repeats=1))",
+    "growth": """
+from benchmarks import growth
+growth.DOUBLINGS = 1
+growth.render(growth.measure(base={"tokens": 64, "layers": 2, "experts": 16, "microbatches": 1}, repeats=1))
+""",
+    "breakdown": """
+from dataclasses import replace
+from benchmarks import breakdown, step
+breakdown.CASES = [(step.Case(model=replace(step.TINY, sequence=16), repeats=1), 2)]
+assert breakdown.measure()
+""",
+    "capture": """
+from benchmarks import capture
+size = capture.Size(hidden=64, layers=2, experts=8, topk=2, batch=2, prompt=4, new=3)
+capture.render(capture.measure_size(size, 1))
+""",
+}
+
+
+def test_every_part_is_here():
+    from benchmarks import __main__ as bench
+
+    assert set(PARTS) == set(bench.PARTS)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_part_runs(part):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    code = f"if __name__ == '__main__':\n{''.join('    ' + line for line in PARTS[part].strip().splitlines(keepends=True))}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
