@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from torch import Tensor, nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import TraceError, UnsupportedRouterError
@@ -279,3 +280,38 @@ def test_a_balancing_method_that_was_put_on_the_router_itself_is_refused(name):
     setattr(router, name, MethodType(lambda self, *args, **kwargs: args[0], router))
     with pytest.raises(UnsupportedRouterError, match=rf"layer 2 .*TopKRouter\.{name} was replaced on this module"):
         mrr.replay(chunk, trace())
+
+
+class MtpStage(nn.Module):
+    """A pipeline stage of a multi-token-prediction layer alone, behind a decoder of 3 layers."""
+
+    def __init__(self, of: Chunk) -> None:
+        super().__init__()
+        self.config = of.config
+        self.layer = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)  # its own needs a whole GPTModel
+        nn.Module.__init__(self.layer)
+        self.layer.layer_number = 1
+        self.layer.mtp_model_layer = of.layers[0]
+
+
+def test_padding_of_a_stage_of_mtp_layers_alone_is_refused_where_it_would_count():
+    chunk, stage = balanced(**BIASED), MtpStage(balanced(**BIASED))
+    with mrr.replay([chunk, stage], trace()) as session:
+        session.microbatch(ROWS, chunk, padding=PADDING)
+        chunk(tokens(2, 3), 0)
+        session.microbatch(ROWS, stage)  # without a mask there is nothing that could be lost
+        with pytest.raises(UnsupportedRouterError, match=r"MTP layer 4 .*chunk 1 has MTP layers alone.*pass mtp=True"):
+            session.microbatch(ROWS, stage, padding=PADDING)
+
+
+@pytest.mark.parametrize("balances", [True, False])
+def test_padding_of_a_stage_of_mtp_layers_alone_is_taken_where_nothing_is_balanced(balances):
+    options = BIASED if balances else {}
+    stage = MtpStage(balanced(**options))
+    off = {"expert_bias": "off", "aux_loss": "off"} if balances else {}
+    chunk = balanced(**options)
+    with mrr.replay([chunk, stage], trace(), **off) as session:
+        for part in (chunk, stage):
+            session.microbatch(ROWS, part, padding=PADDING)
+        chunk(tokens(2, 3), 0)
+    assert session.report.rows_padding == 1
