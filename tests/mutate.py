@@ -63,21 +63,23 @@ def is_annotation_or_text(node: ast.AST) -> bool:
 def mutable_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield every node of the code that runs; messages and annotations are left out."""
     for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.Raise):
-            yield child  # what it says is not mutated
-        elif isinstance(child, ast.AnnAssign):
-            if child.value is not None:
-                yield from [child.value, *mutable_nodes(child.value)]
-        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            for part in [
-                *child.args.defaults,
-                *(default for default in child.args.kw_defaults if default),
-                *child.body,
-            ]:
-                yield from [part, *mutable_nodes(part)]
-        elif not is_annotation_or_text(child):
-            yield child
-            yield from mutable_nodes(child)
+        yield from with_inner_nodes(child)
+
+
+def with_inner_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node, if it runs, and what runs inside it."""
+    if isinstance(node, ast.Raise):
+        yield node  # what it says is not mutated
+    elif isinstance(node, ast.AnnAssign):
+        if node.value is not None:
+            yield from with_inner_nodes(node.value)
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        defaults = [*node.args.defaults, *(default for default in node.args.kw_defaults if default)]
+        for part in [*defaults, *node.body]:
+            yield from with_inner_nodes(part)
+    elif not is_annotation_or_text(node):
+        yield node
+        yield from mutable_nodes(node)
 
 
 def mutations(node: ast.AST) -> list[ast.AST]:
