@@ -28,13 +28,12 @@ def as_integer_tensor(name: str, value: Any) -> Tensor:
         array = np.asarray(value)
         if array.dtype.kind not in "iu" and array.size:
             raise TraceError(f"{name} must hold integers, got {array.dtype} from {type(value).__name__}.")
-        # torch has no arithmetic for the wide unsigned types, no other byte order, and warns of read-only memory.
-        wide_unsigned = array.dtype.kind == "u" and array.dtype.itemsize > 1
-        dtype = np.dtype(np.int64) if wide_unsigned or not array.size else array.dtype.newbyteorder("=")
+        # torch has no other byte order and warns of read-only memory; numpy's empty lists are floats.
+        dtype = array.dtype.newbyteorder("=") if array.size else np.dtype(np.int64)
         tensor = torch.from_numpy(array.astype(dtype))
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
         raise TraceError(f"{name} must hold integers, got {tensor.dtype}.")
-    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has no arithmetic for these
         tensor = tensor.to(torch.int64)
     return tensor
 
@@ -55,9 +54,8 @@ def as_layer_numbers(value: Any, num_layers: int) -> tuple[int, ...]:
 def as_replay_mask(value: Any, indices: Tensor) -> Tensor:
     """Return [num_tokens] bool, False where the caller says so or a row is -1 in every layer; or raise TraceError."""
     num_tokens = indices.shape[0]
-    negative = (indices < 0).flatten(1) if indices.dtype is not torch.uint8 else None
     missing = torch.zeros(num_tokens, dtype=torch.bool, device=indices.device)
-    if negative is not None and negative.shape[1]:
+    if indices.dtype is not torch.uint8 and indices[:1].numel():  # of no layers, all() would be -1
         missing = (indices == -1).flatten(1).all(dim=1)
     if value is None:
         return ~missing
@@ -88,8 +86,10 @@ def as_per_token(name: str, value: Any, num_tokens: int) -> Tensor | None:
         tensor = tensor.expand(num_tokens)
     if tensor.shape != (num_tokens,):
         raise TraceError(f"{name} must be [{num_tokens}], one a token, got shape {list(tensor.shape)}.")
-    if tensor.numel() and not (-(2**31) <= int(tensor.min()) and int(tensor.max()) < 2**31):
-        raise TraceError(f"{name} reaches {int(tensor.max())}, which int32 cannot hold.")
+    if tensor.numel():
+        lowest, highest = map(int, tensor.aminmax())
+        if lowest < -(2**31) or highest >= 2**31:
+            raise TraceError(f"{name} lies in {lowest}..{highest}, which int32 cannot hold.")
     return tensor.to(torch.int32, copy=True)
 
 

@@ -77,6 +77,10 @@ def test_rows_without_a_route_by_mask_may_hold_anything():
     assert trace.topk_indices.tolist() == [ROUTES[0], [[2, 3], [2, 3]], ROUTES[2]]
 
 
+def test_token_ids_of_all_int32_are_kept():
+    assert make(token_ids=[-(2**31), 0, 2**31 - 1]).token_ids.tolist() == [-(2**31), 0, 2**31 - 1]
+
+
 def test_uint8_rows_without_a_route_are_replaced_too():
     routes = torch.tensor([ROUTES[0], [[0, 0], [200, 200]], ROUTES[2]], dtype=torch.uint8)
     assert make(routes, replay_mask=[True, False, True]).topk_indices[1].tolist() == [[2, 3], [2, 3]]
@@ -108,7 +112,8 @@ REFUSED = {
     "a mask of integers": (dict(replay_mask=[1, 0, 1]), "[3] bool"),
     "a mask too short": (dict(replay_mask=[True]), "[3] bool"),
     "token ids too short": (dict(token_ids=[1, 2]), "token_ids must be [3]"),
-    "token ids too large": (dict(token_ids=[1, 2, 2**40]), "int32"),
+    "token ids too large": (dict(token_ids=[1, 2, 2**31]), "token_ids lies in 1..2147483648, which int32"),
+    "token ids too small": (dict(token_ids=[1, 2, -(2**31) - 1]), "token_ids lies in -2147483649..2, which int32"),
     "lengths that do not add up": (dict(sequence_lengths=(1, 1)), "add up to 2, the trace has 3"),
     "ids without lengths": (dict(sample_ids=("a",)), "names 1 samples"),
 }
