@@ -1,6 +1,7 @@
 """What a trainer may hand to a session, and who else may touch its routers: it works or raises, and never goes unnoticed."""
 
 import gc
+import re
 import types
 
 import numpy as np
@@ -61,6 +62,23 @@ def test_micro_batches_that_run_in_another_order_than_queued_are_found_by_their_
         session.microbatch(ROWS)
         session.microbatch(ROWS + 8)
         chunk(batches[1])
+
+
+def test_micro_batches_are_named_by_their_number():
+    chunk = Chunk()
+    with pytest.raises(ReplayStateError) as raised, mrr.replay(chunk, trace()) as session:
+        for _ in range(3):
+            session.microbatch(ROWS)
+        chunk(tokens())
+    numbers = re.findall(r"micro-batch (\d), layer 1: routes were queued, but no forward", str(raised.value))
+    assert numbers == ["1", "2"]  # 0 ran
+    with pytest.raises(
+        ReplayStateError, match="micro-batch 1, layer 1: a forward without routes; 1 micro-batches were"
+    ):
+        with mrr.replay(chunk, trace()) as session:
+            session.microbatch(ROWS)
+            chunk(tokens())
+            chunk(tokens())
 
 
 def test_a_square_batch_that_was_transposed_is_found_by_its_input_ids():
