@@ -72,13 +72,13 @@ def test_micro_batches_are_named_by_their_number():
         chunk(tokens())
     numbers = re.findall(r"micro-batch (\d), layer 1: routes were queued, but no forward", str(raised.value))
     assert numbers == ["1", "2"]  # 0 ran
-    with pytest.raises(
-        ReplayStateError, match="micro-batch 1, layer 1: a forward without routes; 1 micro-batches were"
+    with (
+        pytest.raises(ReplayStateError, match="micro-batch 1, layer 1: a forward without routes; 1 micro-batches were"),
+        mrr.replay(chunk, trace()) as session,
     ):
-        with mrr.replay(chunk, trace()) as session:
-            session.microbatch(ROWS)
-            chunk(tokens())
-            chunk(tokens())
+        session.microbatch(ROWS)
+        chunk(tokens())
+        chunk(tokens())
 
 
 def test_a_square_batch_that_was_transposed_is_found_by_its_input_ids():
