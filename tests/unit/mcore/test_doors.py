@@ -43,6 +43,19 @@ def test_rows_of_another_shape_than_the_batch_are_refused(rows, direct):
         (chunk.forward if direct else chunk)(tokens())
 
 
+def test_a_direct_forward_may_follow_a_called_one():
+    chunk, the_trace = Chunk(), trace(16)
+    with watched(chunk) as seen, mrr.replay(chunk, the_trace) as session:
+        session.microbatch(ROWS)
+        chunk(tokens(), 0)
+        session.microbatch(ROWS + 8)
+        chunk.forward(tokens(), 1)
+    for number, rows in ((0, ROWS), (1, ROWS + 8)):
+        of_number = {key: maps for key, maps in seen.items() if key[0] == number}
+        assert len(of_number) == 3
+        assert wrong(of_number, the_trace, rows) == 0
+
+
 def test_a_packed_row_may_be_flat():
     chunk, the_trace = Chunk(), trace()
     with watched(chunk) as seen, mrr.replay(chunk, the_trace) as session:
