@@ -1,5 +1,6 @@
 """Programs that once routed wrongly with every check green, or died of a bare error; each is exact now, or raises ours."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -169,6 +170,27 @@ def test_a_forward_that_fails_before_it_reaches_the_chunk_leaves_later_ones_righ
                 wrapper(tokens(), number)
             session.close()
             assert sorted(number for number, layer in seen if layer == 1) == [1, 2]
+    assert wrong_replays(seen, the_trace) == 0
+
+
+@pytest.mark.parametrize("first", ["runs", "fails in the chunk", "fails before the chunk"])
+def test_a_forward_that_fails_before_the_chunk_takes_its_routes_with_it(first):
+    chunk, the_trace = Chunk(), trace(24)
+    wrapper = Wrapper(chunk)
+    with watched(chunk) as seen, mrr.replay(wrapper, the_trace) as session:
+        session.microbatch(ROWS)
+        chunk.fail_at = 1 if first == "fails in the chunk" else None
+        wrapper.fails = first == "fails before the chunk"
+        with contextlib.nullcontext() if first == "runs" else pytest.raises(ArithmeticError):
+            wrapper(tokens(), 0)
+        session.microbatch(ROWS + 8)
+        wrapper.fails = True
+        with pytest.raises(ArithmeticError):
+            wrapper(tokens(), 1)
+        session.microbatch(ROWS + 16)
+        wrapper.fails = False
+        wrapper(tokens(), 2)
+    assert sorted(layer for number, layer in seen if number == 2) == [1, 2, 3]
     assert wrong_replays(seen, the_trace) == 0
 
 

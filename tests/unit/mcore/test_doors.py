@@ -1,6 +1,5 @@
 """What a trainer may hand to a session, and who else may touch its routers: it works or raises, and never goes unnoticed."""
 
-import contextlib
 import gc
 import re
 import types
@@ -42,42 +41,6 @@ def test_rows_of_another_shape_than_the_batch_are_refused(rows, direct):
     with pytest.raises((LayoutError, ReplayStateError), match="shape"), mrr.replay(chunk, trace()) as session:
         session.microbatch(rows)
         (chunk.forward if direct else chunk)(tokens())
-
-
-class Wrapper(torch.nn.Module):
-    """As DistributedDataParallel or a trainer's own: what it does first can fail."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-        self.fails = False
-
-    def forward(self, *args):
-        if self.fails:
-            self.fails = False
-            raise ArithmeticError("before the chunk")
-        return self.module(*args)
-
-
-@pytest.mark.parametrize("first", ["runs", "fails in the chunk", "fails before the chunk"])
-def test_a_forward_that_fails_before_the_chunk_takes_its_routes_with_it(first):
-    chunk, the_trace = Chunk(), trace(24)
-    model = Wrapper(chunk)
-    with watched(chunk) as seen, mrr.replay(model, the_trace) as session:
-        session.microbatch(ROWS, model)
-        chunk.fail_at = 1 if first == "fails in the chunk" else None
-        model.fails = first == "fails before the chunk"
-        with contextlib.nullcontext() if first == "runs" else pytest.raises(ArithmeticError):
-            model(tokens(), 0)
-        session.microbatch(ROWS + 8, model)
-        model.fails = True
-        with pytest.raises(ArithmeticError, match="before the chunk"):
-            model(tokens(), 1)
-        session.microbatch(ROWS + 16, model)
-        model(tokens(), 2)
-    last = {key: maps for key, maps in seen.items() if key[0] == 2}
-    assert len(last) == 3
-    assert wrong(last, the_trace, ROWS + 16) == 0
 
 
 def test_a_direct_forward_may_follow_a_called_one():
