@@ -194,6 +194,21 @@ def test_a_forward_that_fails_before_the_chunk_takes_its_routes_with_it(first):
     assert wrong_replays(seen, the_trace) == 0
 
 
+def test_the_end_names_the_layers_of_a_forward_that_stopped_halfway_but_not_of_one_that_failed():
+    chunk = Chunk()
+    with mrr.replay(chunk, trace(16)) as session:
+        session.microbatch(ROWS)
+        chunk(tokens(), 0)
+        session.microbatch(ROWS + 8)
+        chunk.fail_at = 2
+        with pytest.raises(ArithmeticError):
+            chunk(tokens(), 1)
+    halfway = "micro-batch 0: its layer 2, layer 3 was not forwarded"
+    with pytest.raises(ReplayStateError, match=halfway), mrr.replay(chunk, trace()) as session:
+        session.microbatch(ROWS)
+        chunk.layers[0](torch.zeros(4, 2, chunk.layers[0].router.config.hidden_size))
+
+
 def test_a_direct_forward_that_fails_before_any_router_is_found_at_the_end_at_the_latest():
     chunk = Chunk()
     session = mrr.replay(chunk, trace())
