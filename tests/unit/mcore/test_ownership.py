@@ -364,6 +364,39 @@ def test_saved_tensors_asked_for_outside_a_backward_are_a_recompute_not_a_forwar
     assert wrong_replays(seen, the_trace) == 0
 
 
+def test_saved_tensors_asked_for_outside_a_backward_do_not_tell_two_calls_of_a_router_apart():
+    chunk = Chunk(num_layers=1)
+    with mrr.freeze_recompute(chunk):
+        out = checkpoint(lambda hidden: (chunk(hidden, 0) + chunk(hidden, 1)).tanh(), tokens(), use_reentrant=False)
+        with pytest.raises(ReplayStateError, match=r"outside a backward.*called the router 2 times.*Run the backward"):
+            _ = out.grad_fn._saved_result
+
+
+def test_both_calls_of_a_router_in_one_checkpoint_use_their_own_again_in_every_backward():
+    chunk = Chunk(num_layers=1)
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+        leaf = torch.ones(1, requires_grad=True)
+        out = reentrant(lambda scale: (chunk(tokens(), 0) + 2 * chunk(tokens(seed=2), 1)) * scale, leaf)
+        disturb(chunk)
+        out.square().sum().backward()
+    assert num_recomputed(seen) == 2
+    assert flips(seen) == 0
+
+
+def test_a_recompute_that_calls_a_router_more_often_than_its_forward_raises():
+    chunk = Chunk(num_layers=1)
+    runs = []
+
+    def once_then_twice(scale):
+        runs.append(None)
+        return sum(chunk(tokens(), number) for number in range(len(runs))) * scale
+
+    with mrr.freeze_recompute(chunk):
+        out = reentrant(once_then_twice, torch.ones(1, requires_grad=True))
+        with pytest.raises(ReplayStateError, match=r"calls the router 2 times, its forward called it 1 times"):
+            out.sum().backward()
+
+
 def run_queued(chunk, number):
     return chunk(tokens(), number)
 
