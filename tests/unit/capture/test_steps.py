@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_router_replay.capture import CaptureError, token_positions
-from megatron_router_replay.capture.steps import as_positions, iterate_runs
+from megatron_router_replay.capture.steps import StepPlan, as_positions, iterate_runs
 
 
 def runs(request_ids, positions, *, query_lengths=None, sequence_first=False):
@@ -72,3 +72,17 @@ def test_runs_name_exactly_the_tokens_that_are_there(data, shape):
     pairs = [(name, position + i, slot) for name, slots, position in found for i, slot in enumerate(slots)]
     assert len(pairs) == len(set(pairs))
     assert set(pairs) == by_request
+
+
+def test_a_plan_holds_for_its_own_next_step_alone_however_many_came_before():
+    ids, first = ["a", None, "b"], np.array([7, -1, 0])
+    plan = StepPlan(ids, first, query_lengths=None, sequence_first=False, find=lambda request_id: None)
+    for step in range(100):
+        now = np.array([7 + step, -1, step])
+        assert plan.holds_for(ids, now)
+        assert plan.holds_for(ids, now)  # a forward that was cancelled comes again
+        assert not plan.holds_for(ids, now + np.array([1, 0, 1]))
+        assert not plan.holds_for(ids, now + np.array([0, 0, 1]))
+        assert not plan.holds_for(["a", "b", None], now)
+        assert plan.advance() == step
+        assert not plan.holds_for(ids, now)
