@@ -70,7 +70,7 @@ class Routers(torch.nn.Module):
 
 
 def _as_it_is(logits: Tensor) -> Tensor:
-    """Stand in for a router's projection: its input are the logits."""
+    """Stand in for a router's projection: its input is the logits already."""
     return logits
 
 

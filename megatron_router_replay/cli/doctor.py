@@ -60,7 +60,7 @@ def doctor(
     problems = list(environment["problems"]) + ([] if model is None else list(model["refused"]))
     values = {"environment": environment, "model": model, "problems": problems}
     text = _environment_text(environment) + ([] if model is None else _model_text(model))
-    text.append("something would be refused, see above" if problems else "nothing stands in the way of replay")
+    text.append("something stands in the way, see above" if problems else "nothing stands in the way of replay")
     emit("\n".join(text), values, as_json=as_json, out=out)
     raise typer.Exit(1 if problems else 0)
 
@@ -70,12 +70,8 @@ def _environment() -> dict[str, Any]:
     problems = [f"{name} is not installed" for name in _NEEDED if packages[name] is None]
     notes: list[str] = []
     if packages["megatron-core"] is not None:
-        try:
-            notes = _notes_on_megatron()
-        except RouterReplayError as error:
-            problems.append(str(error))
-        except ImportError as error:  # without torch, or from 0.18 on without triton
-            problems.append(f"megatron-core cannot be imported: {error}")
+        notes, found = _megatron()
+        problems += found
     return {
         "megatron_router_replay": megatron_router_replay.__version__,
         "python": platform.python_version(),
@@ -86,16 +82,22 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def _notes_on_megatron() -> list[str]:
-    """Return what is to be known of the Megatron-Core that is installed; raise if it cannot be replayed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of optional packages, on import
-        from megatron_router_replay.mcore.compat import TESTED, check_version, is_newer_than_tested, megatron_version
-    check_version()
-    notes = [f"sessions were run with Megatron-Core {', '.join(TESTED)}"]
-    if is_newer_than_tested(megatron_version()):
+def _megatron() -> tuple[list[str], list[str]]:
+    """Return (notes, problems) of the Megatron-Core that is installed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of optional packages, on import
+            from megatron_router_replay.mcore import compat
+    except ImportError as error:  # without torch, or from 0.18 on without triton
+        return [], [f"megatron-core cannot be imported: {error}"]
+    notes = [f"sessions were run with Megatron-Core {', '.join(compat.TESTED)}"]
+    if compat.is_newer_than_tested(compat.megatron_version()):
         notes.append("this one is newer: sessions verify every routing map, and refuse moe_* settings unknown here")
-    return notes
+    try:
+        compat.check_version()
+    except RouterReplayError as error:
+        return notes, [str(error)]
+    return notes, []
 
 
 def _gpus() -> list[str]:
@@ -122,7 +124,7 @@ def _package(name: str, module: str) -> dict[str, str] | None:
         found = ""
     if name == "megatron-core":
         # A checkout on the path has no metadata of its own, or that of an older installation beside it.
-        with warnings.catch_warnings(), suppress(ImportError):
+        with warnings.catch_warnings(), suppress(ImportError):  # `_megatron` says why it cannot be imported
             warnings.simplefilter("ignore")
             found = str(getattr(import_module(module), "__version__", found))
     return {"version": found or "unknown version", "path": path}

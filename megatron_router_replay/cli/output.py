@@ -39,6 +39,7 @@ def bad_input() -> Iterator[None]:
     except Exception as error:
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else None
         if missing in ("torch", "numpy", "safetensors", "megatron"):
+            missing = "megatron-core" if missing == "megatron" else missing
             fail(
                 f"router-replay needs {missing}, which is not installed; router-replay doctor names what is missing.",
                 error,

@@ -16,7 +16,6 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
 from tests.unit.mcore.tiny_chunk import (
     Chunk,
-    as_map,
     disturb,
     flips,
     non_reentrant,
@@ -26,6 +25,7 @@ from tests.unit.mcore.tiny_chunk import (
     reentrant,
     tokens,
     watched,
+    wrong_replays,
 )
 
 KINDS = {"reentrant": reentrant, "non-reentrant": non_reentrant}
@@ -46,19 +46,6 @@ def run(chunk, number, session=None):
     if session is not None:
         session.microbatch(rows(number))
     return chunk(tokens(), number)
-
-
-def expected(the_trace, number, layer):
-    """The map of a fully replayed forward: rows are s-major."""
-    return as_map(the_trace.layer(layer)[rows(number).t().reshape(-1)])
-
-
-def wrong_replays(seen, the_trace):
-    return sum(
-        int((routing_map != expected(the_trace, number, layer)).any(dim=1).sum())
-        for (number, layer), maps in seen.items()
-        for routing_map in maps
-    )
 
 
 @pytest.fixture(params=KINDS)

@@ -224,3 +224,13 @@ def random_trace(num_tokens: int = 16, num_layers: int = 3, *, seed: int = 5, **
 def as_map(topk_indices: Tensor) -> Tensor:
     """[n, topk] -> [n, EXPERTS] bool."""
     return torch.zeros(len(topk_indices), EXPERTS, dtype=torch.bool).scatter(1, topk_indices.long(), True)
+
+
+def wrong_replays(seen: Seen, trace: mrr.RoutingTrace) -> int:
+    """How many decisions are not the trace's, where forward n has the n-th 8 rows of it as [2, 4], s-major in a router."""
+    wrong = 0
+    for (number, layer), maps in seen.items():
+        rows = (torch.arange(8) + 8 * number).view(2, 4).t().reshape(-1)
+        expected = as_map(trace.layer(layer)[rows])
+        wrong += sum(int((routing_map != expected).any(dim=1).sum()) for routing_map in maps)
+    return wrong

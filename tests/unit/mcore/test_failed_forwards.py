@@ -1,0 +1,182 @@
+"""Forwards that fail, stop halfway or call a router twice: later ones keep their own routes, or the session raises."""
+
+import contextlib
+
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import ReplayStateError
+from tests.unit.mcore.tiny_chunk import (
+    EXPERTS,
+    Chunk,
+    disturb,
+    random_trace,
+    reentrant,
+    tokens,
+    watched,
+    wrong_replays,
+)
+
+ROWS = torch.arange(8).view(2, 4)
+trace = random_trace
+
+
+def test_a_forward_that_fails_behind_the_last_router_with_others_queued_cannot_be_assigned_and_raises():
+    chunk = Chunk()
+
+    def out_of_memory(module, args, output):
+        raise ArithmeticError("in the output layer")
+
+    handle = chunk.layers[2].register_forward_hook(out_of_memory)
+    session = mrr.replay(chunk, trace())
+    session.microbatch(ROWS)
+    session.microbatch(ROWS + 8)
+    with pytest.raises(ArithmeticError):
+        chunk(tokens())
+    handle.remove()
+    with pytest.raises(ReplayStateError, match="failed while 1 others were queued"):
+        chunk(tokens())
+    mrr.close_sessions(chunk)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.fails = False
+
+    def forward(self, *args):
+        if self.fails:
+            raise ArithmeticError("injected")
+        return self.module(*args)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("where", ["wrapper", "hook of the wrapper", "hook of the chunk"])
+def test_a_forward_that_fails_before_it_reaches_the_chunk_leaves_later_ones_right(where, others):
+    chunk, the_trace = Chunk(), trace(32)
+    wrapper = Wrapper(chunk)
+    fails = [True]
+
+    def fail_once(module, args):
+        if fails.pop() if fails else False:
+            raise ArithmeticError("injected")
+
+    if where == "wrapper":
+        wrapper.fails = True
+    else:
+        (chunk if where == "hook of the chunk" else wrapper).register_forward_pre_hook(fail_once)
+    with watched(chunk) as seen:
+        session = mrr.replay(wrapper, the_trace)
+        session.microbatch(ROWS)
+        for number in range(others):
+            session.microbatch(ROWS + 8 * (number + 1))
+        with pytest.raises(ArithmeticError):
+            wrapper(tokens(), 0)
+        wrapper.fails = False
+        if others:
+            with pytest.raises(ReplayStateError, match="failed while 1 others were queued"):
+                wrapper(tokens(), 0)
+            mrr.close_sessions(chunk)
+        else:
+            for number in (1, 2):  # 0 is skipped
+                session.microbatch(ROWS + 8 * number)
+                wrapper(tokens(), number)
+            session.close()
+            assert sorted(number for number, layer in seen if layer == 1) == [1, 2]
+    assert wrong_replays(seen, the_trace) == 0
+
+
+@pytest.mark.parametrize("first", ["runs", "fails in the chunk", "fails before the chunk"])
+def test_a_forward_that_fails_before_the_chunk_takes_its_routes_with_it(first):
+    chunk, the_trace = Chunk(), trace(24)
+    wrapper = Wrapper(chunk)
+    with watched(chunk) as seen, mrr.replay(wrapper, the_trace) as session:
+        session.microbatch(ROWS)
+        chunk.fail_at = 1 if first == "fails in the chunk" else None
+        wrapper.fails = first == "fails before the chunk"
+        with contextlib.nullcontext() if first == "runs" else pytest.raises(ArithmeticError):
+            wrapper(tokens(), 0)
+        session.microbatch(ROWS + 8)
+        wrapper.fails = True
+        with pytest.raises(ArithmeticError):
+            wrapper(tokens(), 1)
+        session.microbatch(ROWS + 16)
+        wrapper.fails = False
+        wrapper(tokens(), 2)
+    assert sorted(layer for number, layer in seen if number == 2) == [1, 2, 3]
+    assert wrong_replays(seen, the_trace) == 0
+
+
+def test_the_end_names_the_layers_of_a_forward_that_stopped_halfway_but_not_of_one_that_failed():
+    chunk = Chunk()
+    with mrr.replay(chunk, trace(16)) as session:
+        session.microbatch(ROWS)
+        chunk(tokens(), 0)
+        session.microbatch(ROWS + 8)
+        chunk.fail_at = 2
+        with pytest.raises(ArithmeticError):
+            chunk(tokens(), 1)
+    halfway = "micro-batch 0: its layer 2, layer 3 was not forwarded"
+    with pytest.raises(ReplayStateError, match=halfway), mrr.replay(chunk, trace()) as session:
+        session.microbatch(ROWS)
+        chunk.layers[0](torch.zeros(4, 2, chunk.layers[0].router.config.hidden_size))
+
+
+def test_a_direct_forward_that_fails_before_any_router_is_found_at_the_end_at_the_latest():
+    chunk = Chunk()
+    session = mrr.replay(chunk, trace())
+    session.microbatch(ROWS)
+    chunk.fail_at = 0
+    with pytest.raises(ArithmeticError):
+        chunk.forward(tokens())  # calls no hook that could tell
+    session.microbatch(ROWS + 8)
+    chunk.forward(tokens())
+    with pytest.raises(ReplayStateError, match="routes were queued, but no forward used them"):
+        session.close()
+
+
+def test_layers_that_share_a_router_raise():
+    chunk = Chunk(num_layers=2)
+    chunk.layers[1].router = chunk.layers[0].router
+    session = mrr.replay(chunk, trace(num_layers=1))
+    session.microbatch(ROWS)
+    session.microbatch(ROWS + 8)
+    with pytest.raises(ReplayStateError, match="called the router of layer 1 twice"):
+        chunk(tokens())
+    mrr.close_sessions(chunk)
+
+
+def test_a_router_that_fails_in_its_forward_and_in_its_recompute_is_retried():
+    chunk, the_trace = Chunk(), trace()
+    chunk.around = reentrant
+    gating, fails = chunk.routers[1].gating, [True]
+
+    def fail_once(hidden):
+        if fails.pop() if fails else False:
+            raise ArithmeticError("injected")
+        return gating(hidden)
+
+    chunk.routers[1].gating = fail_once
+    with watched(chunk) as seen, mrr.replay(chunk, the_trace, verify=True) as session:
+        session.microbatch(ROWS)
+        with pytest.raises(ArithmeticError):
+            chunk(tokens())
+        with pytest.raises(ReplayStateError, match="outside its own forward"):
+            chunk.routers[1].routing(torch.zeros(8, EXPERTS))
+        session.microbatch(ROWS)
+        loss = chunk(tokens()).square().sum()
+        disturb(chunk)
+        fails.append(True)
+        with pytest.raises(ArithmeticError):
+            loss.backward(retain_graph=True)
+        loss.backward()
+    assert wrong_replays(seen, the_trace) == 0
+
+
+def test_a_router_that_is_exchanged_during_a_freeze_is_named_at_its_end():
+    chunk = Chunk()
+    with pytest.raises(ReplayStateError, match=r"layer 2 .*exchanged during the session"), mrr.freeze_recompute(chunk):
+        chunk.layers[1].router = Chunk().layers[1].router
+        chunk(tokens())
