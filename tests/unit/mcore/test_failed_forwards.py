@@ -18,6 +18,7 @@ from tests.unit.mcore.tiny_chunk import (
     wrong_replays,
 )
 
+pytestmark = pytest.mark.filterwarnings("error")  # torch warns of a hook that raises behind a forward that failed
 ROWS = torch.arange(8).view(2, 4)
 trace = random_trace
 
