@@ -130,7 +130,7 @@ class ActiveCapturer(RoutedExpertsCapturer):
             )
             # Stamps, token ids and what compiled code writes to may still be on their way to the host.
             self._log.hold_device()
-            self.buffer.stamps.zero_()
+            self.buffer.clear_stamps()
             if input_ids is not None:
                 self._tokens.put(input_ids)
             self._tokens.is_announced = self._recorder.is_announced = True

@@ -64,8 +64,10 @@ class TokenSlots:
         self._announced = num_tokens, batch, sequence_first, is_packed
         self._batch, self._length = batch, num_tokens // max(batch, 1)
         self._slots = self._token_ids[:num_tokens]
-        if sequence_first and self._length > 1 and not is_packed:
+        if sequence_first and not is_packed:
             self._slots = self._slots.view(self._length, batch).t()
+        elif not is_packed:
+            self._slots = self._slots.view(batch, self._length)
 
     def see_run(self, input_ids: Tensor, attention_mask: Any) -> None:
         """Take what the model is about to run; nothing where no forward is announced.
@@ -93,7 +95,7 @@ class TokenSlots:
         Raises:
             CaptureError: another shape than announced.
         """
-        shape = tuple(input_ids.shape)
+        shape = input_ids.shape
         num_tokens, _, _, is_packed = self._announced
         flat = is_packed or self._length == 1 or self._batch == 1
         if shape != (self._batch, self._length) and not (flat and input_ids.numel() == num_tokens):
@@ -102,7 +104,7 @@ class TokenSlots:
                 f"the model runs input_ids {list(shape)} where {announced} were announced: name every row of the batch, None "
                 "for one that is nobody's."
             )
-        slots = self._slots.view(shape) if self._slots.dim() == 1 else self._slots
+        slots = self._slots if self._slots.shape == shape else self._slots.view(shape)
         slots.copy_(input_ids)
         if isinstance(attention_mask, Tensor) and attention_mask.shape == input_ids.shape:
             slots.masked_fill_(attention_mask.to(slots.device) == 0, MASKED)

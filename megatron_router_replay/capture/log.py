@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_router_replay.capture.buffer import RoutingBuffer
+from megatron_router_replay.capture.buffer import RoutingBuffer, host_memory
 from megatron_router_replay.capture.recorder import StepRecorder
 
 _MAX_STEPS = 64
@@ -37,8 +37,8 @@ class StepLog:
         device = buffer.tensor.device
         on_gpu = device.type == "cuda"
         self._max_tokens = max(max_num_tokens, _MIN_TOKENS)
-        self._routes_memory = _host_memory(self._max_tokens * self._num_layers * self._topk, pinned=on_gpu)
-        self._heads_memory = _host_memory(_MAX_STEPS * self._num_layers + self._max_tokens, pinned=on_gpu)
+        self._routes_memory = _allocate(self._max_tokens * self._num_layers * self._topk, pinned=on_gpu)
+        self._heads_memory = _allocate(_MAX_STEPS * self._num_layers + self._max_tokens, pinned=on_gpu)
         # On a GPU all layers are collected there first: one kernel, then one copy.
         self._collected = torch.empty(buffer.tensor.numel(), dtype=torch.int64, device=device) if on_gpu else None
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -64,7 +64,10 @@ class StepLog:
         routes, head = self._places[self.num_steps]
         if self._stream is None or self._copied is None:
             recorder.collect(routes, self._buffer.tensor)
-            head.copy_(self._head)
+            if self._host_head is not None:
+                head[:] = self._host_head
+            else:
+                head.copy_(self._head)
         else:
             recorder.collect(self._device_routes, self._buffer.tensor)
             self._stream.wait_stream(torch.cuda.current_stream(self._device_routes.device))
@@ -99,11 +102,16 @@ class StepLog:
         size, head = self._num_layers * num_tokens * self._topk, self._num_layers + num_tokens
         self._routes = self._routes_memory[: self._room * size].view(self._room, *shape)
         self._heads = self._heads_memory[: self._room * head].view(self._room, head)
-        self._places = list(zip(self._routes.unbind(), self._heads.unbind()))
         self._head = self._buffer.head[:head]
+        heads: list[Any] = list(self._heads.unbind())
+        self._host_head = None
+        if self._buffer.host_head is not None:
+            heads = [host_memory(place) for place in heads]
+            self._host_head = self._buffer.host_head[:head]
+        self._places = list(zip(self._routes.unbind(), heads))
         if self._collected is not None:
             self._device_routes = self._collected[:size].view(shape)
 
 
-def _host_memory(size: int, *, pinned: bool) -> Tensor:
+def _allocate(size: int, *, pinned: bool) -> Tensor:
     return torch.empty(size, dtype=torch.int64, pin_memory=pinned)

@@ -80,10 +80,9 @@ class StepRecorder:
             CaptureError: a router handed over another number of tokens than announced, or no ids, or someone wrote to its
                 ids after it returned them.
         """
-        for layer_index, tensor in enumerate(self._held):
+        for layer_index, (tensor, version) in enumerate(zip(self._held, self._versions)):
             if tensor is None:
                 continue
-            version = self._versions[layer_index]
             if version != _OWN_COPY and tensor._version != version:
                 raise CaptureError(
                     f"the ids of layer_number {self._layer_numbers[layer_index]} were written to in place after the router "

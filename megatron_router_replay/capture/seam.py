@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from megatron_router_replay.capture.buffer import CALL, RoutingBuffer
 from megatron_router_replay.capture.errors import CaptureError
@@ -83,13 +83,13 @@ def hook_of(select: Select) -> Callable[[nn.Module, Any, Any], None]:
         seam = getattr(module, SEAM_ATTRIBUTE, None)
         if seam is None:
             return
-        # Between two matrix products nothing of this Python is in the processor's caches: an eager router comes here, and
-        # calls no more than it must. Dynamo sees compiled code, asks no more either, and keeps one branch.
-        if is_compiling() or seam.on_gpu:
-            if seam.is_open():
-                seam.take(select(module, args, output))
-        elif seam.recorder.is_announced:
+        # Between two matrix products nothing of this Python is in the processor's caches, so an eager router on a CPU calls
+        # no more than it must: `is_dynamo_compiling` is one call, `is_compiling` two. Dynamo asks nothing behind the first,
+        # so that no guard of its code depends on whether a forward is announced.
+        if not (is_dynamo_compiling() or seam.on_gpu) and seam.recorder.is_announced:
             seam.recorder.note(seam.layer_index, select(module, args, output))
+        elif seam.is_open():
+            seam.take(select(module, args, output))
 
     return hand_over
 

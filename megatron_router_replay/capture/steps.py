@@ -23,6 +23,8 @@ FindRequest = Callable[[Hashable], "RequestRoutes | None"]
 """request id -> its routes, None where it is not captured; raises where it is not running."""
 
 
+_INT64 = np.dtype(np.int64)  # there is one such object, and asking for it is cheaper than a call that changes nothing
+
 _STEPS_AHEAD = 32
 """Decode steps whose positions a plan works out at once."""
 
@@ -115,9 +117,11 @@ def as_positions(values: Any) -> IntArray:
         CaptureError: they are no integers.
     """
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.dtype is _INT64:
+        return array
     if array.dtype.kind not in "iub" and array.size:
         raise CaptureError(f"positions must be integers, got {array.dtype}.")
-    return array.astype(np.int64, copy=False)
+    return array.astype(np.int64)
 
 
 def iterate_runs(
