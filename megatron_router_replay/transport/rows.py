@@ -65,15 +65,14 @@ class TraceRows:
             raise TransportError("cannot send no traces: at least one is needed.")
         self.format = TraceFormat.of(traces[0])
         for i, trace in enumerate(traces):
-            if TraceFormat.of(trace) != self.format:
-                raise TransportError(f"trace {i} is {TraceFormat.of(trace)}, trace 0 {self.format}: they must agree.")
+            if (format := TraceFormat.of(trace)) != self.format:
+                raise TransportError(f"trace {i} is {format}, trace 0 {self.format}: they must agree.")
         self.sequence_lengths = tuple(
             length
             for trace in traces
             for length in (trace.sequence_lengths if trace.sequence_lengths is not None else (trace.num_tokens,))
         )
-        # Two-dimensional and contiguous: a row's layers are one run of bytes.
-        self._ids = [trace.topk_indices.detach().cpu().contiguous().flatten(1) for trace in traces]
+        self._ids = [trace.topk_indices.cpu() for trace in traces]
         self._per_token = {name: [getattr(trace, name).cpu() for trace in traces] for name in self.format.per_token}
         self._ends = np.array(list(accumulate(trace.num_tokens for trace in traces)), dtype=np.int64)
 
@@ -81,14 +80,12 @@ class TraceRows:
         """Write rows start..stop-1 of the part into `memory`, which has just that many."""
         index = [self.format.layer_numbers.index(number) for number in part.layer_numbers]
         columns = neighbour_runs(index).tolist()
-        topk = self.format.topk
-        ids = memory["topk_indices"].flatten(1)
+        ids = memory["topk_indices"]
         at = 0
         for trace, rows in self._runs(part, start, stop):
             target = slice(at, at + rows.stop - rows.start)
             for to_layer, from_layer, layers in columns:
-                values = self._ids[trace][rows, from_layer * topk : (from_layer + layers) * topk]
-                ids[target, to_layer * topk : (to_layer + layers) * topk] = values
+                ids[target, to_layer : to_layer + layers] = self._ids[trace][rows, from_layer : from_layer + layers]
             for name, tensors in self._per_token.items():
                 memory[name][target] = tensors[trace][rows]
             at = target.stop
