@@ -68,8 +68,9 @@ def prefixed(store: Store, name: str) -> Store:
 
 
 def read(store: Store, key: str) -> bytes | None:
-    """Return a key's value, or None if there is none; never waits for it."""
-    return bytes(store.get(key)) if store.check([key]) else None
+    """Return a key's value, or None if there is none or it was taken back; never waits for it."""
+    # Taken back is empty, never deleted: one deleted between `check` and `get` would be waited for, and end the connection.
+    return (bytes(store.get(key)) or None) if store.check([key]) else None
 
 
 def disagreement(terms: Mapping[str, Any], other: Mapping[str, Any], *, side: int) -> str | None:
@@ -91,7 +92,7 @@ def leave(store: Store, *, side: int, token: str, why: str) -> None:
 
 def forget(store: Store, *, side: int) -> None:
     """Take back the note that an earlier endpoint of this side left: there is a new one now."""
-    store.delete_key(f"left/{side}")
+    store.set(f"left/{side}", "")
 
 
 def meet(

@@ -25,9 +25,8 @@ class Registry:
 
     def withdraw(self) -> None:
         """Take the announcement back, unless another sender has made its own."""
-        text = read(self._store, "sender")
-        if text is not None and Identity.from_json(text).token == self.identity.token:
-            self._store.delete_key("sender")
+        # In one request, so that one made in between stays.
+        self._store.compare_set("sender", self.identity.to_json(), "")
 
     def sender(self) -> Identity | None:
         """Return the sender that is here, or None."""
