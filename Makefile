@@ -96,8 +96,12 @@ effect: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m examples.effect rl
 	$(BIN)/python -m examples.effect figures
 
+# Two processes take the files of tests in turns, each with workers of its own: half the time, and twice 2 GB.
+PROCESSES ?= 2
+SIDE_BY_SIDE := --numprocesses $(PROCESSES) --dist loadfile
+
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(SIDE_BY_SIDE)
 	@echo "Skipped above, with the reason: make venv-triton, venv-loggers or venv-vllm, then again, runs what those bring;"
 	@echo "make test-slow runs the longer tests; tests marked gpu run on a machine with CUDA."
 
@@ -111,7 +115,7 @@ NOT_TESTS := $(addprefix --ignore=tests/functional/mcore/test_,compile.py cuda_g
 	across_layouts.py combined_1f1b.py fused.py packed.py pitfalls.py ranks.py)
 
 test-mcore: $(VENV)/.triton $(MCORE)/.ready
-	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python -m pytest -m "not slow" $(NOT_TESTS) $(TESTS)
+	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python -m pytest -m "not slow" $(SIDE_BY_SIDE) $(NOT_TESTS) $(TESTS)
 
 # The wheel in an environment of its own, without this checkout: PYTHON and TORCH may name others.
 test-wheel:
