@@ -1,4 +1,4 @@
-"""The capturer with a module that returns the routes it is given, so that every expected value is written by hand."""
+"""What a capturer keeps and hands out, with a module that returns the routes it is given: values are written by hand."""
 
 import gc
 import tracemalloc
@@ -7,47 +7,11 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from megatron_router_replay import engines
 from megatron_router_replay.capture import CaptureError, RouterSite, create_capturer, write_routes
-
-
-class Echo(nn.Module):
-    """A router that chooses what it is told."""
-
-    def forward(self, topk_indices):
-        return topk_indices
-
-
-def make(*, num_layers=2, num_experts=8, topk=2, max_num_tokens=16, **options):
-    """Return (capturer, forward): forward(rows [num_tokens, layers, topk]) runs every layer's router."""
-    layers = [Echo() for _ in range(num_layers)]
-    sites = [
-        RouterSite(
-            module=layer, layer_number=i + 1, num_experts=num_experts, topk=topk, select=lambda m, args, output: output
-        )
-        for i, layer in enumerate(layers)
-    ]
-    capturer = create_capturer(routers=sites, max_num_tokens=max_num_tokens, **options)
-
-    def forward(rows):
-        for i, layer in enumerate(layers):
-            layer(torch.as_tensor(rows)[:, i])
-
-    return capturer, forward
-
-
-def rows(*numbers, num_layers=2):
-    """Return routes that tell their token: [i, i + 1] mod 8 in layer 1, one more in layer 2."""
-    return [[[(n + layer) % 8, (n + layer + 1) % 8] for layer in range(num_layers)] for n in numbers]
-
-
-def routes_of(captured):
-    prompt, generation = captured.split()
-    return np.concatenate([prompt, generation]).tolist()
+from tests.unit.capture.echo import Echo, make, routes_of, rows
 
 
 def test_prompt_and_generation_are_split_and_joined_as_engines_send_them():
@@ -114,106 +78,6 @@ def test_each_layer_of_compiled_code_has_a_contiguous_view_of_one_buffer():
         assert view.data_ptr() == address + i * 16 * 2
 
 
-def test_decode_steps_are_sorted_many_at_a_time():
-    """The 65th step makes room. What ends a request, or another size of the batch, does not wait."""
-    capturer, forward = make()
-    capturer.add_request("a", num_prompt_tokens=1)
-    with capturer.forward(["a"], [0]):
-        forward(rows(0))
-    before = capturer.host_bytes
-    for position in range(1, 64):
-        with capturer.forward(["a"], [position]):
-            forward(rows(position))
-        assert capturer.host_bytes == before  # copied, not yet sorted in: the generation has no array
-    with capturer.forward(["a"], [64]):
-        forward(rows(64))
-    assert capturer.host_bytes > before
-    assert routes_of(capturer.finish("a", num_tokens=66)) == rows(*range(65))  # finish waits for what is on its way
-
-
-def test_steps_that_do_not_go_on_one_token_further_are_kept_apart():
-    """The same batch twice at one position (a token was rejected), in another order, and with a row that ended."""
-    capturer, forward = make(max_num_tokens=16)
-    for name in "ab":
-        capturer.add_request(name, num_prompt_tokens=1)
-    for ids, positions, numbers in [
-        ("ab", [0, 0], (0, 40)),
-        ("ab", [1, 1], (1, 41)),
-        ("ab", [2, 2], (90, 91)),
-        ("ab", [2, 2], (2, 42)),
-        ("ba", [3, 3], (43, 3)),
-        ("ab", [4, 4], (4, 44)),
-        ("ab", [-1, 5], (92, 45)),
-        ("ab", [-1, 6], (93, 46)),
-        ([None, "b"], [7, 7], (94, 47)),
-    ]:
-        with capturer.forward(ids, positions):
-            forward(rows(*numbers))
-    assert routes_of(capturer.finish("a", num_tokens=6)) == rows(0, 1, 2, 3, 4)
-    assert routes_of(capturer.finish("b", num_tokens=9)) == rows(*range(40, 48))
-
-
-def test_a_step_in_flight_is_not_overwritten_by_the_next_one():
-    capturer, forward = make()
-    for name in "ab":
-        capturer.add_request(name, num_prompt_tokens=1)
-    with capturer.forward(["a", "b"], [0, 0]):
-        forward(rows(0, 5))
-    with capturer.forward(["b", "a"], [1, 1]):  # the batch is in another order now
-        forward(rows(6, 1))
-    assert routes_of(capturer.finish("a", num_tokens=3)) == rows(0, 1)
-    assert routes_of(capturer.finish("b", num_tokens=3)) == rows(5, 6)
-
-
-def test_packed_and_sequence_first_batches():
-    capturer, forward = make()
-    for name in "ab":
-        capturer.add_request(name, num_prompt_tokens=2)
-    capturer.begin_forward(["a", "b"], [0, 1, 0, 1, -1], query_lengths=[2, 3])
-    forward(rows(0, 1, 4, 5, 7))
-    capturer.end_forward()
-    with capturer.forward(["a", "b"], [[2, 2], [3, 3]], sequence_first=True):  # rows: a2 b2 a3 b3
-        forward(rows(2, 6, 3, 7))
-    assert routes_of(capturer.finish("a", num_tokens=5)) == rows(0, 1, 2, 3)
-    assert routes_of(capturer.finish("b", num_tokens=5)) == rows(4, 5, 6, 7)
-
-
-def test_rejected_speculative_tokens_are_overwritten_and_surplus_is_trimmed():
-    """Drafts at 2, 3, 4: one accepted, so 3 is forwarded again; then 4, 5, 6, and the request stops behind 5."""
-    capturer, forward = make()
-    capturer.add_request("a", num_prompt_tokens=2)
-    with capturer.forward(["a"], [[0, 1]]):
-        forward(rows(0, 1))
-    with capturer.forward(["a"], [[2, 3, 4]]):
-        forward(rows(2, 30, 31))
-    with capturer.forward(["a"], [[3, 4, 5, 6]]):
-        forward(rows(3, 4, 32, 33))
-    captured = capturer.finish("a", token_ids=[9, 9, 9, 9, 9, 9])
-    assert routes_of(captured) == rows(0, 1, 2, 3, 4)
-    assert captured.trace().num_tokens == 6
-
-
-def test_a_prefill_in_chunks_is_one_prompt():
-    capturer, forward = make()
-    capturer.add_request("a", num_prompt_tokens=5)
-    for chunk in ([0, 1], [2, 3], [4]):
-        with capturer.forward(["a"], [chunk]):
-            forward(rows(*chunk))
-    assert routes_of(capturer.finish("a", num_tokens=6)) == rows(0, 1, 2, 3, 4)
-
-
-def test_a_preempted_request_that_is_forwarded_again_has_the_later_routes():
-    capturer, forward = make()
-    capturer.add_request("a", num_prompt_tokens=2)
-    with capturer.forward(["a"], [[0, 1]]):
-        forward(rows(0, 1))
-    with capturer.forward(["a"], [2]):
-        forward(rows(2))
-    with capturer.forward(["a"], [[0, 1, 2]]):
-        forward(rows(3, 4, 5))
-    assert routes_of(capturer.finish("a", num_tokens=4)) == rows(3, 4, 5)
-
-
 def test_a_prompt_alone_has_all_its_rows():
     capturer, forward = make()
     capturer.add_request("a", num_prompt_tokens=3)
@@ -229,33 +93,6 @@ def test_a_prompt_alone_has_all_its_rows():
     assert decoded.topk_indices[:2].tolist() == rows(0, 1)
 
 
-def test_an_abort_frees_the_request_also_while_its_rows_are_on_their_way():
-    capturer, forward = make()
-    for name in "ab":
-        capturer.add_request(name, num_prompt_tokens=1)
-    with capturer.forward(["a", "b"], [0, 0]):
-        forward(rows(0, 5))
-    capturer.abort("a")
-    capturer.add_request("a", num_prompt_tokens=1)  # the same id again: it must not get the old one's rows
-    with capturer.forward(["a"], [0]):
-        forward(rows(3))
-    assert routes_of(capturer.finish("a", num_tokens=2)) == rows(3)
-    assert routes_of(capturer.finish("b", num_tokens=2)) == rows(5)
-    assert (capturer.num_requests, capturer.host_bytes) == (0, 0)
-    with pytest.raises(CaptureError, match="'a' is not running"):
-        capturer.abort("a")
-
-
-def test_the_owner_of_a_shared_prompt_may_be_aborted():
-    capturer, forward = make()
-    capturer.add_request("a", num_prompt_tokens=2)
-    capturer.add_request("b", num_prompt_tokens=2, prompt_of="a")
-    with capturer.forward(["a"], [[0, 1]]):
-        forward(rows(0, 1))
-    capturer.abort("a")
-    assert routes_of(capturer.finish("b", num_tokens=3)) == rows(0, 1)
-
-
 def test_all_tensor_parallel_ranks_hold_the_buffer_and_rank_0_publishes():
     ranks = [make(tp_rank=rank) for rank in (0, 1)]
     results = []
@@ -269,104 +106,6 @@ def test_all_tensor_parallel_ranks_hold_the_buffer_and_rank_0_publishes():
     assert routes_of(results[0][1]) == rows(0, 1)
     assert results[0][0] is True
     assert results[1] == (False, None)
-
-
-def test_a_shared_prompt_keeps_the_routes_that_came_first():
-    capturer, forward = make()
-    capturer.add_request("a", num_prompt_tokens=2)
-    capturer.add_request("b", num_prompt_tokens=2, prompt_of="a")
-    with capturer.forward(["a", "b"], [[0, 1], [0, 1]]):
-        forward(rows(0, 1, 4, 5))
-    first = capturer.finish("a", num_tokens=3).split()[0]
-    with capturer.forward(["b"], [[0, 1]]):
-        forward(rows(6, 7))
-    assert routes_of(capturer.finish("b", num_tokens=3)) == first.tolist() == rows(0, 1)
-
-
-def test_a_forward_that_raises_leaves_the_capturer_ready_for_the_next():
-    capturer, forward = make()
-    capturer.add_request("a", num_prompt_tokens=1)
-    with pytest.raises(IndexError), capturer.forward(["a"], [0]):
-        forward(rows(4, num_layers=1))  # fails in the second layer
-    with capturer.forward(["a"], [0]):
-        forward(rows(0))
-    assert routes_of(capturer.finish("a", num_tokens=2)) == rows(0)
-
-
-def test_finish_can_be_repeated_after_it_refused():
-    capturer, forward = make()
-    capturer.add_request("a", num_prompt_tokens=2)
-    with capturer.forward(["a"], [[0, 1]]):
-        forward(rows(0, 1))
-    with pytest.raises(CaptureError, match="give the number of prompt and output tokens together"):
-        capturer.finish("a")
-    with pytest.raises(CaptureError, match="1 of 3 tokens were never forwarded"):
-        capturer.finish("a", num_tokens=4)
-    with pytest.raises(CaptureError, match="1 token_ids"):
-        capturer.finish("a", token_ids=[1])
-    assert routes_of(capturer.finish("a", num_tokens=3)) == rows(0, 1)
-
-
-def test_calls_in_the_wrong_order_or_with_wrong_shapes_are_refused():
-    capturer, _ = make(max_num_tokens=4)
-    capturer.add_request("a", num_prompt_tokens=2)
-    with pytest.raises(CaptureError, match="'b' is not running"):
-        capturer.begin_forward(["b"], [0])
-    with pytest.raises(CaptureError, match="end_forward"):
-        capturer.end_forward()
-    with pytest.raises(CaptureError, match="5 token slots does not fit max_num_tokens=4"):
-        capturer.begin_forward(["a"], [[0, 1, 2, 3, 4]])
-    with pytest.raises(CaptureError, match=r"shape \[2, 1\] do not fit 1 requests"):
-        capturer.begin_forward(["a"], [[0], [1]])
-    with pytest.raises(CaptureError, match="query_lengths"):
-        capturer.begin_forward(["a"], [0, 1], query_lengths=[1])
-    with pytest.raises(CaptureError, match="must be integers, got float64"):
-        capturer.begin_forward(["a"], [0.5])
-    capturer.begin_forward(["a"], [0])
-    with pytest.raises(CaptureError, match="begun already"):
-        capturer.begin_forward(["a"], [0])
-
-
-def test_wrong_requests_are_refused():
-    capturer, _ = make()
-    capturer.add_request("a", num_prompt_tokens=2)
-    capturer.add_request("off", num_prompt_tokens=2, return_routed_experts=False)
-    for name, options, message in [
-        ("a", {"num_prompt_tokens": 2}, "in use already"),
-        ("b", {"num_prompt_tokens": 0}, "must be 1 or more"),
-        ("b", {"num_prompt_tokens": 2, "num_cached_tokens": 2}, "the last prompt token is always forwarded"),
-        ("b", {"num_prompt_tokens": 3, "prompt_of": "a"}, "not 3 tokens long"),
-        ("b", {"num_prompt_tokens": 2, "prompt_of": "off"}, "not captured"),
-        ("b", {"num_prompt_tokens": 2, "prompt_of": "c"}, "'c' is not running"),
-    ]:
-        with pytest.raises(CaptureError, match=message):
-            capturer.add_request(name, **options)
-
-
-def test_wrong_sites_are_refused():
-    def site(**changes):
-        values = {"module": Echo(), "layer_number": 1, "num_experts": 8, "topk": 2, "select": None} | changes
-        return RouterSite(**values)
-
-    for sites, message in [
-        ([site(), site(layer_number=2, topk=3)], "same num_experts and topk"),
-        ([site(), site()], "numbers of their own"),
-        ([site(layer_number=0)], "must lie in 1"),
-        ([], "no router to capture"),
-    ]:
-        with pytest.raises(CaptureError, match=message):
-            create_capturer(routers=sites)
-    with pytest.raises(CaptureError, match="no router that is known here"):
-        create_capturer(nn.Linear(2, 2))
-    with pytest.raises(CaptureError, match="pass the model"):
-        create_capturer()
-    captured = site()
-    first = create_capturer(routers=[captured], max_num_tokens=4)
-    with pytest.raises(CaptureError, match="captured already"):
-        create_capturer(routers=[captured], max_num_tokens=4)
-    assert captured.module.routed_experts_seam.out is first.buffer.views[0]  # the refused one took nothing away
-    first.close()
-    create_capturer(routers=[captured], max_num_tokens=4)
 
 
 def test_the_seam_costs_one_attribute_check_where_nothing_is_captured():
@@ -431,37 +170,3 @@ def test_host_arrays_grow_geometrically():
     token = 9  # two layers of two ids, whether it was forwarded, and the id of the token
     assert sorted(sizes) == [token, *(token + token * rows for rows in (64, 128, 256, 512, 1024))]
     assert routes_of(capturer.finish("a", num_tokens=1002))[1:] == rows(*range(1, 1001))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_any_schedule_of_any_requests_gives_each_its_own_rows(data):
-    """Random batches of random chunks, with padding, strangers and aborts: a route says whose it is and where."""
-    capturer, forward = make(num_experts=30_000, topk=1, num_layers=1, max_num_tokens=64)
-    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5), label="tokens of each request")
-    for request in range(len(lengths)):
-        prompt = data.draw(st.integers(1, lengths[request]))
-        capturer.add_request(request, num_prompt_tokens=prompt)
-    capturer.add_request("stranger", num_prompt_tokens=1, return_routed_experts=False)
-    done = [0] * len(lengths)
-    while any(done[i] < lengths[i] for i in range(len(lengths))):
-        open_requests = [i for i in range(len(lengths)) if done[i] < lengths[i]]
-        batch = data.draw(st.lists(st.sampled_from(open_requests), min_size=1, unique=True))
-        counts = [data.draw(st.integers(1, lengths[i] - done[i])) for i in batch]
-        positions, routes = [], []
-        for i, count in zip(batch, counts):
-            filler = [-1] * data.draw(st.integers(0, 2))
-            own = list(range(done[i], done[i] + count))
-            left = data.draw(st.booleans())
-            positions.append(filler + own if left else own + filler)
-            routes += [[[1000 * i + p if p >= 0 else 29_999]] for p in positions[-1]]
-            done[i] += count
-        ids = [*batch, "stranger", None]
-        positions += [[0], [0]]
-        routes += [[[29_998]], [[29_997]]]
-        flat = [p for one in positions for p in one]
-        with capturer.forward(ids, flat, query_lengths=[len(one) for one in positions]):
-            forward(routes)
-    for i, length in enumerate(lengths):
-        assert routes_of(capturer.finish(i, num_tokens=length + 1)) == [[[1000 * i + p]] for p in range(length)]
-    assert capturer.finish("stranger") is None
