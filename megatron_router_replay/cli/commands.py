@@ -21,7 +21,7 @@ app = typer.Typer(
     help="Record and replay which experts a Mixture-of-Experts model uses.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,
+    pretty_exceptions_enable=False,  # a traceback that comes through is to be reported as Python prints it
     epilog="Exit codes: 0 fine, or the same; 1 they differ, or something would be refused; 2 bad input.",
 )
 

@@ -11,8 +11,6 @@ from megatron_router_replay.cli.output import Json, Out, bad_input, check_out, e
 from megatron_router_replay.errors import StoreError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_router_replay.diagnostics.page import TokenText
 
 _MAX_LAYERS_SHOWN = 10
@@ -58,7 +56,7 @@ def diff(
         check_out(html)
         check_out(out)
         token_text = None if tokenizer is None else _token_text(tokenizer)
-        from megatron_router_replay.diagnostics import diff_traces
+        from megatron_router_replay.diagnostics import diff_traces, expert_load
         from megatron_router_replay.diagnostics.diff_tables import diff_text
 
         with progress("comparing") as on_rows:
@@ -67,7 +65,7 @@ def diff(
             from megatron_router_replay.diagnostics.page import save_page
 
             loads = {
-                name: _load(path, step, found.layer_numbers)
+                name: expert_load(path, step=step, layer_numbers=found.layer_numbers)
                 for name, path, step in ((name_a, a, step_a), (name_b, b, step_b))
             }
             # Two traces of one name have one load; it would stand for both.
@@ -103,12 +101,3 @@ def _token_text(path: Path) -> TokenText:
         return decoded
 
     return text
-
-
-def _load(path: Path, step: int | None, layer_numbers: tuple[int, ...]) -> Tensor:
-    """Return the expert load of these layers."""
-    from megatron_router_replay.diagnostics import expert_load, open_source
-
-    load = expert_load(path, step=step)
-    with open_source(path, step=step) as source:
-        return load[[source.layer_numbers.index(number) for number in layer_numbers]]

@@ -160,12 +160,12 @@ def _model(path: Path) -> dict[str, Any]:
 
 def _hugging_face(values: dict[str, Any], file: Path) -> dict[str, Any]:
     from megatron_router_replay.engines import ModelRoutingInfo
+    from megatron_router_replay.ids import index_dtype
 
     try:
         info = ModelRoutingInfo.from_hf_config(values)
     except (TypeError, AttributeError, KeyError, OverflowError) as error:
         raise StoreError(f"the config {file} has a field of another kind than Hugging Face writes: {error}.") from None
-    width = 1 if info.num_experts <= 256 else 2
     return {
         "kind": "hugging_face",
         "path": str(file),
@@ -176,7 +176,7 @@ def _hugging_face(values: dict[str, Any], file: Path) -> dict[str, Any]:
         "num_experts": info.num_experts,
         "topk": info.topk,
         "num_shared_experts": info.num_shared_experts,
-        "bytes_per_token": len(info.moe_layer_numbers) * info.topk * width,
+        "bytes_per_token": len(info.moe_layer_numbers) * info.topk * index_dtype(info.num_experts).itemsize,
         "refused": [],
         "notes": ["what a trainer's own settings refuse is seen with its Megatron config, or mrr.explain(model)"],
     }

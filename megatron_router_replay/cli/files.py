@@ -65,17 +65,13 @@ def read_any(path: Path, options: PayloadOptions, *, step: int | None = None) ->
     if path.is_dir():
         with open_source(path, step=step) as source:
             whole = source.read(0, source.num_tokens)
+            # A block of rows has no samples; these are all rows.
             return whole._with(sequence_lengths=source.sequence_lengths, sample_ids=source.sample_ids)
     if path.suffix == ".npz":
         return _from_npz(path, options)
     if path.suffix == ".json":
         return _from_json(path, options)
     return load_trace(path)
-
-
-def decoded_limit(path: Path) -> int:
-    """Return how many bytes a file's content may take once it is decoded."""
-    return max(_FREE_BYTES, _MAX_RATIO * path.stat().st_size)
 
 
 def write_any(trace: RoutingTrace, path: Path) -> None:
@@ -116,7 +112,7 @@ def _from_megatron_trace(path: Path, options: PayloadOptions, step: int | None) 
 def _from_json(path: Path, options: PayloadOptions) -> RoutingTrace:
     content = at_key(load_json(path), options.key, path)
     if isinstance(content, dict) and content.get("format") == ENVELOPE:
-        return decode_envelope(content, max_bytes=decoded_limit(path))
+        return decode_envelope(content, max_bytes=max(_FREE_BYTES, _MAX_RATIO * path.stat().st_size))
     check_payload(content, path)
     if isinstance(content, dict) and isinstance(content.get("response"), (dict, list)) and options.key == "":
         raise StoreError(

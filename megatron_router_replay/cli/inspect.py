@@ -101,7 +101,9 @@ def _trace(path: Path, step: int | None, on_rows: Any) -> dict[str, Any]:
     from megatron_router_replay.cli.files import PayloadOptions, read_any
     from megatron_router_replay.diagnostics import imbalance, open_source
     from megatron_router_replay.diagnostics.metrics import add_load
+    from megatron_router_replay.diagnostics.plain import plain_numbers
     from megatron_router_replay.diagnostics.source import block_rows, part_files
+    from megatron_router_replay.ids import index_dtype
 
     begin = time.perf_counter()
     in_memory = path.is_file() and path.suffix in (".npz", ".json")
@@ -119,7 +121,6 @@ def _trace(path: Path, step: int | None, on_rows: Any) -> dict[str, Any]:
                 versions |= set(torch.unique(block.weight_version).tolist())
             on_rows(min(start + size, source.num_tokens), source.num_tokens)
         lengths = source.sequence_lengths
-        uneven = imbalance(load)
         files = [path] if path.is_file() else part_files(path, step)
         return {
             "kind": "trace",
@@ -131,12 +132,12 @@ def _trace(path: Path, step: int | None, on_rows: Any) -> dict[str, Any]:
             "layer_numbers": list(source.layer_numbers),
             "topk": source.topk,
             "num_experts": source.num_experts,
-            "dtype": "uint8" if source.num_experts <= 256 else "int16",
+            "dtype": str(index_dtype(source.num_experts)).removeprefix("torch."),
             "samples": None if lengths is None else len(lengths),
             "sample_lengths": None if not lengths else {"min": min(lengths), "max": max(lengths)},
             "token_ids": has_tokens,
             "weight_versions": sorted(versions - {-1}),
-            "imbalance_by_layer": [None if value != value else value for value in uneven.tolist()],
+            "imbalance_by_layer": plain_numbers(imbalance(load)),
             "unused_experts_by_layer": (load == 0).sum(dim=1).tolist(),
             "seconds": time.perf_counter() - begin,
         }

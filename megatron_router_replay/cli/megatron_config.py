@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from megatron_router_replay.errors import StoreError
-from megatron_router_replay.ids import MAX_EXPERTS
+from megatron_router_replay.ids import MAX_EXPERTS, index_dtype
 
 _PATTERN = re.compile(r"\[\s*([01](?:\s*,\s*[01])*)\s*,?\s*\]\s*(?:\*\s*(\d+))?")
 _MAX_LAYERS = 10_000
@@ -46,7 +46,7 @@ def read_megatron_config(values: dict[str, Any], file: Path) -> dict[str, Any]:
         "num_experts": num_experts,
         "topk": topk,
         "num_shared_experts": 1 if config.moe_shared_expert_intermediate_size else 0,
-        "bytes_per_token": len(layers) * topk * (1 if num_experts <= 256 else 2),
+        "bytes_per_token": len(layers) * topk * index_dtype(num_experts).itemsize,
         "refused": _refusal_sentences(refused),
         "notes": _notes(config, unread=sorted(set(given) - set(defaults) - _READ_BESIDE)),
     }

@@ -34,7 +34,7 @@ def bad_input() -> Iterator[None]:
         fail("this input does not fit into memory.", error)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except typer.Exit:
+    except typer.Exit:  # which is an Exception too
         raise
     except Exception as error:
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else None
@@ -121,10 +121,11 @@ def wrap(text: str, *, width: int | None) -> str:
 
 def numbers(values: Sequence[int]) -> str:
     """Return "2..5, 9" for [2, 3, 4, 5, 9]."""
+    # Not `neighbour_runs`: a file's layer numbers may be larger than numpy's integers, which a command must still print.
     runs: list[list[int]] = []
     for value in values:
         if runs and value == runs[-1][-1] + 1:
             runs[-1].append(value)
         else:
             runs.append([value])
-    return ", ".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(str(value) for value in run) for run in runs)
+    return ", ".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

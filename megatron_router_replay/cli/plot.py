@@ -41,23 +41,19 @@ def _figures(a: Path, b: Path | None, name_a: str, name_b: str) -> dict[str, Any
     from megatron_router_replay.diagnostics import diff_traces, expert_load, open_source
     from megatron_router_replay.diagnostics import plot as draw
 
-    loads = {name: expert_load(path) for name, path in ((name_a, a), (name_b, b)) if path is not None}
-    with open_source(a) as source:
-        layers = source.layer_numbers
     if b is None:
+        load = expert_load(a)
+        with open_source(a) as source:
+            layers = source.layer_numbers
         return {
-            "load": draw.plot_load(loads, layers),
-            "load_map": draw.plot_load_map(loads[name_a], layers, name=name_a),
+            "load": draw.plot_load({name_a: load}, layers),
+            "load_map": draw.plot_load_map(load, layers, name=name_a),
         }
-    with open_source(b) as source:
-        layers_b = source.layer_numbers
     with progress("comparing") as on_rows:
         diff = diff_traces(a, b, name_a=name_a, name_b=name_b, on_rows=on_rows)
-    common = {
-        name: load[[numbers.index(number) for number in diff.layer_numbers]]
-        for (name, load), numbers in zip(loads.items(), (layers, layers_b))
-    }
-    return draw.diff_figures(diff, common if len(common) == 2 else None)
+    loads = {name: expert_load(path, layer_numbers=diff.layer_numbers) for name, path in ((name_a, a), (name_b, b))}
+    # Two traces of one name have one load; it would stand for both.
+    return draw.diff_figures(diff, loads if len(loads) == 2 else None)
 
 
 def _curves(path: Path, wanted: list[str] | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[Any]
+"""Numbers or flags in numpy, in which the search for faults is written: it indexes and sorts more than it adds."""
 
 _PIECE = 1 << 14
 """Decisions counted at a time, so that their planes stay in the cache."""

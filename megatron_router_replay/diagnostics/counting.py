@@ -18,11 +18,11 @@ from megatron_router_replay.diagnostics.source import TraceSource
 from megatron_router_replay.trace import RoutingTrace
 
 MAX_POSITION_BINS = 128
-_PIECE_ROWS = 64
-_MAX_PIECES = 4096
-_MAX_SAMPLES = 1 << 14
+_PIECE_ROWS = 64  # short enough that a fault in half a sample fills a piece, long enough that chance does not
+_MAX_PIECES = 4096  # bounds the counts by piece and layer: of a longer trace, pieces are longer
+_MAX_SAMPLES = 1 << 14  # each sample has a piece of its own at least
 _SAMPLED_ROWS = 8192
-_GOLDEN = 2654435761
+_GOLDEN = 2654435761  # Knuth's multiplicative hash: neighbouring rows get numbers far apart
 
 
 class Samples:
@@ -88,11 +88,13 @@ class Counter:
         self.read_a, self.read_b = (self.layers if num_layers else source.layer_numbers for source in (a, b))
         num_rows = max(a.num_tokens, b.num_tokens)
         self.samples = Samples(a.sequence_lengths or b.sequence_lengths, num_rows)
+        # Names of the samples whose lengths were taken: the other trace may be cut into others.
         self.sample_ids = a.sample_ids if a.sequence_lengths else b.sample_ids
         longest = max(self.samples.lengths) if self.samples.lengths else num_rows
         self.width = max(1, -(-longest // MAX_POSITION_BINS))
         self.bins = max(1, -(-longest // self.width))
         self.rows_compared = self.rows_only_a = self.rows_only_b = self.rows_other_token = self.rows_different = 0
+        # Decisions that differ, by the experts that both name: the last column stays 0.
         self.partial = torch.zeros(num_layers, a.topk + 1, dtype=torch.int64)
         self.other_order = torch.zeros(num_layers, dtype=torch.int64)
         self.by_position = torch.zeros(self.bins, dtype=torch.int64)
@@ -115,32 +117,36 @@ class Counter:
         _add_versions(self.weight_versions_a, a)
         _add_versions(self.weight_versions_b, b)
         rows = min(len(a), len(b))
-        self.rows_only_a += int(a.replay_mask[rows:].sum())
-        self.rows_only_b += int(b.replay_mask[rows:].sum())
-        mask_a, mask_b = a.replay_mask[:rows], b.replay_mask[:rows]
         # Rows without a route hold filler; comparing it would count chance as disagreement.
-        both = mask_a & mask_b
+        both = a.replay_mask[:rows] & b.replay_mask[:rows]
         num_both = int(both.sum())
-        self.rows_only_a += int(mask_a.sum()) - num_both
-        self.rows_only_b += int(mask_b.sum()) - num_both
+        self.rows_only_a += int(a.replay_mask.sum()) - num_both
+        self.rows_only_b += int(b.replay_mask.sum()) - num_both
         self.rows_compared += num_both
         if not num_both:
             return
         self._add_tokens(a, b, both)
         numbers = torch.arange(start, start + rows)
         position, sample = self.samples.places(numbers)
-        self.by_position += torch.bincount((position[both] // self.width).clamp(max=self.bins - 1), minlength=self.bins)
-        if self.samples.known:
-            counts = torch.bincount(sample[both], minlength=self.samples.count)[: self.samples.count]
-            self.by_sample += counts * len(self.layers)
+        # Rows behind the last sample count as one more, which may be longer than any that sets the number of bins.
+        position_bin = (position // self.width).clamp(max=self.bins - 1)
+        _count(self.by_position, position_bin[both])
+        self.by_sample += self._count_by_sample(sample[both]) * len(self.layers)
         piece = torch.searchsorted(self.piece_starts, numbers, right=True) - 1
-        self.rows_by_piece += torch.bincount(piece[both], minlength=len(self.piece_starts))
+        _count(self.rows_by_piece, piece[both])
         if self.layers:
             routes_a, routes_b = a.topk_indices[:rows], b.topk_indices[:rows]
             kept = both & ((numbers * _GOLDEN) % (1 << 32) < self._threshold)
             self._sampled.append((routes_a[kept].clone(), routes_b[kept].clone()))
-            different = self._add_overlap(routes_a, routes_b, both)
-            self._add_different(a, b, start, *different, position, sample, piece)
+            row, layer, shared = self._add_overlap(routes_a, routes_b, both)
+            cell = layer * self.bins + position_bin[row]
+            self._differences.add(a, b, start, cell, row, layer)
+            self._count_different(layer, shared, cell=cell, sample=sample[row], piece=piece[row])
+
+    @property
+    def different_by_layer(self) -> Tensor:
+        """Decisions in which the traces do not agree, [num_layers] int64."""
+        return self.partial.sum(dim=1)
 
     def sampled_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return some thousand rows of both, spread over all, [n, num_layers, topk] int64 each."""
@@ -171,39 +177,28 @@ class Counter:
         row, layer = different.nonzero(as_tuple=True)
         return row, layer, overlap[row, layer].to(torch.int64)
 
-    def _add_different(
-        self,
-        a: RoutingTrace,
-        b: RoutingTrace,
-        start: int,
-        row: Tensor,
-        layer: Tensor,
-        shared: Tensor,
-        position: Tensor,
-        sample: Tensor,
-        piece: Tensor,
-    ) -> None:
-        """Count the decisions of a block that differ wherever they lie.
+    def _count_different(self, layer: Tensor, shared: Tensor, *, cell: Tensor, sample: Tensor, piece: Tensor) -> None:
+        """Count n decisions of a block that differ wherever they lie; all arguments are [n] int64.
 
         Args:
-            row, layer, shared: [n] of each decision. position, sample, piece: [rows] of each row of the block.
+            layer: index of its layer. shared: experts that both name. cell, sample, piece: where its row lies.
         """
-        if not row.numel():
-            return
-        num_layers, topk = len(self.layers), self.a.topk
-        self.partial += torch.bincount(layer * (topk + 1) + shared, minlength=self.partial.numel()).view_as(
-            self.partial
-        )
-        cell = layer * self.bins + (position[row] // self.width).clamp(max=self.bins - 1)
-        self.different_by_position += torch.bincount(cell, minlength=num_layers * self.bins)
-        self._differences.add(a, b, start, cell, row, layer)
-        if self.samples.known:
-            counts = torch.bincount(sample[row], minlength=self.samples.count)[: self.samples.count]
-            self.different_by_sample += counts
+        topk = self.a.topk
+        _count(self.partial, layer * (topk + 1) + shared)
+        _count(self.different_by_position, cell)
+        self.different_by_sample += self._count_by_sample(sample)
         # Near-ties exchange one or two experts; only decisions that lost most of theirs point to a fault.
         far = 2 * shared < topk
-        cells = piece[row[far]] * num_layers + layer[far]
-        self.far_by_piece += torch.bincount(cells, minlength=self.far_by_piece.numel()).view_as(self.far_by_piece)
+        _count(self.far_by_piece, piece[far] * len(self.layers) + layer[far])
+
+    def _count_by_sample(self, sample: Tensor) -> Tensor:
+        # Rows behind the last sample, or all where samples are unknown, are of none that is counted.
+        return torch.bincount(sample, minlength=self.samples.count)[: self.samples.count]
+
+
+def _count(counts: Tensor, index: Tensor) -> None:
+    """Add one to counts, flattened, at every index; an index may come several times."""
+    counts += torch.bincount(index, minlength=counts.numel()).view_as(counts)
 
 
 def _add_versions(versions: set[int], block: RoutingTrace) -> None:

@@ -9,7 +9,7 @@ read in blocks: files larger than memory take a few hundred MB.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from megatron_router_replay.diagnostics.counting import Counter
 from megatron_router_replay.diagnostics.diff_tables import diff_html, diff_text
 from megatron_router_replay.diagnostics.differences import Difference
 from megatron_router_replay.diagnostics.finding import Finding
+from megatron_router_replay.diagnostics.plain import plain_numbers
 from megatron_router_replay.diagnostics.search import MAX_SHIFT, search_faults
 from megatron_router_replay.diagnostics.source import Provenance, TraceLike, TraceSource, block_rows, open_source
 from megatron_router_replay.errors import TraceError
@@ -75,9 +76,9 @@ class TraceDiff:
     first_by_layer: Difference | None
     first_by_row: Difference | None
     findings: tuple[Finding, ...]
-    differences: tuple[Difference, ...] = ()
-    provenance_a: Provenance = field(default_factory=Provenance)
-    provenance_b: Provenance = field(default_factory=Provenance)
+    differences: tuple[Difference, ...]
+    provenance_a: Provenance
+    provenance_b: Provenance
 
     @property
     def decisions(self) -> int:
@@ -131,6 +132,7 @@ class TraceDiff:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all but `differences` as values that `json.dumps` takes; shares of nothing are None."""
+        by_sample = self.agreement_by_sample
         return {
             "a": self.name_a,
             "b": self.name_b,
@@ -150,13 +152,13 @@ class TraceDiff:
             "decisions": self.decisions,
             "decisions_different": self.decisions_different,
             "decisions_other_order": self.decisions_other_order,
-            "agreement_by_layer": _shares(self.agreement_by_layer),
-            "overlap_by_layer": _shares(self.overlap_by_layer),
+            "agreement_by_layer": plain_numbers(self.agreement_by_layer),
+            "overlap_by_layer": plain_numbers(self.overlap_by_layer),
             "overlap_counts_by_layer": self.overlap_counts.tolist(),
             "position_width": self.position_width,
-            "agreement_by_position": _shares(self.agreement_by_position),
+            "agreement_by_position": plain_numbers(self.agreement_by_position),
             "different_by_position": self.different_by_position.tolist(),
-            "agreement_by_sample": _shares(self.agreement_by_sample),
+            "agreement_by_sample": None if by_sample is None else plain_numbers(by_sample),
             "sample_ids": None if self.sample_ids is None else list(self.sample_ids),
             "first_by_layer": None if self.first_by_layer is None else self.first_by_layer.to_dict(),
             "first_by_row": None if self.first_by_row is None else self.first_by_row.to_dict(),
@@ -230,7 +232,7 @@ def diff_sources(
 def _result(counts: Counter, findings: list[Finding]) -> TraceDiff:
     overlap_counts = counts.partial.clone()
     # Decisions that agree are most of all and are not counted one by one.
-    overlap_counts[:, -1] = counts.rows_compared - counts.partial.sum(dim=1)
+    overlap_counts[:, -1] = counts.rows_compared - counts.different_by_layer
     differences = counts.differences()
     known = counts.samples.known
     return TraceDiff(
@@ -262,7 +264,3 @@ def _result(counts: Counter, findings: list[Finding]) -> TraceDiff:
         differences=differences,
         findings=tuple(findings),
     )
-
-
-def _shares(values: Tensor | None) -> list[float | None] | None:
-    return None if values is None else [None if value != value else value for value in values.tolist()]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_router_replay.diagnostics.plain import plain_record
 from megatron_router_replay.trace import RoutingTrace
 
 _MOST_KEPT = 8192
@@ -39,16 +40,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that `json.dumps` takes."""
-        return {
-            "row": self.row,
-            "layer_number": self.layer_number,
-            "experts_a": list(self.experts_a),
-            "experts_b": list(self.experts_b),
-            "sample": self.sample,
-            "position": self.position,
-            "token_a": self.token_a,
-            "token_b": self.token_b,
-        }
+        return plain_record(self)
 
     def __str__(self) -> str:
         place = "" if self.sample is None else f" (sample {self.sample}, position {self.position})"

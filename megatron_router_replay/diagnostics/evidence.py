@@ -6,21 +6,20 @@ equal numbers whatever the order and the layer; unequal sets do not, but for a c
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from megatron_router_replay.diagnostics.compare import count_shared
+from megatron_router_replay.diagnostics.compare import Array, count_shared
 from megatron_router_replay.diagnostics.counting import Counter
 from megatron_router_replay.diagnostics.source import TraceSource
 
-Array = npt.NDArray[Any]
-
 MAX_ROWS = 32768
 """Rows that are read again at most; of more, pieces are taken that are spread over all."""
+
+MIN_RUN = 6
+"""Rows that a fault must hold for: fewer look moved by chance."""
 
 _SUSPECT = 0.1
 """Share of far decisions, measured by that of unrelated routes, from which a piece of a layer is looked at."""
@@ -88,6 +87,11 @@ class Evidence:
         rows: Array = self.sets_a[self.at - shift]
         return rows
 
+    def same_sets(self, shift: Array | int = 0) -> Array:
+        """Return where a row of b holds the set of the row of a that it is under a shift, [n, num_layers] bool."""
+        same: Array = self.shifted(shift)[:, self.index_in_a] == self.sets_b
+        return same
+
     def unexplained(self) -> Array:
         """Return the share of far decisions left, measured by that of unrelated routes, [pieces, num_layers]."""
         share: Array = self.by_piece(self.far) / self.rows_by_piece()[:, None] / self.far_if_unrelated
@@ -102,6 +106,7 @@ def gather_evidence(counts: Counter, *, far_if_unrelated: Array, max_shift: int)
         max_shift: rows to read around each run.
     """
     rows_by_piece = counts.rows_by_piece.numpy()
+    # By that of unrelated rows, because it depends on the model: of 8 experts, top-2, half a set is the same by chance.
     share = counts.far_by_piece.numpy() / np.maximum(1, rows_by_piece)[:, None] / far_if_unrelated
     suspect = np.flatnonzero((share >= _SUSPECT).any(axis=1) & (rows_by_piece > 0))
     if not len(suspect):
@@ -121,13 +126,14 @@ def _read(
     counts: Counter, begins: Array, ends: Array, far_if_unrelated: Array, max_shift: int, *, complete: bool
 ) -> Evidence:
     numbers = expert_numbers(counts.a.num_experts)
-    parts: dict[str, list[Array]] = {name: [] for name in ("rows", "piece", "sets_a", "at", "sets_b", "a", "b", "far")}
+    parts = defaultdict[str, list[Array]](list)
     index_in_a = np.array([counts.a.layer_numbers.index(number) for number in counts.layers], dtype=np.int64)
     held = pieces = 0
     for first, last in _runs(begins, ends):
         begin, end = int(begins[first]), int(ends[last])
         # A shifted row of b is found beside its own place in a, so a is read further in both directions.
         before, behind = min(begin, max_shift), min(counts.a.num_tokens, end + max_shift)
+        # All layers of a, also those that b lacks: a layer of b may hold the routes of one of them.
         ids_a, routed_a = _rows(counts.a, begin - before, behind, counts.a.layer_numbers)
         ids_b, routed_b = _rows(counts.b, begin, end, counts.layers)
         sets_a, sets_b = set_numbers(ids_a, numbers), set_numbers(ids_b, numbers)
@@ -147,33 +153,26 @@ def _read(
             "sets_a": padded,
             "at": np.arange(end - begin) + held + max_shift,
             "sets_b": sets_b,
-            "a": aligned,
-            "b": ids_b,
+            "ids_a": aligned,
+            "ids_b": ids_b,
             "far": far,
         }
         for name, value in values.items():
             parts[name].append(value)
         held += len(padded)
         pieces += len(sizes)
-    joined = {name: np.concatenate(values) for name, values in parts.items()}
+    arrays = {name: np.concatenate(values) for name, values in parts.items()}
     return Evidence(
         layers=counts.layers,
         layers_a=counts.a.layer_numbers,
         index_in_a=index_in_a,
         name_a=counts.a.name,
         name_b=counts.b.name,
-        rows=joined["rows"],
-        piece=joined["piece"],
-        starts=np.searchsorted(joined["piece"], np.arange(pieces)),
+        starts=np.searchsorted(arrays["piece"], np.arange(pieces)),
         complete=complete,
-        sets_a=joined["sets_a"],
-        at=joined["at"],
-        sets_b=joined["sets_b"],
-        ids_a=joined["a"],
-        ids_b=joined["b"],
-        far=joined["far"],
         far_if_unrelated=far_if_unrelated,
         max_shift=max_shift,
+        **arrays,
     )
 
 
@@ -185,6 +184,4 @@ def _runs(begins: Array, ends: Array) -> list[tuple[int, int]]:
 
 def _rows(source: TraceSource, start: int, stop: int, layers: tuple[int, ...]) -> tuple[Array, Array]:
     block = source.read(start, stop, layers)
-    return block.topk_indices.to(torch.int16 if source.num_experts > 256 else torch.uint8).numpy(), (
-        block.replay_mask.numpy()
-    )
+    return block.topk_indices.numpy(), block.replay_mask.numpy()

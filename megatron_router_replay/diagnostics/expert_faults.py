@@ -7,15 +7,12 @@ finding if it was learned from half of the rows and holds in the other half.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_router_replay.diagnostics.compare import Array
 from megatron_router_replay.diagnostics.finding import Finding
-from megatron_router_replay.diagnostics.wording import Place, layer_words, with_place
-
-Array = npt.NDArray[Any]
+from megatron_router_replay.diagnostics.wording import Place, finding_at, layer_words
 
 _MIN_NAMED = 6
 """Times that an expert must be named in each half before anything is said of it."""
@@ -97,13 +94,8 @@ def renaming_findings(
     for words, numbers in kinds.items():
         every = len(numbers) == num_layers
         subject = "in every layer" if every else f"in {layer_words(sorted(numbers))}"
-        yield Finding(
-            kind="experts_relabelled",
-            layer_numbers=() if every else tuple(sorted(numbers)),
-            rows=place.rows,
-            samples=place.samples,
-            text=with_place(f"{subject} {words}", place),
-        )
+        layer_numbers = () if every else tuple(sorted(numbers))
+        yield finding_at(place, "experts_relabelled", f"{subject} {words}", layer_numbers=layer_numbers)
 
 
 def _words(renaming: Array, name_a: str, name_b: str) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from megatron_router_replay.diagnostics.plain import plain_record
+
 ADVICE = {
     "other_tokens": "Compare the batches' token ids: one was filtered, cut or reordered after its routes were taken.",
     "rows_shifted": "Look for a start that is off by one, a missing BOS, or a lost stream chunk where the rows begin.",
@@ -53,15 +55,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that `json.dumps` takes."""
-        return {
-            "kind": self.kind,
-            "text": self.text,
-            "advice": self.advice,
-            "layer_numbers": list(self.layer_numbers),
-            "rows": None if self.rows is None else list(self.rows),
-            "samples": list(self.samples),
-            "shift": self.shift,
-        }
+        return plain_record(self) | {"advice": self.advice}
 
     def __str__(self) -> str:
         return self.text

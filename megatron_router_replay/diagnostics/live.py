@@ -17,12 +17,13 @@ from torch import Tensor
 
 from megatron_router_replay.diagnostics.finding import Finding, finding_lines, findings_html
 from megatron_router_replay.diagnostics.load import imbalance
+from megatron_router_replay.diagnostics.plain import plain_numbers
 from megatron_router_replay.errors import ReplayStateError, TraceError
 from megatron_router_replay.mass import ScoreKind
 from megatron_router_replay.mass import probabilities as as_probabilities
 from megatron_router_replay.tables import Table
 
-_MIN_ROWS = 32
+_MIN_ROWS = 32  # of a layer, before it is called wrong: the overlap of fewer is chance
 _LOST = 0.35
 """Skill below which routes have nothing to do with the live router; engines that merely differ in precision reach 0.9."""
 
@@ -241,20 +242,16 @@ class LiveReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values that `json.dumps` takes; what was not measured is None."""
-
-        def known(values: Tensor) -> list[float | None]:
-            return [None if value != value else value for value in values.tolist()]
-
         return {
             "layer_numbers": list(self.layer_numbers),
             "rows": self.rows.tolist(),
-            "agreement": known(self.agreement_by_layer),
-            "overlap": known(self.overlap_by_layer),
-            "skill": known(self.skill),
-            "mass_live": known(self.mass_live),
-            "mass_replayed": known(self.mass_replayed),
-            "imbalance_live": known(imbalance(self.load_live)),
-            "imbalance_replayed": known(imbalance(self.load_replayed)),
+            "agreement": plain_numbers(self.agreement_by_layer),
+            "overlap": plain_numbers(self.overlap_by_layer),
+            "skill": plain_numbers(self.skill),
+            "mass_live": plain_numbers(self.mass_live),
+            "mass_replayed": plain_numbers(self.mass_replayed),
+            "imbalance_live": plain_numbers(imbalance(self.load_live)),
+            "imbalance_replayed": plain_numbers(imbalance(self.load_replayed)),
             "tokens": self.tokens,
             "tokens_agree": self.tokens_agree,
             "findings": [str(finding) for finding in self.findings],

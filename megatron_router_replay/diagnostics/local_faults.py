@@ -7,28 +7,23 @@ often that happens by chance, and takes out of `Evidence.far` what it explains.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_router_replay.diagnostics.compare import Array
 from megatron_router_replay.diagnostics.counting import Samples
-from megatron_router_replay.diagnostics.evidence import Evidence
+from megatron_router_replay.diagnostics.evidence import MIN_RUN, Evidence
 from megatron_router_replay.diagnostics.finding import Finding
 from megatron_router_replay.diagnostics.wording import (
     Place,
+    finding_at,
     layer_words,
     place_of,
     runs_of_rows,
     shift_finding,
-    with_place,
 )
 
-Array = npt.NDArray[Any]
-
 _STUCK_ROWS = 8
-_MIN_RUN = 6
-"""Rows that a shift must hold for: fewer look shifted by chance."""
 
 
 def stands_out(hits: Array, tries: Array, chance: Array) -> Array:
@@ -39,7 +34,8 @@ def stands_out(hits: Array, tries: Array, chance: Array) -> Array:
     """
     rate = hits / np.maximum(1, tries)
     excess = rate - chance
-    # Eight standard deviations: thousands of pieces, layers and shifts are tried.
+    # Eight standard deviations: thousands of pieces, layers and shifts are tried. The 0.01 keeps one hit from standing out
+    # where the chance was measured as zero.
     stands: Array = (
         (hits >= 8) & (excess >= 0.3) & (excess * np.sqrt(tries) >= 8 * np.sqrt(chance * (1 - chance) + 0.01))
     )
@@ -48,11 +44,11 @@ def stands_out(hits: Array, tries: Array, chance: Array) -> Array:
 
 def find_stuck(evidence: Evidence, samples: Samples) -> Iterator[Finding]:
     """Yield rows that repeat one route while the other trace's rows differ from each other."""
-    same_rows_of_a = evidence.shifted(0)[:, evidence.index_in_a]
+    # Rows that were read may lie far apart; only a row behind its own neighbour can repeat it.
     neighbours = (np.diff(evidence.rows, prepend=-2) == 1)[:, None]
     still_a, still_b = (
-        np.concatenate([np.zeros((1, part.shape[1]), dtype=bool), part[1:] == part[:-1]]) & neighbours
-        for part in (same_rows_of_a, evidence.sets_b)
+        (np.diff(sets, axis=0, prepend=sets[:1]) == 0) & neighbours
+        for sets in (evidence.shifted(0)[:, evidence.index_in_a], evidence.sets_b)
     )
     for still, other, ids, names in (
         (still_b, still_a, evidence.ids_b, (evidence.name_b, evidence.name_a)),
@@ -68,6 +64,7 @@ def find_stuck(evidence: Evidence, samples: Samples) -> Iterator[Finding]:
             place = place_of(runs, int(explained.sum()), samples, seen=not evidence.complete)
             at = int(np.flatnonzero(explained)[0])
             yield _stuck_finding(evidence, ids[at][layers], layers, place, names)
+        # Here, not at the end: a row that is stuck in b must not be judged once more as one of a.
         evidence.far &= ~stuck
 
 
@@ -80,23 +77,16 @@ def _stuck_finding(
     filler = bool((experts == experts[0]).all())
     chosen = f"the same experts {experts[0].tolist()}" if filler else "one and the same row of experts"
     if every and place.words:
-        everywhere = f"in every layer{_and_layers(all_alike=filler)}"
-        sentence = f"{name} repeats {chosen} {everywhere}, {place.words}; in {other} the rows differ"
-        return Finding(kind="rows_stuck", text=sentence + ".", rows=place.rows, samples=place.samples)
-    sentence = f"{layer_words(numbers)} of {name} send{'s' if len(numbers) == 1 else ''} every token to {chosen}"
-    sentence += f" {place.words}" if place.words else ""
-    return Finding(
-        kind="layer_constant",
-        layer_numbers=numbers,
-        rows=place.rows,
-        samples=place.samples,
-        text=sentence
-        + f", in {other} {'it does' if len(numbers) == 1 else 'they do'} not: the data was lost or zeroed.",
+        alike = " (all layers alike)" if filler else ""
+        text = f"{name} repeats {chosen} in every layer{alike}, {place.words}; in {other} the rows differ."
+        return Finding(kind="rows_stuck", text=text, rows=place.rows, samples=place.samples)
+    sends, does = ("sends", "it does") if len(numbers) == 1 else ("send", "they do")
+    where = f" {place.words}" if place.words else ""
+    text = (
+        f"{layer_words(numbers)} of {name} {sends} every token to {chosen}{where}, in {other} {does} not: the data was "
+        "lost or zeroed."
     )
-
-
-def _and_layers(*, all_alike: bool) -> str:
-    return " (all layers alike)" if all_alike else ""
+    return Finding(kind="layer_constant", layer_numbers=numbers, rows=place.rows, samples=place.samples, text=text)
 
 
 def _unlikely_lengths(still: Array, other: Array) -> Array:
@@ -116,23 +106,13 @@ def _long_runs(still: Array, lengths: Array, far: Array) -> Array:
     """Keep flags that stand in long runs down a column where the traces are far apart, and flag the row before each run."""
     kept = np.zeros_like(still)
     for layer in range(still.shape[1]):
-        column = np.concatenate([[False], still[:, layer], [False]])
-        edges = np.flatnonzero(column[1:] != column[:-1])
-        # Rows of a that happen to repeat interrupt the run of flags: bridge a row or two.
-        for begin, end in _bridged(edges[::2], edges[1::2]):
+        flags = np.flatnonzero(still[:, layer])
+        # Rows of a that happen to repeat interrupt the run of flags: a gap of one or two rows ends none.
+        for run in np.split(flags, np.flatnonzero(np.diff(flags) > 3) + 1):
+            begin, end = (int(run[0]), int(run[-1]) + 1) if len(run) else (0, 0)
             if end - begin >= lengths[layer] and far[begin:end, layer].mean() >= 0.4:
                 kept[max(0, begin - 1) : end, layer] = True
     return kept
-
-
-def _bridged(begins: Array, ends: Array) -> list[tuple[int, int]]:
-    runs: list[tuple[int, int]] = []
-    for begin, end in zip(begins.tolist(), ends.tolist()):
-        if runs and begin - runs[-1][1] <= 2:
-            runs[-1] = (runs[-1][0], end)
-        else:
-            runs.append((begin, end))
-    return runs
 
 
 def find_shifts(evidence: Evidence, samples: Samples) -> tuple[list[Finding], Array]:
@@ -141,6 +121,7 @@ def find_shifts(evidence: Evidence, samples: Samples) -> tuple[list[Finding], Ar
     Two rounds, for a piece may hold the end of one shift and the beginning of another.
     """
     found: list[Finding] = []
+    unmoved = evidence.same_sets()
     common = np.zeros(len(evidence.rows), dtype=np.int64)
     # The second round sees only what the first left, so that two shifts in one piece do not hide each other.
     for _ in range(2):
@@ -148,9 +129,9 @@ def find_shifts(evidence: Evidence, samples: Samples) -> tuple[list[Finding], Ar
         row_shift = shift[evidence.piece]
         explained = np.zeros_like(evidence.far)
         for value in np.unique(shift[shift != 0]).tolist():
-            equal = evidence.shifted(value)[:, evidence.index_in_a] == evidence.sets_b
+            equal = evidence.same_sets(value)
             explained |= (row_shift == value) & equal
-            found += _shift_findings(evidence, samples, value, shift == value, equal)
+            found += _shift_findings(evidence, samples, value, shift == value, equal, unmoved)
         common = np.where(common == 0, common_by_piece[evidence.piece], common)
         evidence.far &= ~explained
         if not explained.any():
@@ -162,16 +143,12 @@ def _shift_by_cell(evidence: Evidence) -> tuple[Array, Array]:
     """Return the shift of each piece in each layer, 0 where none stands out, and that of all layers of a piece together."""
     shifts = [value for value in range(-evidence.max_shift, evidence.max_shift + 1) if value]
     far = evidence.by_piece(evidence.far)
-    hits = np.stack(
-        [
-            evidence.by_piece(evidence.far & (evidence.shifted(value)[:, evidence.index_in_a] == evidence.sets_b))
-            for value in shifts
-        ]
-    )  # [shifts, pieces, num_layers]
+    # [shifts, pieces, num_layers]
+    hits = np.stack([evidence.by_piece(evidence.far & evidence.same_sets(value)) for value in shifts])
     best, stands = _best(hits, far)
     together, together_stands = _best(hits.sum(axis=2), far.sum(axis=1))
     of_shift = np.array(shifts)
-    together_hits = np.take_along_axis(hits, np.broadcast_to(together[None, :, None], (1, *far.shape)), axis=0)[0]
+    together_hits = hits[together, np.arange(len(together))]
     # A layer too quiet to show a shift by itself goes with the shift that its piece shows as a whole.
     joins = together_stands[:, None] & (together_hits >= 0.3 * far) & (far > 0)
     cell = np.where(joins, of_shift[together][:, None], np.where(stands, of_shift[best], 0))
@@ -186,11 +163,23 @@ def _best(hits: Array, tries: Array) -> tuple[Array, Array]:
     return best, stands_out(hits.max(axis=0), tries, chance)
 
 
-def _shift_findings(evidence: Evidence, samples: Samples, shift: int, cells: Array, equal: Array) -> Iterator[Finding]:
+def _shift_findings(
+    evidence: Evidence, samples: Samples, shift: int, cells: Array, equal: Array, unmoved: Array
+) -> Iterator[Finding]:
+    """Yield what one shift explains.
+
+    Args:
+        cells: [pieces, num_layers] bool, where the shift stands out.
+        equal, unmoved: [n, num_layers] bool, where the traces agree under the shift, and without one.
+    """
     for layers in _groups_of_layers(cells):
-        explained, contradicted = _votes(evidence, layers, equal & evidence.far, equal)
+        # A quarter of the layers is enough where more of them hold than speak against it: noise hides the others.
+        holds = (equal & evidence.far)[:, layers].mean(axis=1)
+        agrees = (unmoved & ~equal)[:, layers].mean(axis=1)
+        explained = (holds >= 0.25) & (holds > agrees)
+        contradicted = (agrees >= 0.5) & ~explained
         runs = runs_of_rows(evidence.rows, explained, contradicted, complete=evidence.complete)
-        runs = [run for run in runs if _is_shifted(evidence, run, layers, equal)]
+        runs = [run for run in runs if _is_shifted(evidence.rows, run, equal[:, layers], unmoved[:, layers])]
         if not runs:
             continue
         place = place_of(runs, int(explained.sum()), samples, seen=not evidence.complete)
@@ -198,21 +187,11 @@ def _shift_findings(evidence: Evidence, samples: Samples, shift: int, cells: Arr
         yield shift_finding(evidence.name_a, evidence.name_b, numbers, shift, place)
 
 
-def _is_shifted(evidence: Evidence, run: tuple[int, int], layers: list[int], equal: Array) -> bool:
+def _is_shifted(rows: Array, run: tuple[int, int], equal: Array, unmoved: Array) -> bool:
     """Whether most decisions of a run are those of the shifted rows; rows near each other look alike here and there."""
-    begin, end = np.searchsorted(evidence.rows, [run[0], run[1] + 1])
-    agree = evidence.shifted(0)[begin:end, evidence.index_in_a] == evidence.sets_b[begin:end]
-    shifted, unmoved = equal[begin:end, layers].mean(), agree[:, layers].mean()
-    return bool(end - begin >= _MIN_RUN and shifted >= 0.4 and shifted >= unmoved + 0.2)
-
-
-def _votes(evidence: Evidence, layers: list[int], explained: Array, equal: Array) -> tuple[Array, Array]:
-    """Return the rows in which an explanation holds, and those in which the traces agree without it."""
-    holds = explained[:, layers].mean(axis=1)
-    same = evidence.shifted(0)[:, evidence.index_in_a] == evidence.sets_b
-    agree = (same & ~equal)[:, layers].mean(axis=1)
-    rows = (holds >= 0.25) & (holds > agree)
-    return rows, (agree >= 0.5) & ~rows
+    begin, end = np.searchsorted(rows, [run[0], run[1] + 1])
+    share, share_unmoved = equal[begin:end].mean(), unmoved[begin:end].mean()
+    return bool(end - begin >= MIN_RUN and share >= 0.4 and share >= share_unmoved + 0.2)
 
 
 def _groups_of_layers(cells: Array) -> list[list[int]]:
@@ -271,32 +250,21 @@ def _layer_findings(
         place = place_of(runs, count, samples, seen=not evidence.complete)
         group = next((pairs for other, pairs in groups if _near(place, other, samples)), None)
         if group is None:
-            group = {}
-            groups.append((place, group))
+            groups.append((place, group := {}))
         group[evidence.layers[layer]] = evidence.layers_a[source]
     findings = []
+    a, b = evidence.name_a, evidence.name_b
     for place, pairs in groups:
-        b, a = evidence.name_b, evidence.name_a
-
-        def finding(numbers: tuple[int, ...], text: str, place: Place = place) -> Finding:
-            return Finding(
-                kind="layers_moved",
-                layer_numbers=numbers,
-                rows=place.rows,
-                samples=place.samples,
-                text=with_place(text, place),
-            )
-
         for number, other in sorted(pairs.items()):
             if number < other and pairs.get(other) == number:
                 text = f"layers {number} and {other} of {b} are swapped: each looks like the other in {a}"
-                findings.append(finding((number, other), text))
+                findings.append(finding_at(place, "layers_moved", text, layer_numbers=(number, other)))
                 del pairs[number], pairs[other]
         for numbers in _same_offset(pairs):
             others = [pairs[number] for number in numbers]
             verb = "looks" if len(numbers) == 1 else "look"
             text = f"{layer_words(numbers)} of {b} {verb} like {layer_words(others)} of {a}"
-            findings.append(finding(tuple(numbers), text))
+            findings.append(finding_at(place, "layers_moved", text, layer_numbers=tuple(numbers)))
     return findings
 
 

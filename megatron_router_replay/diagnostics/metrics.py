@@ -151,18 +151,20 @@ def routes_differ(a: RoutingTrace, b: RoutingTrace) -> Tensor:
     return different & a.replay_mask.cpu() & b.replay_mask.cpu()
 
 
-def expert_load(trace: TraceLike, *, step: int | None = None) -> Tensor:
+def expert_load(trace: TraceLike, *, step: int | None = None, layer_numbers: Sequence[int] | None = None) -> Tensor:
     """Return how many tokens each expert got, [num_layers, num_experts] int64; rows without a route are left out.
 
     Args:
         trace: a trace, or a file or folder, which is read in blocks.
         step: the step, where it is the folder of a `TraceStore` with several.
+        layer_numbers: the layers to count, increasing; None: all of the trace.
     """
     with open_source(trace, step=step) as source:
-        load = torch.zeros(len(source.layer_numbers), source.num_experts, dtype=torch.int64)
+        layers = source.layer_numbers if layer_numbers is None else layer_numbers
+        load = torch.zeros(len(layers), source.num_experts, dtype=torch.int64)
         size = block_rows(source)
         for start in range(0, source.num_tokens, size):
-            add_load(load, source.read(start, start + size))
+            add_load(load, source.read(start, start + size, layers))
     return load
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import megatron_router_replay
 from megatron_router_replay.diagnostics.diff import TraceDiff
 from megatron_router_replay.diagnostics.diff_tables import (
     bin_words,
+    first_differences,
     headline,
     layers_table,
     load_table,
@@ -113,14 +115,7 @@ def _cut(table: Table) -> Table:
     left_out = len(table.rows) - _MAX_TABLE_ROWS
     if left_out <= 0:
         return table
-    return Table(
-        name=table.name,
-        head=table.head,
-        words=table.words,
-        rows=table.rows[:_MAX_TABLE_ROWS],
-        bars=table.bars,
-        left_out=f"{left_out:,} more rows are left out here.",
-    )
+    return replace(table, rows=table.rows[:_MAX_TABLE_ROWS], left_out=f"{left_out:,} more rows are left out here.")
 
 
 def _heat(diff: TraceDiff) -> dict[str, Any]:
@@ -178,7 +173,6 @@ def _cells(diff: TraceDiff, token_text: TokenText | None, margins: Margins | Non
 
 def _first_table(diff: TraceDiff, token_text: TokenText | None, margins: Margins | None) -> Table:
     """Where the traces part: the lowest layer that differs, and the first row."""
-    both = (("lowest layer", diff.first_by_layer), ("first row", diff.first_by_row))
     return Table(
         name="first",
         head=("", "layer", "row", "sample, position", "experts of a", "experts of b", "token", "margin"),
@@ -194,8 +188,7 @@ def _first_table(diff: TraceDiff, token_text: TokenText | None, margins: Margins
                 _token(found, token_text) or "-",
                 "-" if (margin := _margin(found, margins)) is None else f"{margin:.3g}",
             )
-            for where, found in both
-            if found is not None
+            for where, found in first_differences(diff)
         ],
     )
 

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
-from io import BytesIO
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -195,16 +194,8 @@ def diff_figures(diff: TraceDiff, loads: Mapping[str, Tensor] | None = None) -> 
 
 def save_png(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 144) -> Path:
     """Write a figure as PNG and return its path."""
-    path = Path(path)
-    path.write_bytes(png_bytes(figure, dpi=dpi))
-    return path
-
-
-def png_bytes(figure: Figure, *, dpi: int = 144) -> bytes:
-    """Return a figure as the bytes of a PNG."""
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
-    return buffer.getvalue()
+    figure.savefig(path, format="png", dpi=dpi)
+    return Path(path)
 
 
 def _figure(columns: int = 1) -> tuple[Figure, Any]:

@@ -1,24 +1,18 @@
 """A run as JSON lines, written while it trains, and a verifier that adds everything up again.
 
-One object a line, `{"seq": 0, "event": ..., ...}`; seq counts from 0 without gaps:
-
-    run         version, rank
-    begin       session (0, 1, ...), step, kind, tp_size
-    microbatch  session, chunk, rows, replayed, live, padding, checksums {layer_number: 16 hex digits}
-    end         session, report: `SessionReport.to_dict()`
-    metrics     step, values {name: number}
-
-What a session reports at its end is counted by the session; what the micro-batches say is counted here, from the rows
-and the trace. The verifier compares the two. Checksums are those of `route_checksums`.
+`run_records` says what the lines hold. What a session reports at its end is counted by the session; what the micro-batches
+say is counted here, from the rows and the trace. The verifier compares the two. Checksums are those of `route_checksums`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -28,51 +22,11 @@ from torch import Tensor
 
 import megatron_router_replay
 from megatron_router_replay.diagnostics.metrics import route_checksums
+from megatron_router_replay.diagnostics.plain import plain_record
+from megatron_router_replay.diagnostics.run_records import is_count
+from megatron_router_replay.diagnostics.run_records import read_run as read_run
 from megatron_router_replay.errors import ReplayStateError, StoreError
 from megatron_router_replay.trace import RoutingTrace
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_integer(value: object) -> bool:
-    return type(value) is int
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _are_checksums(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        re.fullmatch("[0-9]{1,9}", name) and isinstance(number, str) and re.fullmatch("[0-9a-f]{16}", number)
-        for name, number in value.items()
-    )
-
-
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, dict) and all(type(number) in (int, float) for number in value.values())
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-_COUNTS = ("session", "chunk", "rows", "replayed", "live", "padding")
-_COUNT_FIELDS: dict[str, Callable[[object], bool]] = dict.fromkeys(_COUNTS, _is_count)
-_FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
-    "run": {"version": _is_text, "rank": _is_integer},
-    "begin": {"session": _is_count, "step": _is_integer, "kind": _is_text, "tp_size": _is_size},
-    "microbatch": {**_COUNT_FIELDS, "checksums": _are_checksums},
-    "end": {"session": _is_count, "report": _is_object},
-    "metrics": {"step": _is_integer, "values": _are_numbers},
-}
-"""Event -> its fields and what each must be; a log that was altered is told from one that does not add up."""
 
 
 class Report(Protocol):
@@ -195,47 +149,6 @@ class RunLog:
         self._seq += 1
 
 
-def read_run(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log.
-
-    Raises:
-        StoreError: not a log, a line is damaged, or lines are missing.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            number = -1
-            for number, line in enumerate(file):
-                yield _parse(line, number, path)
-            if number < 0:
-                raise StoreError(f"cannot read the log {path}: it is empty.")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StoreError(f"cannot read the log {path}: {error}.") from error
-
-
-def _parse(line: str, number: int, path: str | os.PathLike[str]) -> dict[str, Any]:
-    record: Any
-    where = f"cannot read the log {path}: line {number + 1}"
-    try:
-        record = json.loads(line)
-    except RecursionError:
-        raise StoreError(f"{where} is nested too deeply for a record of a run.") from None
-    except ValueError as error:
-        raise StoreError(f"{where} is no JSON ({error}); a crash may have cut it off.") from None
-    event = record.get("event") if isinstance(record, dict) else None
-    if not isinstance(event, str) or event not in _FIELDS or not _FIELDS[event].keys() <= record.keys():
-        raise StoreError(f"{where} is no record of a run: {line[:60].strip()}")
-    wrong = [name for name, is_right in _FIELDS[event].items() if not is_right(record[name])]
-    if wrong:
-        raise StoreError(
-            f"{where} has {wrong[0]}={str(record[wrong[0]])[:60]}: it was altered, or is no record of a run."
-        )
-    if not _is_count(record.get("seq")) or record["seq"] != number:
-        raise StoreError(
-            f"{where} has seq {str(record.get('seq'))[:20]}, expected {number}: lines are missing or were moved."
-        )
-    return dict(record)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunCheck:
     """What the verifier found.
@@ -253,9 +166,7 @@ class RunCheck:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that `json.dumps` takes."""
-        return {name: getattr(self, name) for name in ("sessions", "microbatches", "rows_replayed")} | {
-            "problems": list(self.problems)
-        }
+        return plain_record(self)
 
     def __str__(self) -> str:
         lines = [
@@ -314,16 +225,15 @@ def _check_session(begun: dict[str, Any], seen: list[dict[str, Any]], report: di
         "tokens": sums["rows"] // begun["tp_size"],
         "forwards": sum(len(record["checksums"]) for record in counted),
     }
-    if begun["tp_size"] == 1:
+    # Under sequence parallelism the log does not say which rows this rank's part has; a recording replays none.
+    if begun["tp_size"] == 1 and begun["kind"] == "replay":
         expected |= {"rows_replayed": sums["replayed"], "rows_live": sums["live"], "rows_padding": sums["padding"]}
-    if begun["kind"] != "replay":
-        expected = {key: value for key, value in expected.items() if not key.startswith("rows_")}
     for key, value in expected.items():
         if report.get(key) != value:
             yield f"{name}: the session reports {key}={_shown(report.get(key))}, its micro-batches add up to {value}"
     # A session that verifies nothing reports no count of wrong decisions.
     counts = {key: 0 if report.get(key) is None else report[key] for key in _REPORTED}
-    strange = [key for key, value in counts.items() if not _is_count(value)]
+    strange = [key for key, value in counts.items() if not is_count(value)]
     if strange:
         yield f"{name}: the session reports {strange[0]}={_shown(counts[strange[0]])}, which is no count"
         return
@@ -351,10 +261,8 @@ def compare_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[s
     """
     sums_a, sums_b = (_checksums(path) for path in (a, b))
     lines = []
-    by_step: dict[int, list[tuple[int, int, int, int]]] = {}
-    for key in sorted({*sums_a, *sums_b}):
-        by_step.setdefault(key[0], []).append(key)
-    for step, keys in by_step.items():
+    for step, group in groupby(sorted({*sums_a, *sums_b}), key=itemgetter(0)):
+        keys = list(group)
         different = [key for key in keys if sums_a.get(key) != sums_b.get(key)]
         if different:
             _, session, microbatch, layer = different[0]
@@ -369,16 +277,18 @@ def compare_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[s
 def _checksums(path: str | os.PathLike[str]) -> dict[tuple[int, int, int, int], str]:
     """(step, session of the step, micro-batch of the layer, layer_number) -> checksum."""
     found: dict[tuple[int, int, int, int], str] = {}
-    sessions_of: dict[int, int] = {}
+    # Counted within the step and the layer, because stages hold other layers and a resumed run other session numbers.
+    sessions: Counter[int] = Counter()
+    microbatches: Counter[int] = Counter()
     step = session = 0
-    numbers: dict[int, int] = {}
     for record in read_run(path):
         if record["event"] == "begin":
-            step, numbers = record["step"], {}
-            session = sessions_of[step] = sessions_of.get(step, -1) + 1
+            step = record["step"]
+            session, sessions[step] = sessions[step], sessions[step] + 1
+            microbatches.clear()
         elif record["event"] == "microbatch":
             for name, value in record["checksums"].items():
                 layer = int(name)
-                found[step, session, numbers.setdefault(layer, 0), layer] = value
-                numbers[layer] += 1
+                found[step, session, microbatches[layer], layer] = value
+                microbatches[layer] += 1
     return found

@@ -8,21 +8,18 @@ Searches run from the special to the general, and each takes what it explains ou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_router_replay.diagnostics.compare import count_shared
+from megatron_router_replay.diagnostics.compare import Array, count_shared
 from megatron_router_replay.diagnostics.counting import Counter, Samples
 from megatron_router_replay.diagnostics.evidence import Evidence, expert_numbers, gather_evidence, set_numbers
 from megatron_router_replay.diagnostics.expert_faults import find_renaming, renaming_findings
 from megatron_router_replay.diagnostics.finding import Finding
 from megatron_router_replay.diagnostics.local_faults import find_moved_layers, find_shifts, find_stuck
 from megatron_router_replay.diagnostics.row_origin import find_origins
-from megatron_router_replay.diagnostics.wording import Place, layer_words, place_of, with_place
-
-Array = npt.NDArray[Any]
+from megatron_router_replay.diagnostics.wording import Place, finding_at, layer_words, place_of_stretch
+from megatron_router_replay.runs import neighbour_runs
 
 MAX_SHIFT = 64
 _EVERYWHERE = Place(words="", rows=None, samples=())
@@ -87,7 +84,7 @@ def _other_tokens(counts: Counter) -> Finding:
 
 def _order_changed(counts: Counter) -> Iterator[Finding]:
     """Yield the layers whose experts are sorted in another way; noise reorders the near-ties within a set too."""
-    same_sets = counts.rows_compared - counts.partial[:, :-1].sum(dim=1)
+    same_sets = counts.rows_compared - counts.different_by_layer
     flips = (1 - same_sets.double() / counts.rows_compared).tolist()
     share = (counts.other_order.double() / same_sets.clamp(min=1)).tolist()
     topk = counts.a.topk
@@ -124,25 +121,29 @@ def _unrelated(a: Array, b: Array, num_experts: int) -> tuple[Array, Array]:
 def _renamed_in_part(evidence: Evidence, samples: Samples, num_experts: int) -> Iterator[Finding]:
     """Yield renamings that hold in some rows only, in runs of pieces whose layers are lost."""
     lost = evidence.unexplained() >= 0.5
-    for first, last in _runs(np.asarray(lost.any(axis=1))):
-        begin = int(evidence.starts[first])
-        end = int(evidence.starts[last + 1]) if last + 1 < len(evidence.starts) else len(evidence.rows)
-        layers = np.flatnonzero(lost[first : last + 1].mean(axis=0) >= 0.5)
+    for pieces, rows in _stretches(evidence, np.asarray(lost.any(axis=1))):
         renamings = []
-        for i in layers.tolist():
-            renaming = find_renaming(evidence.ids_a[begin:end, i], evidence.ids_b[begin:end, i], num_experts)
+        for i in np.flatnonzero(lost[pieces].mean(axis=0) >= 0.5).tolist():
+            renaming = find_renaming(evidence.ids_a[rows, i], evidence.ids_b[rows, i], num_experts)
             if renaming is not None:
                 renamings.append((evidence.layers[i], renaming))
-                evidence.far[begin:end, i] = False
+                evidence.far[rows, i] = False
         if renamings:
-            run = (int(evidence.rows[begin]), int(evidence.rows[end - 1]))
-            place = place_of([run], run[1] - run[0] + 1, samples, seen=not evidence.complete)
+            place = place_of_stretch(evidence.rows[rows], samples, seen=not evidence.complete)
             names = {"name_a": evidence.name_a, "name_b": evidence.name_b}
             yield from renaming_findings(renamings, len(evidence.layers), place, **names)
 
 
+def _stretches(evidence: Evidence, flags: Array) -> Iterator[tuple[slice, slice]]:
+    """Yield every run of pieces that have a flag, [pieces] bool: which pieces, and which rows of the evidence."""
+    bounds = [*evidence.starts.tolist(), len(evidence.rows)]
+    for _, first, length in neighbour_runs(np.flatnonzero(flags)).tolist():
+        yield slice(first, first + length), slice(bounds[first], bounds[first + length])
+
+
 def _unexplained(counts: Counter, evidence: Evidence, samples: Samples, renamed: list[int]) -> Iterator[Finding]:
     """Yield layers and rows that have nothing to do with each other while what lies around them agrees."""
+    # What is usual in a layer is judged over all pieces, also those that were not suspect and not read again.
     share = np.zeros((len(counts.piece_starts), len(counts.layers)))
     pieces = np.searchsorted(counts.piece_starts.numpy(), evidence.rows[evidence.starts], side="right") - 1
     share[pieces] = evidence.unexplained()
@@ -180,7 +181,7 @@ def _stands_above(typical: Array, layer: int) -> bool:
 
 def _outlier(counts: Counter, evidence: Evidence, i: int) -> Finding:
     number = counts.layers[i]
-    different = counts.partial[:, :-1].sum(dim=1).double() / max(1, counts.rows_compared)
+    different = counts.different_by_layer.double() / counts.rows_compared
     return Finding(
         kind="layer_outlier",
         layer_numbers=(number,),
@@ -194,33 +195,16 @@ def _lost_rows(evidence: Evidence, samples: Samples, others: list[int], typical:
     quiet = [i for i, share in zip(others, typical) if share <= 0.35]
     if not quiet:
         return
-    lost = np.zeros_like(evidence.unexplained(), dtype=bool)
-    lost[:, quiet] = evidence.unexplained()[:, quiet] >= _LOST
+    lost = evidence.unexplained() >= _LOST
     enough = evidence.rows_by_piece() >= 16
-    for first, last in _runs(np.asarray((lost.sum(axis=1) >= 1) & enough)):
-        layers = [i for i in quiet if lost[first : last + 1, i].mean() >= 0.6]
-        begin = int(evidence.starts[first])
-        end = int(evidence.starts[last + 1]) if last + 1 < len(evidence.starts) else len(evidence.rows)
+    for pieces, rows in _stretches(evidence, lost[:, quiet].any(axis=1) & enough):
+        layers = [i for i in quiet if lost[pieces, i].mean() >= 0.6]
         # One layer's piece of some tens of rows may be lost by the noise of a bad layer.
-        if not layers or (len(layers) < 2 and end - begin < 48):
+        if not layers or (len(layers) < 2 and rows.stop - rows.start < 48):
             continue
         numbers = tuple(evidence.layers[i] for i in layers)
         every = len(layers) >= 0.9 * len(evidence.layers)
-        run = (int(evidence.rows[begin]), int(evidence.rows[end - 1]))
-        place = place_of([run], run[1] - run[0] + 1, samples, seen=not evidence.complete)
+        place = place_of_stretch(evidence.rows[rows], samples, seen=not evidence.complete)
         subject = "the routes" if every else f"the routes of {layer_words(numbers)}"
         text = f"{subject} of {evidence.name_b} have nothing to do with those of {evidence.name_a}"
-        yield Finding(
-            kind="rows_unrelated",
-            layer_numbers=() if every else numbers,
-            rows=place.rows,
-            samples=place.samples,
-            text=with_place(text, place),
-        )
-
-
-def _runs(flags: Array) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of every run of flags."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
-    for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist()):
-        yield begin, end - 1
+        yield finding_at(place, "rows_unrelated", text, layer_numbers=() if every else numbers)

@@ -7,16 +7,19 @@ ranks saved side by side. Parts are merged block by block, by rows and layers, a
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol, Union
+from typing import Any, Union
 
 import numpy as np
 
+from megatron_router_replay.diagnostics.plain import plain_record
 from megatron_router_replay.errors import StoreError, TraceError
+from megatron_router_replay.header import TraceHeader
 from megatron_router_replay.store import TraceStore, merge_traces
 from megatron_router_replay.store.atomic import naming
 from megatron_router_replay.store.reader import Reader, checked_trace
@@ -55,65 +58,54 @@ class Provenance:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that `json.dumps` takes."""
-        return {
-            "path": self.path,
-            "files": list(self.files),
-            "step": self.step,
-            "written": self.written,
-            "weight_versions": list(self.weight_versions),
-        }
+        return plain_record(self)
 
 
-class TraceSource(Protocol):
+class TraceSource(ABC):
     """A trace whose rows are read on demand.
 
-    Attributes:
+    Args:
         name: how messages call it.
         provenance: its files; weight versions are known only once its rows were read.
-        num_tokens, layer_numbers, num_experts, topk: as in `RoutingTrace`.
-        sequence_lengths, sample_ids: as in `RoutingTrace`.
+        sizes: what has this source's sizes and samples.
+
+    Attributes:
+        num_tokens, layer_numbers, num_experts, topk, sequence_lengths, sample_ids: as in `RoutingTrace`.
     """
 
-    name: str
-    provenance: Provenance
-    num_tokens: int
-    layer_numbers: tuple[int, ...]
-    num_experts: int
-    topk: int
-    sequence_lengths: tuple[int, ...] | None
-    sample_ids: tuple[str, ...] | None
+    def __init__(self, name: str, provenance: Provenance, sizes: RoutingTrace | TraceHeader | TraceSource) -> None:
+        self.name, self.provenance = name, provenance
+        self.num_tokens: int = sizes.num_tokens
+        self.layer_numbers: tuple[int, ...] = sizes.layer_numbers
+        self.num_experts: int = sizes.num_experts
+        self.topk: int = sizes.topk
+        self.sequence_lengths: tuple[int, ...] | None = sizes.sequence_lengths
+        self.sample_ids: tuple[str, ...] | None = sizes.sample_ids
 
+    @abstractmethod
     def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
         """Return rows start..stop-1 on the CPU; rows behind the last are left out."""
-        ...
 
 
-class _Memory:
+class _Memory(TraceSource):
     def __init__(self, trace: RoutingTrace, name: str) -> None:
+        super().__init__(name, Provenance(), trace)
         self._trace = trace
-        self.name, self.provenance = name, Provenance()
-        self.num_tokens, self.layer_numbers = trace.num_tokens, trace.layer_numbers
-        self.num_experts, self.topk = trace.num_experts, trace.topk
-        self.sequence_lengths, self.sample_ids = trace.sequence_lengths, trace.sample_ids
 
     def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
         rows = self._trace.slice_rows(min(start, self.num_tokens), min(stop, self.num_tokens)).to("cpu")
         return rows if layer_numbers is None else rows.select_layers(layer_numbers)
 
 
-class _File:
+class _File(TraceSource):
     def __init__(self, path: Path) -> None:
         with naming(path, "read"):
             self._reader = Reader.open(path)
         self._path = path
         self._mapped = self._next = 0
-        self.name = str(path)
         written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-        self.provenance = Provenance(path=str(path), files=(str(path),), written=f"{written:%Y-%m-%d %H:%M}")
-        header = self._reader.header
-        self.num_tokens, self.layer_numbers = header.num_tokens, header.layer_numbers
-        self.num_experts, self.topk = header.num_experts, header.topk
-        self.sequence_lengths, self.sample_ids = header.sequence_lengths, header.sample_ids
+        provenance = Provenance(path=str(path), files=(str(path),), written=f"{written:%Y-%m-%d %H:%M}")
+        super().__init__(str(path), provenance, self._reader.header)
 
     def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
         # Layers lie one behind the other in a file, so only those that are wanted are touched.
@@ -121,13 +113,13 @@ class _File:
         with naming(self._path, "read"):
             # A jump touches a new place in every layer, and the system may map 2 MB around each.
             if self._mapped >= _MAPPED_BYTES or start != self._next:
-                self._unmap()
+                self._map_again()
             self._next = stop
             indices, others = self._reader.read(wanted, min(start, self.num_tokens), min(stop, self.num_tokens))
             self._mapped += indices.nbytes
             return checked_trace(self._reader.header, wanted, indices, others, whole=False)
 
-    def _unmap(self) -> None:
+    def _map_again(self) -> None:
         """Map the file anew once in a while: pages that were read count as this process's memory until then."""
         before, self._mapped = self._reader, 0
         self._reader = Reader.open(self._path)
@@ -136,21 +128,19 @@ class _File:
             raise StoreError("it was replaced by another file while it was read.")
 
 
-class _Parts:
+class _Parts(TraceSource):
     def __init__(self, parts: Sequence[TraceSource], name: str) -> None:
         # A stage of dense layers alone says nothing of experts.
         with_layers = [part for part in parts if part.layer_numbers] or list(parts)
         longest = max(parts, key=lambda part: (part.num_tokens, part.sequence_lengths is not None))
-        self._parts = parts
-        self.name = name
-        self.provenance = Provenance(
+        provenance = Provenance(
             files=tuple(file for part in parts for file in part.provenance.files),
             written=max(part.provenance.written for part in parts),
         )
-        self.num_tokens = longest.num_tokens
+        super().__init__(name, provenance, longest)
         self.layer_numbers = tuple(sorted({number for part in parts for number in part.layer_numbers}))
         self.num_experts, self.topk = with_layers[0].num_experts, with_layers[0].topk
-        self.sequence_lengths, self.sample_ids = longest.sequence_lengths, longest.sample_ids
+        self._parts = parts
 
     def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
         # Every part is read in all its layers: whether a row has a route is known from all of them only.

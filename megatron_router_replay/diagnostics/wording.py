@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
+from megatron_router_replay.diagnostics.compare import Array
 from megatron_router_replay.diagnostics.counting import Samples
 from megatron_router_replay.diagnostics.finding import Finding
-
-Array = npt.NDArray[Any]
 
 _BREAK = 3
 """Rows in which the explanation fails although the traces agree, from which a run of rows ends."""
@@ -66,6 +64,7 @@ def place_of(runs: Sequence[tuple[int, int]], num_explained: int, samples: Sampl
     total = samples.num_rows
     # A list of twenty runs tells a reader less than the count and both ends.
     scattered = num_explained < 0.6 * covered or len(runs) > _MAX_NAMED
+    # Noise hides a few rows at either end of a fault that lies everywhere.
     if not scattered and covered >= 0.97 * total:
         return Place(words="", rows=None, samples=())
     if scattered and last - first + 1 >= 0.9 * total:
@@ -86,6 +85,12 @@ def place_of(runs: Sequence[tuple[int, int]], num_explained: int, samples: Sampl
     return Place(words=words, rows=(first, last), samples=inside)
 
 
+def place_of_stretch(rows: Array, samples: Samples, *, seen: bool) -> Place:
+    """Say where a stretch of row numbers lies, all of which an explanation holds for."""
+    first, last = int(rows[0]), int(rows[-1])
+    return place_of([(first, last)], last - first + 1, samples, seen=seen)
+
+
 def _run_words(first: int, last: int, samples: Samples) -> str:
     inside = _samples_of(first, last, samples)
     if not inside:
@@ -102,11 +107,9 @@ def _run_words(first: int, last: int, samples: Samples) -> str:
 def _samples_of(first: int, last: int, samples: Samples) -> tuple[int, ...]:
     if not samples.known:
         return ()
-    import torch
-
-    ends = torch.tensor([first, last])
-    _, sample = samples.places(ends)
-    low, high = (min(int(number), samples.count - 1) for number in sample.tolist())
+    _, sample = samples.places(torch.tensor([first, last]))
+    # Rows behind the last sample are of none; they are called those of the last one.
+    low, high = sample.clamp(max=samples.count - 1).tolist()
     return tuple(range(low, high + 1)) if high - low < 10_000 else ()
 
 
@@ -128,9 +131,14 @@ def _numbers(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}s {', '.join(map(str, numbers))}"
 
 
-def with_place(sentence: str, place: Place) -> str:
-    """Return a sentence with its place behind it and a full stop."""
-    return sentence + (f", {place.words}" if place.words else "") + "."
+def finding_at(
+    place: Place, kind: str, text: str, *, layer_numbers: tuple[int, ...] = (), shift: int | None = None
+) -> Finding:
+    """Return a finding of these rows; its text is the given one with the place behind it and a full stop."""
+    text += (f", {place.words}" if place.words else "") + "."
+    return Finding(
+        kind=kind, text=text, layer_numbers=layer_numbers, rows=place.rows, samples=place.samples, shift=shift
+    )
 
 
 def shift_finding(name_a: str, name_b: str, layer_numbers: tuple[int, ...], shift: int, place: Place) -> Finding:
@@ -143,11 +151,4 @@ def shift_finding(name_a: str, name_b: str, layer_numbers: tuple[int, ...], shif
         f"{subject} like {name_a} shifted {'down' if shift > 0 else 'up'} by {rows}: row r of {name_a} is row r "
         f"{'+' if shift > 0 else '-'} {abs(shift)} of {name_b}"
     )
-    return Finding(
-        kind="rows_shifted",
-        shift=shift,
-        layer_numbers=layer_numbers,
-        rows=place.rows,
-        samples=place.samples,
-        text=with_place(sentence, place),
-    )
+    return finding_at(place, "rows_shifted", sentence, layer_numbers=layer_numbers, shift=shift)

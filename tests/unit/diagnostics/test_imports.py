@@ -25,7 +25,7 @@ def test_the_live_comparison_loads_nothing_else_of_the_diagnostics():
         "name in sys.modules if name.startswith(('megatron_router_replay.diagnostics.', 'megatron_router_replay.store'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "['diagnostics.finding', 'diagnostics.live', 'diagnostics.load']"
+    assert done.stdout.strip() == "['diagnostics.finding', 'diagnostics.live', 'diagnostics.load', 'diagnostics.plain']"
 
 
 def test_the_command_line_starts_without_torch():

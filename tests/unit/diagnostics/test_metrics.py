@@ -85,7 +85,11 @@ def test_load_counts_rows_with_a_route():
 
 def test_load_of_a_file_is_that_of_the_trace(tmp_path):
     trace = make_trace(9000, num_experts=300, topk=3)
-    assert torch.equal(expert_load(mrr.save_trace(trace, tmp_path / "t.safetensors")), expert_load(trace))
+    path = mrr.save_trace(trace, tmp_path / "t.safetensors")
+    assert torch.equal(expert_load(path), expert_load(trace))
+    for source in (path, trace):
+        assert torch.equal(expert_load(source, layer_numbers=[3]), expert_load(trace)[1:2])
+        assert expert_load(source, layer_numbers=[]).shape == (0, 300)
 
 
 @settings(deadline=None, max_examples=25)
