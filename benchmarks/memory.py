@@ -148,7 +148,7 @@ def measure_recompute(*, recompute: bool) -> dict[str, dict[str, int]]:
     config = tiny_gpt_config(
         layout, num_layers=LAYERS, num_moe_experts=EXPERTS, moe_router_topk=TOPK, **(FULL if recompute else {})
     )
-    (model,) = build_tiny_gpt(config, layout, max_sequence_length=TOKENS)
+    (model,) = build_tiny_gpt(config, layout)
     batch = random_microbatches(MICROBATCHES, sequence_length=TOKENS)
     for number, microbatch in enumerate(batch):
         microbatch["routing_rows"] = torch.arange(number * TOKENS, (number + 1) * TOKENS).view(1, -1)

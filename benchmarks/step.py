@@ -105,7 +105,7 @@ class Trainer:
             deterministic_mode=False,
             **(FULL if case.recompute else {}),
         )
-        self.chunks = build_tiny_gpt(config, self.layout, vocab_size=model.vocab, max_sequence_length=model.sequence)
+        self.chunks = build_tiny_gpt(config, self.layout, vocab_size=model.vocab)
         self.microbatches = random_microbatches(
             model.microbatches, batch_size=model.batch, sequence_length=model.sequence, vocab_size=model.vocab
         )

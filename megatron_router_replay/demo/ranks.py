@@ -69,6 +69,7 @@ def watched_step(
             stack.callback(router.register_forward_hook(watch).remove)
         losses, report = step(chunks, layout, microbatches, trace)
     result = StepResult(report=report)
+    # Hooks on Megatron's own routers: what they see does not pass through the bookkeeping that it is to prove.
     for (layer, is_recompute), of_layer in maps.items():
         if is_recompute:
             result.recomputes += len(of_layer)

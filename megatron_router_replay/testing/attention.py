@@ -66,7 +66,7 @@ class SmallAttention(torch.nn.Module):
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("SmallAttention is causal and takes no attention_mask or attention_bias: pass None.")
-        cu_seqlens = _layout_cu_seqlens(packed_seq_params)
+        cu_seqlens = cu_seqlens_in_memory(packed_seq_params)
         if cu_seqlens is not None:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         cp_rank, cp_size = self.cp_group.rank(), self.cp_group.size()
@@ -118,7 +118,7 @@ def row_positions(length: int, *, cp_rank: int, cp_size: int, cu_seqlens: Tensor
     return torch.cat(rows, dim=1)
 
 
-def _layout_cu_seqlens(packed_seq_params: Any) -> Tensor | None:
+def cu_seqlens_in_memory(packed_seq_params: Any) -> Tensor | None:
     """Return the starts of the sequences as they lie in memory, padding included."""
     if packed_seq_params is None:
         return None

@@ -15,6 +15,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,7 +133,7 @@ def is_active() -> bool:
 def patches() -> list[Patch]:
     """Return every replacement that megatron_on_cpu() makes, in order; importing Megatron first."""
     megatron = _megatron_patches()  # imports Megatron: must come before anything is replaced
-    return [*_torch_patches(), *cuda_stand_ins.patches(Patch), *megatron]
+    return [*_torch_patches(), *starmap(Patch, cuda_stand_ins.replacements()), *megatron]
 
 
 def _apply(replacements: list[Patch]) -> None:
@@ -246,8 +247,8 @@ def _megatron_patches() -> list[Patch]:
         Patch(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numpy_on_request),
         # A class attribute that the first dispatcher fills with a stream: it must not outlive the patches.
         Patch(dispatcher, "cuda_dtoh_stream", None),
-        Patch(random, "_get_cuda_rng_state", _get_rng_state),
-        Patch(random, "_set_cuda_rng_state", _set_rng_state),
+        Patch(random, "_get_cuda_rng_state", cuda_stand_ins.get_rng_state),
+        Patch(random, "_set_cuda_rng_state", cuda_stand_ins.set_rng_state),
         Patch(WrappedTorchNorm, "__new__", staticmethod(_new_norm)),
         *_later_patches(WrappedTorchNorm),
     ]
@@ -260,7 +261,7 @@ def _later_patches(norm: type) -> list[Patch]:
     later = []
     # Behind 0.19 it asks isinstance of classes that without Transformer Engine are no classes.
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
-        later.append(Patch(multi_token_prediction, "is_inference_column_parallel_linear", _is_none_of_inference))
+        later.append(Patch(multi_token_prediction, "is_inference_column_parallel_linear", cuda_stand_ins.always(False)))
     with contextlib.suppress(ModuleNotFoundError):
         from megatron.core.models.hybrid import hybrid_block  # since 0.18; its last norm is always Transformer Engine's
 
@@ -268,21 +269,9 @@ def _later_patches(norm: type) -> list[Patch]:
     return later
 
 
-def _is_none_of_inference(module: Any) -> bool:
-    return False
-
-
 def _as_numpy_on_request(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Return all-to-all splits as numpy, as Megatron's function does for tensors that come from a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
-def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(new_state)
 
 
 def _new_norm(

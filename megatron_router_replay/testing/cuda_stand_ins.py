@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-P = TypeVar("P")
 
 
 class CpuEvent:
@@ -60,18 +58,22 @@ def _stream(stream: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _always(value: Any) -> Callable[..., Any]:
+def always(value: Any) -> Callable[..., Any]:
+    """Return a function that returns this value whatever it is given."""
+
     def constant(*args: Any, **kwargs: Any) -> Any:
         return value
 
     return constant
 
 
-def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
+def get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    """Stand in for torch.cuda's function, and for Megatron's around it."""
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+def set_rng_state(new_state: torch.Tensor, device: Any = "cuda", graph_safe: bool = False) -> None:
+    """Stand in for torch.cuda's function, and for Megatron's around it."""
     torch.set_rng_state(new_state)
 
 
@@ -80,38 +82,38 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def patches(make: Callable[[Any, str, Any], P]) -> list[P]:
-    """Return `make(owner, name, value)` for every attribute of torch.cuda that Megatron's training path uses."""
+def replacements() -> list[tuple[Any, str, Any]]:
+    """Return (owner, name, value) of every attribute of torch.cuda that Megatron's training path uses."""
     cuda = torch.cuda
     values: dict[str, Any] = {
-        "is_available": _always(False),
-        "current_device": _always(torch.device("cpu")),
-        "set_device": _always(None),
-        "synchronize": _always(None),
-        "is_current_stream_capturing": _always(False),
-        "get_device_capability": _always((0, 0)),
+        "is_available": always(False),
+        "current_device": always(torch.device("cpu")),
+        "set_device": always(None),
+        "synchronize": always(None),
+        "is_current_stream_capturing": always(False),
+        "get_device_capability": always((0, 0)),
         "Stream": CpuStream,
         "Event": CpuEvent,
-        "current_stream": _always(_ONE_STREAM),
-        "default_stream": _always(_ONE_STREAM),
-        "set_stream": _always(None),
+        "current_stream": always(_ONE_STREAM),
+        "default_stream": always(_ONE_STREAM),
+        "set_stream": always(None),
         "stream": _stream,
         "manual_seed": _manual_seed,
         "manual_seed_all": _manual_seed,
-        "get_rng_state": _get_rng_state,
-        "set_rng_state": _set_rng_state,
-        "empty_cache": _always(None),
-        "memory_allocated": _always(0),
-        "max_memory_allocated": _always(0),
-        "memory_reserved": _always(0),
-        "max_memory_reserved": _always(0),
-        "mem_get_info": _always((0, 0)),
-        "reset_peak_memory_stats": _always(None),
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "empty_cache": always(None),
+        "memory_allocated": always(0),
+        "max_memory_allocated": always(0),
+        "memory_reserved": always(0),
+        "max_memory_reserved": always(0),
+        "mem_get_info": always((0, 0)),
+        "reset_peak_memory_stats": always(None),
     }
-    nvtx = {"range_push": _always(0), "range_pop": _always(0), "mark": _always(None)}
-    random = {"get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state}
+    nvtx = {"range_push": always(0), "range_pop": always(0), "mark": always(None)}
+    random = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}
     return [
-        *(make(cuda, name, value) for name, value in values.items()),
-        *(make(cuda.random, name, value) for name, value in random.items()),
-        *(make(cuda.nvtx, name, value) for name, value in nvtx.items()),
+        *((cuda, name, value) for name, value in values.items()),
+        *((cuda.random, name, value) for name, value in random.items()),
+        *((cuda.nvtx, name, value) for name, value in nvtx.items()),
     ]

@@ -129,12 +129,13 @@ def tensor_parallel_place(name: str) -> tuple[int, int]:
     return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
-def random_parameter(name: str, shape: torch.Size, *, seed: int, scale: float) -> Tensor:
+def random_parameter(name: str, shape: torch.Size, *, seed: int) -> Tensor:
     """Return a parameter drawn from its global name and the seed alone.
 
-    Norm weights lie near one and biases near zero; of matrices, rows have length `scale` on average, so that
-    activations keep their size.
+    Norm weights lie near one and biases near zero; of matrices, rows have length one on average, so that activations
+    keep their size.
     """
+    # By name, not in the order of construction: another layout builds its chunks in another order.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     noise = torch.randn(shape, generator=generator)
     if name.endswith("norm.weight"):
@@ -142,7 +143,7 @@ def random_parameter(name: str, shape: torch.Size, *, seed: int, scale: float) -
     if len(shape) == 1:
         return 0.02 * noise
     fan_in: int = 1 if "word_embeddings" in name else shape[-1]
-    return noise * (scale / math.sqrt(fan_in))
+    return noise * (1.0 / math.sqrt(fan_in))
 
 
 def merge_by_name(results: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

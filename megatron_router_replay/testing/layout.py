@@ -64,7 +64,7 @@ class ParallelSizes:
             context_parallel_size=self.cp_size,
             expert_model_parallel_size=self.ep_size,
             expert_tensor_parallel_size=self.expert_tp_size,
-            create_gloo_process_groups=False,
+            create_gloo_process_groups=False,  # beside NCCL's; here the groups themselves are gloo's
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 

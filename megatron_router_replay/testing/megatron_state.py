@@ -1,7 +1,6 @@
 """Forget what one case leaves behind in Megatron-Core's module globals, so that the next starts as in a new process."""
 
 import gc
-import sys
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ def reset_megatron_state() -> None:
     from megatron.core import num_microbatches_calculator, parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, router_replay
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
@@ -31,6 +30,6 @@ def reset_megatron_state() -> None:
     MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
     MTPLossLoggingHelper.tracker.clear()
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
-    if router_replay := sys.modules.get("megatron.core.transformer.moe.router_replay"):  # since 0.16
-        router_replay.RouterReplay.global_router_replay_instances.clear()
+    # Of the class that bears the name now: `install()` may have put ours in its place.
+    router_replay.RouterReplay.global_router_replay_instances.clear()
     gc.collect()

@@ -94,7 +94,6 @@ def load_qwen3_moe(
         config,
         layout,
         vocab_size=hf["vocab_size"],
-        max_sequence_length=hf["max_position_embeddings"],
         rotary_base=hf["rope_theta"] if "rope_theta" in hf else hf["rope_parameters"]["rope_theta"],
         core_attention=core_attention,
     )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_router_replay.testing.attention import row_positions
+from megatron_router_replay.testing.attention import cu_seqlens_in_memory, row_positions
 from megatron_router_replay.testing.global_parameters import (
     is_expert,
     iterate_global_parameters,
@@ -50,10 +50,7 @@ def split_microbatch(microbatch: Mapping[str, Any], *, cp_rank: int, cp_size: in
     With packed_seq_params (b = 1) every packed sequence is split by itself. Without, the result equals Megatron's
     get_batch_on_this_cp_rank; a test compares them.
     """
-    packed = microbatch.get("packed_seq_params")
-    cu_seqlens = None
-    if packed is not None:
-        cu_seqlens = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
+    cu_seqlens = cu_seqlens_in_memory(microbatch.get("packed_seq_params"))
     length = microbatch["tokens"].shape[1]
     sequences, positions = row_positions(length, cp_rank=cp_rank, cp_size=cp_size, cu_seqlens=cu_seqlens)
     rows = positions if cu_seqlens is None else cu_seqlens[sequences] + positions
@@ -193,6 +190,7 @@ def gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     sharing = {}
     for name, chunk, parameter in iterate_global_parameters(chunks):
+        # What no token reached has no gradient; its ranks must take part in the sums below all the same.
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         if name in result:  # the embedding of an MTP layer in the first stage's last chunk
             gradient += result[name]

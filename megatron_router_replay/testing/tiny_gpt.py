@@ -1,9 +1,9 @@
 """A tiny Megatron-Core GPT with MoE layers, for any parallel layout, with the same weights under each of them."""
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.testing.attention import SmallAttention
@@ -37,7 +37,6 @@ def tiny_gpt_config(layout: ParallelSizes, **overrides: Any) -> Any:
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
-        "mtp_loss_scaling_factor": 0.1,  # Megatron-Core 0.15 has no default
         "normalization": "RMSNorm",
         "layernorm_epsilon": 1e-6,
         "qk_layernorm": True,
@@ -77,10 +76,8 @@ def build_tiny_gpt(
     layout: ParallelSizes,
     *,
     vocab_size: int = 320,
-    max_sequence_length: int = 512,
     rotary_base: int = 10000,
     seed: int = 1234,
-    init_scale: float = 1.0,
     core_attention: str | None = None,
 ) -> list[Any]:
     """Return this rank's GPTModel chunks, one per virtual stage, in training mode.
@@ -92,10 +89,8 @@ def build_tiny_gpt(
         config: from `tiny_gpt_config` for the same layout, which is initialised.
         layout: parallel sizes.
         vocab_size: a multiple of tp_size.
-        max_sequence_length: an upper bound that only learned positions would need.
         rotary_base: base of the rotary embedding.
         seed: of the weights.
-        init_scale: size of the weights; larger ones make sharper router decisions.
         core_attention: "local" (Megatron's DotProductAttention), "small" (`SmallAttention`: context parallelism and packed
             sequences) or None: "small" if cp_size > 1, else "local".
     """
@@ -106,7 +101,8 @@ def build_tiny_gpt(
     if core_attention not in ("local", "small"):
         raise RouterReplayError(f"core_attention is 'local' or 'small', got {core_attention!r}.")
     chunks = []
-    for vp_stage in _vp_stages(layout):
+    vp_stages: list[int | None] = [None] if layout.vp_size is None else list(range(layout.vp_size))
+    for vp_stage in vp_stages:
         block_spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
         )
@@ -122,7 +118,7 @@ def build_tiny_gpt(
             config=config,
             transformer_layer_spec=block_spec,
             vocab_size=vocab_size,
-            max_sequence_length=max_sequence_length,
+            max_sequence_length=512,  # of learned positions, which rotary ones have no use for
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=False,
@@ -132,16 +128,8 @@ def build_tiny_gpt(
             vp_stage=vp_stage,
         )
         chunks.append(chunk)
-
-    def draw(name: str, shape: torch.Size) -> Tensor:
-        return random_parameter(name, shape, seed=seed, scale=init_scale)
-
-    load_global_parameters(chunks, draw)
+    load_global_parameters(chunks, partial(random_parameter, seed=seed))
     return chunks
-
-
-def _vp_stages(layout: ParallelSizes) -> list[int | None]:
-    return [None] if layout.vp_size is None else list(range(layout.vp_size))
 
 
 def _is_first_and_last(vp_stage: int | None, layout: ParallelSizes) -> tuple[bool, bool]:

@@ -1,5 +1,6 @@
 """A tiny HybridModel of Megatron-Core 0.18 and later, of Mamba, attention and MoE layers as its pattern orders them."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def build_tiny_hybrid(
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+    # A hybrid model's layers are halves of a GPT layer: the attention and the experts are layers of their own.
     whole = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     ).submodules
@@ -100,5 +102,5 @@ def build_tiny_hybrid(
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
     )
-    load_global_parameters([model], lambda name, shape: random_parameter(name, shape, seed=seed, scale=1.0))
+    load_global_parameters([model], partial(random_parameter, seed=seed))
     return [model]

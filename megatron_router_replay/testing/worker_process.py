@@ -76,6 +76,7 @@ class Job:
 
 def worker_main(pipe: Any, rank: int, world_size: int, folder: Path, seed: int) -> None:
     """Serve jobs until the parent is gone."""
+    # A thread, because a rank that waits in a collective does not read its pipe and would outlive a killed parent.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with open(folder / f"stack_{rank}", "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
@@ -132,10 +133,11 @@ def _run_case(job: Job, case: int, rank: int, world_size: int, folder: Path, see
             reset_megatron_state()
         # Pickled here, by value: multiprocessing would move tensors to shared memory.
         reply = pickle.dumps((True, result))
+        # Models that the case left in reference cycles hold process groups; they must go before their groups do.
         del result
         gc.collect()
         dist.barrier()  # nobody tears the group down while others use it
         dist.destroy_process_group()
         return reply
-    except BaseException:
+    except BaseException:  # SystemExit too: a worker that ended in silence would look like one that was killed
         return pickle.dumps((False, traceback.format_exc()))

@@ -182,7 +182,8 @@ class GlooWorkers:
             if rank in stacks:
                 parts.append(f"rank {rank} was still running, here:\n{stacks[rank]}")
             elif rank in silent:
-                self._processes[rank].join(1.0)
+                # Its pipe is closed, so it is dead; on a busy machine its fork server takes seconds to say how it died.
+                self._processes[rank].join(20.0)
                 parts.append(f"rank {rank} died (exit code {self._processes[rank].exitcode}).")
             else:
                 ok, result = replies[rank]

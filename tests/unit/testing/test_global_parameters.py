@@ -57,11 +57,11 @@ def test_a_parameter_of_unknown_kind_raises():
 def test_random_weights_depend_on_name_and_seed_only():
     shape = torch.Size([4, 8])
     torch.manual_seed(1)
-    first = random_parameter("a.linear_fc1.weight", shape, seed=0, scale=1.0)
+    first = random_parameter("a.linear_fc1.weight", shape, seed=0)
     torch.manual_seed(2)
-    assert torch.equal(random_parameter("a.linear_fc1.weight", shape, seed=0, scale=1.0), first)
-    assert not torch.equal(random_parameter("b.linear_fc1.weight", shape, seed=0, scale=1.0), first)
-    assert not torch.equal(random_parameter("a.linear_fc1.weight", shape, seed=1, scale=1.0), first)
+    assert torch.equal(random_parameter("a.linear_fc1.weight", shape, seed=0), first)
+    assert not torch.equal(random_parameter("b.linear_fc1.weight", shape, seed=0), first)
+    assert not torch.equal(random_parameter("a.linear_fc1.weight", shape, seed=1), first)
 
 
 def test_ranks_that_disagree_on_a_tensor_raise():
