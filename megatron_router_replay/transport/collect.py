@@ -53,12 +53,8 @@ def decode_responses(
             if response is _END:
                 break
             pending.append(threads.submit(decode_one, response))
-            del response
-        traces = []
-        while pending:
-            # A response is let go as soon as its trace is there.
-            traces.append(pending.pop(0).result())
-        return traces
+            del response  # else the last one would stay in memory until all are decoded
+        return [trace.result() for trace in pending]
 
 
 _END = object()

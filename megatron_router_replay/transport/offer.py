@@ -85,8 +85,10 @@ def check_offer(
     part: Part | None,
 ) -> str | None:
     """Return why this place cannot take the offer, or None."""
+    # Numbers before digests: of two sides that disagree, a person wants to know what about.
     required: dict[str, Any] = {
         "step": step,
+        # What the rank 0 of a tensor-parallel group is sent all its ranks get.
         "place": str(place._replace(tp_rank=0)),
         "layer_numbers": layer_numbers,
     }

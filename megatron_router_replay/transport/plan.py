@@ -210,6 +210,7 @@ def plan_routes(
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     parts: dict[Place, Part] = {}
     for dp_rank, of_rank in enumerate(samples):
+        # [samples, 2]: where each sample begins and ends in the batch, in the order in which the rank wants them.
         whole = np.stack([starts[list(of_rank)], starts[[sample + 1 for sample in of_rank]]], axis=1)
         for cp_rank in range(layout.cp_size):
             own_rows = None if cp_rows is None else _own_rows(cp_rows, dp_rank, cp_rank, whole)
@@ -245,6 +246,7 @@ def _own_rows(cp_rows: Mapping[tuple[int, int], Tensor], dp_rank: int, cp_rank: 
         given = cp_rows[dp_rank, cp_rank]
     except KeyError:
         raise TransportError(f"cp_rows lacks (dp_rank, cp_rank) = ({dp_rank}, {cp_rank}): give every rank's.") from None
+    # Sorted, and each once: a row that a place routes twice is sent to it once.
     rows: Tensor = torch.unique(given.detach().to(device="cpu", dtype=torch.int64))
     rows = rows[rows >= 0]
     if rows.numel() and int(rows[-1]) >= num_rows:
@@ -285,6 +287,8 @@ def _digest(
     content = json.dumps([lengths, sizes, format.to_json(), samples])
     summed = hashlib.sha256(content.encode())
     for place in sorted(parts):
+        # Every stage of a rank has the same rows; which layers it has is in the layout.
         if place.pp_rank == 0:
+            # Bytes in one order, so that machines of another byte order have the same digest.
             summed.update(np.ascontiguousarray(parts[place].runs, dtype="<i8").tobytes())
     return summed.hexdigest()[:32]

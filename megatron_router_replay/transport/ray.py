@@ -152,6 +152,7 @@ class RaySender(SendingEndpoint):
             parts = plan.parts.values()
             list(self._threads.map(lambda part: self._offer(source, plan, part, step, leg_times), parts))
             stage += ", waiting for the training side"
+            # The mailbox gives up first, for it knows which ranks are missing; the call itself waits a little longer.
             limit = self._ready_timeout + self._timeout
             with self.times.measure("wait"):
                 failed, reported = _call(
@@ -167,6 +168,7 @@ class RaySender(SendingEndpoint):
                 _call(self._mailbox.fail, str(broken), timeout=self._timeout)
             raise broken from error
 
+    # Runs in one of `_threads`, a part each.
     def _offer(
         self, source: RowSource, plan: TransportPlan, part: Part, step: int, leg_times: dict[str, LegTime]
     ) -> None:
@@ -294,6 +296,7 @@ class RayReceiver(ReceivingEndpoint):
 
 
 def _start_mailbox(layout: ParallelLayout, name: str, namespace: str | None) -> Any:
+    # Without a CPU of its own: it only waits, and a full cluster would never start it.
     options: dict[str, Any] = {"name": name, "num_cpus": 0}
     if namespace is not None:
         options["namespace"] = namespace

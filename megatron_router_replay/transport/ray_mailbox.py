@@ -88,6 +88,7 @@ class Mailbox:
             missing = sorted({place for ranks in self._unconfirmed.values() for place in ranks})
             names = ", ".join(str(place) for place in missing)
             await self.fail(f"{names} did not fetch their routes within {timeout_s:g} s")
+        # Whatever happened, nobody waits for this step's ranks any more: those that die now did not break it.
         self._unconfirmed.clear()
         return self._failed, longest(self._leg_times.pop(step, []))
 

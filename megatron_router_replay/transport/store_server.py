@@ -46,7 +46,7 @@ def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta 
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family)
+        return socket.create_server(address[:2], family=family)  # an IPv6 address has two more entries
     except OSError as error:
         raise TransportError(
             f"cannot serve a store on {host}:{port}: {error}. Give an address of this machine that the others reach, and a "

@@ -62,8 +62,7 @@ class LegTimes:
     def __init__(self, side: Side) -> None:
         self.side: Side = side
         self._lock = threading.Lock()
-        self._seconds: dict[str, float] = {}
-        self._bytes: dict[str, int] = {}
+        self._times: dict[str, LegTime] = {}
         self._since: dict[str, tuple[int, float]] = {}  # leg -> how many threads are in it, since when
         self._unreported: dict[str, LegTime] = {}  # to the other side
         self._peer: dict[str, LegTime] = {}
@@ -79,6 +78,7 @@ class LegTimes:
         finally:
             with self._lock:
                 threads, since = self._since[name]
+                # The leg goes on from the first thread that enters it to the last that leaves.
                 if threads > 1:
                     self._since[name] = (threads - 1, since)
                 else:
@@ -101,13 +101,12 @@ class LegTimes:
         """Add what the other side reported."""
         with self._lock:
             for name, (seconds, nbytes) in leg_times.items():
-                before = self._peer.get(str(name), (0.0, 0))
-                self._peer[str(name)] = (before[0] + float(seconds), before[1] + int(nbytes))
+                _add(self._peer, name, seconds, nbytes)
 
     def reset(self) -> None:
         """Start again from zero, for numbers of one step; what the other side was not told yet it will be told."""
         with self._lock:
-            self._seconds, self._bytes, self._peer = {}, {}, {}
+            self._times, self._peer = {}, {}
 
     def metrics(self, prefix: str = "router_replay/transport/") -> dict[str, float]:
         """Return `<side>_<leg>_s` for every leg, `_gb_per_s` for those with bytes, of both sides, for a training logger."""
@@ -116,7 +115,8 @@ class LegTimes:
     def report(self) -> LegReport:
         """Return what was counted so far, for good: later times do not change it."""
         numbers: dict[str, float] = {}
-        for side, leg_times in ((self.side, self._own()), (_SIDES[self.side], self._of_peer())):
+        own, peer = self._copies()
+        for side, leg_times in ((self.side, own), (_SIDES[self.side], peer)):
             for name, (seconds, nbytes) in leg_times.items():
                 numbers[f"{side}_{name}_s"] = seconds
                 if nbytes and seconds:
@@ -125,13 +125,14 @@ class LegTimes:
 
     def line(self) -> str:
         """Return one line for a person: how long this side waited, and which leg to fix, here or on the other side."""
-        leg_times = self._own()
-        waited = leg_times.pop("wait", (0.0, 0))[0]
-        busy = max(leg_times, key=lambda name: leg_times[name][0], default=None)
-        if busy is not None and leg_times[busy][0] >= waited:
-            return f"routes: {self.side} spent {_spent(self.side, busy, leg_times[busy])}, waited {waited:.1f} s"
+        own, other = self._copies()
+        waited = own.pop("wait", (0.0, 0))[0]
+        busy = max(own, key=lambda name: own[name][0], default=None)
+        if busy is not None and own[busy][0] >= waited:
+            return f"routes: {self.side} spent {_spent(self.side, busy, own[busy])}, waited {waited:.1f} s"
+        # This side waits: what the other one was busy with is the leg to fix, not what it waited for itself.
         other_side = _SIDES[self.side]
-        other = {name: leg_time for name, leg_time in self._of_peer().items() if name != "wait"}
+        other.pop("wait", None)
         slowest = max(other, key=lambda name: other[name][0], default=None)
         text = f"routes: {self.side} waited {waited:.1f} s"
         if slowest is None or other[slowest][0] < 0.1 * waited:
@@ -139,19 +140,20 @@ class LegTimes:
             return f"{text}: {other_side} side {missing}"
         return f"{text}: {other_side} side {_spent(other_side, slowest, other[slowest])}"
 
-    def _own(self) -> dict[str, LegTime]:
+    def _copies(self) -> tuple[dict[str, LegTime], dict[str, LegTime]]:
+        """Return what this side and the other one took until now; other threads go on counting."""
         with self._lock:
-            return {name: (self._seconds[name], self._bytes[name]) for name in self._seconds}
-
-    def _of_peer(self) -> dict[str, LegTime]:
-        with self._lock:
-            return dict(self._peer)
+            return dict(self._times), dict(self._peer)
 
     def _add(self, name: str, seconds: float, nbytes: int) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-        self._bytes[name] = self._bytes.get(name, 0) + nbytes
-        before = self._unreported.get(name, (0.0, 0))
-        self._unreported[name] = (before[0] + seconds, before[1] + nbytes)
+        """Count on this side; the lock is held."""
+        for times in (self._times, self._unreported):
+            _add(times, name, seconds, nbytes)
+
+
+def _add(times: dict[str, LegTime], name: str, seconds: float, nbytes: int) -> None:
+    before = times.get(name, (0.0, 0))
+    times[name] = (before[0] + seconds, before[1] + nbytes)
 
 
 def longest(reports: Iterable[Mapping[str, LegTime]]) -> dict[str, LegTime]:
@@ -159,7 +161,7 @@ def longest(reports: Iterable[Mapping[str, LegTime]]) -> dict[str, LegTime]:
     result: dict[str, LegTime] = {}
     for report in reports:
         for name, (seconds, nbytes) in report.items():
-            result[name] = max(result.get(name, (0.0, 0)), (float(seconds), int(nbytes)))
+            result[name] = max(result.get(name, (0.0, 0)), (seconds, nbytes))
     return result
 
 
