@@ -80,16 +80,6 @@ def check_out(out: Path | None) -> None:
 
 def emit(text: str, values: Any, *, as_json: bool, out: Path | None = None, fold: bool = True) -> None:
     """Print one of the two on stdout, and write the JSON to `out`; text is folded at the width of a terminal only."""
-    write_json(values, as_json=as_json, out=out)
-    if as_json:
-        return
-    width = get_terminal_size().columns if fold and sys.stdout.isatty() else None
-    lines = "\n".join(printable(line) for line in text.split("\n"))
-    typer.echo(_encodable(wrap(lines, width=width), sys.stdout))
-
-
-def write_json(values: Any, *, as_json: bool, out: Path | None) -> None:
-    """Print values as JSON if asked to, and write them to a file if there is one."""
     content = json.dumps(values, indent=2)
     if out is not None:
         try:
@@ -98,6 +88,10 @@ def write_json(values: Any, *, as_json: bool, out: Path | None) -> None:
             fail(f"cannot write {out}: {error}.", error)
     if as_json:
         typer.echo(content)
+        return
+    width = get_terminal_size().columns if fold and sys.stdout.isatty() else None
+    lines = "\n".join(printable(line) for line in text.split("\n"))
+    typer.echo(_encodable(wrap(lines, width=width), sys.stdout))
 
 
 def _encodable(text: str, stream: Any) -> str:

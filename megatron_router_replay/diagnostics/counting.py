@@ -13,64 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.diagnostics.compare import shared_experts
-from megatron_router_replay.diagnostics.differences import Difference, DifferenceKeeper, as_differences
+from megatron_router_replay.diagnostics.differences import DifferenceKeeper
+from megatron_router_replay.diagnostics.samples import Samples
 from megatron_router_replay.diagnostics.source import TraceSource
 from megatron_router_replay.trace import RoutingTrace
 
 MAX_POSITION_BINS = 128
-_PIECE_ROWS = 64  # short enough that a fault in half a sample fills a piece, long enough that chance does not
-_MAX_PIECES = 4096  # bounds the counts by piece and layer: of a longer trace, pieces are longer
-_MAX_SAMPLES = 1 << 14  # each sample has a piece of its own at least
 _SAMPLED_ROWS = 8192
 _GOLDEN = 2654435761  # Knuth's multiplicative hash: neighbouring rows get numbers far apart
-
-
-class Samples:
-    """Where samples begin and end; without sequence lengths, all rows are one sample that nobody named.
-
-    Args:
-        lengths: tokens of each sample, or None.
-        num_rows: rows in all.
-    """
-
-    def __init__(self, lengths: tuple[int, ...] | None, num_rows: int) -> None:
-        self.lengths, self.num_rows = lengths, num_rows
-        self.ends = torch.tensor(lengths or (), dtype=torch.int64).cumsum(0)
-        self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.ends])
-
-    @property
-    def known(self) -> bool:
-        return self.lengths is not None
-
-    @property
-    def count(self) -> int:
-        return len(self.lengths or ())
-
-    def places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's position in its sample, and the sample; rows behind the last sample count as one more."""
-        if self.lengths is None:
-            return rows, torch.zeros_like(rows)
-        sample = torch.searchsorted(self.ends, rows, right=True)
-        return rows - self.starts[sample], sample
-
-    def bounds(self, sample: int) -> tuple[int, int]:
-        """Return the first row of a sample and the row behind its last."""
-        return int(self.starts[sample]), int(self.ends[sample])
-
-    def piece_starts(self) -> Tensor:
-        """Return the first row of each piece, [pieces] int64: pieces end with samples and have about the same length."""
-        size = max(_PIECE_ROWS, -(-self.num_rows // _MAX_PIECES))
-        lengths = list(self.lengths) if self.lengths is not None and self.count <= _MAX_SAMPLES else []
-        # Rows behind the last sample, or of too many samples to cut at each, are cut as one more sample.
-        if sum(lengths) < self.num_rows:
-            lengths.append(self.num_rows - sum(lengths))
-        starts = []
-        begin = 0
-        for length in lengths:
-            pieces = max(1, round(length / size)) if length else 0
-            starts += [begin + length * piece // pieces for piece in range(pieces)]
-            begin += length
-        return torch.tensor(starts, dtype=torch.int64)
 
 
 class Counter:
@@ -101,7 +51,7 @@ class Counter:
         self.different_by_position = torch.zeros(num_layers * self.bins, dtype=torch.int64)
         self.weight_versions_a: set[int] = set()
         self.weight_versions_b: set[int] = set()
-        self._differences = DifferenceKeeper(num_layers * self.bins)
+        self.differences = DifferenceKeeper(self.layers, self.bins)
         self.by_sample = torch.zeros(self.samples.count, dtype=torch.int64)
         self.different_by_sample = torch.zeros(self.samples.count, dtype=torch.int64)
         self.piece_starts = self.samples.piece_starts()
@@ -140,7 +90,7 @@ class Counter:
             self._sampled.append((routes_a[kept].clone(), routes_b[kept].clone()))
             row, layer, shared = self._add_overlap(routes_a, routes_b, both)
             cell = layer * self.bins + position_bin[row]
-            self._differences.add(a, b, start, cell, row, layer)
+            self.differences.add(a, b, start, cell, row, layer)
             self._count_different(layer, shared, cell=cell, sample=sample[row], piece=piece[row])
 
     @property
@@ -160,13 +110,6 @@ class Counter:
             tokens_a, tokens_b = a.token_ids[: len(both)], b.token_ids[: len(both)]
             known = both & (tokens_a >= 0) & (tokens_b >= 0)
             self.rows_other_token += int((known & (tokens_a != tokens_b)).sum())
-
-    def differences(self) -> tuple[Difference, ...]:
-        """Return the first decisions that differ in each cell, by layer, bin of positions and row."""
-        kept = self._differences.kept(self.a.topk)
-        position, sample = self.samples.places(kept.row)
-        layer_of_cell = [number for number in self.layers for _ in range(self.bins)]
-        return as_differences(kept, layer_of_cell, position, sample if self.samples.known else None)
 
     def _add_overlap(self, a: Tensor, b: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Count how many experts decisions share; return those that differ: row and layer index, and the experts shared."""

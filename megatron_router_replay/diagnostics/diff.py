@@ -233,7 +233,7 @@ def _result(counts: Counter, findings: list[Finding]) -> TraceDiff:
     overlap_counts = counts.partial.clone()
     # Decisions that agree are most of all and are not counted one by one.
     overlap_counts[:, -1] = counts.rows_compared - counts.different_by_layer
-    differences = counts.differences()
+    differences = counts.differences.records(counts.samples)
     known = counts.samples.known
     return TraceDiff(
         name_a=counts.a.name,

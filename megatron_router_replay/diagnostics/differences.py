@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.diagnostics.plain import plain_record
+from megatron_router_replay.diagnostics.samples import Samples
 from megatron_router_replay.trace import RoutingTrace
 
 _MOST_KEPT = 8192
@@ -50,34 +51,20 @@ class Difference:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptDecisions:
-    """Decisions that were kept, n of them, by cell and then by row.
-
-    Args:
-        cell, row: [n] int64. routes_a, routes_b: [n, topk]. tokens_a, tokens_b: [n] int64, -1 where unknown.
-    """
-
-    cell: Tensor
-    row: Tensor
-    routes_a: Tensor
-    routes_b: Tensor
-    tokens_a: Tensor
-    tokens_b: Tensor
-
-
 class DifferenceKeeper:
-    """Keeps the first rows that differ in each cell.
+    """Keeps the first rows that differ in each cell: a layer at one bin of positions.
 
     Args:
-        num_cells: cells are numbered from 0.
+        layers: numbers of the compared layers. bins: of positions; cells are numbered by layer and then by bin.
     """
 
-    def __init__(self, num_cells: int) -> None:
-        self.num_cells = num_cells
-        self.per_cell = max(1, min(_MOST_IN_A_CELL, _MOST_KEPT // max(1, num_cells)))
+    def __init__(self, layers: Sequence[int], bins: int) -> None:
+        self._layers, self._bins = layers, bins
+        num_cells = len(layers) * bins
+        self._per_cell = max(1, min(_MOST_IN_A_CELL, _MOST_KEPT // max(1, num_cells)))
         self._held = torch.zeros(num_cells, dtype=torch.int64)
-        self._kept: list[KeptDecisions] = []
+        # Of each call that kept something: cell, row, routes in a and in b, tokens in a and in b.
+        self._kept: list[tuple[Tensor, ...]] = []
 
     def add(self, a: RoutingTrace, b: RoutingTrace, start: int, cell: Tensor, row: Tensor, layer: Tensor) -> None:
         """Look at the decisions of one block that differ; blocks come in the order of their rows.
@@ -86,76 +73,45 @@ class DifferenceKeeper:
             a, b: the block of each trace; row r of them is row start + r.
             cell, row, layer: [n] int64, each decision's cell, and its row and layer index in the block.
         """
-        for _ in range(self.per_cell):
-            wanted = self._held[cell] < self.per_cell
+        for _ in range(self._per_cell):
+            wanted = self._held[cell] < self._per_cell
             cell, row, layer = cell[wanted], row[wanted], layer[wanted]
             if not cell.numel():
                 return
             # One pass for each place of a cell: sorting a block's millions of decisions would cost more than counting them.
-            lowest = torch.full((self.num_cells,), len(a)).scatter_reduce_(0, cell, row, "amin")
+            lowest = torch.full((len(self._held),), len(a)).scatter_reduce_(0, cell, row, "amin")
             first = lowest[cell] == row
-            self._keep(a, b, start, cell[first], row[first], layer[first])
+            at, kept = row[first], layer[first]
+            self._held[cell[first]] += 1
+            routes = (block.topk_indices[at, kept].to(torch.int64) for block in (a, b))
+            self._kept.append((cell[first], at + start, *routes, _tokens(a, at), _tokens(b, at)))
             cell, row, layer = cell[~first], row[~first], layer[~first]
 
-    def kept(self, topk: int) -> KeptDecisions:
-        """Return all that were kept.
-
-        Args:
-            topk: of the traces, for the shape where nothing differs.
-        """
-        none = torch.zeros(0, dtype=torch.int64)
-        routes = torch.zeros(0, topk, dtype=torch.int64)
-        parts = [
-            KeptDecisions(cell=none, row=none, routes_a=routes, routes_b=routes, tokens_a=none, tokens_b=none),
-            *self._kept,
-        ]
-        values = {name: torch.cat([getattr(part, name) for part in parts]) for name in KeptDecisions.__slots__}
+    def records(self, samples: Samples) -> tuple[Difference, ...]:
+        """Return what was kept, by cell and then by row."""
+        if not self._kept:
+            return ()
+        columns = [torch.cat(parts) for parts in zip(*self._kept)]
         # Kept in the order of rows; a stable sort keeps that inside each cell.
-        order = values["row"].argsort(stable=True)
-        order = order[values["cell"][order].argsort(stable=True)]
-        return KeptDecisions(**{name: value[order] for name, value in values.items()})
-
-    def _keep(self, a: RoutingTrace, b: RoutingTrace, start: int, cell: Tensor, row: Tensor, layer: Tensor) -> None:
-        self._held[cell] += 1
-        self._kept.append(
-            KeptDecisions(
-                cell=cell,
-                row=row + start,
-                routes_a=a.topk_indices[row, layer].to(torch.int64),
-                routes_b=b.topk_indices[row, layer].to(torch.int64),
-                tokens_a=_tokens(a, row),
-                tokens_b=_tokens(b, row),
+        order = columns[0].argsort(stable=True)
+        columns = [column[order] for column in columns]
+        position, sample = samples.places(columns[1])
+        return tuple(
+            Difference(
+                row=row,
+                layer_number=self._layers[cell // self._bins],
+                experts_a=tuple(experts_a),
+                experts_b=tuple(experts_b),
+                sample=sample if samples.known else None,
+                position=position if samples.known else None,
+                token_a=None if token_a < 0 else token_a,
+                token_b=None if token_b < 0 else token_b,
+            )
+            for cell, row, experts_a, experts_b, token_a, token_b, position, sample in zip(
+                *(column.tolist() for column in (*columns, position, sample))
             )
         )
 
 
 def _tokens(block: RoutingTrace, row: Tensor) -> Tensor:
     return torch.full_like(row, -1) if block.token_ids is None else block.token_ids[row].to(torch.int64)
-
-
-def as_differences(
-    kept: KeptDecisions, layer_of_cell: Sequence[int], position: Tensor, sample: Tensor | None
-) -> tuple[Difference, ...]:
-    """Return kept decisions as records, by cell and then by row.
-
-    Args:
-        layer_of_cell: [num_cells] layer number of each cell.
-        position, sample: [n] of each kept row; sample is None where samples are unknown.
-    """
-    samples = [None] * len(kept.row) if sample is None else sample.tolist()
-    columns = (kept.cell, kept.row, kept.routes_a, kept.routes_b, kept.tokens_a, kept.tokens_b, position)
-    return tuple(
-        Difference(
-            row=row,
-            layer_number=layer_of_cell[cell],
-            experts_a=tuple(experts_a),
-            experts_b=tuple(experts_b),
-            sample=sample,
-            position=None if sample is None else position,
-            token_a=None if token_a < 0 else token_a,
-            token_b=None if token_b < 0 else token_b,
-        )
-        for cell, row, experts_a, experts_b, token_a, token_b, position, sample in zip(
-            *(column.tolist() for column in columns), samples
-        )
-    )

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron_router_replay.diagnostics.compare import Array
-from megatron_router_replay.diagnostics.counting import Samples
 from megatron_router_replay.diagnostics.evidence import MIN_RUN, Evidence
 from megatron_router_replay.diagnostics.finding import Finding
+from megatron_router_replay.diagnostics.samples import Samples
 from megatron_router_replay.diagnostics.wording import (
     Place,
     finding_at,

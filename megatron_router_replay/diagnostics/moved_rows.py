@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from megatron_router_replay.diagnostics.compare import Array
-from megatron_router_replay.diagnostics.counting import Samples
 from megatron_router_replay.diagnostics.evidence import MIN_RUN, Evidence
 from megatron_router_replay.diagnostics.finding import Finding
+from megatron_router_replay.diagnostics.samples import Samples
 from megatron_router_replay.diagnostics.wording import (
     layer_words,
     place_of,

@@ -65,22 +65,6 @@ def save_page(
         TraceError: margins of a layer have no value for a row that differs.
         RouterReplayError: jinja2 is not installed.
     """
-    path = Path(path)
-    path.write_text(
-        render_page(diff, loads=loads, title=title, token_text=token_text, margins=margins), encoding="utf-8"
-    )
-    return path
-
-
-def render_page(
-    diff: TraceDiff,
-    *,
-    loads: Mapping[str, Tensor] | None = None,
-    title: str = "",
-    token_text: TokenText | None = None,
-    margins: Margins | None = None,
-) -> str:
-    """Return the page of a diff as HTML; see `save_page`."""
     try:
         jinja2 = import_module("jinja2")
     except ModuleNotFoundError:
@@ -91,7 +75,7 @@ def render_page(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(Path(__file__).with_name(_TEMPLATE).read_text(encoding="utf-8"))
-    page: str = template.render(
+    page = template.render(
         title=title or f"Routing of {diff.name_a} and {diff.name_b}",
         same=diff.same,
         verdict=verdict(diff),
@@ -108,7 +92,9 @@ def render_page(
         load=_cut(load_table(diff, loads)) if loads else None,
         version=megatron_router_replay.__version__,
     )
-    return page
+    path = Path(path)
+    path.write_text(page, encoding="utf-8")
+    return path
 
 
 def _cut(table: Table) -> Table:

@@ -11,10 +11,10 @@ from math import comb
 import numpy as np
 
 from megatron_router_replay.diagnostics.compare import Array
-from megatron_router_replay.diagnostics.counting import Samples
 from megatron_router_replay.diagnostics.evidence import MIN_RUN, Evidence, expert_numbers, set_numbers
 from megatron_router_replay.diagnostics.finding import Finding
 from megatron_router_replay.diagnostics.moved_rows import Origin, classify_origin
+from megatron_router_replay.diagnostics.samples import Samples
 from megatron_router_replay.diagnostics.source import TraceSource, block_rows
 
 _TARGETS = 4096  # rows of b that are looked up, of each group of layers

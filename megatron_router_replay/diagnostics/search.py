@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron_router_replay.diagnostics.compare import Array, count_shared
-from megatron_router_replay.diagnostics.counting import Counter, Samples
+from megatron_router_replay.diagnostics.counting import Counter
 from megatron_router_replay.diagnostics.evidence import Evidence, expert_numbers, gather_evidence, set_numbers
 from megatron_router_replay.diagnostics.expert_faults import find_renaming, renaming_findings
 from megatron_router_replay.diagnostics.finding import Finding
 from megatron_router_replay.diagnostics.local_faults import find_moved_layers, find_shifts, find_stuck
 from megatron_router_replay.diagnostics.row_origin import find_origins
+from megatron_router_replay.diagnostics.samples import Samples
 from megatron_router_replay.diagnostics.wording import Place, finding_at, layer_words, place_of_stretch
 from megatron_router_replay.runs import neighbour_runs
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from megatron_router_replay.diagnostics.compare import Array
-from megatron_router_replay.diagnostics.counting import Samples
 from megatron_router_replay.diagnostics.finding import Finding
+from megatron_router_replay.diagnostics.samples import Samples
 
 _BREAK = 3
 """Rows in which the explanation fails although the traces agree, from which a run of rows ends."""

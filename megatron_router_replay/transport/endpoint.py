@@ -15,7 +15,7 @@ from megatron_router_replay.transport.offer import Offer, check_offer
 from megatron_router_replay.transport.partition import Partition
 from megatron_router_replay.transport.plan import ParallelLayout, Place, TransportPlan, plan_routes
 from megatron_router_replay.transport.rows import RowSource, check_plan
-from megatron_router_replay.transport.timing import LegTimes
+from megatron_router_replay.transport.timing import LegTimes, Side
 
 TIMEOUT = timedelta(minutes=2)
 READY_TIMEOUT = timedelta(hours=2)
@@ -25,12 +25,17 @@ class Endpoint:
     """One end of a transport, to be used as a `with` block or closed by hand.
 
     Args:
-        side: for error texts, such as "rollout side".
+        side, place: which end; place: of the rank, on the training side.
+        times: where legs are counted; None: in new ones.
     """
 
-    def __init__(self, layout: ParallelLayout, *, side: str) -> None:
+    def __init__(
+        self, layout: ParallelLayout, *, side: Side, place: Place | None = None, times: LegTimes | None
+    ) -> None:
         self.layout = layout
-        self._side = side
+        self.times = LegTimes(side) if times is None else times
+        self._end = f"{side} side" if place is None else f"{side} side, {place}"
+        self._step = 0
         self._broken: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -60,7 +65,7 @@ class Endpoint:
 
     def _failure(self) -> str | None:
         """Return why this endpoint cannot go on, for the other side; None while it can."""
-        return None if self._broken is None else f"{self._side}: {type(self._broken).__name__}: {self._broken}"
+        return None if self._broken is None else f"{self._end}: {type(self._broken).__name__}: {self._broken}"
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
@@ -68,16 +73,10 @@ class Endpoint:
 
 
 class SendingEndpoint(Endpoint):
-    """The rollout side.
-
-    Args:
-        times: where legs are counted; None: in new ones.
-    """
+    """The rollout side."""
 
     def __init__(self, layout: ParallelLayout, *, times: LegTimes | None) -> None:
-        super().__init__(layout, side="rollout side")
-        self.times = LegTimes("rollout") if times is None else times
-        self._step = 0
+        super().__init__(layout, side="rollout", times=times)
 
     def join(self) -> None:
         """Wait until the batch under way has arrived everywhere."""
@@ -116,7 +115,6 @@ class ReceivingEndpoint(Endpoint):
 
     Args:
         place: of this rank, `layout.place_of(rank)`.
-        times: where legs are counted; None: in new ones.
 
     Raises:
         TransportError: the layout has no such place.
@@ -125,10 +123,8 @@ class ReceivingEndpoint(Endpoint):
     def __init__(self, layout: ParallelLayout, place: Place, *, times: LegTimes | None) -> None:
         if place not in layout.places():
             raise TransportError(f"{place} is not in the layout: {layout}.")
-        super().__init__(layout, side=f"training side, {place}")
+        super().__init__(layout, side="training", place=place, times=times)
         self.place = place
-        self.times = LegTimes("training") if times is None else times
-        self._step = 0
 
     def _offer_check(self, plan: TransportPlan | None) -> Callable[[Offer], str | None]:
         """Return what says why this step's offer cannot be taken, or None; a plan that lacks this place raises here."""

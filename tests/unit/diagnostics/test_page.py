@@ -2,6 +2,7 @@
 
 import json
 import re
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -41,13 +42,18 @@ def shifted_diff(tmp_path):
     return mrr.diff_traces(tmp_path / "a.safetensors", tmp_path / "b.safetensors", name_a="engine", name_b="trainer")
 
 
+def page_of(diff, **options):
+    with TemporaryDirectory() as folder:
+        return page.save_page(diff, f"{folder}/page.html", **options).read_text(encoding="utf-8")
+
+
 def cells_of(html):
     return json.loads(re.search('<script type="application/json" id="cells">(.*?)</script>', html, re.S).group(1))
 
 
 def test_it_holds_all_it_needs_and_escapes_names():
     diff, loads = make_diff()
-    html = page.render_page(diff, loads=loads, token_text=lambda token: "</script><b>")
+    html = page_of(diff, loads=loads, token_text=lambda token: "</script><b>")
     assert "the &lt;engine&gt;" in html
     assert "<engine>" not in html
     assert re.findall("(?:src|href)=|url\\(|@import|http", html) == []
@@ -56,21 +62,21 @@ def test_it_holds_all_it_needs_and_escapes_names():
 
 def test_hostile_token_texts_stay_inside_the_data():
     diff, _ = make_diff(token_ids=torch.arange(40))
-    html = page.render_page(diff, token_text=lambda token: "</script><b>\u2028")
+    html = page_of(diff, token_text=lambda token: "</script><b>\u2028")
     assert html.count("<script") == html.count("</script>") == 2
     assert "</script><b>" in cells_of(html)["examples"]["2,0"][0][5]
 
 
 def test_under_each_finding_stands_what_to_do_next(tmp_path):
     diff = shifted_diff(tmp_path)
-    html = page.render_page(diff)
+    html = page_of(diff)
     (finding,) = diff.findings
     assert f"{finding.text}<br><em>What to do next:</em> {finding.advice}" in html
 
 
 def test_it_says_where_the_traces_come_from(tmp_path):
     diff = shifted_diff(tmp_path)
-    table = re.search('<table id="table-provenance">.*?</table>', page.render_page(diff)).group(0)
+    table = re.search('<table id="table-provenance">.*?</table>', page_of(diff)).group(0)
     for words in ("engine", str(tmp_path / "a.safetensors"), diff.provenance_a.written, "weight version"):
         assert words in table
 
@@ -81,33 +87,33 @@ def test_a_cell_holds_its_rows_both_expert_sets_the_token_and_the_margin():
     routes[1, 0] = torch.tensor([7, 6], dtype=torch.uint8) - a.topk_indices[1, 0] // 7  # some other set
     diff = mrr.diff_traces(a, a._with(topk_indices=routes))
     margins = {5: torch.tensor([0.5, 0.125, float("nan")])}
-    cells = cells_of(page.render_page(diff, token_text="abcdefghij".__getitem__, margins=margins))
+    cells = cells_of(page_of(diff, token_text="abcdefghij".__getitem__, margins=margins))
     experts = [a.topk_indices[1, 0].tolist(), routes[1, 0].tolist()]
     assert cells["examples"] == {"5,1": [[1, None, None, *experts, "'i' (8)", 0.125]]}
     assert (cells["layers"], cells["bins"]) == ([5], ["0", "1", "2"])
     assert (cells["rows"], cells["differ"]) == ([1, 1, 1], [[0, 1, 0]])
     # What nobody knows is null, never NaN, which no browser reads.
     unknown = {5: torch.full((3,), float("nan"))}
-    assert cells_of(page.render_page(diff, margins=unknown))["examples"]["5,1"][0][5:] == ["8", None]
+    assert cells_of(page_of(diff, margins=unknown))["examples"]["5,1"][0][5:] == ["8", None]
 
 
 def test_margins_that_are_too_short_are_an_error():
     diff, _ = make_diff()
     with pytest.raises(TraceError, match="margins of layer 3 have the shape"):
-        page.render_page(diff, margins={3: torch.zeros(1)})
+        page_of(diff, margins={3: torch.zeros(1)})
 
 
 @pytest.mark.parametrize(("num_tokens", "layers"), [(0, (1,)), (1, (1,)), (300, tuple(range(1, 62)))])
 def test_empty_tiny_and_deep_traces_have_pages_too(num_tokens, layers):
     diff, loads = make_diff(num_tokens, layers, None)
-    html = page.render_page(diff, loads=loads)
+    html = page_of(diff, loads=loads)
     assert "NaN" not in html
     assert len(re.findall('<tr><th scope="row">', html)) == len(layers)
 
 
 def test_layers_that_only_one_trace_has_leave_an_empty_map():
     diff = mrr.diff_traces(make_trace(5, layer_numbers=(1,)), make_trace(5, layer_numbers=(2,)))
-    assert cells_of(page.render_page(diff))["layers"] == []
+    assert cells_of(page_of(diff))["layers"] == []
 
 
 CONTRAST = """(() => {
