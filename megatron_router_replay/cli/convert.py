@@ -90,6 +90,7 @@ def convert(
 
 
 def _integers(text: str) -> list[int] | None:
+    # Not just int(): it takes "1_0", digits of any script, and refuses thousands of digits with an error of its own.
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
         raise StoreError(f"--layers {text!r} must be layer numbers with commas between them, as 3,4,5.")

@@ -70,6 +70,7 @@ def diff(
             }
             # Two traces of one name have one load; it would stand for both.
             save_page(found, html, loads=loads if len(loads) == 2 else None, token_text=token_text)
+    # Where nothing could be compared, nothing was found to be the same, whatever --common leaves out.
     same = (found.same_in_common and bool(found.decisions) if common else found.same) and not (
         order and found.decisions_other_order
     )

@@ -111,11 +111,13 @@ def _gpus() -> list[str]:
 def _package(name: str, module: str) -> dict[str, str] | None:
     """Return version and path of an installed package, without importing it; None if there is none."""
     try:
+        # Of a submodule this imports the packages around it, which may fail.
         spec = find_spec(module)
     except (ImportError, ValueError):
         spec = None
     if spec is None:
         return None
+    # A namespace package such as megatron has folders and no file of its own.
     places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
     path = str(Path(places[0] or "").parent if spec.origin else places[0]) if places else ""
     try:

@@ -161,6 +161,7 @@ def _decode_array(
 
 
 def _rows(array: Any, axes: Sequence[str]) -> int | None:
+    # Axes that do not fit are refused by the decoder, which says what does.
     shape = np.shape(array)
     return int(shape[list(axes).index("token")]) if "token" in axes and len(shape) == len(axes) else None
 

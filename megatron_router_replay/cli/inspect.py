@@ -66,6 +66,7 @@ def _steps(store: TraceStore, steps: list[int]) -> dict[str, Any]:
                 "ranks": len({part.rank for part in parts}),
                 "num_tokens": max((part.num_tokens for part in parts), default=0),
                 "layer_numbers": sorted({number for part in parts for number in part.layer_numbers}),
+                # A run that is still going on may replace a part between its listing and this line.
                 "bytes": sum(part.path.stat().st_size for part in parts if part.path.exists()),
             }
         )
@@ -106,6 +107,7 @@ def _trace(path: Path, step: int | None, on_rows: Any) -> dict[str, Any]:
     from megatron_router_replay.ids import index_dtype
 
     begin = time.perf_counter()
+    # Trace files are read in blocks, whatever their size; these two kinds cannot be.
     in_memory = path.is_file() and path.suffix in (".npz", ".json")
     with open_source(read_any(path, PayloadOptions()) if in_memory else path, step=step) as source:
         load = torch.zeros(len(source.layer_numbers), source.num_experts, dtype=torch.int64)

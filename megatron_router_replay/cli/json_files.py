@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def at_key(content: Any, key: str, path: Path) -> Any:
         where = ".".join(walked) or "its top"
         if isinstance(content, dict) and part in content:
             content = content[part]
-        elif isinstance(content, list) and part.isascii() and part.isdecimal() and int(part[:18]) < len(content):
+        # At most 18 digits, more than any list has: int() of thousands of them raises.
+        elif isinstance(content, list) and re.fullmatch("[0-9]{1,18}", part) and int(part) < len(content):
             content = content[int(part)]
         else:
             raise StoreError(f"{path} has nothing at {key!r}: {part!r} is not at {where}, {_what_is(content, part)}.")
@@ -103,6 +105,7 @@ def load_token_ids(path: Path) -> list[list[int]]:
         StoreError: anything else.
     """
     content = load_json(path)
+    # `type`, not isinstance: true and false are integers to Python, and no token ids.
     right = (
         isinstance(content, list)
         and bool(content)

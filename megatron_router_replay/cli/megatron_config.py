@@ -175,6 +175,7 @@ def _moe_layers(frequency: Any, num_layers: int, file: Path) -> list[bool]:
                 int(flag)
                 for term in terms
                 if term is not None
+                # One layer too many is enough to be refused: a factor of a billion would fill the memory first.
                 for _ in range(min(int(term[2] or 1), num_layers + 1))
                 for flag in term[1].split(",")
             ]

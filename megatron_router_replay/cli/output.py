@@ -107,6 +107,7 @@ def wrap(text: str, *, width: int | None) -> str:
     folded = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 2)
+        # Words are never broken: what a person copies from here is a path or an option.
         folded += textwrap.wrap(
             line, width=max(40, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         ) or [""]

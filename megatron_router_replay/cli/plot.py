@@ -65,7 +65,7 @@ def _curves(path: Path, wanted: list[str] | None) -> dict[str, Any]:
         if record["event"] == "metrics":
             by_step.setdefault(record["step"], {}).update(record["values"])
     names = sorted({name for values in by_step.values() for name in values})
-    chosen = wanted or names[:8]
+    chosen = wanted or names[:8]  # more curves in one figure cannot be told apart
     missing = [name for name in chosen if name not in names]
     if missing or not by_step:
         raise TraceError(f"{path} has no metrics {missing or ''}; it has: {', '.join(names) or 'none'}.")

@@ -309,6 +309,14 @@ def test_what_a_user_gets_wrong_is_named(folder):
     mistyped = call("convert", "reply.json", "o.npz", *options, "--key", "respnse").stderr
     assert "did you mean 'response'?" in mistyped
     assert "which has 'response', 'request'" in mistyped
+    for place in (
+        "0" * 18 + "5",
+        "0" * 5000,
+        "9" * 5000,
+        "\u00b2",
+    ):  # beyond the list, beyond what int() takes, no digit
+        Path("list.json").write_text("[{}]")
+        assert "which is a list of 1" in call("convert", "list.json", "o.npz", *options, "--key", place).stderr
     for arguments in (
         ["convert", "reply.json", "o.npz", "--engine", "vllm", "--model", "Qwen/Qwen3-30B-A3B", "--key", "response"],
         ["doctor", "--config", "Qwen/Qwen3-30B-A3B"],
