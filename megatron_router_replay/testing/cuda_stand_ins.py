@@ -1,61 +1,42 @@
 """What torch.cuda's functions and classes become while Megatron runs on a CPU: the CPU has one stream and no device."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 
-class CpuEvent:
-    """Stands in for torch.cuda.Event: everything before it has already happened."""
+class _AlwaysUpToDate:
+    """What a stream or an event is on a CPU, which runs in program order: everything before it has already happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self.device = torch.device("cpu")
 
-    def record(self, stream: Any = None) -> None:
-        """Do nothing; a CPU runs in program order."""
+    def wait(self, other: Any = None) -> None:
+        """Do nothing: there is nothing to wait for."""
 
-    def wait(self, stream: Any = None) -> None:
-        """Do nothing; a CPU runs in program order."""
-
-    def synchronize(self) -> None:
-        """Do nothing; a CPU runs in program order."""
+    record = synchronize = wait_event = wait_stream = wait
 
     def query(self) -> bool:
         return True
+
+
+class CpuEvent(_AlwaysUpToDate):
+    """Stands in for torch.cuda.Event."""
 
     def elapsed_time(self, end_event: "CpuEvent") -> float:
         return 0.0
 
 
-class CpuStream:
-    """Stands in for torch.cuda.Stream: the CPU's one stream, always up to date."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = torch.device("cpu")
+class CpuStream(_AlwaysUpToDate):
+    """Stands in for torch.cuda.Stream: the CPU's one stream."""
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
         return event if event is not None else CpuEvent()
 
-    def wait_event(self, event: CpuEvent) -> None:
-        """Do nothing; a CPU runs in program order."""
-
-    def wait_stream(self, stream: "CpuStream") -> None:
-        """Do nothing; a CPU runs in program order."""
-
-    def synchronize(self) -> None:
-        """Do nothing; a CPU runs in program order."""
-
-    def query(self) -> bool:
-        return True
-
 
 _ONE_STREAM = CpuStream()
-
-
-def _stream(stream: Any) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def always(value: Any) -> Callable[..., Any]:
@@ -97,7 +78,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
         "current_stream": always(_ONE_STREAM),
         "default_stream": always(_ONE_STREAM),
         "set_stream": always(None),
-        "stream": _stream,
+        "stream": lambda stream: nullcontext(),
         "manual_seed": _manual_seed,
         "manual_seed_all": _manual_seed,
         "get_rng_state": get_rng_state,

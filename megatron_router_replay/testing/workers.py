@@ -52,7 +52,6 @@ class GlooWorkers:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: Path | None = None
-        self._runs = 0
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
         """Run `fn(*args)` on every rank and return the results by rank.
@@ -75,7 +74,6 @@ class GlooWorkers:
         try:
             if not all(process.is_alive() for process in self._processes) or not self._processes:
                 self._start()
-            self._runs += 1
             for pipe in self._pipes:
                 pipe.send_bytes(job)
             replies = self._collect(timeout_s)
@@ -101,7 +99,7 @@ class GlooWorkers:
             pipe.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._processes, self._pipes, self._folder, self._runs = [], [], None, 0
+        self._processes, self._pipes, self._folder = [], [], None
 
     def __enter__(self) -> "GlooWorkers":
         return self
