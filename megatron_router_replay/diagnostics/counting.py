@@ -89,6 +89,8 @@ class Counter:
             kept = both & ((numbers * _GOLDEN) % (1 << 32) < self._threshold)
             self._sampled.append((routes_a[kept].clone(), routes_b[kept].clone()))
             row, layer, shared = self._add_overlap(routes_a, routes_b, both)
+            if not row.numel():  # as in most blocks of two runs of one program
+                return
             cell = layer * self.bins + position_bin[row]
             self.differences.add(a, b, start, cell, row, layer)
             self._count_different(layer, shared, cell=cell, sample=sample[row], piece=piece[row])

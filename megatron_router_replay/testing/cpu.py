@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from itertools import starmap
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from megatron_router_replay.testing import cuda_stand_ins
@@ -285,12 +284,3 @@ def _new_norm(
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return norm
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the generators of python, numpy and torch."""
-    import random
-
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -113,11 +114,20 @@ def _prepare(rank: int, world_size: int) -> None:
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
 
 
+def _seed_everything(seed: int) -> None:
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def _run_case(job: Job, case: int, rank: int, world_size: int, folder: Path, seed: int) -> bytes:
     """Return the pickled reply: (True, result) or (False, traceback)."""
     import torch.distributed as dist
 
-    from megatron_router_replay.testing.cpu import megatron_on_cpu, seed_everything
+    from megatron_router_replay.testing.cpu import megatron_on_cpu
     from megatron_router_replay.testing.megatron_state import reset_megatron_state
 
     try:
@@ -128,7 +138,7 @@ def _run_case(job: Job, case: int, rank: int, world_size: int, folder: Path, see
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
         with megatron_on_cpu():
             reset_megatron_state()
-            seed_everything(seed)
+            _seed_everything(seed)
             result = job.call()
             reset_megatron_state()
         # Pickled here, by value: multiprocessing would move tensors to shared memory.

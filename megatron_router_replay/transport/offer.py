@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_router_replay.header import TraceHeader
 from megatron_router_replay.transport.errors import TransportError
-from megatron_router_replay.transport.plan import Part, Place, TransportPlan, bucket_rows
+from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TransportPlan, bucket_rows
 from megatron_router_replay.transport.timing import LegTime
 
 PROTOCOL = 2
+
+
+def terms(layout: ParallelLayout) -> dict[str, Any]:
+    """Return what both sides of a transport must have alike before they exchange anything."""
+    return {"protocol": PROTOCOL, **asdict(layout)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

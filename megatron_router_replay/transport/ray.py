@@ -25,7 +25,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -36,24 +35,22 @@ from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.transport.endpoint import READY_TIMEOUT, TIMEOUT, ReceivingEndpoint, SendingEndpoint
 from megatron_router_replay.transport.errors import TransportError
 from megatron_router_replay.transport.meeting import BELIEVE_S
-from megatron_router_replay.transport.offer import PROTOCOL, Offer
+from megatron_router_replay.transport.offer import Offer, terms
 from megatron_router_replay.transport.partition import Partition
 from megatron_router_replay.transport.plan import ParallelLayout, Part, Place, TransportPlan
-from megatron_router_replay.transport.ray_mailbox import Mailbox
-from megatron_router_replay.transport.ray_refs import TraceRef, first_line, put_part, put_trace
+from megatron_router_replay.transport.ray_calls import (
+    POLL_S,
+    MailboxGoneError,
+    call,
+    own_actor,
+    start_mailbox,
+)
+from megatron_router_replay.transport.ray_refs import TraceRef, put_part, put_trace
 from megatron_router_replay.transport.rows import RowSource, TraceRows
 from megatron_router_replay.transport.threads import run_in_thread
 from megatron_router_replay.transport.timing import LegTime, LegTimes
 
 __all__ = ["RayReceiver", "RaySender", "TraceRef", "put_trace"]
-
-_POLL_S = 0.05
-_NAME_FREE_S = 10.0
-"""How long Ray may take to give the name of a mailbox that was closed to the next one."""
-
-
-class MailboxGoneError(TransportError):
-    """The mailbox died with the rollout side, or was closed."""
 
 
 class RaySender(SendingEndpoint):
@@ -85,7 +82,7 @@ class RaySender(SendingEndpoint):
         super().__init__(layout, times=times)
         self._timeout, self._ready_timeout = timeout, ready_timeout
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="routes")
-        self._mailbox: Any = _start_mailbox(layout, name, namespace)
+        self._mailbox: Any = start_mailbox(layout, name, namespace)
         self._sending: Future[None] | None = None
 
     def send(
@@ -130,7 +127,7 @@ class RaySender(SendingEndpoint):
     def fail(self, error: BaseException) -> None:
         """Tell every receiver that no routes will come, and why; their `receive` raises."""
         self._broken = self._broken or error
-        _call(self._mailbox.fail, f"rollout side: {type(error).__name__}: {error}", timeout=self._timeout)
+        call(self._mailbox.fail, f"rollout side: {type(error).__name__}: {error}", timeout=self._timeout)
 
     def close(self) -> None:
         """End the mailbox; a batch under way is not waited for."""
@@ -155,7 +152,7 @@ class RaySender(SendingEndpoint):
             # The mailbox gives up first, for it knows which ranks are missing; the call itself waits a little longer.
             limit = self._ready_timeout + self._timeout
             with self.times.measure("wait"):
-                failed, reported = _call(
+                failed, reported = call(
                     self._mailbox.finish, step, limit.total_seconds(), timeout=limit + self._timeout
                 )
             if failed:
@@ -165,7 +162,7 @@ class RaySender(SendingEndpoint):
             broken = TransportError(f"{stage}; {plan.nbytes:,} bytes in {len(plan.parts)} parts: {_text(error)}")
             self._broken = broken
             with contextlib.suppress(TransportError):  # it may be gone; what led to this is raised anyway
-                _call(self._mailbox.fail, str(broken), timeout=self._timeout)
+                call(self._mailbox.fail, str(broken), timeout=self._timeout)
             raise broken from error
 
     # Runs in one of `_threads`, a part each.
@@ -175,7 +172,7 @@ class RaySender(SendingEndpoint):
         with self.times.measure("partition", part.nbytes):
             ref = put_part(source, plan, part, leg_times)
         offer = Offer.of(plan, part, step=step, bucket_bytes=max(1, part.nbytes), leg_times=leg_times)
-        _call(self._mailbox.offer, step, part.place, offer.to_json(), ref, self.layout.tp_size, timeout=self._timeout)
+        call(self._mailbox.offer, step, part.place, offer.to_json(), ref, self.layout.tp_size, timeout=self._timeout)
 
 
 class RayReceiver(ReceivingEndpoint):
@@ -224,7 +221,7 @@ class RayReceiver(ReceivingEndpoint):
             with self.times.measure("receive", offer.nbytes):
                 trace: RoutingTrace = ref.get(self._timeout)
             leg_times = self.times.take_unreported()
-            _call(self._mailbox.confirm, self._step, self.place, leg_times, timeout=self._timeout)
+            call(self._mailbox.confirm, self._step, self.place, leg_times, timeout=self._timeout)
         except BaseException as error:
             self._broken = TransportError(
                 f"training side, step {self._step}, {self.place}: {stage}; {total:,} bytes: {_text(error)}"
@@ -240,7 +237,7 @@ class RayReceiver(ReceivingEndpoint):
         mailbox = self._mailbox or self._mailbox_now()
         if mailbox is not None:
             with contextlib.suppress(TransportError):  # it may be gone; what led to this is raised anyway
-                _call(mailbox.fail, str(self._failure()), timeout=self._timeout)
+                call(mailbox.fail, str(self._failure()), timeout=self._timeout)
 
     def close(self) -> None:
         """Let go of the sender, which raises if it has, or gets, routes for this rank; received traces stay as they are."""
@@ -248,7 +245,7 @@ class RayReceiver(ReceivingEndpoint):
         mailbox, self._mailbox = self._mailbox or self._mailbox_now(), None
         if mailbox is not None and broken is None:
             with contextlib.suppress(TransportError):  # it may be gone, which is well
-                _call(mailbox.leave, self.place, self._token, str(self._failure()), timeout=self._timeout)
+                call(mailbox.leave, self.place, self._token, str(self._failure()), timeout=self._timeout)
 
     def _take(self) -> tuple[Offer, TraceRef]:
         """Wait for the mailbox and for what it has for this rank."""
@@ -261,11 +258,11 @@ class RayReceiver(ReceivingEndpoint):
                     self._step,
                     self.place,
                     self._ready_timeout.total_seconds(),
-                    _terms(self.layout),
+                    terms(self.layout),
                     self._token,
                 )
                 limit = self._ready_timeout + self._timeout
-                failed, taken = _call(mailbox.take, *arguments, _own_actor(), timeout=limit)
+                failed, taken = call(mailbox.take, *arguments, own_actor(), timeout=limit)
                 break
             except MailboxGoneError as error:
                 # It may be an earlier sender's that was just closed: another takes its name within seconds, or none does.
@@ -274,7 +271,7 @@ class RayReceiver(ReceivingEndpoint):
                 if gone is None:
                     gone, deadline = error, time.monotonic() + BELIEVE_S
                 self._mailbox = None
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
         if failed:
             raise TransportError(f"the other side failed: {failed}")
         return Offer.from_json(taken[0]), taken[1]
@@ -285,7 +282,7 @@ class RayReceiver(ReceivingEndpoint):
             if self._mailbox is None:
                 if time.monotonic() > deadline:
                     raise MailboxGoneError(f"there is no sender {self._name!r} in this Ray cluster")
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
         return self._mailbox
 
     def _mailbox_now(self) -> Any:
@@ -293,50 +290,6 @@ class RayReceiver(ReceivingEndpoint):
             return ray.get_actor(self._name, namespace=self._namespace)
         except ValueError:
             return None
-
-
-def _start_mailbox(layout: ParallelLayout, name: str, namespace: str | None) -> Any:
-    # Without a CPU of its own: it only waits, and a full cluster would never start it.
-    options: dict[str, Any] = {"name": name, "num_cpus": 0}
-    if namespace is not None:
-        options["namespace"] = namespace
-    deadline = time.monotonic() + _NAME_FREE_S
-    while True:
-        try:
-            return ray.remote(Mailbox).options(**options).remote(_terms(layout))
-        except ValueError as error:
-            # Ray frees the name of an actor that was killed a little later than it kills it.
-            if time.monotonic() > deadline:
-                raise TransportError(f"cannot send as {name!r}: {first_line(error)}") from error
-            time.sleep(_POLL_S)
-
-
-def _terms(layout: ParallelLayout) -> dict[str, Any]:
-    """Return what both sides must have alike."""
-    return {"protocol": PROTOCOL, **asdict(layout)}
-
-
-def _own_actor() -> Any:
-    """Return the handle of the actor that this code runs in, or None."""
-    try:
-        return ray.get_runtime_context().current_actor
-    except RuntimeError:
-        return None
-
-
-def _call(method: Any, *args: Any, timeout: timedelta) -> Any:
-    """Call the mailbox.
-
-    Raises:
-        MailboxGoneError: it is gone.
-        TransportError: time ran out.
-    """
-    try:
-        return ray.get(method.remote(*args), timeout=timeout.total_seconds())
-    except ray.exceptions.GetTimeoutError:
-        raise TransportError(f"no answer within {timeout.total_seconds():g} s") from None
-    except ray.exceptions.RayActorError as error:
-        raise MailboxGoneError(f"the rollout side is gone, or closed the transport ({first_line(error)})") from error
 
 
 def _text(error: BaseException) -> str:

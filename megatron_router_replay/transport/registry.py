@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict
 
 from megatron_router_replay.transport.meeting import STORE_TIMEOUT, Identity, Store, forget, leave, prefixed, read
-from megatron_router_replay.transport.offer import PROTOCOL
+from megatron_router_replay.transport.offer import terms
 from megatron_router_replay.transport.plan import ParallelLayout, Place
 
 
@@ -15,7 +14,7 @@ class Registry:
 
     def __init__(self, store: Store, name: str, layout: ParallelLayout) -> None:
         # Every endpoint has a token of its own, so that a name can be used again at once.
-        self.identity = Identity(token=uuid.uuid4().hex, terms={"protocol": PROTOCOL, **asdict(layout)})
+        self.identity = Identity(token=uuid.uuid4().hex, terms=terms(layout))
         self._store = prefixed(store.clone(), name)
         self._store.set_timeout(STORE_TIMEOUT)
 

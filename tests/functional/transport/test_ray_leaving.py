@@ -115,7 +115,7 @@ def test_a_name_can_be_used_again_at_once(name: str) -> None:
 
 
 def test_a_name_that_another_sender_has_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_router_replay.transport.ray._NAME_FREE_S", 1.0)
+    monkeypatch.setattr("megatron_router_replay.transport.ray_calls._NAME_FREE_S", 1.0)
     with _sender(name), pytest.raises(TransportError, match=f"cannot send as '{name}'"):
         _sender(name)
 

@@ -96,3 +96,13 @@ def _(pair: Pair) -> Named:
     chunks = pair.b[first:stop].chunk(4)
     pair.b[first:stop] = torch.cat([chunks[0], chunks[3], chunks[1], chunks[2]])
     return Named(("rows_moved", "rows_shifted"), layers=(), samples=(2,))
+
+
+@fault("a long sample begins with a copy of a short one")
+def _(pair: Pair) -> Named:
+    long, short = (pair.lengths.index(choose(pair.lengths)) for choose in (max, min))
+    assert pair.lengths[short] < 0.6 * pair.lengths[long], "a copy that is most of the long sample shows nothing"
+    first, (begin, end) = pair.starts[long], pair.rows_of(short)
+    pair.b[first : first + end - begin] = pair.b[begin:end].clone()
+    words = f"sample {long} of b holds the routes of sample {short} of a"
+    return Named("samples_moved", layers=(), samples=(long,), words=words)
