@@ -79,7 +79,7 @@ def _(pair: Pair) -> Named:
 def _(pair: Pair) -> Named:
     shape = pair.b.shape
     pair.b = pair.b.view(16, 96, *shape[1:]).transpose(0, 1).reshape(shape)
-    return Named("rows_transposed", layers=(), words="[b, s] as [s, b]")
+    return Named("rows_transposed", layers=(), words="16 x 96 as 96 x 16 ([b, s] as [s, b] or back)")
 
 
 @fault("[b, s] read as [s, b] in one micro-batch", EQUAL)
@@ -87,7 +87,8 @@ def _(pair: Pair) -> Named:
     first, stop = pair.starts[4], pair.starts[8]
     part = pair.b[first:stop]
     pair.b[first:stop] = part.view(4, 96, *part.shape[1:]).transpose(0, 1).reshape(part.shape)
-    return Named("rows_transposed", layers=(), rows=(first, stop - 1), samples=(4, 5, 6, 7), words="[b, s] as [s, b]")
+    words = "4 x 96 as 96 x 4 ([b, s] as [s, b] or back)"
+    return Named("rows_transposed", layers=(), rows=(first, stop - 1), samples=(4, 5, 6, 7), words=words)
 
 
 @fault("context-parallel chunks left in zigzag order", Shape(shortest=256, longest=256, equal_lengths=True, samples=4))
