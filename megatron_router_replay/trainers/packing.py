@@ -46,6 +46,7 @@ def packed(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
             "positions): it must fill with 0, not with a padding token, and keep integers as they are."
         )
     once, count = torch.unique(found, return_counts=True)
+    # Rows that were given twice, of samples that fill a batch up, may come twice.
     if bool((count > 1).any()) and torch.unique(given).numel() == given.numel():
         at = int(count.argmax())
         raise LayoutError(

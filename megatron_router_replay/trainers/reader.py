@@ -50,6 +50,7 @@ class SampleReader:
         self.num_absent = self.num_lost = 0
         self._info, self._columns = info, columns
         self._moe, self._here = as_slice(columns.moe), as_slice(columns.here)
+        # For the check of the whole body: a model that has these columns' layers alone, under their numbers.
         self._checked = ModelRoutingInfo(
             num_layers=max(info.num_layers, *columns.numbers, 1),
             moe_layer_numbers=columns.numbers,
@@ -78,7 +79,7 @@ class SampleReader:
             LayoutError, PayloadError: see `take_routes`.
         """
         rows, padding = sample.rows, sample.padding
-        end = max(length - 1, 0)
+        end = max(length - 1, 0)  # the last sampled token was never fed back to the engine, so nothing has routed it
         if self._last_row == "replayed" and len(rows) != length:
             raise LayoutError(
                 f"sample {i} has {len(rows)} rows of routes for {length} tokens; with last_row='replayed' there is one a "
@@ -191,6 +192,7 @@ class SampleReader:
 
     def _is_filler(self, values: Array) -> Array:
         """Return which rows of [rows, MoE layers, topk] are no routes: -1, an expert twice, or the same in every layer."""
+        # Wider than `_is_absent`, which reads trained tokens: here a mistake raises, there it would route a token live.
         filler = (values < 0).any(axis=(1, 2))
         ordered = np.sort(values, axis=2)
         filler |= (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=(1, 2))
@@ -201,6 +203,7 @@ class SampleReader:
 
     def _check_filler_columns(self, i: int, body: Array, genuine: Array) -> None:
         """Raise if a dense layer has routes in a row that has one, whose layers are then shifted."""
+        # Rows without a route may hold anything there: a trainer's filler spreads over the whole axis.
         for column in self._columns.filler:
             values = body[:, column]
             wrong = ((values != 0) & (values != -1)).any(axis=1) & genuine

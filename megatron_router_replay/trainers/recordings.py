@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,9 +79,12 @@ def recorded(
     length = int(at.max()) + 1 if at.numel() else 0
     # gather() without groups is one over the whole job.
     trace = session.gather(*groups, num_tokens=length) if groups else session.trace(num_tokens=length)
+    # Not left to the live router: what was lost here would be trained with other experts than its old log-probs had.
     missing = (~trace.replay_mask[at]).nonzero()[:, 0]
     if missing.numel():
-        sample, position = _place(int(missing[0]), layout.lengths)
+        first = int(missing[0])
+        sample = bisect_right(list(accumulate(layout.lengths)), first)
+        position = first - sum(layout.lengths[:sample])
         raise ReplayStateError(
             f"{missing.numel()} of {layout.num_tokens} tokens were recorded nowhere, the first is token {position} of sample "
             f"{sample}: was each micro-batch forwarded, with its routing_rows, and are all ranks that share the batch in "
@@ -90,15 +95,6 @@ def recorded(
     indices = trace.topk_indices.cpu()
     parts = torch.split(indices if rows is None else indices[at], list(layout.lengths))
     return layout.join(list(parts), fill=0)
-
-
-def _place(row: int, lengths: Sequence[int]) -> tuple[int, int]:
-    """Return (sample, token of it) of a row."""
-    for sample, length in enumerate(lengths):
-        if row < length:
-            return sample, row
-        row -= length
-    raise AssertionError("the row is one of these samples")
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:

@@ -37,7 +37,8 @@ def split_routes(routed_experts: Any, layout: TokenLayout) -> list[SampleRoutes]
     """
     if not is_list(routed_experts) and not getattr(routed_experts, "is_nested", False):
         return list(_padded_samples(_array(routed_experts, "routed_experts"), layout))
-    samples = [_array(part, f"routed_experts of sample {i}") for i, part in enumerate(_parts(routed_experts))]
+    parts = routed_experts if is_list(routed_experts) else as_samples(routed_experts, "routed_experts")
+    samples = [_array(part, f"routed_experts of sample {i}") for i, part in enumerate(parts)]
     if len(samples) != len(layout.lengths):
         raise LayoutError(f"routed_experts hold {len(samples)} samples, the tokens {len(layout.lengths)}.")
     for i, (rows, length) in enumerate(zip(samples, layout.lengths)):
@@ -54,10 +55,6 @@ def split_routes(routed_experts: Any, layout: TokenLayout) -> list[SampleRoutes]
     return [SampleRoutes(rows=rows, padding=rows[:0]) for rows in samples]
 
 
-def _parts(routed_experts: Any) -> Sequence[Any]:
-    return list(routed_experts) if is_list(routed_experts) else as_samples(routed_experts, "routed_experts")
-
-
 def _padded_samples(routes: Array, layout: TokenLayout) -> Iterator[SampleRoutes]:
     if routes.ndim != 4 or routes.shape[0] != len(layout.lengths):
         raise LayoutError(
@@ -68,6 +65,7 @@ def _padded_samples(routes: Array, layout: TokenLayout) -> Iterator[SampleRoutes
     positions = in_front if layout.positions is None else layout.positions
     aligned = layout.positions is None or all(torch.equal(a, b) for a, b in zip(in_front, layout.positions))
     size = routes.shape[1]
+    # An axis of another length was cut or widened on either side; only tokens that begin at 0 say on which.
     if not aligned and size not in (layout.seq_length, layout.seq_length - 1):
         raise LayoutError(
             f"routed_experts have {size} positions, the tokens {layout.seq_length}, with padding in front: which row is "
@@ -75,7 +73,7 @@ def _padded_samples(routes: Array, layout: TokenLayout) -> Iterator[SampleRoutes
         )
     for i, at in enumerate(positions):
         kept = at[at < size]
-        if len(kept) < len(at) - 1:
+        if len(kept) < len(at) - 1:  # the last token alone may be without a row
             raise LayoutError(
                 f"sample {i} has {len(at)} tokens, routed_experts end {len(at) - len(kept)} tokens before it."
             )
@@ -123,9 +121,9 @@ def split_routed(routed: Any, layout: TokenLayout) -> list[Array | None]:
     """
     if routed is None:
         return [None] * len(layout.lengths)
-    flat = None if is_list(routed) and any(np.ndim(part) for part in routed) else routed
-    if flat is not None and not getattr(flat, "is_nested", False):
-        counts = torch.as_tensor(np.asarray(flat)) if not isinstance(flat, Tensor) else flat
+    of_tokens = getattr(routed, "is_nested", False) or (is_list(routed) and any(np.ndim(part) for part in routed))
+    if not of_tokens:
+        counts = torch.as_tensor(routed)
         if counts.dim() == 1 and counts.dtype is not torch.bool:
             known = [int(count) for count in counts.tolist()]
             if len(known) != len(layout.lengths) or any(not 0 <= n <= t for n, t in zip(known, layout.lengths)):

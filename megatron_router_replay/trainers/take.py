@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.ids import index_dtype, spread_experts
 from megatron_router_replay.layout import number_rows as rows_of_lengths
-from megatron_router_replay.left_live import Stale, check_stale
+from megatron_router_replay.left_live import Stale
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trainers.columns import columns_of
 from megatron_router_replay.trainers.containers import Container, TokenLayout
@@ -119,24 +119,25 @@ def take_routes(
     reader = SampleReader(
         info, columns, last_row=last_row, missing=missing, allow_constant_layers=allow_constant_layers
     )
-    dtype = np.dtype(np.uint8 if index_dtype(info.num_experts) is torch.uint8 else np.int16)
-    indices = np.empty((layout.num_tokens, len(columns.here), info.topk), dtype)
-    mask = np.zeros(layout.num_tokens, np.bool_)
+    topk_indices = torch.empty((layout.num_tokens, len(columns.here), info.topk), dtype=index_dtype(info.num_experts))
+    replay_mask = torch.zeros(layout.num_tokens, dtype=torch.bool)
+    indices, mask = topk_indices.numpy(), replay_mask.numpy()  # the same memory, which the reader fills
     ids = None if tokens is None else [part.numpy() for part in layout.split(tokens, "tokens")]
     start = 0
     for i, (sample, length) in enumerate(zip(samples, layout.lengths)):
         own = slice(start, start + length)
         reader.read(i, sample, length, wanted[i], None if ids is None else ids[i], indices[own], mask[own])
         start += length
+    # A trace wants K distinct ids in every row, also in those whose place the live router takes.
     unrouted = np.flatnonzero(~mask)
     if unrouted.size:
         filler = spread_experts(0, layout.num_tokens, topk=info.topk, num_experts=info.num_experts).numpy()
         indices[unrouted] = filler[unrouted][:, None, :]
     trace = RoutingTrace.from_checked(
-        topk_indices=torch.from_numpy(indices),
+        topk_indices=topk_indices,
         layer_numbers=columns.numbers_here,
         num_experts=info.num_experts,
-        replay_mask=torch.from_numpy(mask),
+        replay_mask=replay_mask,
         token_ids=None if ids is None else torch.from_numpy(np.concatenate(ids)).to(torch.int32),
         sequence_lengths=layout.lengths,
         weight_version=token_versions(weight_version, layout),
@@ -168,8 +169,6 @@ def _check_age_options(stale: Any, max_age: Any, trainer_version: Any) -> None:
             f"{', '.join(name for name in given if name not in missing)} without {', '.join(missing)}: what is too old, and "
             "what then, takes all three of stale, max_age and trainer_version."
         )
-    if stale is not None:
-        check_stale(stale)
 
 
 def _as_keep(keep: Any, layout: TokenLayout) -> Tensor:

@@ -25,13 +25,14 @@ def token_versions(value: Any, layout: TokenLayout) -> Tensor | None:
     """
     if value is None:
         return None
+    # What has an axis beside the samples' is one a token; a flat one is one a sample, also where B equals T.
     if getattr(value, "is_nested", False) or (np.ndim(value) > 1 if not is_list(value) else _is_per_token(value)):
         parts = layout.split(value, "weight_version")
         for i, part in enumerate(parts):
             if part.dim() != 1:
                 raise LayoutError(f"weight_version of sample {i} is {list(part.shape)}, expected [T], one a token.")
-        return torch.cat([_as_versions(part, value) for part in parts])
-    versions = _as_versions(value, value)
+        return torch.cat([_as_versions(part) for part in parts])
+    versions = _as_versions(value)
     if versions.dim() and list(versions.shape) != [len(layout.lengths)]:
         raise LayoutError(
             f"weight_version must be an int, one for each of {len(layout.lengths)} samples, or one a token in the container "
@@ -55,7 +56,7 @@ def _is_per_token(values: Any) -> bool:
     return any(rows)
 
 
-def _as_versions(value: Any, given: Any) -> Tensor:
+def _as_versions(value: Any) -> Tensor:
     # numpy turns [1, True] into integers and [1, 2.0] into floats: a bool is looked for before, floats are refused behind.
     entries = value if is_list(value) else [value]
     holds_bool = any(isinstance(entry, bool | np.bool_) for entry in entries)

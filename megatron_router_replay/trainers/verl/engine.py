@@ -78,7 +78,7 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             )
         if not wanted:
             return super().forward_backward_batch(data, loss_function, forward_only=forward_only)
-        _check_not_patched()
+        _check_not_patched()  # again: a critic's engine may have been made since this one
         tokens = data["input_ids"]
         recording = mode == "R2" and forward_only and data.get("routed_experts", None) is None
         routes = None if recording else self._routes(data, mode)
