@@ -7,7 +7,10 @@ layer, every rank and every recompute sees the same one.
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import torch
@@ -88,6 +91,7 @@ def find_stale(
             "max_age needs to know how old each route is, and the trace has no weight_version: decode with "
             "weight_version=..., or give it to take_routes."
         )
+    # Wider than int32: `oldest` may lie below what that holds, and torch would compare a wrapped number.
     versions = weight_version.to(device=replay_mask.device, dtype=torch.int64)
     unknown = replay_mask & (versions < 0)
     if bool(unknown.any()):
@@ -118,23 +122,19 @@ def describe_stale(
 
 
 def _as_count(name: str, value: Any) -> int:
-    # True is an integer for Python, and a float would be cut off: neither is what anybody means by a version.
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TraceError(f"{name}={value!r} must be an integer of 0 or more, a {type(value).__name__} is none.")
     try:
-        number = int(value.__index__())
+        # True is an integer for Python, and int() would cut a float off: neither is what anybody means by a version.
+        number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        raise TraceError(f"{name}={value!r} must be an integer of 0 or more.") from None
+        number = -1
     if number < 0:
-        raise TraceError(f"{name}={number} must be 0 or more.")
+        raise TraceError(f"{name}={value!r} must be an integer of 0 or more, got {type(value).__name__}.")
     return number
 
 
 def _first(rows: Tensor, lengths: Sequence[int] | None) -> str:
     row = int(rows.nonzero()[0])
-    place, before = "", 0
-    for sample, length in enumerate(lengths or ()):
-        if before <= row < before + length:
-            place = f" (token {row - before} of sample {sample})"
-        before += length
-    return f"row {row}{place}"
+    if lengths is None:
+        return f"row {row}"
+    sample = bisect_right(list(accumulate(lengths)), row)
+    return f"row {row} (token {row - sum(lengths[:sample])} of sample {sample})"

@@ -47,10 +47,8 @@ class Table:
         # A title or cell from outside may hold line breaks or colours; escaped, columns stay columns.
         cells = [[printable(cell) for cell in line] for line in lines]
         widths = [max(map(len, column)) for column in zip(*cells)]
-        text = [
-            "  " + "  ".join(self._aligned(i, cell, width) for i, (cell, width) in enumerate(zip(line, widths)))
-            for line in cells
-        ]
+        align = [str.ljust if column in self.words else str.rjust for column in range(len(widths))]
+        text = ["  " + "  ".join(pad(cell, width) for pad, cell, width in zip(align, line, widths)) for line in cells]
         return "\n".join(line.rstrip() for line in [*text, *([f"  {self.left_out}"] if self.left_out else [])])
 
     def html(self) -> str:
@@ -67,9 +65,6 @@ class Table:
             + (f"<thead><tr>{head}</tr></thead>" if head else "")
             + f"<tbody>{body}</tbody>{foot}</table>"
         )
-
-    def _aligned(self, column: int, cell: str, width: int) -> str:
-        return cell.ljust(width) if column in self.words else cell.rjust(width)
 
     def _style(self, column: int, row: int | None = None) -> str:
         bar = f"--bar:{self.bars[column][row]:.1%};" if row is not None and column in self.bars else ""

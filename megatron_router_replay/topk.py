@@ -68,11 +68,11 @@ def as_target(topk_indices: Any) -> Tensor:
             f"a replay target must be [num_tokens, topk] integers, got {list(target.shape)} {target.dtype}."
         )
     ordered = target.sort(dim=1).values
-    distinct = (ordered[:, 1:] != ordered[:, :-1]).all() & (ordered >= 0).all()
+    wrong = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1) | (ordered < 0).any(dim=1)
     if target.is_cuda:
-        torch._assert_async(distinct, "a replay target holds a negative or a repeated expert id")
-    elif not bool(distinct):
-        bad = int(((ordered[:, 1:] == ordered[:, :-1]).any(dim=1) | (ordered < 0).any(dim=1)).nonzero()[0])
+        torch._assert_async(~wrong.any(), "a replay target holds a negative or a repeated expert id")
+    elif bool(wrong.any()):
+        bad = int(wrong.nonzero()[0])
         raise TraceError(
             f"row {bad} of the replay target is {target[bad].tolist()}: ids must be distinct and not negative; "
             "rows without a route are for a session, which lets the live router decide them."

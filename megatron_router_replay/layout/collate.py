@@ -9,6 +9,8 @@ and through one `split_batch`. There is no second piece of code for rows that co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch import Tensor
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.layout.context_parallel import Style, split_context_parallel
 from megatron_router_replay.layout.rows import PADDING_ROW, Side, number_rows, pack_sequences, pad_sequences
+
+_Laid = TypeVar("_Laid")
 
 Sample = Mapping[str, Tensor]
 """`input_ids` [length] and any more values of the same length; `routing_rows` if the samples are not in trace order."""
@@ -43,13 +47,8 @@ def collate_padded(
     Raises:
         LayoutError: as `pad_sequences`; samples have different fields, or fields of a sample different lengths.
     """
-    return _lay_out(
-        samples,
-        pad_token_id,
-        lambda sequences, fill: pad_sequences(
-            sequences, fill=fill, seq_length=seq_length, side=side, multiple=multiple
-        ),
-    )
+    pad = partial(pad_sequences, seq_length=seq_length, side=side, multiple=multiple)
+    return _lay_out(samples, pad_token_id, pad)
 
 
 def collate_packed(
@@ -69,20 +68,18 @@ def collate_packed(
     Raises:
         LayoutError: as `pack_sequences`; samples have different fields, or fields of a sample different lengths.
     """
-    bounds: dict[str, Tensor] = {}
-
-    def pack(sequences: list[Tensor], fill: int) -> Tensor:
-        packed = pack_sequences(
-            sequences,
-            fill=fill,
-            sequence_multiple=sequence_multiple,
-            total_multiple=total_multiple,
-            total_length=total_length,
-        )
-        bounds.update(cu_seqlens=packed.cu_seqlens, cu_seqlens_padded=packed.cu_seqlens_padded)
-        return packed.values
-
-    return _lay_out(samples, pad_token_id, pack) | bounds
+    pack = partial(
+        pack_sequences,
+        sequence_multiple=sequence_multiple,
+        total_multiple=total_multiple,
+        total_length=total_length,
+    )
+    packed = _lay_out(samples, pad_token_id, pack)
+    bounds = packed["input_ids"]  # those of every field, for all have the same lengths
+    return {name: field.values for name, field in packed.items()} | {
+        "cu_seqlens": bounds.cu_seqlens,
+        "cu_seqlens_padded": bounds.cu_seqlens_padded,
+    }
 
 
 def split_batch(
@@ -102,9 +99,8 @@ def split_batch(
     }
 
 
-def _lay_out(
-    samples: Sequence[Sample], pad_token_id: int, lay_out: Callable[[list[Tensor], int], Tensor]
-) -> dict[str, Tensor]:
+def _lay_out(samples: Sequence[Sample], pad_token_id: int, lay_out: Callable[..., _Laid]) -> dict[str, _Laid]:
+    """Return what `lay_out(sequences, fill=)` makes of each field of the samples."""
     lengths = [_checked_length(i, sample, samples[0]) for i, sample in enumerate(samples)]
     fields = {name: [sample[name] for sample in samples] for name in (samples[0] if samples else ())}
     # Made before anything is padded or packed, so that they take the same path as the tokens.
@@ -112,7 +108,7 @@ def _lay_out(
     fields.setdefault("routing_rows", number_rows(lengths))
     fields.setdefault("routing_padding", [torch.zeros(length, dtype=torch.bool) for length in lengths])
     fill = _FILL | {"input_ids": pad_token_id}
-    return {name: lay_out(values, fill.get(name, 0)) for name, values in fields.items()}
+    return {name: lay_out(values, fill=fill.get(name, 0)) for name, values in fields.items()}
 
 
 def _checked_length(index: int, sample: Sample, first: Sample) -> int:

@@ -59,8 +59,6 @@ def merge_context_parallel(
     if len(shapes) != 1:
         raise LayoutError(f"cannot merge parts of shapes {sorted(shapes)}: give one part a rank, all of one shape.")
     together = torch.cat(list(parts), dim=1)
-    if len(parts) == 1:
-        return together
     positions = [
         context_parallel_positions(
             _seq_length(together), cp_rank=r, cp_size=len(parts), cu_seqlens_padded=cu_seqlens_padded, style=style

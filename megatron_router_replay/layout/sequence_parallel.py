@@ -33,6 +33,7 @@ def rows_for_router(rows: Tensor, *, tp_rank: int = 0, tp_size: int = 1, sequenc
     """
     if rows.dim() != 2:
         raise LayoutError(f"cannot order rows of shape {list(rows.shape)}: they must be [b, s], shaped as input_ids.")
+    # Before the split, as in Megatron: a rank gets a run of positions of every sequence, not a run of sequences.
     by_position = rows.transpose(0, 1)
     if sequence_parallel:
         by_position = split_sequence_parallel(by_position, tp_rank=tp_rank, tp_size=tp_size)
