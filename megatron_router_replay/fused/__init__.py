@@ -19,6 +19,6 @@ goes through `route` has to go through it as well.
 
 from megatron_router_replay.fused.probing import Probe, probe
 from megatron_router_replay.fused.routing import route
-from megatron_router_replay.fused.score import Rounding, selection_scores
+from megatron_router_replay.fused.score import Rounding
 
-__all__ = ["Probe", "Rounding", "probe", "route", "selection_scores"]
+__all__ = ["Probe", "Rounding", "probe", "route"]

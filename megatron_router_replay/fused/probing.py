@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,21 +80,17 @@ def probe(
     indices = spread_experts(0, num_tokens, topk=topk, num_experts=num_experts).to(device, torch.int64)
     weights = torch.randn(num_tokens, num_experts, generator=generator).to(device, dtype)
     expected = _outcome(reference, logits, indices, weights)
-    probes = []
-    for rounding in Rounding:
-
-        def fused(leaf: Tensor, chosen: Tensor, rounding: Rounding = rounding) -> tuple[Tensor, Tensor]:
-            return route(
-                leaf,
-                chosen,
-                score_function=score_function,
-                use_pre_softmax=use_pre_softmax,
-                scaling_factor=scaling_factor,
-                exact=exact,
-                rounding=rounding,
-            )
-
-        probes.append(_compare(_outcome(fused, logits, indices, weights), expected, rounding))
+    fused = partial(
+        route,
+        score_function=score_function,
+        use_pre_softmax=use_pre_softmax,
+        scaling_factor=scaling_factor,
+        exact=exact,
+    )
+    probes = [
+        _compare(_outcome(partial(fused, rounding=rounding), logits, indices, weights), expected, rounding)
+        for rounding in Rounding
+    ]
     # The first of equals: float32 is rounded early and late alike.
     return min(probes, key=lambda found: (not found.is_equal, found.largest_error))
 

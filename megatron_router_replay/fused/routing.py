@@ -96,6 +96,7 @@ class _Route(torch.autograd.Function):
         ctx.score, ctx.scaling_factor, ctx.triton = score, scaling_factor, triton
         ctx.exact, ctx.rounding = exact, rounding
         ctx.mark_non_differentiable(routing_map)
+        # Otherwise a loss that leaves the probabilities out would cost a dense tensor of zeros.
         ctx.set_materialize_grads(False)
         return routing_probs, routing_map
 

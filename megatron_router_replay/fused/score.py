@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-import torch
-from torch import Tensor
-
 from megatron_router_replay.errors import UnsupportedRouterError
 
 
@@ -58,36 +55,3 @@ def parse_score(score_function: str, *, use_pre_softmax: bool, topk: int) -> Sco
         f"cannot route with moe_router_score_function={score_function!r}: fused.route knows 'softmax', 'sigmoid' and "
         "'sqrtsoftplus'."
     )
-
-
-def selection_scores(
-    logits: Tensor,
-    *,
-    score_function: str,
-    use_pre_softmax: bool = False,
-    expert_bias: Tensor | None = None,
-    rounding: Rounding = Rounding.EARLY,
-) -> Tensor:
-    """Return the scores whose top-k Megatron-Core takes, [num_tokens, num_experts].
-
-    Args:
-        logits: [num_tokens, num_experts], floating point.
-        score_function, use_pre_softmax: as in Megatron-Core.
-        expert_bias: [num_experts] or None; without effect on softmax, as in Megatron-Core.
-        rounding: of the Megatron-Core version; LATE scores are float32, whose top-k has fewer ties than that of bf16.
-
-    Source: Megatron-Core 0.16.1 and 0.18.2, moe_utils.topk_routing_with_score_function.
-    """
-    score = parse_score(score_function, use_pre_softmax=use_pre_softmax, topk=1)
-    if score is Score.SOFTMAX:
-        return logits
-    if score is Score.PRE_SOFTMAX:
-        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        return scores if rounding is Rounding.LATE else scores.type_as(logits)
-    values = logits.float()
-    scores = torch.sigmoid(values) if score is Score.SIGMOID else torch.nn.functional.softplus(values).sqrt()
-    if rounding is Rounding.EARLY:
-        scores = scores.type_as(logits)
-    if expert_bias is None:
-        return scores
-    return scores + (expert_bias.float() if rounding is Rounding.LATE else expert_bias)

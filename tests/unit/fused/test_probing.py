@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.fused import Rounding, probe, route, selection_scores
+from megatron_router_replay.fused import Rounding, probe, route
 from tests.unit.fused.cases import MODES, inputs, outcome
 from tests.unit.fused.megatron_by_hand import routing_0_16, routing_0_18, with_options
 from tests.unit.fused.test_routing import installed_rounding
@@ -113,23 +113,6 @@ def test_what_cannot_be_compared_is_refused():
         route(torch.zeros(1, 4), torch.tensor([[0]]), score_function="sqrtsoftplus", backend="triton")
     with pytest.raises(UnsupportedRouterError, match="no kernel"):
         route(torch.zeros(1, 4).bfloat16(), torch.tensor([[0]]), rounding=Rounding.LATE, backend="triton")
-
-
-def test_scores_of_the_selection_are_rounded_as_the_version_does():
-    """6 and 6.03125 have one score in bfloat16, a tie, and two in float32."""
-    logits = torch.tensor([[6.0, 6.03125]], dtype=torch.bfloat16)
-    for function in ("sigmoid", "sqrtsoftplus"):
-        early = selection_scores(logits, score_function=function)
-        late = selection_scores(logits, score_function=function, rounding=Rounding.LATE)
-        assert (early.dtype, late.dtype) == (torch.bfloat16, torch.float32)
-        assert early[0, 0] == early[0, 1]
-        assert late[0, 0] < late[0, 1]
-    bias = torch.tensor([0.5, 0.25], dtype=torch.float32)
-    late = selection_scores(logits, score_function="sigmoid", expert_bias=bias, rounding=Rounding.LATE)
-    assert late.tolist() == (torch.sigmoid(logits.float()) + bias).tolist()
-    assert selection_scores(logits, score_function="softmax", rounding=Rounding.LATE) is logits
-    late = selection_scores(logits, score_function="softmax", use_pre_softmax=True, rounding=Rounding.LATE)
-    assert late.tolist() == torch.softmax(logits.float(), dim=-1).tolist()
 
 
 def test_megatron_cores_own_function_is_equal_under_the_installed_version():
