@@ -27,11 +27,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.errors import LayoutError, ReplayStateError, RouterReplayError, TraceError
 from megatron_router_replay.ids import index_dtype, spread_experts
 from megatron_router_replay.mcore.compat import check_version
 from megatron_router_replay.mcore.find import as_chunks, find_routers
@@ -74,11 +75,11 @@ class StaticTargets:
             raise LayoutError(
                 f"cannot make static targets of [num_slots, num_layers, num_tokens, topk] = {list(shape)}."
             )
-        dtype = index_dtype(num_experts + 1)
+        dtype = index_dtype(num_experts + 1)  # which also holds the mark of what is not filled
         self.targets = torch.full(shape, self.unfilled, dtype=dtype, device=device)
         self.used = torch.full_like(self.targets, self.unfilled) if recompute else None
-        # One a layer: each router marks its own as read.
-        self.live = torch.zeros(shape[:3], dtype=torch.bool, device=device) if live_rows else None
+        # Of all layers: a row without a route is live in each of them.
+        self.live = torch.zeros((num_slots, num_tokens), dtype=torch.bool, device=device) if live_rows else None
 
     @contextmanager
     def capturing(self, slot: int, model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
@@ -106,7 +107,7 @@ class StaticTargets:
             self.targets.device, self.targets.dtype
         )
         if self.used is not None:
-            self.used[slot] = self.targets[slot]
+            self.used[slot] = self.targets[slot]  # a recompute may be captured before any forward has written it
         try:
             for found, reader in zip(routers, readers):
                 found.router.router_replay = reader
@@ -137,7 +138,7 @@ class StaticTargets:
             name=f"slot {slot}, layer {layer_number}",
             targets=self.targets[place],
             used=None if self.used is None else self.used[place],
-            live=None if self.live is None else self.live[place],
+            live=None if self.live is None else self.live[slot],
             unfilled=self.unfilled,
         )
 
@@ -162,37 +163,38 @@ class StaticTargets:
         """
         self._check_slot(slot)
         _, _, num_tokens, topk = self.targets.shape
+        attempt = f"cannot fill slot {slot}"
         if (trace.num_experts, trace.topk) != (self.num_experts, topk):
             raise TraceError(
-                f"cannot fill slot {slot}: the trace has top-{trace.topk} of {trace.num_experts} experts, the static "
+                f"{attempt}: the trace has top-{trace.topk} of {trace.num_experts} experts, the static "
                 f"targets top-{topk} of {self.num_experts}."
             )
         if rows.shape != (num_tokens,) or rows.is_floating_point() or rows.dtype is torch.bool:
-            raise LayoutError(
-                f"cannot fill slot {slot}: rows must be [{num_tokens}] integers, got {list(rows.shape)} {rows.dtype}."
-            )
+            raise LayoutError(f"{attempt}: rows must be [{num_tokens}] integers, got {list(rows.shape)} {rows.dtype}.")
         trace = trace.select_layers(self.layer_numbers)
         rows = rows.to(trace.device, torch.int64, non_blocking=True)
-        _require(((rows >= -1) & (rows < trace.num_tokens)).all(), f"slot {slot}: rows reach outside the trace's rows")
+        _require(((rows >= -1) & (rows < trace.num_tokens)).all(), f"{attempt}: rows reach outside the trace's rows.")
         if padding is None:
             padding = torch.zeros_like(rows, dtype=torch.bool)
         padding = padding.to(rows.device, torch.bool)
-        _require(~(padding & (rows >= 0)).any(), f"slot {slot}: a position that is padding has a routing row")
+        _require(~(padding & (rows >= 0)).any(), f"{attempt}: a position that is padding has a routing row.")
         targets = build_targets(
             trace,
             rows,
             padding=padding,
             padding_rank=padding.cumsum(0) - padding.to(torch.int64),
             device=self.targets.device,
-            any_live=False,
+            may_sync=False,  # a mask of the live rows, whose number the graph need not know
         )
-        live = ((rows < 0) | ~trace.replay_mask.index_select(0, rows.clamp(min=0))) & ~padding
         if self.live is None:
-            _require(~live.any(), f"slot {slot}: rows without a route; make the static targets with live_rows=True")
+            no_live = targets.counts[1] == 0
+            _require(no_live, f"{attempt}: rows without a route; make the static targets with live_rows=True.")
         self._check_unfilled(slot)
+        # Only now, when nothing can raise any more: a slot is never half filled.
         self.targets[slot].copy_(torch.stack(targets.layers), non_blocking=True)
         if self.live is not None:
-            self.live[slot].copy_(live.to(self.live.device, non_blocking=True).expand_as(self.live[slot]))
+            assert targets.live is not None, "any_live=True looks for them"
+            self.live[slot].copy_(targets.live)
 
     def clear(self, slot: int) -> None:
         """Make a slot unfilled, whatever still waits for it; for a forward whose backward will not run.
@@ -208,20 +210,22 @@ class StaticTargets:
             self.live[slot].fill_(False)
 
     def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.targets.shape[0]:
+        if not 0 <= slot < self.targets.shape[0]:  # a negative one would be another slot, counted from the end
             raise ReplayStateError(f"static targets have no slot {slot}, only 0..{self.targets.shape[0] - 1}.")
 
     def _check_unfilled(self, slot: int) -> None:
         self._check_slot(slot)
         waiting = [self.targets] if self.used is None else [self.targets, self.used]
-        read = torch.stack([values[slot, :, 0, 0] == self.unfilled for values in waiting]).all()
-        message = f"slot {slot} is filled: its forward or its recompute has not run in every layer"
-        if read.is_cuda:
-            torch._assert_async(read, message)
-        elif not bool(read):
-            raise ReplayStateError(f"{message}. Use a slot for each micro-batch in flight, or clear it.")
+        # A layer is read whole or not at all, so its first entry tells.
+        _require(
+            torch.stack([values[slot, :, 0, 0] == self.unfilled for values in waiting]).all(),
+            f"slot {slot} is filled: its forward or its recompute has not run in every layer. Use a slot for each "
+            "micro-batch in flight, or clear it.",
+            ReplayStateError,
+        )
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class StaticRouter:
     """One layer's part of a slot, in place of `router.router_replay`; Megatron-Core calls `get_replay_topk` for its top-k.
 
@@ -230,15 +234,15 @@ class StaticRouter:
         targets, used: [num_tokens, topk] views of the slot; `used` is None without recompute.
         live: [num_tokens] bool view, True: the live router decides; None: no such rows.
         unfilled: the expert id that marks a part that is not filled.
+        captured: a graph has it; set by the capture.
     """
 
-    def __init__(self, *, name: str, targets: Tensor, used: Tensor | None, live: Tensor | None, unfilled: int) -> None:
-        self.name = name
-        self.targets = targets
-        self.used = used
-        self.live = live
-        self.unfilled = unfilled
-        self.captured = False
+    name: str
+    targets: Tensor
+    used: Tensor | None
+    live: Tensor | None
+    unfilled: int
+    captured: bool = False
 
     @not_compiled
     def get_replay_topk(
@@ -263,6 +267,7 @@ class StaticRouter:
         if scores.shape[1] != self.unfilled:
             raise ReplayStateError(f"{self.name}: the router has {scores.shape[1]} experts, not {self.unfilled}.")
         with torch.no_grad():
+            # An operation, not an `if`: it must run again in every run of the graph.
             torch._assert_async(source[0, 0] != self.unfilled, f"{self.name}: not filled since its last run")
             indices = source.to(torch.int64)
             if self.live is not None and not recompute:
@@ -271,14 +276,14 @@ class StaticRouter:
                 indices = torch.where(self.live.unsqueeze(1), chosen, indices)
             if self.used is not None and not recompute:
                 self.used.copy_(indices)
-            if is_captured(scores):
+            if is_captured(scores):  # a warm-up leaves the slot filled, for the next one and for the capture
                 self.captured = True
                 source.fill_(self.unfilled)
         return gather_topk(scores, indices)
 
 
-def _require(holds: Tensor, message: str) -> None:
+def _require(holds: Tensor, message: str, error: type[RouterReplayError] = LayoutError) -> None:
     if holds.is_cuda:
-        torch._assert_async(holds, message)
+        torch._assert_async(holds, message)  # a host sync for each micro-batch would cost more than the graph saves
     elif not bool(holds):
-        raise LayoutError(f"cannot fill {message}.")
+        raise error(message)
