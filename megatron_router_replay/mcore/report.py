@@ -15,29 +15,6 @@ if TYPE_CHECKING:  # rooms, which the core does not load
     from megatron_router_replay.diagnostics.live import LiveReport
     from megatron_router_replay.transport.timing import LegReport
 
-_ADDED_UP = (
-    "routers",
-    "microbatches",
-    "tokens",
-    "rows_replayed",
-    "rows_live",
-    "rows_padding",
-    "rows_not_kept",
-    "rows_stale",
-    "rows_trained_live",
-    "decisions_weighed",
-    "decisions_below_margin",
-    "decisions_above_margin",
-    "forwards",
-    "recomputes",
-    "recompute_flips",
-    "decisions_recomputed",
-    "decisions_verified",
-    "decisions_wrong",
-    "decisions_counted",
-)
-
-
 _BY_LAYER = {"flips_of_layer": "flips", "left_live_of_layer": "left_live"}
 """Counts of single layers, and the folder of their metrics."""
 
@@ -144,6 +121,7 @@ class SessionReport:
         summed = replace(self, live=None, leg_times=None)
         if not dist.is_initialized():
             return summed
+        # In turn: once a group's ranks hold its sum, the next group, across it, adds up sums.
         for group in groups or (None,):
             parts: list[SessionReport | None] = [None] * dist.get_world_size(group)
             dist.all_gather_object(parts, summed, group=group)
@@ -152,13 +130,11 @@ class SessionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field and the properties beside them; `live` and `leg_times` as dicts, where there are any."""
-        apart = {"live": self.live, "leg_times": self.leg_times}
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in apart}
-        values |= {"replayed_share": self.replayed_share, "padding_share": self.padding_share}
-        values |= {"rows_without_route": self.rows_without_route}
-        for name in _BY_LAYER:
-            values[name] = dict(values[name])
-        return values | {name: part.to_dict() for name, part in apart.items() if part is not None}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        parts = {name: values.pop(name) for name in ("live", "leg_times")}
+        values |= {name: dict(values[name]) for name in _BY_LAYER}
+        values |= {name: getattr(self, name) for name in ("replayed_share", "padding_share", "rows_without_route")}
+        return values | {name: part.to_dict() for name, part in parts.items() if part is not None}
 
     def metrics(self, prefix: str = "router_replay/") -> dict[str, float]:
         """Return the measured numbers for a training logger, keys under `prefix`.
@@ -195,13 +171,8 @@ class SessionReport:
         if self.recompute_flips is not None:
             first = next((layer for layer, count in sorted(self.flips_of_layer.items()) if count), None)
             where = "" if first is None else f", first in layer {first}"
-            rows.append(
-                (
-                    "recompute flips prevented",
-                    f"{self.recompute_flips:,}",
-                    f"of {self.decisions_recomputed:,} decisions{where}",
-                )
-            )
+            remark = f"of {self.decisions_recomputed:,} decisions{where}"
+            rows.append(("recompute flips prevented", f"{self.recompute_flips:,}", remark))
         if self.decisions_verified is not None:
             rows.append(("decisions verified / wrong", f"{self.decisions_verified:,}", f"/ {self.decisions_wrong:,}"))
         if self.decisions_counted is not None:
@@ -240,12 +211,14 @@ class SessionReport:
 
 def _add_up(reports: list[SessionReport]) -> SessionReport:
     totals: dict[str, Any] = {}
-    for name in ("ranks", *_ADDED_UP):
-        measured = [value for report in reports if (value := getattr(report, name)) is not None]
-        totals[name] = sum(measured) if measured else None
-    for name in _BY_LAYER:
-        layers = sorted({layer for report in reports for layer in getattr(report, name)})
-        totals[name] = {layer: sum(getattr(report, name).get(layer, 0) for report in reports) for layer in layers}
-    for name in ("expert_bias", "aux_loss"):  # a pipeline stage without routers knows of none
-        totals[name] = next((choice for report in reports if (choice := getattr(report, name)) is not None), None)
-    return replace(reports[0], **totals)
+    for each in fields(SessionReport):
+        # A stage without routers measures less than the others, and None there must not hide what they measured.
+        measured = [value for report in reports if (value := getattr(report, each.name)) is not None]
+        if each.name in _BY_LAYER:
+            layers = sorted({layer for counts in measured for layer in counts})
+            totals[each.name] = {layer: sum(counts.get(layer, 0) for counts in measured) for layer in layers}
+        elif measured and isinstance(measured[0], int):
+            totals[each.name] = sum(measured)
+        elif measured:  # words: the kind, and the choices that `Agreement` has compared
+            totals[each.name] = measured[0]
+    return SessionReport(**totals)
