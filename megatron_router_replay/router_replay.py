@@ -88,6 +88,7 @@ class RouterReplay:
     def adopt(cls, instance: Any) -> None:
         """Turn an instance of Megatron-Core's class into one of this class, with what it holds."""
         held = dict(vars(instance))
+        # Two of the names are properties here, in front of which nothing of the old class may be left.
         vars(instance).clear()
         instance.__class__ = cls
         instance._router = None
@@ -114,6 +115,7 @@ class RouterReplay:
                 "each, in order of construction. Routers of another or of a rebuilt model may still be listed: call "
                 "RouterReplay.clear_global_router_replay_instances() before building, or use a session."
             )
+        # All are checked before the first is set: a step with targets of two batches would train.
         targets = [as_target(topk_indices) for topk_indices in all_layers_topk_indices]
         for instance, target in zip(instances, targets):
             instance.set_target_indices(target)
@@ -222,7 +224,7 @@ class RouterReplay:
             ReplayStateError: the static buffer is too small.
         """
         if self.static_buffer is None:
-            self.recorded_topk_idx = topk_indices.detach().clone()
+            self.recorded_topk_idx = topk_indices.detach().clone()  # Megatron-Core's class keeps the tensor itself
             return
         num_tokens, topk = topk_indices.shape
         if self.static_buffer.shape[0] < num_tokens or self.static_buffer.shape[1] != topk:
@@ -302,6 +304,7 @@ class RouterReplay:
         action = self._action
         if action is None and not self._alive:
             return live()  # switched off: nothing of ours runs
+        # Recording into a static buffer is what a captured graph may do: it writes to the same address in every run.
         if action is not None and not (action == RouterReplayAction.RECORD and self.static_buffer is not None):
             check_not_captured(scores, action.name)
         with outside_selective_checkpoints():
@@ -313,9 +316,16 @@ class RouterReplay:
         if place.in_backward:
             selection = recall(place, self)
             if selection is not None:
-                self._forget_recomputed(selection.topk_indices)
-                check_fits(selection.topk_indices, scores, topk)
-                return gather_topk(scores, selection.topk_indices, like_topk=True)
+                used = selection.topk_indices
+                # A recording made no entry: its recompute, if announced, takes the oldest, as in Megatron-Core's class.
+                if (
+                    not self._forget(used)
+                    and action == RouterReplayAction.REPLAY_BACKWARD
+                    and self.replay_backward_list
+                ):
+                    self.replay_backward_list.pop(0)
+                check_fits(used, scores, topk)
+                return gather_topk(scores, used, like_topk=True)
             if action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
                 raise ReplayStateError(
                     f"{action and action.name} in a recompute whose forward is not known: it ran without an action, or in a "
@@ -333,6 +343,7 @@ class RouterReplay:
             return values, indices
         target = self._next_target(action)
         check_fits(target, scores, topk)
+        # On a GPU looking would wait for the device; there the gather asserts that each id is an expert's.
         if not target.is_cuda and target.numel() and int(target.max()) >= scores.shape[1]:
             raise TraceError(f"a replay target names expert {int(target.max())} of {scores.shape[1]} experts.")
         self._remember(place, target)
@@ -376,17 +387,10 @@ class RouterReplay:
     def _forget(self, used: Tensor) -> bool:
         """Take the entry of what was used out of the FIFO; return whether there was one."""
         for position, target in enumerate(self.replay_backward_list):
-            if target is used:
+            if target is used:  # the very tensor: two micro-batches may have equal routes
                 del self.replay_backward_list[position]
                 return True
         return False
-
-    def _forget_recomputed(self, used: Tensor) -> None:
-        """Take the entry of a recompute out of the FIFO; of a recording's recompute, the oldest if it is announced."""
-        if self._forget(used):
-            return
-        if self._action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
-            self.replay_backward_list.pop(0)
 
     def _check_asks(self) -> None:
         router = None if self._router is None else self._router()

@@ -33,6 +33,6 @@ def neighbour_runs(numbers: npt.ArrayLike) -> Runs:
 
 def as_slice(indices: Sequence[int]) -> slice | list[int]:
     """Return indices as a slice if they are one run, which indexes as a view; else as a list, which copies."""
-    start = indices[0] if indices else 0
+    start = indices[0] if indices else 0  # no indices are the empty slice
     run = range(start, start + len(indices))
     return slice(run.start, run.stop) if all(map(eq, indices, run)) else list(indices)

@@ -56,6 +56,7 @@ def as_target(topk_indices: Any) -> Tensor:
         TraceError: not two-dimensional integers, an id is negative, or a row names an expert twice.
     """
     try:
+        # A copy: a trainer may write its next micro-batch into the same buffer before this one is recomputed.
         target = torch.as_tensor(topk_indices).detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TraceError(

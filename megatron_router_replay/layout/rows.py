@@ -172,7 +172,7 @@ def pack_sequences(
     lengths = [sequence.shape[0] for sequence in sequences]
     padded = [_round_up(length, sequence_multiple) for length in lengths]
     # The last padded length stays a multiple of sequence_multiple only if total is one too.
-    both = lcm(sequence_multiple, _round_up(1, total_multiple))
+    both = lcm(sequence_multiple, _round_up(1, total_multiple))  # which refuses a multiple below 1
     total = _round_up(sum(padded), both) if total_length is None else total_length
     if total < sum(padded) or total % both:
         raise LayoutError(
@@ -224,6 +224,6 @@ def _round_up(length: int, multiple: int) -> int:
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:
-    if sum(lengths) >= 2**31:
+    if sum(lengths) >= 2**31:  # attention kernels take int32, and a wrapped bound would be a negative address
         raise LayoutError(f"{sum(lengths)} positions are more than cu_seqlens (int32) can count.")
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

@@ -36,6 +36,7 @@ class Agreement:
 
     def add(self, with_padding: bool) -> None:
         """Take note of the next micro-batch that was forwarded: whether its padding is known."""
+        # Never a step of 0, so that the number of micro-batches counts too.
         self._digest = (self._digest * 1_000_003 + 1 + with_padding) % _PRIME
 
     def numbers(self) -> list[int]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
@@ -93,6 +93,7 @@ AS_MEGATRON = Balance()
 """What Megatron-Core counts while it replays."""
 
 
+@dataclass(slots=True, eq=False)
 class Routing:
     """What one forward of a router leaves for its balancing, also for its recomputes; made by whoever chose the experts.
 
@@ -103,29 +104,18 @@ class Routing:
         is_token: [num_tokens] bool on the router's device, False: known to be padding; None: nothing is known of padding.
         packed: the model got packed sequences.
         counted: called with the number of tokens that went into the expert-bias counters, an int or a scalar tensor.
+        done: a run with gradients has been counted.
+        before: what global_aux_loss had added up before these tokens' first run: a repetition must see the same.
     """
 
-    __slots__ = ("balance", "before", "counted", "done", "is_token", "packed", "router", "topk_indices")
-
-    def __init__(
-        self,
-        router: Any,
-        balance: Balance,
-        topk_indices: Tensor,
-        *,
-        is_token: Tensor | None,
-        packed: bool,
-        counted: Any,
-    ) -> None:
-        self.router = router
-        self.balance = balance
-        self.topk_indices = topk_indices
-        self.is_token = is_token
-        self.packed = packed
-        self.counted = counted
-        self.done = False  # a run with gradients has been counted
-        # What global_aux_loss had added up before this token's first run: a repetition must see the same.
-        self.before: tuple[Tensor, Tensor] | None = None
+    router: Any
+    balance: Balance
+    topk_indices: Tensor
+    is_token: Tensor | None
+    packed: bool
+    counted: Callable[[int | Tensor], None]
+    done: bool = False
+    before: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +144,8 @@ def begin(routing: Routing, live: LiveTopk) -> None:
     if not (has_expert_bias(router) or router.is_aux_loss_enabled()):
         return
     if "_apply_expert_bias" not in vars(router):
-        _put_on(router)
+        # Bound to the router, so that a copy of the model gets them bound to its own router: there nothing is under way.
+        vars(router).update({name: MethodType(function, router) for name, function in _METHODS.items()})
     _calls.current = _Call(routing, live, repeats=routing.done)
     routing.done = routing.done or torch.is_grad_enabled()
 
@@ -167,13 +158,6 @@ def forget() -> None:
 def is_under_way() -> bool:
     """Return whether this thread is balancing what a session has routed."""
     return _calls.current is not None
-
-
-def _put_on(router: Any) -> None:
-    """Hide the balancing methods of a router behind ours, from its first forward on; one that balances nothing has none."""
-    for name, function in _METHODS.items():
-        # Bound to the router, so that a copy of the model gets them bound to its own router: there nothing is under way.
-        vars(router)[name] = MethodType(function, router)
 
 
 def take_off(router: Any) -> None:
@@ -215,7 +199,7 @@ def aux_loss_group(routers: Sequence[Any]) -> Any:
 @not_compiled
 def _apply_expert_bias(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
     call = _call_of(router)
-    count = type(router)._apply_expert_bias
+    count = type(router)._apply_expert_bias  # the router's own attribute of that name is this function
     if call is None:
         count(router, routing_map, padding_mask=padding_mask)
         return
@@ -247,7 +231,7 @@ def _aux_loss_method(method: str) -> Any:
     def apply(
         router: Any, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, with_padding_mask: bool = False
     ) -> Tensor:
-        call = _call_of(router)
+        call, around = _call_of(router), nullcontext()
         if call is not None and router.get_aux_loss_coeff(_AUX_LOSSES[method]) > 0:
             if call.routing.balance.aux_loss == "off":
                 return probs
@@ -258,7 +242,9 @@ def _aux_loss_method(method: str) -> Any:
                     "moe_router_load_balancing_type='aux_loss'."
                 )
             scores, routing_map, with_padding_mask = _load(call.routing, scores, routing_map, with_padding_mask)
-        with _as_in_its_first_run(call) if method == "_apply_global_aux_loss" else nullcontext():
+            if method == "_apply_global_aux_loss":
+                around = _as_in_its_first_run(call)
+        with around:
             applied: Tensor = getattr(type(router), method)(
                 router, probs, scores, routing_map, *args, with_padding_mask=with_padding_mask
             )
@@ -286,19 +272,16 @@ def _load(
 
 
 @contextmanager
-def _as_in_its_first_run(call: _Call | None) -> Iterator[None]:
+def _as_in_its_first_run(call: _Call) -> Iterator[None]:
     """Let global_aux_loss, which adds up the load of micro-batches, find what it found when it first saw these tokens."""
-    router: Any = None if call is None else call.routing.router
-    if call is None or router.global_tokens_per_expert is None:
-        yield
-        return
+    router: Any = call.routing.router
     state = (router.global_tokens_per_expert, router.ga_steps)
+    now = [tensor.clone() for tensor in state]
     if not call.repeats:
-        call.routing.before = (state[0].clone(), state[1].clone())
+        call.routing.before = now
         yield
         return
-    now = [tensor.clone() for tensor in state]
-    assert call.routing.before is not None, "a first run with gradients came before"
+    assert call.routing.before, "a first run with gradients came before"
     for tensor, earlier in zip(state, call.routing.before):
         tensor.copy_(earlier)
     try:
@@ -316,7 +299,7 @@ def _attach_and_log_load_balancing_loss(
     if call is not None:
         num_tokens = kwargs.get("valid_token_count")
         if isinstance(num_tokens, Tensor):
-            aux_loss = aux_loss.masked_fill(num_tokens == 0, 0)
+            aux_loss = aux_loss.masked_fill(num_tokens == 0, 0)  # the loss of no tokens is 0 / 0
         if call.repeats:
             aux_loss_coeff = math.inf  # it divides what is logged, which a repetition must not add up again
     attached: Tensor = type(router).attach_and_log_load_balancing_loss(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -29,7 +28,7 @@ TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 RoutingFunction = Callable[..., tuple[Tensor, Tensor]]
 """`moe_utils.topk_routing_with_score_function`, under the name that `TopKRouter.routing` calls."""
 
-_probed: WeakSet[RoutingFunction] = WeakSet()  # routing functions that passed
+_probed: WeakSet[RoutingFunction] = WeakSet()  # routing functions that passed; a trainer may put another in its place
 
 
 def megatron_version() -> str:
@@ -37,7 +36,6 @@ def megatron_version() -> str:
     return str(megatron.core.__version__)
 
 
-@cache
 def version_numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, "0.20.0rc1" -> (0, 20, 0); what follows them does not count."""
     leading = re.match(r"\d+(\.\d+)*", version)
@@ -50,6 +48,7 @@ def is_newer_than_tested(version: str) -> bool:
     return not numbers or numbers > version_numbers(TESTED[-1])
 
 
+# Read off the code, for a checkout between two releases bears the number of one of them.
 TOPK_ORDER_FOLLOWS_GRAD = "sorted=torch.is_grad_enabled()" in inspect.getsource(
     moe_utils.topk_routing_with_score_function
 )
@@ -79,19 +78,21 @@ def check_routing_function(function: RoutingFunction, version: str) -> None:
     if function in _probed:
         return
     works = f"Sessions were run with Megatron-Core {', '.join(TESTED)}: use one of these."
-    if not _takes_router_replay(function):
+    parameters = inspect.signature(function).parameters.values()
+    if not any(each.name == "router_replay" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         raise UnsupportedRouterError(
             f"Megatron-Core {version} cannot replay routes: its topk_routing_with_score_function has no router_replay "
             f"argument, which came with 0.16. {works}"
         )
+    # Two branches of that function: each asks by itself, so one that does says nothing of the other.
     for score_function in ("softmax", "sigmoid"):
-        _probe(function, score_function, f"Megatron-Core {version}", works)
+        found = _probe(function, score_function)
+        if found:
+            raise UnsupportedRouterError(
+                f"Megatron-Core {version} cannot replay routes exactly: tried out with {score_function} and a replay object "
+                f"that {found}. {works}"
+            )
     _probed.add(function)
-
-
-def _takes_router_replay(function: RoutingFunction) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(each.name == "router_replay" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
 class _Probe:
@@ -106,8 +107,8 @@ class _Probe:
         return scores.gather(1, self.targets), self.targets
 
 
-def _probe(function: RoutingFunction, score_function: str, who: str, works: str) -> None:
-    """Raise unless the function routes exactly to a probe's experts, and asks once.
+def _probe(function: RoutingFunction, score_function: str) -> str:
+    """Return what a replay object asked for and got; empty if the function asked it once and routed exactly so.
 
     Source: moe_utils.topk_routing_with_score_function of Megatron-Core 0.16.1 to 0.19.2: (probs, map), both
     [num_tokens, num_experts], zero and False but for the chosen experts.
@@ -117,9 +118,7 @@ def _probe(function: RoutingFunction, score_function: str, who: str, works: str)
     expected = torch.tensor([[False, True, False, True], [True, False, True, False]])
     with torch.no_grad():
         probs, routing_map = function(logits, 2, score_function=score_function, router_replay=probe)
-    if probe.calls != 1 or not torch.equal(routing_map, expected) or not torch.equal(probs > 0, expected):
-        raise UnsupportedRouterError(
-            f"{who} cannot replay routes exactly: tried out with {score_function} and a replay object that names experts "
-            f"{probe.targets.tolist()}, its routing function asked it {probe.calls} times and routed to "
-            f"{[row.nonzero().flatten().tolist() for row in routing_map]}. {works}"
-        )
+    if probe.calls == 1 and torch.equal(routing_map, expected) and torch.equal(probs > 0, expected):
+        return ""
+    routed = [row.nonzero().flatten().tolist() for row in routing_map]
+    return f"names experts {probe.targets.tolist()}, its routing function asked it {probe.calls} times and routed to {routed}"

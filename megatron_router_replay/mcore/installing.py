@@ -33,10 +33,12 @@ def install() -> None:
     check_version()
     RouterReplay.find_refusals = _find_refusals
     _share_instances()
+    # In every module: one that did `from ... import RouterReplay` holds the original under a name of its own.
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] != "megatron" or module is None:
             continue
         for name, original in _ORIGINALS.items():
+            # Not getattr, with which a module that loads its names lazily would import them now.
             if vars(module).get(name) is original:
                 _replaced[module, name] = original
                 setattr(module, name, _REPLACEMENTS[name])

@@ -12,7 +12,7 @@ from torch import nn
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, check_has_experts, find_routers, unwrap
-from megatron_router_replay.mcore.patterns import main_pattern, moe_layers_of_pattern, mtp_pattern, num_decoder_layers
+from megatron_router_replay.mcore.patterns import main_pattern, mtp_pattern, num_decoder_layers
 
 
 def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int, ...]:
@@ -34,6 +34,7 @@ def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int
     """
     chunks = as_chunks(model_chunks)
     numbers = _moe_layers(unwrap(chunks[0]))
+    # What the config says is held against what was built: a spec of the user's own may not follow it.
     here = {found.layer_number for chunk in chunks for found in find_routers(chunk) if not found.is_mtp}
     built = {number for chunk in chunks for number in _decoder_layers(unwrap(chunk))}
     if here != built & set(numbers):
@@ -98,6 +99,7 @@ def check_trace_layers(
             )
     decoder = num_decoder_layers(model)
     elsewhere = given - {found.layer_number for found in routers}  # on another pipeline stage, or nowhere
+    # Looked for only where it matters: walking a model's modules takes as long as finding its routers.
     built = {number for chunk in chunks for number in _decoder_layers(unwrap(chunk))} if elsewhere else set()
     dense = sorted(elsewhere & built)
     if dense:
@@ -105,7 +107,9 @@ def check_trace_layers(
             f"the trace has routes for layer {dense[0]}, but that layer of the model is dense: it is of another model, or "
             f"its layers are shifted.{_how_to_renumber(layer_numbers, chunks)}"
         )
-    last = decoder + _num_mtp_layers(model)
+    # Behind the decoder's numbers come those of the multi-token-prediction block, as `find_routers` counts them.
+    config: Any = getattr(model, "config", None)
+    last = decoder + (getattr(config, "mtp_num_layers", None) or 0) * len(mtp_pattern(model) or "1")
     beyond = sorted(number for number in given if number > last)
     if beyond:
         raise TraceError(
@@ -131,7 +135,7 @@ def _how_to_renumber(layer_numbers: Sequence[int], chunks: Sequence[nn.Module]) 
 def _moe_layers(model: nn.Module) -> tuple[int, ...]:
     pattern = main_pattern(model)
     if pattern is not None:
-        return moe_layers_of_pattern(pattern)
+        return tuple(i + 1 for i, symbol in enumerate(pattern) if symbol == "E")
     config: Any = getattr(model, "config", None)
     frequency, num_layers = getattr(config, "moe_layer_freq", None), getattr(config, "num_layers", None)
     if frequency is None or num_layers is None:
@@ -140,12 +144,6 @@ def _moe_layers(model: nn.Module) -> tuple[int, ...]:
         return ()
     routes = [i % frequency == 0 for i in range(num_layers)] if isinstance(frequency, int) else frequency
     return tuple(i + 1 for i, is_moe in enumerate(routes) if is_moe)
-
-
-def _num_mtp_layers(model: nn.Module) -> int:
-    """Return how many layer numbers the multi-token-prediction block takes behind the decoder's; see `find_routers`."""
-    config: Any = getattr(model, "config", None)
-    return (getattr(config, "mtp_num_layers", None) or 0) * len(mtp_pattern(model) or "1")
 
 
 def _decoder_layers(model: nn.Module) -> set[int]:

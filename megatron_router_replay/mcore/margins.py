@@ -72,6 +72,7 @@ class Margins:
             # The same experts are replayed whatever the bounds: there is nothing to decide, and the columns keep their order.
             differ = (live.sort(dim=1).values != routes.to(torch.int64).sort(dim=1).values).any(dim=1) & replayed
             below, above = differ & (margin < self.lowest), differ & (margin > self.highest)
+            # Summed on the device: a number for the host in every layer would wait for it in every layer.
             counts = torch.stack([replayed.sum(), below.sum(), above.sum()])
             before = self._counts.get(layer_number)
             self._counts[layer_number] = counts if before is None else before + counts

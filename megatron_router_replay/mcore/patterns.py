@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-_ROUTES = "E"
-
 
 def main_pattern(model: nn.Module) -> str | None:
     """Return a symbol for each layer of a hybrid model's decoder, over all pipeline stages; None: it is no hybrid model.
@@ -21,11 +19,6 @@ def mtp_pattern(model: nn.Module) -> str | None:
     pattern = _pattern(model)
     parts = [] if pattern is None else pattern.split("/")[1:]
     return parts[0] if parts else None
-
-
-def moe_layers_of_pattern(pattern: str) -> tuple[int, ...]:
-    """Return the numbers of the layers that route, from 1, in a pattern of any kind; its MTP blocks do not count."""
-    return tuple(i + 1 for i, symbol in enumerate(pattern.split("/")[0].replace("|", "")) if symbol == _ROUTES)
 
 
 def num_decoder_layers(model: nn.Module) -> int:

@@ -125,6 +125,7 @@ def _cuda_graph_refusals(config: Any) -> Iterator[str]:
     # 0.18 renamed cuda_graph_scope to cuda_graph_modules, and keeps the old name at None.
     field = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
     chosen = getattr(config, field)
+    # Members of an enum in a model's config, strings in a file that `router-replay doctor` reads.
     names = [str(getattr(each, "name", each)) for each in (chosen if isinstance(chosen, list) else [chosen]) if each]
     if implementation == "full_iteration":
         names = ["full_iteration"]

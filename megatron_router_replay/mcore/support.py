@@ -99,6 +99,7 @@ def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
             num_experts=getattr(router.router, "num_experts", None),
             topk=getattr(router.router, "topk", None),
             reason="; ".join(of_router),
+            # Only of a TopKRouter is it known that its config says so.
             unfused=isinstance(router.router, TopKRouter) and is_needed(router.router),
         )
         for (index, router), of_router in zip(found, reasons)
@@ -126,6 +127,7 @@ def refusals_of(routers: Sequence[FoundRouter]) -> list[list[str]]:
     """Return, for each router, why it cannot be replayed exactly in this model; empty if it can."""
     reasons = [refusals(found.router) for found in routers]
     for found, of_router in zip(routers, reasons):
+        # In this order: what is said of a router that is refused anyway would only hide the cause.
         if not of_router and found.is_mtp:
             of_router += mtp_refusals(found.router.config)
         if not of_router:
@@ -145,7 +147,11 @@ def refusals(router: nn.Module) -> list[str]:
     """Return why this router cannot be replayed exactly; empty if it can."""
     if not isinstance(router, TopKRouter):
         return [f"router class {type(router).__name__} is not a TopKRouter; nothing is known of how it selects experts"]
-    changed = [name for name in ("forward", "routing") if _definer(type(router), name) not in _KNOWN_ROUTERS]
+    # A class between may change anything but these two, of which the code that runs must be one that was read.
+    definers = {
+        name: next(each for each in type(router).__mro__ if name in vars(each)) for name in ("forward", "routing")
+    }
+    changed = [name for name, definer in definers.items() if definer not in _KNOWN_ROUTERS]
     if changed:
         return [f"router class {type(router).__name__} overrides TopKRouter.{' and '.join(changed)}"]
     # A method put on the module itself hides the class's; slime's DeepEP bridge replaces `routing` so.
@@ -157,11 +163,6 @@ def refusals(router: nn.Module) -> list[str]:
     if is_newer_than_tested(megatron_version()):
         reasons += untested_version_refusals(router.config, megatron_version())
     return reasons
-
-
-def _definer(router_class: type, name: str) -> type:
-    """Return the class of an MRO that defines a method."""
-    return next(each for each in router_class.__mro__ if name in vars(each))
 
 
 def _foreign_dispatch_refusals(router: Any) -> Iterator[str]:
@@ -186,14 +187,9 @@ def inference_refusals(router: Any) -> Iterator[str]:
     if not isinstance(router, INFERENCE_ROUTERS):
         return
     flag = getattr(router, "is_inference_cuda_graphed_iteration", None)
-    active = _inference_mode_is_active() if flag is None else flag and not router.training
-    if active:
+    mode = getattr(inference_utils, "InferenceMode", None)  # since 0.18, where the flag went
+    if (flag and not router.training) or (flag is None and mode is not None and mode.is_active()):
         yield (
             f"router class {type(router).__name__} routes without the session while Megatron's inference mode is on; "
             "leave it before the session, and do not generate inside"
         )
-
-
-def _inference_mode_is_active() -> bool:
-    mode = getattr(inference_utils, "InferenceMode", None)  # since 0.18
-    return mode is not None and bool(mode.is_active())

@@ -53,10 +53,12 @@ class Verifier:
     def _watch(self, router: SessionRouter) -> Callable[[nn.Module, Any, tuple[Tensor, Tensor]], None]:
         @not_compiled
         def compare(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
+            # Taken out, so that a run which asks for nothing is not compared with the choice of the run before.
             used, routing_map = router.last_used.pop(threading.get_ident(), None), output[1]
             if not router.attached or used is None:
                 return
             chosen = routing_map.gather(1, used.to(device=routing_map.device, dtype=torch.int64))
+            # Every chosen expert is in the map, and as many are as were chosen: so nobody else is.
             wrong = (~chosen.all(dim=1) | (routing_map.sum(dim=1) != router.topk)).sum()
             with self._counting:
                 self._wrong = wrong if self._wrong is None else self._wrong + wrong

@@ -94,6 +94,7 @@ class TokenLayout:
 
     @classmethod
     def _padded(cls, mask: Tensor, device: torch.device) -> TokenLayout:
+        # On the CPU, where every value that is laid out like the tokens is read.
         positions = tuple(row.nonzero()[:, 0] for row in mask.cpu())
         return cls(
             lengths=tuple(len(of_sample) for of_sample in positions),
@@ -120,7 +121,7 @@ class TokenLayout:
                     raise LayoutError(f"{name} is {list(tensor.shape)}, the tokens are {shape}.")
                 return [row[at] for row, at in zip(tensor.cpu(), self.positions)]
         samples = as_samples(values, name)
-        given = [sample.shape[0] if sample.dim() else -1 for sample in samples]
+        given = [sample.shape[0] if sample.dim() else -1 for sample in samples]  # a scalar is not one value a token
         if given != list(self.lengths):
             i = next(
                 (i for i, (a, b) in enumerate(zip(given, self.lengths)) if a != b), min(len(given), len(self.lengths))

@@ -112,7 +112,7 @@ class SampleReader:
 
     def _genuine(self, i: int, values: Array, wanted: Array, first_row: int) -> Array:
         """Return which rows [rows] bool hold a route; values are [rows, MoE layers, topk]."""
-        genuine = wanted & ~self._is_absent(values)
+        genuine = wanted & ~self._is_absent(values)  # first, for its -1 is no id to complain of
         self.num_absent += self._missing(i, wanted & ~genuine, first_row, "are filler: they have no route")
         fault = find_invalid_routes(values if genuine.all() else values[genuine], num_experts=self._info.num_experts)
         if fault is None:

@@ -73,6 +73,7 @@ def recorded(
     layout = TokenLayout.of(like, attention_mask=attention_mask, lengths=lengths)
     if groups is None:
         groups = model_parallel_groups()
+    # The row of each token, in the order of the samples: without rows= it is the token's own number.
     at = torch.arange(layout.num_tokens) if rows is None else _flat(layout.split(rows, "rows")).to(torch.int64)
     if at.numel() and int(at.min()) < 0:
         raise LayoutError("rows hold a token with row -1, whose routes were not recorded.")

@@ -90,6 +90,7 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
                 output = super().forward_backward_batch(data, loss_function, forward_only=forward_only)
             finally:
                 self._session = None
+        # On every rank, for both are collectives; verl reads what the last stage returns alone.
         report = session.report.reduce()
         whole = recorded(session, like=tokens) if routes is None else None
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
