@@ -3,10 +3,14 @@
 from dataclasses import fields, replace
 
 import torch
+import torch.distributed as dist
 
 from megatron_router_replay.diagnostics.live import LiveReport
 from megatron_router_replay.mcore.report import SessionReport, _add_up
 from megatron_router_replay.transport.timing import LegReport
+from tests.unit.mcore.balanced_chunk import one_rank
+
+__all__ = ["one_rank"]
 
 REPLAY = SessionReport(
     kind="replay",
@@ -213,3 +217,8 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
 def test_a_report_of_one_process_is_its_own_sum_without_what_is_a_ranks_own():
     report = replace(REPLAY, live=LIVE, leg_times=LEGS)
     assert report.reduce() == REPLAY
+
+
+def test_a_report_is_gathered_over_the_groups_that_are_named_or_the_whole_job(one_rank):
+    for groups in ((), (dist.group.WORLD,), (dist.group.WORLD, None)):
+        assert replace(REPLAY, live=LIVE).reduce(*groups) == REPLAY

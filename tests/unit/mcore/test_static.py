@@ -1,19 +1,15 @@
-"""StaticTargets on real routers without a process group: graphs of make_fx, which run no Python again.
-
-`tests/functional/mcore/test_cuda_graph.py` does the same on whole models; this is the part that takes no workers.
-"""
-
-from contextlib import contextmanager
+"""StaticTargets on a CPU: graphs of make_fx, which run no Python again and read the same storages, as CUDA graphs do."""
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.static import StaticTargets
 from tests.unit.mcore.balanced_chunk import not_compiled
-from tests.unit.mcore.tiny_chunk import EXPERTS, HIDDEN, TOPK, Chunk, as_map, random_trace
+from tests.unit.mcore.tiny_chunk import EXPERTS, HIDDEN, TOPK, as_map, random_trace
 
 __all__ = ["not_compiled"]
 
@@ -23,9 +19,8 @@ ROWS = torch.arange(8)
 
 @pytest.fixture(autouse=True)
 def nested_traces():
-    with torch._dynamo.config.patch(
-        error_on_nested_fx_trace=False
-    ):  # Megatron-Core compiles one function of its router
+    # Megatron-Core compiles one function of its router.
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
         yield
 
 
@@ -38,79 +33,16 @@ def hidden(seed):
     return torch.randn(4, 2, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def run_routers(chunk):
-    return lambda values: [router(values)[1] for router in chunk.routers]
+def capture(static, slot, logits, **options):
+    """A graph of Megatron-Core's routing function that reads this slot: logits -> (probabilities, map)."""
+    reader = static.router(slot, 1)
+    static.fill(slot, random_trace(20, 1), ROWS)  # make_fx runs what it captures
+    return make_fx(lambda leaf: topk_routing_with_score_function(leaf, TOPK, router_replay=reader, **options))(logits)
 
 
 def all_unfilled(static):
     parts = [static.targets] if static.used is None else [static.targets, static.used]
     return all(bool((part == UNFILLED).all()) for part in parts)
-
-
-@torch.no_grad()
-def test_each_graph_routes_to_what_its_own_slot_was_filled_with_in_every_layer():
-    chunk, static, graphs = Chunk(), targets_for(), []
-    run = run_routers(chunk)
-    for slot in (0, 1):
-        with static.capturing(slot, chunk):
-            run(hidden(0))
-            run(hidden(1))  # warm-ups use nothing up
-            graphs.append(make_fx(run)(hidden(2)))
-    assert [router.router_replay for router in chunk.routers] == [None, None, None]
-    assert all_unfilled(static)
-    for step in range(3):
-        traces = [random_trace(20, seed=10 * step + slot) for slot in (0, 1)]
-        rows = [torch.randperm(20, generator=torch.Generator().manual_seed(step + slot))[:8] for slot in (0, 1)]
-        for slot in (0, 1):
-            static.fill(slot, traces[slot], rows[slot])
-        for slot in (1, 0):  # in another order than they were filled
-            for layer, routing_map in enumerate(graphs[slot](hidden(step)), start=1):
-                assert torch.equal(routing_map, as_map(traces[slot].layer(layer)[rows[slot]]))
-        assert all_unfilled(static)
-    with pytest.raises(RuntimeError, match="slot 0, layer 1: not filled since its last run"):
-        graphs[0](hidden(0))
-
-
-@torch.no_grad()
-def test_a_router_that_was_not_captured_is_named_and_everything_is_put_back():
-    chunk, static = Chunk(), targets_for(recompute=True, live_rows=True)
-    held = [object(), None, None]
-    for router, replay in zip(chunk.routers, held):
-        router.router_replay = replay
-    with (
-        pytest.raises(ReplayStateError, match="slot 1, layer 3: its router was not captured"),
-        static.capturing(1, chunk),
-    ):
-        make_fx(lambda values: [chunk.routers[layer](values)[1] for layer in (0, 1)])(hidden(0))
-        chunk.routers[2](hidden(0))  # it runs, but into no graph
-    assert [router.router_replay for router in chunk.routers] == held
-    assert all_unfilled(static)
-
-
-def test_a_capture_that_fails_puts_the_routers_back_and_leaves_the_slot_unfilled():
-    chunk, static = Chunk(), targets_for(recompute=True)
-    with pytest.raises(ArithmeticError), static.capturing(0, chunk):
-        assert all(router.router_replay is not None for router in chunk.routers)
-        assert not bool((static.targets[0] == UNFILLED).any()), "warm-ups route to experts that exist"
-        assert torch.equal(static.used[0], static.targets[0])
-        raise ArithmeticError
-    assert [router.router_replay for router in chunk.routers] == [None, None, None]
-    assert all_unfilled(static)
-
-
-def test_what_cannot_be_captured_is_refused_before_any_router_is_touched():
-    chunk, static = Chunk(), targets_for(num_layers=2)
-    with pytest.raises(TraceError, match=r"no layer 3, only \[1, 2\]"), static.capturing(0, chunk):
-        pass
-    for slot in (-1, 2):
-        with pytest.raises(ReplayStateError, match=f"no slot {slot}, only 0..1"), static.capturing(slot, chunk):
-            pass
-    static.fill(1, random_trace(8, 2), ROWS)
-    two_layers = Chunk(num_layers=2)
-    with pytest.raises(ReplayStateError, match="slot 1 is filled"), static.capturing(1, two_layers):
-        pass
-    assert bool((static.targets[1] != UNFILLED).all()), "and what waits for its run is still there"
-    assert all(router.router_replay is None for router in (*chunk.routers, *two_layers.routers))
 
 
 def test_a_slot_holds_the_routes_of_its_rows_and_spreads_padding_over_all_experts():
@@ -138,97 +70,27 @@ def test_rows_of_a_trace_without_tokens_are_live_or_padding():
     assert static.live[0].tolist() == [False] * 7 + [True]
 
 
-def test_a_position_that_is_padding_has_no_row():
+@pytest.mark.parametrize("row", [0, 7])
+def test_a_position_that_is_padding_has_no_row(row):
     static = targets_for()
     with pytest.raises(LayoutError, match="cannot fill slot 0: a position that is padding has a routing row"):
-        static.fill(0, random_trace(8), ROWS, padding=ROWS == 3)
+        static.fill(0, random_trace(8), ROWS, padding=ROWS == row)
     assert all_unfilled(static)
+
+
+def test_padding_needs_no_live_rows():
+    static = targets_for()
+    static.fill(0, random_trace(8), torch.tensor([0, 1, 2, 3, 4, 5, 6, -1]), padding=ROWS == 7)
+    assert static.targets[0, 0, 7].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("sizes", [{"num_slots": 0}, {"num_tokens": 0}, {"topk": 0}, {"num_layers": 0}])
 def test_sizes_of_zero_are_refused(sizes):
     with pytest.raises(LayoutError, match="cannot make static targets of"):
         targets_for(**sizes)
-    assert targets_for(num_slots=1, num_tokens=1, topk=1, num_layers=1).targets.shape == (1, 1, 1, 1)
-
-
-@contextmanager
-def reading(router, reader):
-    router.router_replay = reader
-    yield
-    router.router_replay = None
-
-
-@pytest.mark.parametrize("live", [False, True])
-def test_a_captured_recompute_uses_what_its_forward_used_though_its_logits_differ(live):
-    """Two micro-batches, both forwards before both backwards, in one graph."""
-    router = Chunk(num_layers=1).routers[0]
-    gating = router.gating
-    router.gating = lambda values: gating(values) + (torch._C._current_graph_task_id() != -1) * values * 5
-    static = targets_for(num_layers=1, recompute=True, live_rows=live)
-    readers = [static.router(slot, 1) for slot in (0, 1)]
-
-    def step(*inputs):
-        maps, losses, gradients = [], [], []
-
-        def routed(values):
-            probs, routing_map = router(values)
-            maps.append(routing_map)
-            return probs
-
-        for reader, values in zip(readers, inputs):
-            with reading(router, reader), set_checkpoint_early_stop(False):
-                probs = checkpoint(routed, values.requires_grad_(), use_reentrant=False)
-                losses.append((probs * torch.arange(float(EXPERTS))).sum())
-        for reader, values, loss in zip(readers, inputs, losses):
-            with reading(router, reader):
-                gradients += torch.autograd.grad(loss, [values])
-        return maps, gradients
-
-    trace = random_trace(20, 1, replay_mask=(torch.arange(20) % 2 == 0) | (not live))
-    for slot in (0, 1):
-        static.fill(slot, trace, ROWS)
-    graph = make_fx(step)(hidden(1), hidden(2))
-    for seed in (3, 4):
-        rows = [torch.randperm(20, generator=torch.Generator().manual_seed(seed + slot))[:8] for slot in (0, 1)]
-        for slot in (0, 1):
-            static.fill(slot, trace, rows[slot])
-        maps, _ = graph(hidden(seed), hidden(seed + 1))
-        for slot in (0, 1):
-            forward, recompute = maps[slot], maps[2 + slot]
-            assert torch.equal(forward, recompute)
-            given = (rows[slot] % 2 == 0) | (not live)
-            assert torch.equal(forward[given], as_map(trace.layer(1)[rows[slot]])[given])
-            assert (forward.sum(dim=1) == TOPK).all()
-        assert all_unfilled(static)
-
-
-def test_a_recompute_that_nobody_announced_raises():
-    chunk = Chunk(num_layers=1)
-    static, router = targets_for(num_layers=1), chunk.routers[0]
-    static.fill(0, random_trace(8, 1), ROWS)
-    with reading(router, static.router(0, 1)):
-        probs = checkpoint(lambda values: router(values)[0], hidden(1).requires_grad_(), use_reentrant=False)
-        with pytest.raises(
-            ReplayStateError, match="slot 0, layer 1: recomputed; make the static targets with recompute"
-        ):
-            probs.sum().backward()
-
-
-def test_live_scores_reach_the_router_through_a_slot():
-    """The probabilities are the live ones of the given experts, and the gradient flows to the router's weight."""
-    router = Chunk(num_layers=1).routers[0]
-    static, trace = targets_for(num_layers=1), random_trace(8, 1)
-    static.fill(0, trace, ROWS)
-    router.weight.requires_grad_()
-    with reading(router, static.router(0, 1)):
-        probs, _ = router(hidden(1))
-    logits = torch.nn.functional.linear(hidden(1).view(8, HIDDEN), router.weight.detach())
-    chosen = trace.layer(1).long()
-    expected = torch.zeros(8, EXPERTS).scatter(1, chosen, logits.gather(1, chosen).softmax(dim=1))
-    assert torch.allclose(probs, expected)
-    probs.square().sum().backward()
-    assert router.weight.grad.abs().sum() > 0
+    smallest = targets_for(num_slots=1, num_tokens=1, topk=1, num_layers=1)
+    assert smallest.targets.shape == (1, 1, 1, 1)
+    assert (smallest.used, smallest.live) == (None, None), "memory that was not asked for"
 
 
 def test_a_slot_takes_its_own_layer_of_a_trace_by_number():
@@ -236,3 +98,107 @@ def test_a_slot_takes_its_own_layer_of_a_trace_by_number():
     static = StaticTargets(num_slots=1, num_tokens=8, layer_numbers=[2], num_experts=EXPERTS, topk=TOPK)
     static.fill(0, trace, ROWS)
     assert static.targets[0, 0].tolist() == trace.layer(2).tolist()
+
+
+def test_a_graph_that_runs_again_without_new_routes_raises_and_repeats_nothing():
+    static, logits = targets_for(1), torch.randn(8, EXPERTS)
+    graph = capture(static, 0, logits)
+    with pytest.raises(RuntimeError, match="slot 0, layer 1: not filled since its last run"):
+        graph(logits)
+    static.fill(0, random_trace(20, 1), ROWS)
+    graph(logits)
+    with pytest.raises(RuntimeError, match="not filled"):
+        graph(logits)
+
+
+def test_a_slot_that_waits_for_its_run_takes_no_other_routes():
+    static, trace, rows = targets_for(1), random_trace(20, 1), ROWS
+    static.fill(0, trace, rows)
+    static.fill(1, trace, rows)
+    with pytest.raises(ReplayStateError, match="slot 0 is filled"):
+        static.fill(0, trace, rows)
+    static.clear(0)
+    static.fill(0, trace, rows)
+
+
+@pytest.mark.parametrize("slot", [-1, 2])
+def test_a_slot_that_does_not_exist_raises(slot):
+    static = targets_for(1)
+    for use in (static.clear, lambda slot: static.router(slot, 1), lambda slot: static.fill(slot, None, None)):
+        with pytest.raises(ReplayStateError, match=f"no slot {slot}, only 0..1"):
+            use(slot)
+
+
+@pytest.mark.parametrize(
+    ("trace", "rows", "error", "said"),
+    [
+        (random_trace(20), torch.arange(7), LayoutError, r"must be \[8\] integers, got \[7\]"),
+        (random_trace(20), ROWS.view(2, 4), LayoutError, r"got \[2, 4\]"),
+        (random_trace(20), torch.arange(8.0), LayoutError, "float32"),
+        (random_trace(20), ROWS + 13, LayoutError, "outside the trace's rows"),
+        (random_trace(20), ROWS - 2, LayoutError, "outside the trace's rows"),
+        (random_trace(20, replay_mask=torch.arange(20) != 5), ROWS, LayoutError, "live_rows=True"),
+        (random_trace(20).select_layers([2, 3]), ROWS, TraceError, "no layer_number 1"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_and_leaves_the_slot_unfilled(trace, rows, error, said):
+    static = targets_for(1)
+    with pytest.raises(error, match=said):
+        static.fill(0, trace, rows)
+    assert (static.targets == EXPERTS).all()
+
+
+def test_a_trace_of_other_experts_is_refused():
+    trace = mrr.RoutingTrace(topk_indices=[[[0, 1]]] * 8, layer_numbers=[1], num_experts=4)
+    with pytest.raises(TraceError, match="top-2 of 4 experts, the static targets top-2 of 8"):
+        targets_for(1).fill(0, trace, ROWS)
+
+
+@pytest.mark.parametrize(("shape", "said"), [((7, 8), "routes 7 tokens"), ((8, 9), "has 9 experts, not 8")])
+def test_a_router_of_other_shapes_raises_when_it_is_captured(shape, said):
+    with pytest.raises(ReplayStateError, match=said):
+        capture(targets_for(1), 0, torch.randn(shape))
+
+
+def test_256_experts_leave_room_for_the_mark_of_an_unfilled_slot():
+    one = {"num_slots": 1, "num_tokens": 1, "topk": 1}
+    for num_experts, dtype in ((255, torch.uint8), (256, torch.int16)):
+        static = targets_for(1, num_experts=num_experts, **one)
+        assert static.targets.tolist() == [[[[num_experts]]]]
+        assert static.targets.dtype is dtype
+        # Of one token and one expert too: what is filled is told from what is not.
+        last = mrr.RoutingTrace(topk_indices=[[[num_experts - 1]]], layer_numbers=[1], num_experts=num_experts)
+        static.fill(0, last, torch.tensor([0]))
+        assert static.targets.tolist() == [[[[num_experts - 1]]]]
+        assert static.router(0, 1).get_replay_topk(torch.zeros(1, num_experts), 1)[1].tolist() == [[num_experts - 1]]
+        with pytest.raises(ReplayStateError, match="slot 0 is filled"):
+            static.fill(0, last, torch.tensor([0]))
+
+
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 4, "group_topk": 2}])
+def test_rows_without_a_route_and_paddings_are_told_apart_in_every_run(groups):
+    static, logits = targets_for(1, live_rows=True), torch.randn(8, EXPERTS)
+    graph = capture(static, 0, logits, **groups)
+    trace = random_trace(20, 1, replay_mask=torch.arange(20) % 3 != 0)
+    for rows in ([0, 1, 2, 3, 4, 5, -1, -1], [6, 7, 8, -1, -1, -1, -1, 9]):
+        rows = torch.tensor(rows)
+        padding = rows < 0
+        padding[-2] = False  # the last but one has no route, and is not known to be padding
+        static.fill(0, trace, rows, padding=padding)
+        logits = torch.randn(8, EXPERTS)
+        routing_map = graph(logits)[1]
+        live = ((rows >= 0) & (rows % 3 == 0)) | ((rows < 0) & ~padding)
+        routed = (rows >= 0) & ~live
+        assert torch.equal(routing_map[routed], as_map(trace.layer(1)[rows[routed]]))
+        if not groups:
+            assert torch.equal(routing_map[live], as_map(logits.topk(TOPK).indices[live]))
+        assert (routing_map.sum(dim=1) == TOPK).all()
+        # Paddings take all experts in turn.
+        assert routing_map[padding].sum(dim=0).max() == 1
+
+
+def test_a_slot_whose_recompute_has_not_run_takes_no_other_routes():
+    static, logits = targets_for(1, recompute=True), torch.randn(8, EXPERTS)
+    capture(static, 0, logits)
+    with pytest.raises(ReplayStateError, match="slot 0 is filled: its forward or its recompute has not run"):
+        static.fill(0, random_trace(20, 1), ROWS)

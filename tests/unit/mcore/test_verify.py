@@ -102,3 +102,19 @@ def test_a_capacity_factor_drops_tokens_behind_the_selection_so_maps_cannot_be_v
         starts(chunk)[kind]()
     assert all(not router._forward_hooks and router.router_replay is None for router in chunk.routers)
     mrr.record(chunk).close()  # without verify it may run
+
+
+def test_a_session_that_saw_no_forward_found_nothing_wrong():
+    with mrr.freeze_recompute(Chunk(), verify=True) as session:
+        pass
+    assert (session.report.decisions_wrong, session.report.decisions_verified) == (0, 0)
+
+
+def test_a_freeze_verifies_its_own_choices_alone_and_not_those_of_a_replay_inside():
+    chunk = Chunk()
+    with mrr.freeze_recompute(chunk, verify=True) as outer:
+        with mrr.replay(chunk, random_trace(8), verify=True) as inner:
+            train(chunk, inner, "replay")
+        train(chunk, outer, "freeze")
+    assert (inner.report.decisions_wrong, inner.report.decisions_verified) == (0, 24)
+    assert (outer.report.decisions_wrong, outer.report.decisions_verified) == (0, 24)
