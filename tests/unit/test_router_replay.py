@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_router_replay import RouterReplay, RouterReplayAction, RouterReplayError
 from megatron_router_replay.errors import ReplayStateError, TraceError
@@ -193,3 +194,77 @@ def test_gradients_reach_the_scores_of_the_replayed_experts_only():
 def test_every_error_is_of_the_package():
     assert issubclass(ReplayStateError, RouterReplayError)
     assert issubclass(TraceError, RouterReplayError)
+
+
+def test_recording_goes_into_a_static_buffer():
+    replays = [RouterReplay(), RouterReplay()]
+    buffer = torch.full((6, 2, 2), -1, dtype=torch.int16)
+    RouterReplay.set_global_static_buffers(buffer)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    for replay in replays:
+        route(replay)
+    assert buffer[:2, 0].tolist() == buffer[:2, 1].tolist() == [[1, 2], [0, 3]]
+    assert (buffer[2:] == -1).all()
+    assert replays[0].get_recorded_indices().data_ptr() == buffer.data_ptr()
+    with pytest.raises(ReplayStateError, match="2 routers"):
+        RouterReplay.set_global_static_buffers(buffer[:, :1])
+    RouterReplay.clear_global_static_buffers()
+    assert [replay.static_buffer for replay in replays] == [None, None]
+
+
+def test_a_recording_that_does_not_fit_its_static_buffer_raises():
+    replay = RouterReplay()
+    replay.set_static_buffer(torch.full((3, 2), -1))
+    fits = [[0, 1], [2, 3], [4, 5]]
+    replay.record_indices(torch.tensor(fits))
+    assert replay.recorded_topk_idx.tolist() == fits
+    for shape in ((4, 2), (3, 1), (2, 3), (4, 3)):
+        with pytest.raises(
+            ReplayStateError, match=rf"\[{shape[0]}, {shape[1]}\] routes into a static buffer of \[3, 2\]"
+        ):
+            replay.record_indices(torch.zeros(shape, dtype=torch.int64))
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        with pytest.raises(ReplayStateError, match="must be"):
+            replay.set_static_buffer(torch.zeros(3, 2, dtype=dtype))
+    for shape in ((3,), (3, 2, 1)):
+        with pytest.raises(ReplayStateError, match="must be"):
+            replay.set_static_buffer(torch.zeros(shape, dtype=torch.int64))
+    assert replay.static_buffer.tolist() == fits, "what was refused has not replaced it"
+    with pytest.raises(ReplayStateError, match=r"\[3, 2\]: it must be"):
+        RouterReplay.set_global_static_buffers(replay.static_buffer)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.uint8, 256), (torch.int8, 128)])
+def test_a_static_buffer_holds_the_ids_of_as_many_experts_as_its_dtype(dtype, most):
+    replay = RouterReplay()
+    replay.set_static_buffer(torch.zeros(1, 1, dtype=dtype))
+    replay.set_router_replay_action(RouterReplayAction.RECORD)
+
+    def record(num_experts):
+        route(replay, torch.arange(float(num_experts)).unsqueeze(0), topk=1)
+
+    record(most)
+    assert replay.recorded_topk_idx.tolist() == [[most - 1]]
+    with pytest.raises(ReplayStateError, match=f"cannot hold the ids of {most + 1} experts"):
+        record(most + 1)
+
+
+def test_a_graph_may_record_into_a_static_buffer_and_do_nothing_else():
+    """A graph runs again without Python: it would replay the routes of its capture, or record into memory that is gone."""
+    replay = RouterReplay()
+
+    def capture():
+        return make_fx(lambda scores: route(replay, scores)[1])(SCORES)
+
+    assert capture()(SCORES.flip(1)).tolist() == [[2, 1], [3, 0]], "routed live, nothing of ours is in it"
+    replay.set_router_replay_action(RouterReplayAction.RECORD)
+    with pytest.raises(ReplayStateError, match="RECORD is captured into a graph"):
+        capture()
+    buffer = torch.zeros(2, 2, dtype=torch.int64)
+    replay.set_static_buffer(buffer)
+    capture()(SCORES.flip(1))
+    assert buffer.tolist() == [[2, 1], [3, 0]]
+    replay.set_target_indices(TARGET)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with pytest.raises(ReplayStateError, match="REPLAY_FORWARD is captured into a graph"):
+        capture()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -184,6 +185,9 @@ def test_actions_of_either_enum_mean_the_same():
         assert {ours: 1}[same] == 1
     assert RouterReplayAction.RECORD != theirs.REPLAY_FORWARD
     assert RouterReplayAction.RECORD != "record"
+    another = Enum("Another", {"RECORD": "record"})
+    assert RouterReplayAction.RECORD != another.RECORD
+    assert RouterReplayAction.RECORD != type("RouterReplayAction", (), {"value": "record"})()
     replay = RouterReplay()
     replay.set_router_replay_action(theirs.RECORD)
     assert replay.router_replay_action is RECORD
@@ -217,6 +221,25 @@ def test_static_helpers_and_models_built_before_install_or_driven_after_uninstal
         helpers.clear_global_router_replay_action()
 
 
+def test_an_instance_that_is_adopted_keeps_what_it_holds():
+    theirs, action = upstream().RouterReplay, upstream().RouterReplayAction
+    held, empty = theirs(), theirs()
+    target, recorded = routes(0)[0], routes(1)[0]
+    held.set_target_indices(target)
+    held.record_indices(recorded)
+    held.set_router_replay_action(action.REPLAY_FORWARD)
+    install()
+    for instance in (held, empty):
+        assert type(instance) is RouterReplay
+    assert held.target_topk_idx.tolist() == target.tolist()
+    assert held.target_topk_idx is not target, "copied, as every target"
+    assert held.recorded_topk_idx.tolist() == recorded.tolist()
+    assert [entry.tolist() for entry in held.replay_backward_list] == [target.tolist()]
+    assert held.router_replay_action is FORWARD
+    assert (empty.target_topk_idx, empty.recorded_topk_idx, empty.router_replay_action) == (None, None, None)
+    assert empty.replay_backward_list == []
+
+
 def test_install_replaces_the_names_in_every_megatron_module_that_holds_them():
     import sys
     import types
@@ -248,26 +271,6 @@ def test_a_router_that_would_never_ask_raises_when_it_is_driven(field, value):
     setattr(router.config, field, value)
     with pytest.raises(UnsupportedRouterError, match=field):
         RouterReplay.set_global_router_replay_action(RECORD)
-
-
-def test_recording_goes_into_a_static_buffer():
-    replays = [RouterReplay(), RouterReplay()]
-    buffer = torch.full((6, 2, 2), -1, dtype=torch.int16)
-    RouterReplay.set_global_static_buffers(buffer)
-    RouterReplay.set_global_router_replay_action(RECORD)
-    scores = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
-    for replay in replays:
-        replay.get_replay_topk(scores, 2, None, None, lambda scores, topk, **groups: torch.topk(scores, topk, dim=1))
-    assert buffer[:2, 0].tolist() == buffer[:2, 1].tolist() == [[1, 2], [0, 3]]
-    assert (buffer[2:] == -1).all()
-    assert replays[0].get_recorded_indices().data_ptr() == buffer.data_ptr()
-    with pytest.raises(ReplayStateError, match=r"\[1, 2\]"):
-        replays[0].set_static_buffer(torch.zeros(1, 2))
-        replays[0].record_indices(torch.zeros(2, 2, dtype=torch.int64))
-    with pytest.raises(ReplayStateError, match="2 routers"):
-        RouterReplay.set_global_static_buffers(buffer[:, :1])
-    RouterReplay.clear_global_static_buffers()
-    assert [replay.static_buffer for replay in replays] == [None, None]
 
 
 def test_a_model_that_holds_replay_objects_can_be_copied_and_pickled():
