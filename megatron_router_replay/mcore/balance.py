@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal, get_args
@@ -231,7 +231,8 @@ def _aux_loss_method(method: str) -> Any:
     def apply(
         router: Any, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, with_padding_mask: bool = False
     ) -> Tensor:
-        call, around = _call_of(router), nullcontext()
+        call = _call_of(router)
+        around: AbstractContextManager[None] = nullcontext()
         if call is not None and router.get_aux_loss_coeff(_AUX_LOSSES[method]) > 0:
             if call.routing.balance.aux_loss == "off":
                 return probs

@@ -225,7 +225,7 @@ class StaticTargets:
         )
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, eq=False)  # without slots: Megatron-Core sets layer_number on what a router holds
 class StaticRouter:
     """One layer's part of a slot, in place of `router.router_replay`; Megatron-Core calls `get_replay_topk` for its top-k.
 

@@ -147,7 +147,7 @@ def refusals(router: nn.Module) -> list[str]:
     """Return why this router cannot be replayed exactly; empty if it can."""
     if not isinstance(router, TopKRouter):
         return [f"router class {type(router).__name__} is not a TopKRouter; nothing is known of how it selects experts"]
-    # A class between may change anything but these two, of which the code that runs must be one that was read.
+    # A subclass may change anything but these two, which choose the experts: only the classes named above were read.
     definers = {
         name: next(each for each in type(router).__mro__ if name in vars(each)) for name in ("forward", "routing")
     }

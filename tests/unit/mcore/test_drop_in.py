@@ -103,6 +103,14 @@ def test_a_recorded_forward_is_frozen_in_its_recompute_too(chunk):
     assert all(torch.equal(a, b) for a, b in zip(recorded, RouterReplay.get_recorded_data()))
 
 
+def test_a_recompute_takes_its_own_entry_out_and_no_other(chunk):
+    losses = [forward(chunk, number) for number in (0, 1)]
+    RouterReplay.set_global_router_replay_action(BACKWARD)
+    losses[1].backward()
+    for router, target in zip(chunk.routers, routes(0)):
+        assert [entry.tolist() for entry in router.router_replay.replay_backward_list] == [target.tolist()]
+
+
 def test_entries_of_passes_without_a_backward_are_never_used(chunk):
     with watched(chunk) as seen:
         with torch.no_grad():
