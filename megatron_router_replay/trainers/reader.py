@@ -167,6 +167,7 @@ class SampleReader:
         if self._last_row == "replayed":
             return True
         last = rows[-1:, self._moe]
+        # A copy of the row before fills the axis up: two tokens behind one another rarely agree in every layer.
         repeats = len(rows) > 1 and bool((rows[-2] == rows[-1]).all())
         if repeats or self._is_filler(last).all():
             return False

@@ -81,3 +81,10 @@ def test_boundaries_that_do_not_cover_the_row_raise(bounds):
 def test_what_does_not_fit_raises(call, message):
     with pytest.raises(LayoutError, match=message):
         call()
+
+
+def test_one_part_alone_is_whole_and_is_held_against_its_bounds_too():
+    part = torch.arange(5).view(1, 5)  # odd: a single rank needs no multiple
+    assert merge_context_parallel([part], cu_seqlens_padded=torch.tensor([0, 2, 5])).tolist() == part.tolist()
+    with pytest.raises(LayoutError, match="does not cover a row of 5 positions"):
+        merge_context_parallel([part], cu_seqlens_padded=torch.tensor([0, 4]))

@@ -90,6 +90,12 @@ def test_filler_of_distinct_experts_on_padding_and_on_the_last_token():
     assert taken.trace.token_ids is None
 
 
+@pytest.mark.parametrize("last_row", ["live", "as_given"])
+def test_a_last_row_that_copies_the_one_before_it_is_filler(last_row):
+    given = [torch.cat([part, part[-1:]]) for part in engine_routes()]
+    assert_exact(take_routes(given, INFO, lengths=LENGTHS, last_row=last_row).trace, engine_routes())
+
+
 def test_a_list_beside_padded_tokens_and_lists_beside_lists():
     samples = [part.numpy() for part in engine_routes(dtype=torch.int32)]
     taken = take_routes(
