@@ -25,7 +25,7 @@ Sample = Mapping[str, Tensor]
 """`input_ids` [length] and any more values of the same length; `routing_rows` if the samples are not in trace order."""
 
 # Cross entropy ignores labels of -100. A row of -1 has no route; routing_padding says that it is padding, not a lost token.
-_FILL = {"routing_rows": PADDING_ROW, "routing_padding": True, "labels": -100, "position_ids": 0, "loss_mask": 0}
+_FILL = {"routing_rows": PADDING_ROW, "routing_padding": True, "labels": -100}
 
 
 def collate_padded(

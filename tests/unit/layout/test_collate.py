@@ -42,6 +42,20 @@ def test_a_packed_batch():
     }
 
 
+def test_a_loss_mask_and_any_field_of_the_pipelines_own_are_0_on_padding():
+    samples = [
+        {"input_ids": torch.arange(length), "loss_mask": torch.ones(length), "reward": torch.full((length,), 7)}
+        for length in (1, 2)
+    ]
+    for batch in (
+        collate_padded(samples, pad_token_id=9),
+        collate_packed(samples, pad_token_id=9, sequence_multiple=2),
+    ):
+        assert batch["input_ids"].flatten().tolist() == [0, 9, 0, 1]
+        assert batch["loss_mask"].flatten().tolist() == [1.0, 0.0, 1.0, 1.0]
+        assert batch["reward"].flatten().tolist() == [7, 0, 7, 7]
+
+
 @pytest.mark.parametrize("style", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_tokens_and_rows_still_match_after_every_split(cp_size, style):

@@ -88,3 +88,8 @@ def test_one_part_alone_is_whole_and_is_held_against_its_bounds_too():
     assert merge_context_parallel([part], cu_seqlens_padded=torch.tensor([0, 2, 5])).tolist() == part.tolist()
     with pytest.raises(LayoutError, match="does not cover a row of 5 positions"):
         merge_context_parallel([part], cu_seqlens_padded=torch.tensor([0, 4]))
+
+
+def test_a_row_of_no_sequences_is_covered_by_a_single_bound():
+    rows = torch.empty(1, 0, dtype=torch.int64)
+    assert split_context_parallel(rows, cp_rank=1, cp_size=2, cu_seqlens_padded=torch.tensor([0])).shape == (1, 0)
