@@ -218,16 +218,9 @@ class Decoder:
         return SampleRows(
             source=reply.source,
             layout=layout,
-            num_tokens=tokens.num_tokens,
-            num_prompt_tokens=tokens.num_prompt_tokens,
-            token_ids=tokens.token_ids,
-            start=options.start,
+            tokens=tokens,
+            options=options,
             may_be_empty=aborted,
-            # Nothing was sampled after the prompt, so an engine may have forwarded, and sent, its last token too.
-            may_have_last_row=layout.may_have_last_row or tokens.nothing_generated,
-            last_row_is_route=layout.last_row_is_route or tokens.nothing_generated,
-            allow_surplus_rows=options.allow_surplus_rows,
-            allow_constant_layers=options.allow_constant_layers,
             weight_version=stamp_versions(
                 num_tokens=tokens.num_tokens,
                 num_prompt_tokens=tokens.num_prompt_tokens,
@@ -236,7 +229,6 @@ class Decoder:
                 given=options.weight_version,
                 source=reply.source,
             ),
-            sample_id=options.sample_id,
         )
 
 

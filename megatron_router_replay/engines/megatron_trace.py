@@ -36,9 +36,11 @@ import numpy as np
 
 from megatron_router_replay.engines.assemble import build_trace
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
+from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import Array, Source, as_array, short_repr
-from megatron_router_replay.engines.reply import says
+from megatron_router_replay.engines.reply import is_count, says
 from megatron_router_replay.engines.rows import RowLayout, SampleRows
+from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 
@@ -99,16 +101,12 @@ def decode(
             source=Source(engine=_ENGINE, field="top_indices", sample=name),
             layout=RowLayout(
                 parts=(rows,),
-                layer_columns=tuple((number, column) for column, number in enumerate(numbers)),
-                filler_columns=(),
+                moe_columns=tuple(range(len(numbers))),
                 may_have_last_row=True,
                 last_row_is_route=True,
             ),
-            num_tokens=len(rows),
-            may_have_last_row=True,
-            last_row_is_route=True,
-            allow_constant_layers=allow_constant_layers,
-            sample_id=name,
+            tokens=SampleTokens(num_tokens=len(rows), num_prompt_tokens=None, token_ids=None),
+            options=DecodeOptions(allow_constant_layers=allow_constant_layers, sample_id=name),
         )
         for name, rows in _forwards(records, layers, source)
     ]
@@ -158,7 +156,7 @@ def _record(line: Any, model: ModelRoutingInfo, source: Source) -> _Record | Non
     numbers: dict[str, int] = {}
     for name in ("step", "layer", "rank", "num_tokens", "topk"):
         value = line.get(name)
-        if type(value) is not int or not 0 <= value < 1 << 48:
+        if not is_count(value):
             raise source.error(f"has a line with {name}={short_repr(value)}, expected an integer of 0 or more.")
         numbers[name] = value
     block = line.get("block")

@@ -49,33 +49,31 @@ def is_response(item: Any) -> bool:
     return getattr(item, "outputs", None) is not None
 
 
-def read_responses(items: Sequence[Any], *, engine: str) -> list[Response]:
-    """Return the responses of a list of whole responses and chunks of streams, in order of their first appearance.
+def find_responses(result: Any, *, engine: str) -> list[Response] | None:
+    """Return the response that a result is, or those of a list of responses and chunks, in order of appearance.
+
+    Returns:
+        None if the result is something else.
 
     Raises:
-        PayloadError: a choice is lost or there twice, a stream is broken, or its chunks have no id.
+        PayloadError: there is no choice, one is lost or there twice, a stream is broken, or its chunks have no id.
     """
     source = Source(engine=engine, field="the choices")
-    if not any(_is_chunk(item, source) for item in items):
-        return [_whole(item, source) for item in items]
+    if is_response(result):
+        return [_whole(result, source)]
+    if not isinstance(result, (list, tuple)) or not result or not all(is_response(item) for item in result):
+        return None
+    if not any(_is_chunk(item, source) for item in result):
+        return [_whole(item, source) for item in result]
     streams: dict[Any, list[Any]] = {}
-    for item in items:
+    for item in result:
         request = first_known(get_field(item, "request_id"), get_field(item, "id"))
         streams.setdefault(request if isinstance(request, (str, int)) else None, []).append(item)
     if None in streams and len(streams) > 1:
         raise source.error(
-            f"{len(streams[None])} of {len(items)} chunks have no request_id or id, so they cannot be told apart."
+            f"{len(streams[None])} of {len(result)} chunks have no request_id or id, so they cannot be told apart."
         )
     return [_joined(chunks, source) for chunks in streams.values()]
-
-
-def read_response(item: Any, *, engine: str) -> Response:
-    """Return the response that is not one of a list.
-
-    Raises:
-        PayloadError: it holds no choice, or one is lost or there twice.
-    """
-    return _whole(item, Source(engine=engine, field="the choices"))
 
 
 def check_bare_choices(items: Sequence[Any], *, engine: str) -> None:

@@ -20,25 +20,22 @@ from typing import Any
 from megatron_router_replay.engines.front import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
-from megatron_router_replay.engines.payload import Array, Source, as_array, decode_base64, parse_int32, short_repr
+from megatron_router_replay.engines.payload import Source, as_array, decode_base64, parse_int32, short_repr
 from megatron_router_replay.engines.reply import (
+    Kind,
     Reply,
-    StatedCount,
     first_known,
     get_field,
     read_counts,
     read_usage,
     says,
-    spans_count,
 )
-from megatron_router_replay.engines.responses import Response, is_response, read_response, read_responses
-from megatron_router_replay.engines.rows import RowLayout
+from megatron_router_replay.engines.responses import Response, find_responses, is_response
+from megatron_router_replay.engines.rows import RowLayout, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.engines.weights import read_spans
 
-_SLACK_ROWS = 4096
-_SURPLUS_ROWS = 65536
-"""Rows beyond the expected ones that a string may hold, so that the row check can say what is wrong with them."""
+_COUNTS: Mapping[str, Kind] = {"prompt_tokens": "prompt", "completion_tokens": "output"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,14 +65,12 @@ class Runtime:
 
     def read(self, result: Any, *, batch: bool) -> list[Reply]:
         """Return the generated sequences of a response: of /generate (one, a list, a stream) or of an OpenAI endpoint."""
-        if is_response(result):
-            return self._of_openai(read_response(result, engine=self.name))
+        responses = find_responses(result, engine=self.name)
+        if responses is not None:
+            return [reply for response in responses for reply in self._of_openai(response)]
         if isinstance(result, Mapping):
             return [self._of_generate([result], 0)]
         if isinstance(result, (list, tuple)) and result:
-            if all(is_response(item) for item in result):
-                responses = read_responses(result, engine=self.name)
-                return [reply for response in responses for reply in self._of_openai(response)]
             if all(isinstance(item, Mapping) and not is_response(item) for item in result):
                 streams = self._streams(result)
                 return [self._of_generate(chunks, i) for i, chunks in enumerate(streams)]
@@ -85,8 +80,20 @@ class Runtime:
 
     def rows(self, reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
         """Return the rows [rows, all hidden layers, topk] of a base64 string, of the raw bytes or of an array."""
-        filler = () if model.model_type in self.ids_on_dense_layers else None
-        return RowLayout(parts=(_rows(reply, model, tokens, options),), filler_columns=filler)
+        value, source = reply.routed_experts, reply.source
+        columns, topk = model.num_layers, model.topk
+        if isinstance(value, str):
+            value = decode_base64(value, source=source, max_bytes=4 * most_ids(model, tokens, options))
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            raw, expected = bytes(value), max(tokens.num_tokens - options.start - 1, 0)
+            if len(raw) != expected * columns * topk * 4:
+                _explain_size(len(raw), (expected, expected + 1), model, source)
+            array = parse_int32(raw, source=source, num_columns=columns, topk=topk)
+        else:
+            array = as_array(value, source=source)
+            if array.ndim == 1 and array.size % (columns * topk) == 0:
+                array = array.reshape(-1, columns, topk)
+        return RowLayout(parts=(array,), filler_columns=() if model.model_type in self.ids_on_dense_layers else None)
 
     def _source(self, label: str) -> Source:
         return Source(engine=self.name, field="routed_experts", sample=label)
@@ -134,11 +141,9 @@ class Runtime:
         )
         reason = get_field(meta, "finish_reason")
         spans = read_spans(get_field(meta, "weight_versions"), source=source)
-        names = {"prompt_tokens": "prompt", "completion_tokens": "output"}
         counts = [
-            *read_counts(meta, names, prefix="meta_info", source=source),  # type: ignore[arg-type]
+            *read_counts(meta, _COUNTS, prefix="meta_info", source=source),
             *read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source),
-            *spans_count(spans),
         ]
         for chunk in chunks[:-1]:
             # Every chunk repeats the number of prompt tokens.
@@ -211,7 +216,7 @@ class Runtime:
                     source=label,
                     routed_experts=routes[0] if routes else None,
                     aborted=says(_reason_type(get_field(parts[-1], "finish_reason")), "abort"),
-                    counts=(*counts, *spans_count(spans)),
+                    counts=counts,
                     usage=usage,
                     weight_spans=spans,
                     weight_name=name if isinstance(name, str) else None,
@@ -231,34 +236,13 @@ def _reason_type(reason: Any) -> Any:
 
 
 def _completion_tokens(chunk: Mapping[str, Any], source: Source) -> int | None:
-    counts: tuple[StatedCount, ...] = read_counts(
-        chunk.get("meta_info"), {"completion_tokens": "output"}, prefix="meta_info", source=source
-    )
+    counts = read_counts(chunk.get("meta_info"), {"completion_tokens": "output"}, prefix="meta_info", source=source)
     return counts[0].value if counts else None
 
 
 def _routes_of_choice(item: Any) -> Any:
     holders = (item, get_field(item, "meta_info"), get_field(item, "sglext"))
     return first_known(*(get_field(holder, "routed_experts") for holder in holders))
-
-
-def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> Array:
-    value, source = reply.routed_experts, reply.source
-    columns, topk = model.num_layers, model.topk
-    if isinstance(value, str):
-        slack = _SURPLUS_ROWS if options.allow_surplus_rows else _SLACK_ROWS
-        most = (tokens.num_tokens + slack) * columns * (topk + model.num_shared_experts) * 4
-        value = decode_base64(value, source=source, max_bytes=most)
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        raw = bytes(value)
-        expected = max(tokens.num_tokens - options.start - 1, 0)
-        if len(raw) != expected * columns * topk * 4:
-            _explain_size(len(raw), (expected, expected + 1), model, source)
-        return parse_int32(raw, source=source, num_columns=columns, topk=topk)
-    array = as_array(value, source=source)
-    if array.ndim == 1 and array.size % (columns * topk) == 0:
-        array = array.reshape(-1, columns, topk)
-    return array
 
 
 def _explain_size(size: int, expected: Sequence[int], model: ModelRoutingInfo, source: Source) -> None:

@@ -52,7 +52,11 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
         counts.append(StatedCount(name="the ids of the response's output", kind="output", value=len(output)))
     if options.num_tokens is not None:
         counts.append(StatedCount(name="num_tokens", kind="all", value=options.num_tokens))
-    known = _agreed([*counts, *reply.counts], source)
+    counts += reply.counts
+    if reply.weight_spans:
+        spans_end = reply.weight_spans[-1].end
+        counts.append(StatedCount(name="weight_versions[-1].end", kind="output", value=spans_end))
+    known = _agreed(counts, source)
     total = known.get("all")
     if total is None:
         raise source.error(

@@ -67,8 +67,7 @@ def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: 
         raise source.error(f"layers differ in shape: {sorted(shapes)}.")
     return RowLayout(
         parts=(np.stack(layers, axis=1),),
-        layer_columns=tuple((number, i) for i, number in enumerate(model.moe_layer_numbers)),
-        filler_columns=(),
+        moe_columns=tuple(range(len(layers))),
         may_have_last_row=True,
         last_row_is_route=True,
     )
