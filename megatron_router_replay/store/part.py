@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_router_replay.errors import StoreError, TraceError
+from megatron_router_replay.errors import StoreError, TraceError, listed
 from megatron_router_replay.header import as_integer
 
 
@@ -126,8 +126,8 @@ class Runs:
         if not self.certain:
             earlier, latest = ([f"rank {p.rank} part {p.part}" for p in parts] for parts in (self.earlier, self.latest))
             raise StoreError(
-                f"cannot load step {step}: its parts may be of two runs. {_listed(earlier)} had been saved before the "
-                f"process started that saved {_listed(latest)}. Give all processes of a run the same "
+                f"cannot load step {step}: its parts may be of two runs. {listed(earlier)} had been saved before the "
+                f"process started that saved {listed(latest)}. Give all processes of a run the same "
                 "TraceStore(root, run=...), or prune the step and save it anew."
             )
         world_size = max((part.saved_by.world_size or 0 for part in self.latest), default=0)
@@ -135,7 +135,7 @@ class Runs:
         missing = sorted(expected - {part.rank for part in self.latest})
         if missing:
             raise StoreError(
-                f"cannot load step {step}: the latest run has not saved the parts of ranks {_listed(missing)}, which an "
+                f"cannot load step {step}: the latest run has not saved the parts of ranks {listed(missing)}, which an "
                 "earlier run had saved. Has it saved the step to its end? allow_gaps=True loads what it saved, run=... the "
                 "parts of a run with a name."
             )
@@ -168,7 +168,3 @@ def _process_start_ns() -> int:
 
 PROCESS_START_NS = _process_start_ns()
 """A forked process keeps its parent's: it belongs to the same run, however late it was forked."""
-
-
-def _listed(values: Sequence[Any]) -> str:
-    return ", ".join(map(str, values[:8])) + (f", ... ({len(values)} in all)" if len(values) > 8 else "")
