@@ -78,19 +78,11 @@ class Decoder:
             result: what the engine returned, in any of the forms that the module's docstring lists.
             model: ModelRoutingInfo, or the Hugging Face config as a dict, object or path.
             token_ids: prompt and output, [S]; compared with what the result says, needed where it says nothing.
-            start: the token that the first row belongs to, as the request said it.
-            prompt_token_ids: the prompt alone, enough where the result has the ids of its output.
-            num_tokens: S, where the ids are not known at all.
+            start, prompt_token_ids, num_tokens, version, allow_surplus_rows, allow_constant_layers, weight_version,
+                sample_id: see `engines.DecodeOptions`.
             choice: the index of the choice to take of several.
-            version: the engine's release, for payloads that do not say it ("0.21" for arrays of that vLLM).
-            allow_surplus_rows: drop rows behind the last token instead of refusing them.
-            allow_constant_layers: believe a layer that sends all tokens to the same experts.
-            weight_version: of the weights that chose the routes, or your number for each name that the reply gives them.
-            sample_id: stored in the trace.
             allocate: where the memory of topk_indices comes from, such as `transport.TraceMemory().take`; None: new
                 memory.
-
-        `engines.DecodeOptions` says more about each.
 
         Returns:
             [S, MoE layers, topk] with sequence_lengths (S,), and token_ids and weight_version where known.

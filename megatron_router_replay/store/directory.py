@@ -88,9 +88,7 @@ class TraceStore:
             folder.mkdir(parents=True, exist_ok=True)
             sync(folder.parent)
             with new_file(folder) as temporary:
-                mode = temporary.stat().st_mode
                 write_trace(trace, temporary, saved_by=SavedBy.now(step=step, rank=rank, run=self.run))
-                temporary.chmod(mode)  # safetensors makes it readable for its owner only
                 sync(temporary)
                 if number is None:
                     path = _take_next_number(temporary, folder, rank)

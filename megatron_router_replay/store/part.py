@@ -121,6 +121,11 @@ class Runs:
         certain = not earlier or newest.run is not None or newest.world_size is not None
         return cls(latest=latest, earlier=earlier, certain=certain)
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of the latest run, 0 where it did not say."""
+        return max((part.saved_by.world_size or 0 for part in self.latest), default=0)
+
     def check(self, step: int) -> None:
         """Raise StoreError unless the latest run can be told from the earlier ones and has saved what they had."""
         if not self.certain:
@@ -130,8 +135,8 @@ class Runs:
                 f"process started that saved {listed(latest)}. Give all processes of a run the same "
                 "TraceStore(root, run=...), or prune the step and save it anew."
             )
-        world_size = max((part.saved_by.world_size or 0 for part in self.latest), default=0)
-        expected = {part.rank for part in self.earlier if not world_size or part.rank < world_size}
+        # A run that was resumed on fewer ranks has nothing to save for the others.
+        expected = {part.rank for part in self.earlier if not self.world_size or part.rank < self.world_size}
         missing = sorted(expected - {part.rank for part in self.latest})
         if missing:
             raise StoreError(
@@ -142,8 +147,7 @@ class Runs:
 
     def absent_ranks(self) -> list[int]:
         """Return the ranks of torch.distributed that saved nothing in the latest run."""
-        world_size = max((part.saved_by.world_size or 0 for part in self.latest), default=0)
-        return sorted(set(range(world_size)) - {part.rank for part in self.latest})
+        return sorted(set(range(self.world_size)) - {part.rank for part in self.latest})
 
 
 def distributed_rank() -> tuple[int, int | None]:

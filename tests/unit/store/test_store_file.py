@@ -353,7 +353,7 @@ def test_metadata_that_could_not_be_read_again_is_not_written(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_numbers": [4]}, r"no layer \[4\]; it has \[2, 3, 7\]"),
+        ({"layer_numbers": [4]}, r"no layer_number 4; there are \[2, 3, 7\]"),
         ({"rows": slice(0, 8)}, "it has 7 tokens"),
         ({"rows": slice(-1, None)}, "it has 7 tokens"),
         ({"rows": slice(0, 4, 2)}, "step 1"),
