@@ -56,6 +56,8 @@ def build_trace(
         else allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
     )
     mask = np.zeros(sum(lengths), np.bool_)
+    token_ids = _of_all("token ids", [sample.tokens.token_ids for sample in samples], samples)
+    sample_ids = _of_all("sample id", [sample.options.sample_id for sample in samples], samples)
     begin = 0
     for sample, length in zip(samples, lengths):
         rows = slice(begin, begin + length)
@@ -66,9 +68,9 @@ def build_trace(
         layer_numbers=model.moe_layer_numbers,
         num_experts=model.num_experts,
         replay_mask=torch.from_numpy(mask),
-        token_ids=_join_token_ids(samples),
+        token_ids=torch.from_numpy(np.concatenate(token_ids)) if token_ids else None,
         sequence_lengths=lengths,
-        sample_ids=_join_sample_ids(samples),
+        sample_ids=tuple(map(str, sample_ids)) if sample_ids else None,
         weight_version=_join_weight_versions(samples),
     )
 
@@ -158,16 +160,6 @@ def _segments(sample: SampleRows, end: int) -> Iterator[tuple[str, int, int]]:
         yield "prompt", start, min(border, end)
     if max(border, start) < end:
         yield "generation", max(border, start), end
-
-
-def _join_token_ids(samples: Sequence[SampleRows]) -> torch.Tensor | None:
-    known = _of_all("token ids", [sample.tokens.token_ids for sample in samples], samples)
-    return torch.from_numpy(np.concatenate(known)) if known else None
-
-
-def _join_sample_ids(samples: Sequence[SampleRows]) -> tuple[str, ...] | None:
-    names = _of_all("sample id", [sample.options.sample_id for sample in samples], samples)
-    return tuple(map(str, names)) if names else None
 
 
 def _join_weight_versions(samples: Sequence[SampleRows]) -> torch.Tensor | None:

@@ -38,9 +38,6 @@ def check_range(
     Args:
         values: [rows, layers, topk], any integer dtype; row 0 is token `first_row`.
         layer_numbers: of each entry of axis 1 (may be longer).
-
-    Raises:
-        PayloadError: names the first row and the layers at fault, and the likely cause.
     """
     fault = find_outside(values, num_experts=model.num_experts)
     if fault is None:
@@ -98,9 +95,6 @@ def check_constant_layers(
     Args:
         rows: [rows, moe layers, topk] of one part.
         token_ids: [rows] of the part, or None.
-
-    Raises:
-        PayloadError: names the layers.
     """
     if len(rows) < MIN_CONSTANT_TOKENS or model.topk == model.num_experts:
         return
@@ -118,11 +112,7 @@ def check_constant_layers(
 
 
 def check_lost_rows(rows: Array, *, name: str, first_row: int, model: ModelRoutingInfo, source: Source) -> None:
-    """Raise if a row of a topk = 1 model is 0 in every layer, where that is as good as impossible.
-
-    Raises:
-        PayloadError: names the rows.
-    """
+    """Raise if a row of a topk = 1 model is 0 in every layer, where that is as good as impossible."""
     if len(model.moe_layer_numbers) * math.log2(model.num_experts) < _LOST_ROW_BITS:
         return
     lost = np.flatnonzero(~rows.any(axis=(1, 2))) + first_row

@@ -63,7 +63,7 @@ def _source(label: str, field: str = "routing_indices") -> Source:
 
 
 def _of_response(response: Response) -> list[Reply]:
-    if response.is_stream:
+    if len(response.chunks) > 1:
         raise _source(f"the stream{response.name}", "moe_topk_indices").error(
             "the server does not stream routes: send the request without stream."
         )

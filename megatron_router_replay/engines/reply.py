@@ -150,9 +150,6 @@ def check_usage(
     Args:
         prompts, outputs, totals: of each choice, in the order of their indexes.
 
-    Raises:
-        PayloadError: names the count.
-
     Source: vLLM 0.30, SGLang 0.5.23 (captures of n = 2 and of two prompts): choices of one prompt are neighbours.
     """
     stated = {count.kind: count for count in usage.counts}

@@ -8,15 +8,18 @@ before that show in the number of its ids, by the rule of rows and by the counts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_router_replay.engines.payload import Source, short_repr
 from megatron_router_replay.engines.reply import first_known, get_field
 
 _MAX_CHOICES = 1 << 20
 """No request asks for so many; an index beyond it is damaged."""
+
+_Key = TypeVar("_Key")
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +33,6 @@ class Response:
 
     chunks: tuple[Any, ...]
     choices: tuple[tuple[Any, ...], ...]
-
-    @property
-    def is_stream(self) -> bool:
-        return len(self.chunks) > 1
 
     @property
     def name(self) -> str:
@@ -122,31 +121,48 @@ def _whole(item: Any, source: Source) -> Response:
     if not items:
         raise source.error("of the response are none.")
     indexes = _indexes(items, source)
-    return Response(chunks=(item,), choices=_placed({i: [items[at]] for at, i in enumerate(indexes)}, indexes, source))
+    choices = in_order(dict(zip(indexes, items)), indexes, source=source)
+    return Response(chunks=(item,), choices=tuple((choice,) for choice in choices))
 
 
 def _joined(chunks: Sequence[Any], source: Source) -> Response:
-    parts: dict[int, list[Any]] = {}
+    choices: list[tuple[int, Any]] = []
     for chunk in chunks:
         items = _items(chunk, source)
-        for index, item in zip(_indexes(items, source), items):
-            if parts.get(index) and not _is_unfinished(parts[index][-1]):
-                raise source.error(
-                    f"the stream has a chunk of index {index} behind the one that finished it: a chunk came twice, or "
-                    "replies that share a request id lie among the chunks. Decode each stream by itself."
-                )
-            parts.setdefault(index, []).append(item)
-    if not parts:
+        choices += zip(_indexes(items, source), items)
+    if not choices:
         raise source.error("of the stream are none.")
-    unfinished = [index for index, items in parts.items() if _is_unfinished(items[-1])]
+    parts = join_chunks(choices, is_unfinished=_is_unfinished, source=source)
+    return Response(chunks=tuple(chunks), choices=tuple(map(tuple, in_order(parts, list(parts), source=source))))
+
+
+def join_chunks(
+    chunks: Iterable[tuple[_Key, Any]], *, is_unfinished: Callable[[Any], bool], source: Source
+) -> dict[_Key, list[Any]]:
+    """Return the chunks of each stream, in order, from (stream, chunk) pairs in the order in which they came.
+
+    Raises:
+        PayloadError: a chunk came behind the one that finished its stream, or a stream is not finished.
+    """
+    streams: dict[_Key, list[Any]] = {}
+    for key, chunk in chunks:
+        stream = streams.setdefault(key, [])
+        if stream and not is_unfinished(stream[-1]):
+            raise source.error(
+                f"the stream has a chunk of index {short_repr(key)} behind the one that finished it: a chunk came twice, or "
+                "replies that share an id or index lie among the chunks. Decode each stream by itself."
+            )
+        stream.append(chunk)
+    unfinished = [key for key, stream in streams.items() if is_unfinished(stream[-1])]
     if unfinished:
-        raise source.error(f"the stream ends before index {unfinished} is finished: missing its last chunk.")
-    return Response(chunks=tuple(chunks), choices=_placed(parts, list(parts), source))
+        raise source.error(f"the stream ends before index {unfinished[:8]} is finished: missing its last chunk.")
+    return streams
 
 
-def _placed(parts: Mapping[int, list[Any]], indexes: Sequence[int], source: Source) -> tuple[tuple[Any, ...], ...]:
+def in_order(items: Mapping[int, _Item], indexes: Sequence[int], *, source: Source) -> list[_Item]:
+    """Return items by their index, or raise PayloadError unless `indexes` are each of 0..n-1 once."""
     if sorted(indexes) != list(range(len(indexes))):
         raise source.error(
-            f"have index {list(indexes)}, expected each of 0..{len(indexes) - 1} once: one is lost or there twice."
+            f"have index {list(indexes)[:8]}, expected each of 0..{len(indexes) - 1} once: one is lost or there twice."
         )
-    return tuple(tuple(parts[index]) for index in range(len(indexes)))
+    return [items[index] for index in range(len(indexes))]

@@ -30,7 +30,7 @@ from megatron_router_replay.engines.reply import (
     read_usage,
     says,
 )
-from megatron_router_replay.engines.responses import Response, find_responses, is_response
+from megatron_router_replay.engines.responses import Response, find_responses, in_order, is_response, join_chunks
 from megatron_router_replay.engines.rows import RowLayout, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.engines.weights import read_spans
@@ -106,36 +106,25 @@ class Runtime:
             type(index) is int and 0 <= index < len(items) for index in indexes
         ):
             raise source.error(f"have index {short_repr(indexes)}: all chunks of one request must have one, or none.")
-        streams: dict[Any, list[Mapping[str, Any]]] = {}
-        streamed = any(_is_unfinished(item) for item in items)
-        for position, (item, index) in enumerate(zip(items, indexes)):
-            request = get_field(item.get("meta_info"), "id")
-            key = index if index is not None else request if streamed and isinstance(request, str) else position
-            chunks = streams.setdefault(key, [])
-            if chunks and not _is_unfinished(chunks[-1]):
-                raise source.error(
-                    f"the stream of {short_repr(key)} has a chunk behind the one that finished it: a chunk came twice, or "
-                    "results that share an id or index lie among the chunks. Decode each stream by itself."
-                )
-            if chunks and get_field(chunks[-1].get("meta_info"), "id") != request:
-                raise source.error(f"index {index} is of several requests: decode each request by itself.")
-            chunks.append(item)
-        unfinished = [key for key, chunks in streams.items() if len(items) > 1 and _is_unfinished(chunks[-1])]
-        if unfinished:
-            raise source.error(f"the stream ends before {unfinished[:8]} is finished: missing its last chunk.")
+        if len(items) == 1:  # it may be the last chunk of a stream, or one that says nothing of its end
+            return [[items[0]]]
+        keys: list[Any] = indexes
         if indexes[0] is None:
-            return list(streams.values())
-        if sorted(streams) != list(range(len(streams))):
-            raise source.error(
-                f"have index {sorted(streams)[:8]}, expected each of 0..{len(streams) - 1}: one is lost."
-            )
-        return [streams[index] for index in range(len(streams))]
+            keys = list(range(len(items)))
+            # Whole results may share an id, which says nothing then.
+            if any(map(_is_unfinished, items)):
+                keys = [key if isinstance(key := _request(item), str) else i for i, item in enumerate(items)]
+        streams = join_chunks(zip(keys, items), is_unfinished=_is_unfinished, source=source)
+        for key, chunks in streams.items():
+            if any(_request(chunk) != _request(chunks[0]) for chunk in chunks):
+                raise source.error(f"index {key} is of several requests: decode each request by itself.")
+        return list(streams.values()) if indexes[0] is None else in_order(streams, list(streams), source=source)
 
     def _of_generate(self, chunks: Sequence[Mapping[str, Any]], position: int) -> Reply:
         """Return the reply of one result, or of the chunks of its stream."""
         last = chunks[-1]
         meta = last.get("meta_info")
-        request = get_field(meta, "id")
+        request = _request(last)
         source = self._source(
             f"sample {position}" + (f", request {short_repr(request)}" if isinstance(request, (str, int)) else "")
         )
@@ -229,6 +218,10 @@ def _is_unfinished(item: Mapping[str, Any]) -> bool:
     """Return whether a result says that it is not finished: it is a chunk of a stream."""
     meta = item.get("meta_info")
     return isinstance(meta, Mapping) and "finish_reason" in meta and meta["finish_reason"] is None
+
+
+def _request(item: Mapping[str, Any]) -> Any:
+    return get_field(item.get("meta_info"), "id")
 
 
 def _reason_type(reason: Any) -> Any:
