@@ -97,6 +97,7 @@ class _NamedAxes:
         return [name for name in self.axes if name not in ("batch", "")]
 
     def read(self, result: Any, *, batch: bool) -> list[Reply]:
+        # The caller's border is compared with his token ids as if a reply had stated it.
         counts: tuple[StatedCount, ...] = ()
         if self.num_prompt_tokens is not None:
             counts = (StatedCount(name="num_prompt_tokens", kind="prompt", value=self.num_prompt_tokens),)

@@ -123,6 +123,7 @@ def _copy_part(sample: SampleRows, part: Array, first_row: int, out: Array, mode
         target = out[first_row + begin : first_row + begin + len(block)]
         for layer_index, column, length in runs:
             values = block[:, column : column + length]
+            # One check of all layers is faster than one of each run, but needs the ids as they came.
             if not narrow:
                 # Checked before narrowing: a cast would wrap 300 to 44.
                 check_range(values, first_row + begin, model.moe_layer_numbers[layer_index:], sample.source, model)

@@ -93,6 +93,7 @@ class Decoder:
         """
         info = as_model_info(model)
         replies = self.read(result, batch=False)
+        # True would be choice 1.
         if choice is not None and (isinstance(choice, bool) or not 0 <= choice < len(replies)):
             raise PayloadError(f"{self.name}: choice={choice!r} of a response with {len(replies)} choices.")
         if choice is None and len(replies) != 1:
@@ -181,6 +182,7 @@ class Decoder:
         allocate: Allocate | None,
     ) -> RoutingTrace:
         """Return the trace of the replies that have options; the others only take part in their response's counts."""
+        # Before the tokens: a reply without routes has no ids either, most of the time, and to ask for those would mislead.
         for i in options:
             if not replies[i].has_routes and not replies[i].aborted:
                 raise self._missing(replies[i])
@@ -203,6 +205,7 @@ class Decoder:
     ) -> SampleRows:
         if options.version is not None and not self.reads_version:
             raise reply.source.error(f"version={options.version!r} means nothing here: the payload says what it is.")
+        # An aborted request that had generated tokens had routes for them: without these they are lost.
         aborted = reply.aborted and tokens.nothing_generated
         if not reply.has_routes and not aborted:
             raise self._missing(reply)
@@ -226,6 +229,7 @@ class Decoder:
 
 def _check_usages(replies: Sequence[Reply], tokens: Mapping[int, SampleTokens]) -> None:
     """Compare the counts of each response with several choices with its choices, also those that are not decoded."""
+    # The replies of one response share the object, and two responses may have equal ones.
     responses: dict[int, list[int]] = {}
     for i, reply in enumerate(replies):
         if reply.usage is not None:
@@ -266,5 +270,6 @@ def _per_sample(prompts: Any, num_samples: int) -> Sequence[Any] | None:
     values = _as_sequence("prompt_token_ids", prompts)
     if isinstance(values, (torch.Tensor, np.ndarray)):
         return [values] * num_samples if values.ndim == 1 else list(values)
+    # Arrays of no dimension have a length method as well, and are ids.
     flat = len(values) > 0 and not any(hasattr(value, "__len__") and getattr(value, "ndim", 1) for value in values)
     return [values] * num_samples if flat else values

@@ -68,6 +68,7 @@ def _of_response(response: Response) -> list[Reply]:
             "the server does not stream routes: send the request without stream."
         )
     source = _source("the response" + response.name, "moe_topk_indices")
+    # n choices of one prompt are counted as one prompt, and of several prompts only the largest is.
     counts, usage = read_usage(
         response.chunks[0], source=source, num_choices=len(response.choices), largest_prompt=True
     )
@@ -111,6 +112,7 @@ def _unwrapped(value: Any, source: Source) -> Any:
         )
     if not isinstance(content["dtype"], str) or content["dtype"] not in _DTYPES:
         raise source.error(f"is an ndarray of dtype {short_repr(content['dtype'])}, expected integers.")
+    # The dtype is a promise about the data: ids beyond it mean that the payload was put together by something else.
     array, limits = as_array(content["data"], source=source), np.iinfo(content["dtype"])
     if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
         raise source.error(f"holds ids that {content['dtype']}, its dtype, does not.")

@@ -166,7 +166,7 @@ def _record(line: Any, model: ModelRoutingInfo, source: Source) -> _Record | Non
         raise source.error(f"has a line of the block {short_repr(block)}, expected 'decoder' or 'mtp'.")
     where = f"step {numbers['step']}, layer {numbers['layer']}"
     indices = as_array(line["top_indices"], source=source)
-    if numbers["num_tokens"] == 0:
+    if numbers["num_tokens"] == 0:  # an empty list has one axis
         indices = np.zeros((0, model.topk), np.int32)
     if indices.shape != (numbers["num_tokens"], numbers["topk"]) and numbers["num_tokens"]:
         raise source.error(
@@ -202,10 +202,12 @@ def _layer_numbers(
             )
         return numbers
     every = list(model.moe_layer_numbers)
+    # A line without "block" (before 0.19) has Megatron's layer_number; later ones count from 0, over all layers or the MoE
+    # layers alone: either way a file of all MoE layers has them in the model's order.
     expected = [every] if names_layer_number else [[number - 1 for number in every], list(range(len(every)))]
     if list(layers) not in expected:
         raise source.error(
-            f"has the layers {list(layers)}, expected {' or '.join(map(str, expected[: 1 + (expected[0] != expected[-1])]))} "
+            f"has the layers {list(layers)}, expected {' or '.join(dict.fromkeys(map(str, expected)))} "
             f"for MoE layers {every}. A rank of a pipeline holds a part of them: name these (layer_numbers=..., --layers); "
             "chunks of an interleaved pipeline cannot be told apart."
         )
@@ -217,6 +219,7 @@ def _forwards(records: Sequence[_Record], layers: Sequence[int], source: Source)
     runs: list[list[_Record]] = []
     for record in records:
         last = runs[-1][-1] if runs else None
+        # Routers of one forward come in order, so a layer that is not behind the last one begins the next forward.
         if last is None or record.layer <= last.layer or record.step != last.step:
             runs.append([])
         runs[-1].append(record)

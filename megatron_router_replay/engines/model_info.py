@@ -75,6 +75,7 @@ class ModelRoutingInfo:
         """
         values = _load(config)
         model_type = values.get("model_type")
+        # A multimodal model's own type says nothing of its language model's layers.
         if model_type not in _FAMILIES and isinstance(values.get("text_config"), Mapping):
             values = values["text_config"]
             model_type = values.get("model_type")
@@ -168,6 +169,7 @@ def _agreed(config: Config, *names: str, optional: tuple[str, ...] = ()) -> int:
 
 def _num_layers(config: Config) -> int:
     num_layers = _integer(config, "num_hidden_layers")
+    # Lists of this length are made before ModelRoutingInfo checks it.
     if not 1 <= num_layers <= 65536:
         raise PayloadError(f"num_hidden_layers={num_layers} of the config must lie in 1..65536.")
     return num_layers
@@ -178,6 +180,13 @@ def _list(config: Config, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise PayloadError(f"the {config.get('model_type')} config has {name}={value!r}, expected a list.")
     return list(value)
+
+
+def _layer_indices(config: Config, name: str, num_layers: int) -> list[int]:
+    indices = _list(config, name)
+    if not all(type(i) is int and 0 <= i < num_layers for i in indices):
+        raise PayloadError(f"{name}={indices} of the config do not fit {num_layers} layers.")
+    return indices
 
 
 def _every_layer(config: Config) -> list[bool]:
@@ -192,12 +201,10 @@ def _every_layer(config: Config) -> list[bool]:
 
 def _sparse_step(config: Config) -> list[bool]:
     """Source: transformers 5.23, Qwen3MoeDecoderLayer.__init__."""
-    step, dense = _integer(config, "decoder_sparse_step"), set(_list(config, "mlp_only_layers"))
-    num_layers = _num_layers(config)
-    if step < 1 or not all(type(i) is int and 0 <= i < num_layers for i in dense):
-        raise PayloadError(
-            f"decoder_sparse_step={step}, mlp_only_layers={sorted(dense, key=str)} do not fit {num_layers} layers."
-        )
+    step, num_layers = _integer(config, "decoder_sparse_step"), _num_layers(config)
+    dense = _layer_indices(config, "mlp_only_layers", num_layers)
+    if step < 1:
+        raise PayloadError(f"decoder_sparse_step={step} must be 1 or more.")
     return [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
 
 
@@ -258,9 +265,7 @@ def _interleaved(config: Config) -> list[bool]:
     """Source: transformers 5.23, Llama4TextConfig.__post_init__."""
     num_layers = _num_layers(config)
     if config.get("moe_layers") is not None:
-        moe = set(_list(config, "moe_layers"))
-        if not all(type(i) is int and 0 <= i < num_layers for i in moe):
-            raise PayloadError(f"moe_layers={sorted(moe, key=str)} do not fit {num_layers} layers.")
+        moe = _layer_indices(config, "moe_layers", num_layers)
         return [i in moe for i in range(num_layers)]
     step = _integer(config, "interleave_moe_layer_step")
     if step < 1:

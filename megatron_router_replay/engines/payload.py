@@ -61,6 +61,7 @@ def short_repr(value: Any, length: int = 60) -> str:
 
 
 _NPY_MAGIC = b"\x93NUMPY\x01\x00"
+# As numpy.save writes it. Not evaluated as a literal, as numpy reads it: a deep one would end the process.
 _NPY_HEADER = re.compile(
     rb"\{'descr': '([<>|=][iu][1248])', 'fortran_order': (True|False), "
     rb"'shape': \(([0-9]{1,12}), ([0-9]{1,12}), ([0-9]{1,12})\), \} *\n"
@@ -74,6 +75,7 @@ def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes
     Raises:
         PayloadError: longer than `max_bytes` allows, or not base64.
     """
+    # Four characters hold three bytes.
     if len(text) > 4 * (max_bytes // 3 + 1):
         raise source.error(
             f"{len(text)} base64 characters, at most {4 * (max_bytes // 3 + 1)} can belong to these tokens. "
@@ -111,7 +113,9 @@ def parse_npy(raw: bytes, *, source: Source) -> Array:
         raise source.error(f"the .npy header {header[:120]!r} is not that of an integer array [rows, layers, topk].")
     dtype = np.dtype(match[1].decode())
     shape = tuple(int(size) for size in match.groups()[2:])
+    # Integers of python, which do not wrap: sizes of twelve digits may not come out as the right number of bytes.
     data_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
+    # One size of 0 would make any others agree with no data.
     if max(shape) > len(raw) and not data_bytes:
         raise source.error(f"the .npy header promises the impossible shape {list(shape)}.")
     if len(raw) - 10 - header_bytes != data_bytes:

@@ -137,6 +137,7 @@ def read_usage(
             f"usage.total_tokens={values['all']} is not usage.prompt_tokens={values['prompt']} + "
             f"usage.completion_tokens={values['output']}."
         )
+    # Of one choice each count is its own; of several only their sums can be compared.
     if num_choices == 1:
         return counts, None
     return (), Usage(source=source, counts=counts, largest_prompt=largest_prompt) if counts else None
@@ -174,6 +175,7 @@ def _prompt_sums(prompts: list[int], *, largest: bool) -> set[int]:
     """Return what a response may state of its prompts: n choices of each, for every n that their lengths allow."""
     if largest:
         return {max(prompts)}
+    # Nothing says whether four choices are of one prompt, two or four; choices of one prompt are neighbours.
     sums = set()
     for n in _divisors(len(prompts)):
         groups = [set(prompts[i : i + n]) for i in range(0, len(prompts), n)]

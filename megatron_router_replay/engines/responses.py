@@ -62,6 +62,7 @@ def find_responses(result: Any, *, engine: str) -> list[Response] | None:
         return [_whole(result, source)]
     if not isinstance(result, (list, tuple)) or not result or not all(is_response(item) for item in result):
         return None
+    # One chunk makes chunks of all: a whole response among them would be the last chunk of some stream.
     if not any(_is_chunk(item, source) for item in result):
         return [_whole(item, source) for item in result]
     streams: dict[Any, list[Any]] = {}
@@ -79,6 +80,7 @@ def check_bare_choices(items: Sequence[Any], *, engine: str) -> None:
     """Raise if a list of choices without their response could be one response's in another order."""
     indexes = [get_field(item, "index") for item in items]
     known = [index for index in indexes if isinstance(index, int)]
+    # In order they are taken as they stand. Indexes that repeat are of several responses, whose order only the caller knows.
     if len(set(known)) > 1 and len(set(known)) == len(known) and known != sorted(known):
         raise Source(engine=engine, field="the choices").error(
             f"have index {short_repr(indexes)} in this order, without their response: are they in order, or of several "
@@ -107,6 +109,7 @@ def _is_chunk(item: Any, source: Source) -> bool:
     items = _items(item, source)
     indexes = _indexes(items, source)
     unfinished = any(_is_unfinished(choice) for choice in items)
+    # The chunk with the usage has no choice, and vLLM's generate stream sends one choice at a time under its own index.
     return not items or unfinished or max(indexes) >= len(items) or str(get_field(item, "object")).endswith(".chunk")
 
 

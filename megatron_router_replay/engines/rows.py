@@ -110,6 +110,7 @@ def _check_num_rows(sample: SampleRows) -> None:
     if rows == expected or (rows == with_last and sample.may_have_last_row):
         return
     if rows == 0 and sample.may_be_empty:
+        # Memory for these rows follows from a number that the response states alone.
         if sample.tokens.token_ids is None and num_tokens > _MAX_COUNTED_TOKENS:
             raise source.error(f"claims {num_tokens} prompt tokens without ids or routes: pass token_ids.")
         return
@@ -145,7 +146,7 @@ def find_columns(
         columns, filler = layout.moe_columns, layout.filler_columns or ()
         expected = len(columns) + len(filler)
     else:
-        columns = tuple(number - 1 for number in numbers)
+        columns = tuple(number - 1 for number in numbers)  # layer_number counts from 1
         dense = set(range(model.num_layers)).difference(columns)
         filler = tuple(sorted(dense)) if layout.filler_columns is None else layout.filler_columns
         expected = model.num_layers

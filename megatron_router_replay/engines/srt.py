@@ -91,6 +91,7 @@ class Runtime:
             array = parse_int32(raw, source=source, num_columns=columns, topk=topk)
         else:
             array = as_array(value, source=source)
+            # What a caller decoded from base64 by himself has no shape.
             if array.ndim == 1 and array.size % (columns * topk) == 0:
                 array = array.reshape(-1, columns, topk)
         return RowLayout(parts=(array,), filler_columns=() if model.model_type in self.ids_on_dense_layers else None)
@@ -159,6 +160,7 @@ class Runtime:
         if len(lists) != len(ids):
             raise source.error("a chunk of the stream has no output_ids while others have: it is broken.")
         stated = [_completion_tokens(chunk, source) for chunk in chunks]
+        # Two forms, which only the stated counts tell apart: each chunk has all ids so far, or the new ones alone.
         sizes = [len(value) for value in lists]
         sums = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         if all(count in (None, size) for count, size in zip(stated, sizes)) and stated[-1] is not None:
@@ -176,6 +178,7 @@ class Runtime:
     def _of_openai(self, response: Response) -> list[Reply]:
         """Return the replies of a completions or chat response, or of the chunks of its stream."""
         num_choices = len(response.choices)
+        # A stream states its usage in the last chunk, or in none.
         counted = next((c for c in reversed(response.chunks) if get_field(c, "usage") is not None), None)
         source = self._source("the response" + response.name)
         counts, usage = read_usage(counted, source=source, num_choices=num_choices)
@@ -190,6 +193,7 @@ class Runtime:
                 "the others are lost. Use /generate for n > 1 and for several prompts."
             )
         metadata = first_known(*(get_field(c, "metadata") for c in reversed(response.chunks)))
+        # One metadata for the whole response: of several choices it cannot say whose tokens its spans are.
         spans = read_spans(get_field(metadata, "weight_versions"), source=source) if num_choices == 1 else ()
         name = get_field(metadata, "weight_version") if num_choices == 1 else None
         replies = []

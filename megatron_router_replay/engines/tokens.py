@@ -43,6 +43,7 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
     """
     source = reply.source
     prompt, output, ids = _token_ids(reply, options)
+    # Ids come first: of two counts that differ, a message then calls the stated one wrong.
     counts: list[StatedCount] = []
     if ids is not None:
         counts.append(StatedCount(name="the token ids", kind="all", value=len(ids)))

@@ -74,6 +74,7 @@ def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: 
 
 
 def _indices(seen: Any, layer_number: int, source: Source) -> Array:
+    # A list is of several forwards, as `generate` with a cache makes them; nested lists of ids are one forward.
     if isinstance(seen, Sequence) and not isinstance(seen, (str, bytes)) and len(seen) and _is_output(seen[0]):
         parts = [_indices(item, layer_number, source) for item in seen]
         if len({part.shape[1] for part in parts}) > 1:

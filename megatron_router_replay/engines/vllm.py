@@ -83,6 +83,7 @@ def _numbered(results: list[list[Reply]]) -> list[Reply]:
 
 
 def _of_response(response: Response) -> list[Reply]:
+    # A stream states its usage in the last chunk, or in none.
     counted = next((c for c in reversed(response.chunks) if get_field(c, "usage") is not None), None)
     source = Source(engine=_ENGINE, field="the response", sample=response.name.removeprefix(" of "))
     counts, usage = read_usage(counted, source=source, num_choices=len(response.choices))
@@ -99,6 +100,7 @@ def _of_choice(parts: Sequence[Any], response: Response | None, index: int) -> R
     source = Source(engine=_ENGINE, field="routed_experts", sample=label)
     if any(get_field(part, "routed_experts") is not None for part in parts[:-1]):
         raise source.error("two chunks of the stream carry routes, expected only the last one.")
+    # The last chunk has the spans of all the output. Those of a response with several choices could be of any of them.
     holders = (*reversed(parts), *(reversed(chunks) if alone else ()))
     spans = read_spans(first_known(*(get_field(item, "weight_versions") for item in holders)), source=source)
     return Reply(
@@ -130,7 +132,7 @@ def _prove_prompts(replies: list[Reply]) -> list[Reply]:
     if len(replies) == 1 or all(reply.prompt_routed_experts is None for reply in replies):
         return replies
     if any(reply.prompt_token_ids is None for reply in replies):
-        # n samples of one prompt look like one sample of n prompts.
+        # n samples of one prompt look like one sample of each of n prompts.
         return [replace(reply, prompt_is_proven=False) for reply in replies]
     prompts = [as_token_ids(reply.prompt_token_ids, source=reply.source) for reply in replies]
     return [
@@ -144,6 +146,8 @@ def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: 
     rows = _read_rows(reply.routed_experts, reply.source, model, tokens, options)
     if options.version is not None and options.version.split(".")[:2] == ["0", "21"]:
         return _compact_layout((rows,), model)
+    # Only the caller knows that an array is of vLLM 0.21: with a column for each layer it looks like one of a later release,
+    # whose columns are of other layers.
     if rows.ndim == 3 and rows.shape[0] and rows.shape[1] == len(model.moe_layer_numbers) != model.num_layers:
         raise reply.source.error(
             f"has {rows.shape[1]} layers, as many as the model has MoE layers, not all {model.num_layers}: vLLM 0.21 "
@@ -173,6 +177,7 @@ def _split_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, opt
     parts = [prompt]
     if reply.routed_experts is not None:
         parts.append(_read_rows(reply.routed_experts, reply.source, model, tokens, options))
+    # No rows may have any shape: an empty list has none.
     parts = [part for part in parts if part.shape[0]]
     if len({part.shape[1:] for part in parts}) > 1:
         raise source.error(f"prompt and generation differ in shape: {[list(part.shape) for part in parts]}.")

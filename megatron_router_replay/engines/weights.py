@@ -81,9 +81,12 @@ def stamp_versions(
     if not numbers:
         return None
     num_output = spans[-1].end if spans else 0
-    if len(names) == 1 or num_output == 0 or num_prompt_tokens is None:
+    if len(names) == 1 or num_output == 0:
         return _filled(num_tokens, numbers[names[0]], source)
+    assert num_prompt_tokens is not None, "spans state the output, and how many tokens there are is known"
     by_output = np.concatenate([_filled(span.end - span.start, numbers[span.version], source) for span in spans])
+    # Row i sampled output token i - (P - 1). Rows before it are of the prefill, which sampled output token 0 (the same
+    # weights), and the last row was never forwarded: both take the nearest version.
     sampled = np.arange(num_tokens) - (num_prompt_tokens - 1)
     stamped: Array = by_output[np.clip(sampled, 0, num_output - 1)]
     return stamped
