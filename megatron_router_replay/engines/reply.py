@@ -190,7 +190,7 @@ def _divisors(number: int) -> list[int]:
 
 def _agree(usage: Usage, count: StatedCount, right: set[int]) -> None:
     if count.value not in right:
-        counted = " or ".join(map(str, sorted(right))) or "no whole number of prompts"
+        counted = " or ".join(map(str, sorted(right)))
         raise usage.source.error(
             f"{count.name}={count.value}, but the tokens of its choices make {counted}: these are not the tokens that the "
             "engine counted. Is a choice or part of one lost, or a BOS token?"
