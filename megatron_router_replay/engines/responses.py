@@ -62,7 +62,7 @@ def find_responses(result: Any, *, engine: str) -> list[Response] | None:
         return [_whole(result, source)]
     if not isinstance(result, (list, tuple)) or not result or not all(is_response(item) for item in result):
         return None
-    # One chunk makes chunks of all: only its id tells whether a finished reply among them is whole or some stream's last chunk.
+    # One chunk makes chunks of all: whether a finished reply among them is whole or the last chunk of a stream, its id tells.
     if not any(_is_chunk(item, source) for item in result):
         return [_whole(item, source) for item in result]
     streams: dict[Any, list[Any]] = {}
