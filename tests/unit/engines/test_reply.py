@@ -1,13 +1,19 @@
 """Counts that a response states of all its choices together: what they may be, and what they may not."""
 
+from collections import UserDict
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from megatron_router_replay.engines.payload import Source
 from megatron_router_replay.engines.reply import (
+    Reply,
     StatedCount,
     Usage,
     check_usage,
+    first_known,
+    get_field,
     is_count,
     read_counts,
     read_usage,
@@ -114,6 +120,26 @@ def test_what_counts_something():
     with pytest.raises(PayloadError, match=r"usage\.n is -1"):
         read_counts({"n": -1}, {"n": "all"}, prefix="usage", source=SOURCE)
     assert read_counts({"n": None}, {"n": "all", "m": "all"}, prefix="usage", source=SOURCE) == ()
+
+
+def test_a_reply_has_routes_if_either_of_its_arrays_is_there():
+    assert not Reply(source=SOURCE, routed_experts=None).has_routes
+    assert Reply(source=SOURCE, routed_experts=[]).has_routes
+    assert Reply(source=SOURCE, routed_experts=None, prompt_routed_experts=[]).has_routes
+    plain = Reply(source=SOURCE, routed_experts=None)
+    assert (plain.prompt_is_proven, plain.aborted, Usage(source=SOURCE, counts=()).largest_prompt) == (
+        True,
+        False,
+        False,
+    )
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, lambda fields: SimpleNamespace(**fields)])
+def test_fields_are_read_of_json_and_of_objects(kind):
+    assert get_field(kind({"index": 0}), "index") == 0
+    assert get_field(kind({"index": 0}), "other") is None
+    assert first_known(None, 0, 1) == 0
+    assert first_known(None, None) is None
 
 
 def test_a_field_that_holds_an_array_says_no_word():

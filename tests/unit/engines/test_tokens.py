@@ -117,6 +117,7 @@ def test_ids_are_copies_of_what_was_given():
 
 def test_an_empty_prompt_or_output_is_known():
     assert resolve({}, prompt_token_ids=[], output_token_ids=OUTPUT).num_prompt_tokens == 0
+    assert resolve({"token_ids": OUTPUT}, output_token_ids=OUTPUT).num_prompt_tokens == 0
     nothing = resolve({}, prompt_token_ids=PROMPT, output_token_ids=[])
     assert nothing.nothing_generated
     assert nothing.token_ids.tolist() == PROMPT
