@@ -113,6 +113,7 @@ class RoutingTrace:
             sample_ids=as_sample_ids(self.sample_ids, lengths),
             **per_token,
         )
+        # The class is frozen, for its callers and for itself.
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -135,6 +136,7 @@ class RoutingTrace:
 
         All values are as a checked trace stores them.
         """
+        # Neither __init__ nor __post_init__ runs: those copy, and read every id once more.
         trace = object.__new__(cls)
         values = locals()
         for name in _FIELDS:
@@ -223,6 +225,7 @@ class RoutingTrace:
             raise TraceError(
                 f"cannot renumber layers {list(self.layer_numbers)} to {new}: two layers would share a number."
             )
+        # Layers stand in the order of their numbers, whatever the mapping does to that.
         order = sorted(range(len(new)), key=new.__getitem__)
         numbers = as_layer_numbers([new[i] for i in order], self.num_layers)
         return self._with(topk_indices=self.topk_indices[:, as_slice(order)], layer_numbers=numbers)
@@ -305,6 +308,7 @@ class RoutingTrace:
         index = as_integer_tensor("rows", rows).to(device=self.device, dtype=torch.int64)
         if index.dim() != 1:
             raise TraceError(f"rows must be one-dimensional, got shape {list(index.shape)}.")
+        # A -1 would take the last row, silently.
         if index.numel() and not (0 <= int(index.min()) and int(index.max()) < self.num_tokens):
             raise TraceError(
                 f"cannot gather rows {int(index.min())}..{int(index.max())} of a trace of {self.num_tokens} tokens: "

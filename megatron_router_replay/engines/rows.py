@@ -88,7 +88,7 @@ def check_rows(sample: SampleRows, model: ModelRoutingInfo) -> None:
             cause = (
                 f"The {shared} more are the shared experts, which are not routed: have the engine send the routed "
                 "experts only."
-                if shared > 0 and shared == model.num_shared_experts
+                if shared == model.num_shared_experts
                 else "Is this the config of the served model? Are shared experts appended?"
             )
             raise source.error(f"has {part.shape[2]} experts a token, the model's topk is {model.topk}. {cause}")
