@@ -103,9 +103,10 @@ class RoutingSegments:
             if "weight_version" in self._rows:
                 self._rows["weight_version"][old:start] = -1
         # The first generation wins: of rows that both have, only those without a route so far take the new one.
-        taken = (new["replay_mask"][:shared] & ~self._rows["replay_mask"][start : start + shared]).nonzero()[:, 0]
+        rows = (new["replay_mask"][:shared] & ~self._rows["replay_mask"][start : start + shared]).nonzero()[:, 0]
+        tokens = start + rows
         for name, values in self._rows.items():
-            values[start + taken] = new[name][taken]
+            values[tokens] = new[name][rows]
             values[start + shared : end] = new[name][shared:]
         self._length = max(end, old)
         missing = (~self._rows["replay_mask"][self._next_start : self._length]).nonzero()

@@ -87,6 +87,10 @@ def test_memory_comes_from_whoever_is_asked_for_it():
     assert sizes == [3 * 2 * 2]
     assert memory[:8].tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
     assert trace.topk_indices.data_ptr() == memory.ctypes.data
+    wide = ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 3), num_experts=257, topk=2)
+    build_trace([sample(rows(0, 1))], model=wide, allocate=lambda size: sizes.append(size) or memory[:size])
+    assert sizes[1] == 2 * sizes[0]
+    assert memory[:8].view(np.int16).tolist() == [0, 1, 2, 3]
 
 
 def test_surplus_rows_are_dropped_and_so_is_padding_of_the_last_token():
