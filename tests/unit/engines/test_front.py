@@ -106,7 +106,9 @@ def test_a_choice_that_is_not_there(choice):
         }
         for i in range(2)
     ]
-    assert len(engines.vllm.decode({"choices": choices}, model=MODEL, choice=1)) == S
+    choices[1]["token_ids"] = IDS[4:8]
+    for number, last in ((0, IDS[8]), (1, IDS[7])):
+        assert engines.vllm.decode({"choices": choices}, model=MODEL, choice=number).token_ids[-1] == last
     with pytest.raises(PayloadError, match="choice="):
         engines.vllm.decode({"choices": choices}, model=MODEL, choice=choice)
     with pytest.raises(PayloadError, match="holds 2 choices"):
@@ -189,3 +191,14 @@ def test_of_a_prompt_alone_the_last_row_is_a_route_where_it_is_sent(rows):
     trace = engines.vllm.decode({"choices": [reply]}, model=MODEL)
     assert trace.replay_mask.tolist() == [True] * rows + [False] * (5 - rows)
     assert trace.topk_indices[:rows].tolist() == ROWS[:rows].tolist()
+
+
+@pytest.mark.parametrize("engine", ENGINES[:-1])
+def test_a_list_of_the_rows_of_one_sample_is_one_array(engine):
+    trace = getattr(engines, engine).decode(list(ROWS), model=MODEL, token_ids=IDS)
+    assert trace.topk_indices[:-1].tolist() == ROWS.tolist()
+
+
+def test_what_is_asked_for_first_is_the_routes():
+    with pytest.raises(PayloadError, match="missing, though the model has MoE layers"):
+        engines.vllm.decode({"choices": [{"index": 0, "finish_reason": "stop"}]}, model=MODEL)
