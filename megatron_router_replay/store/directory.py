@@ -142,7 +142,7 @@ class TraceStore:
             raise _ReplacedError(f"cannot load {part.path}: it was replaced since it was listed. List the step again.")
         with naming(part.path, "load"):
             trace = read_trace(reader, layer_numbers=layer_numbers, rows=rows)
-        return trace if torch.device(device) == trace.device else trace.to(device)
+        return trace.to(device)
 
     def load_step(
         self, step: int, *, allow_gaps: bool = False, run: str | None = None, device: torch.device | str = "cpu"

@@ -66,7 +66,7 @@ def load_trace(
     path = Path(path)
     with naming(path, "load"):
         trace = read_trace(Reader.open(path), layer_numbers=layer_numbers, rows=rows)
-    return trace if torch.device(device) == trace.device else trace.to(device)
+    return trace.to(device)
 
 
 def read_trace(reader: Reader, *, layer_numbers: Sequence[int] | None, rows: slice | None) -> RoutingTrace:
