@@ -127,7 +127,7 @@ def parse_npy(raw: bytes, *, source: Source) -> Array:
     return flat.reshape(shape, order="F" if match[2] == b"True" else "C")
 
 
-def parse_int32(raw: bytes, *, source: Source, num_columns: int, topk: int, hint: str = "") -> Array:
+def parse_int32(raw: bytes, *, source: Source, num_columns: int, topk: int) -> Array:
     """Return raw little-endian int32 as [rows, num_columns, topk], a read-only view.
 
     Raises:
@@ -137,7 +137,7 @@ def parse_int32(raw: bytes, *, source: Source, num_columns: int, topk: int, hint
     if len(raw) % row_bytes:
         raise source.error(
             f"{len(raw)} bytes are {len(raw) / row_bytes:.3f} rows of {num_columns} layers x top-{topk} int32. "
-            f"Is the model's config the served one?{hint}"
+            "Is the model's config the served one?"
         )
     return np.frombuffer(raw, np.dtype("<i4")).reshape(-1, num_columns, topk)
 
@@ -158,7 +158,7 @@ def as_array(value: Any, *, source: Source) -> Array:
         return np.asarray(value.numpy())
     if isinstance(value, (list, tuple)):
         return _from_lists(value, source)
-    if isinstance(value, np.ndarray) or hasattr(value, "__array__"):
+    if hasattr(value, "__array__"):
         converted: Array = np.asarray(value)
         if converted.dtype.kind not in "iu":
             raise source.error(f"must hold integers, got {converted.dtype}.")
@@ -174,7 +174,7 @@ def as_token_ids(value: Any, *, source: Source) -> Array:
     """
     if isinstance(value, (str, bytes, Mapping)):
         raise source.error(f"token ids must be integers, got {type(value).__name__}.")
-    if not isinstance(value, (list, tuple, torch.Tensor, np.ndarray)) and not hasattr(value, "__array__"):
+    if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
         try:
             value = list(value)
         except TypeError:

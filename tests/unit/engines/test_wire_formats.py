@@ -191,10 +191,21 @@ def test_int32_is_a_whole_number_of_rows():
     array = parse_int32(raw, source=SOURCE, num_columns=3, topk=2)
     assert array.tolist() == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]]
     for size in (4, 23, 25, 36):
-        with pytest.raises(
-            PayloadError, match=rf"{size} bytes are {size / 24:.3f} rows of 3 layers x top-2 int32.*hint"
-        ):
-            parse_int32(bytes(size), source=SOURCE, num_columns=3, topk=2, hint=" hint")
+        with pytest.raises(PayloadError, match=rf"{size} bytes are {size / 24:.3f} rows of 3 layers x top-2 int32"):
+            parse_int32(bytes(size), source=SOURCE, num_columns=3, topk=2)
+
+
+class LikeAnArray:
+    def __array__(self, dtype=None, copy=None):
+        return np.array([[[3, 1]]])
+
+
+def test_what_makes_an_array_of_itself_is_one():
+    assert as_array(LikeAnArray(), source=SOURCE).tolist() == [[[3, 1]]]
+    with pytest.raises(PayloadError, match=r"one-dimensional, got shape \[1, 1, 2\]"):
+        as_token_ids(LikeAnArray(), source=SOURCE)
+    with pytest.raises(PayloadError, match="token ids must be integers, got int"):
+        as_token_ids(5, source=SOURCE)
 
 
 @pytest.mark.parametrize("value", [-(2**31), -1, 0, 2**31 - 1])
