@@ -235,7 +235,7 @@ def test_no_token_ids_are_an_empty_list_of_int32():
 
 @pytest.mark.parametrize(
     ("value", "shape"),
-    [([], (0, 0, 0)), ([[], []], (2, 0)), ([[[]]], (1, 1, 0)), ([(1, 2)], (1, 2)), ([[[1], [2]]], (1, 2, 1))],
+    [([], (0, 0, 0)), ([[], []], (2, 0)), ([[[]]], (1, 1, 0)), ([(1, 2), [3, 4]], (2, 2)), ([[[1], [2]]], (1, 2, 1))],
 )
 def test_lists_have_the_shape_that_they_are_nested_in(value, shape):
     array = as_array(value, source=SOURCE)
