@@ -155,6 +155,12 @@ def test_one_prompt_is_of_all_samples_and_a_list_of_prompts_is_one_each(form):
             engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=form(wrong))
 
 
+def test_a_prompt_of_one_token_is_one_prompt():
+    for prompt in (IDS[:1], np.array(IDS[:1]), [IDS[:1], IDS[:1]]):
+        trace = engines.vllm.decode_batch([ROWS, ROWS], model=MODEL, token_ids=[IDS, IDS], prompt_token_ids=prompt)
+        assert len(trace) == 2 * S
+
+
 @pytest.mark.parametrize("prompts", [[], [IDS[:5]], [IDS[:5]] * 3, np.zeros((3, 2), np.int64)])
 def test_another_number_of_prompts_is_refused(prompts):
     with pytest.raises(PayloadError, match=f"{len(prompts)} prompt_token_ids for 2 choices"):
