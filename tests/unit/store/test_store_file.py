@@ -172,6 +172,7 @@ def test_any_slice_is_the_slice_of_the_whole(tmp_path, start, stop):
     path = save_trace(trace, tmp_path / "x")
     assert_same(load_trace(path, rows=slice(start, stop)), trace.slice_rows(start, stop))
     assert_same(load_trace(path, rows=slice(start, None)), trace.slice_rows(start, 9000))
+    assert_same(load_trace(path, rows=slice(None, stop)), trace.slice_rows(0, stop))
 
 
 def test_a_slice_is_proven_without_the_rest(tmp_path):
