@@ -32,34 +32,6 @@ __version__ = "0.2.0"
 # A library says nothing until the program sets logging up, not even warnings (logging would print those by itself).
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
-_LAZY = {
-    "RouterReplay": "router_replay",
-    "RouterReplayAction": "router_replay",
-    "RoutingTrace": "trace",
-    "attach": "mcore",
-    "capture": "capture",
-    "close_sessions": "mcore",
-    "concat_traces": "trace",
-    "diagnostics": "diagnostics",
-    "diff_traces": "diagnostics",
-    "engines": "engines",
-    "explain": "mcore",
-    "freeze_recompute": "mcore",
-    "install": "mcore",
-    "layout": "layout",
-    "load_trace": "store",
-    "mcore": "mcore",
-    "merge_traces": "merge",
-    "record": "mcore",
-    "replay": "mcore",
-    "save_trace": "store",
-    "store": "store",
-    "trainers": "trainers",
-    "transport": "transport",
-    "uninstall": "mcore",
-}
-"""Public name -> the module that has it, or that it is."""
-
 __all__ = [
     "RouterReplay",
     "RouterReplayAction",
@@ -88,4 +60,25 @@ __all__ = [
     "uninstall",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _LAZY, also=("RouterReplayError", "__version__"))
+_MODULES = {
+    "RouterReplay": "router_replay",
+    "RouterReplayAction": "router_replay",
+    "RoutingTrace": "trace",
+    "attach": "mcore",
+    "close_sessions": "mcore",
+    "concat_traces": "trace",
+    "diff_traces": "diagnostics",
+    "explain": "mcore",
+    "freeze_recompute": "mcore",
+    "install": "mcore",
+    "load_trace": "store",
+    "merge_traces": "merge",
+    "record": "mcore",
+    "replay": "mcore",
+    "save_trace": "store",
+    "uninstall": "mcore",
+}
+"""Public name -> the module that has it; every other public name is a module itself."""
+
+# RouterReplayError, imported above, is never asked for here.
+__getattr__, __dir__ = lazy_names(__name__, {name: _MODULES.get(name, name) for name in __all__}, also=("__version__",))

@@ -1,5 +1,13 @@
 """The errors of the package: each says what was attempted, the values seen and what to do."""
 
+from collections.abc import Sequence
+from typing import Any
+
+
+def listed(values: Sequence[Any]) -> str:
+    """Return values for a message: at most eight of them, and how many there are."""
+    return ", ".join(map(str, values[:8])) + (f", ... ({len(values)} in all)" if len(values) > 8 else "")
+
 
 class RouterReplayError(Exception):
     """Base of every error that this package raises on purpose."""

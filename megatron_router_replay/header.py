@@ -7,7 +7,7 @@ the trace can be laid out before a byte of it has come. Files, envelopes and tra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -109,7 +109,8 @@ class TraceFormat:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values that `json.dumps` takes."""
-        return {name: getattr(self, name) for name in _FORMAT_FIELDS}
+        # Not those of a subclass: a TraceHeader asks for its format alone by this very function.
+        return {field.name: getattr(self, field.name) for field in fields(TraceFormat)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TraceFormat:
@@ -126,9 +127,6 @@ class TraceFormat:
             has_token_ids=_as_bool("has_token_ids", values.get("has_token_ids")),
             has_weight_version=_as_bool("has_weight_version", values.get("has_weight_version")),
         )
-
-
-_FORMAT_FIELDS = ("layer_numbers", "topk", "num_experts", "has_token_ids", "has_weight_version")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,12 +178,7 @@ class TraceHeader(TraceFormat):
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values that `json.dumps` takes."""
-        return {
-            **TraceFormat.to_json(self),
-            "num_tokens": self.num_tokens,
-            "sequence_lengths": self.sequence_lengths,
-            "sample_ids": self.sample_ids,
-        }
+        return {field.name: getattr(self, field.name) for field in fields(TraceHeader)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TraceHeader:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_router_replay.errors import TraceError
+from megatron_router_replay.errors import TraceError, listed
 
 MAX_EXPERTS = 32768
 """What int16 holds."""
@@ -72,13 +72,20 @@ class InvalidRoutes:
         """
         row, layer = (int(i) for i in np.argwhere(self.invalid)[0])
         layers = [layer_numbers[i] for i in np.flatnonzero(self.invalid.any(axis=0)).tolist()]
-        listed = str(layers) if len(layers) <= 8 else f"{str(layers[:8])[:-1]}, ... {len(layers)} in all]"
         outside = f"an id lies outside 0..{self.num_experts - 1}"
         problem = "an expert is named twice" if self.cause == "repeated" else outside
         return (
             f"row {first_row + row}, layer {layer_numbers[layer]} of topk_indices is {self.rows[row, layer].tolist()}: "
-            f"{problem} ({int(self.invalid.sum())} such routes in layers {listed})."
+            f"{problem} ({int(self.invalid.sum())} such routes in layers [{listed(layers)}])."
         )
+
+
+def find_outside(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidRoutes | None:
+    """Return the routes of rows [rows, layers, topk], any integer dtype, with an id that is no expert's; None if none is."""
+    if not rows.size or (int(rows.min()) >= 0 and int(rows.max()) < num_experts):
+        return None
+    outside = np.asarray(((rows < 0) | (rows >= num_experts)).any(axis=2))
+    return InvalidRoutes(cause="outside", rows=rows, invalid=outside, num_experts=num_experts)
 
 
 def find_invalid_routes(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidRoutes | None:
@@ -87,11 +94,9 @@ def find_invalid_routes(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidR
     Args:
         rows: [rows, layers, topk], any integer dtype; a block that fits the cache, since it is read several times.
     """
-    if not rows.size:
-        return None
-    if int(rows.min()) < 0 or int(rows.max()) >= num_experts:
-        outside = np.asarray(((rows < 0) | (rows >= num_experts)).any(axis=2))
-        return InvalidRoutes(cause="outside", rows=rows, invalid=outside, num_experts=num_experts)
+    outside = find_outside(rows, num_experts=num_experts)
+    if outside is not None or not rows.size:
+        return outside
     # Every id is an expert's, so the narrow dtype holds it; comparing fewer bytes is faster.
     narrow = rows.astype(np.uint8 if num_experts <= 256 else np.int16, copy=False)
     if has_repeats(narrow):

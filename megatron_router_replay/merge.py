@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_router_replay.errors import TraceError
+from megatron_router_replay.errors import TraceError, listed
 from megatron_router_replay.ids import index_dtype, spread_experts
 from megatron_router_replay.left_live import check_nothing_left_out
 from megatron_router_replay.runs import as_slice
@@ -56,19 +56,22 @@ def merge_traces(
     num_layers, topk, device = len(layer_numbers), first.topk, parts[0].device
     indices = torch.empty((num_tokens, num_layers, topk), dtype=index_dtype(first.num_experts), device=device)
     mask = torch.zeros(num_tokens, dtype=torch.bool, device=device)
-    known = _known_rows(parts, num_tokens)
-    gaps = _Gaps(layer_numbers)
+    in_some = torch.zeros_like(mask)
+    missing = torch.zeros(num_layers, dtype=torch.int64, device=device)
     step = max(1, _BLOCK_BYTES // max(1, num_layers * topk * indices.element_size()))
     for start in range(0, num_tokens, step):
         rows = slice(start, min(start + step, num_tokens))
         seen = _merge_rows(parts, names, layer_numbers, rows, indices[rows])
+        # Of no layers at all (stages without MoE layers alone), all() would be True.
         mask[rows] = seen.all(dim=1) & seen.any(dim=1)
-        gaps.add(seen, known[rows], start)
+        in_some[rows] = seen.any(dim=1) & ~mask[rows]
+        missing += (~seen & in_some[rows].unsqueeze(1)).sum(dim=0)
         unused = (~mask[rows]).nonzero()[:, 0]
         filler = spread_experts(start, rows.stop - start, topk=topk, num_experts=first.num_experts).to(device)
         indices[rows][unused] = filler[unused].unsqueeze(1)
-    if not allow_gaps:
-        gaps.check(parts, names, num_tokens)
+    if not allow_gaps and num_layers:
+        unknown = ~mask & ~in_some & ~_known_rows(parts, num_tokens)
+        _check_no_gaps(parts, names, in_some, dict(zip(layer_numbers, missing.tolist())), unknown)
     lengths, sample_ids = _merge_samples(parts, num_tokens)
     return RoutingTrace.from_checked(
         topk_indices=indices,
@@ -172,61 +175,33 @@ def _check_equal(
         )
 
 
-class _Gaps:
-    """Counts rows that some layers have and others lack, and rows that no part knows."""
+def _check_no_gaps(
+    parts: Sequence[RoutingTrace],
+    names: Sequence[str],
+    in_some: Tensor,
+    missing_by_layer: dict[int, int],
+    unknown: Tensor,
+) -> None:
+    """Raise if a row has routes in some layers only, or is known to no part.
 
-    def __init__(self, layer_numbers: tuple[int, ...]) -> None:
-        self.layer_numbers = layer_numbers
-        self.in_some_layers = _Rows()
-        self.unknown = _Rows()
-        self.missing = [0] * len(layer_numbers)
-
-    def add(self, seen: Tensor, known: Tensor, start: int) -> None:
-        """Count rows start, start + 1, ...; seen [rows, num_layers] and known [rows], bool."""
-        if not self.layer_numbers:
-            return  # stages without MoE layers alone: there is nothing that could be missing
-        gap = seen.any(dim=1) & ~seen.all(dim=1)
-        if self.in_some_layers.add(gap, start):
-            missing = (~seen & gap.unsqueeze(1)).sum(dim=0).tolist()
-            self.missing = [a + b for a, b in zip(self.missing, missing)]
-        self.unknown.add(~seen.any(dim=1) & ~known, start)
-
-    def check(self, parts: Sequence[RoutingTrace], names: Sequence[str], num_tokens: int) -> None:
-        """Raise TraceError if a row is missing."""
-        if self.in_some_layers.count:
-            layers = {number: count for number, count in zip(self.layer_numbers, self.missing) if count}
-            having = [names[i] for i, part in enumerate(parts) if not layers.keys().isdisjoint(part.layer_numbers)]
-            raise TraceError(
-                f"{self.in_some_layers.count} rows were recorded in some layers and not in others; rows missing by layer: "
-                f"{layers}; the first such rows are {self.in_some_layers.first}. Parts with these layers: "
-                f"{_listed(having)}; is one of them incomplete, or another missing? allow_gaps=True drops their routes."
-            )
-        if self.unknown.count:
-            raise TraceError(
-                f"{self.unknown.count} of {num_tokens} rows are in no part, neither with a route nor with a token id; the "
-                f"first are {self.unknown.first}. There are {_listed(names)}; is another missing? allow_gaps=True leaves "
-                "these rows to the live router."
-            )
-
-
-class _Rows:
-    """A number of rows and the first of them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.first: list[int] = []
-
-    def add(self, chosen: Tensor, start: int) -> int:
-        """Count the rows start + i where chosen[i] is True, and return how many they are."""
-        count = int(chosen.sum())
-        self.count += count
-        if count and len(self.first) < 8:
-            self.first += (chosen.nonzero()[: 8 - len(self.first), 0] + start).tolist()
-        return count
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+    Args:
+        in_some, unknown: [num_tokens] bool, True: such a row.
+        missing_by_layer: by layer number, how many rows of `in_some` have no route in this layer.
+    """
+    if bool(in_some.any()):
+        layers = {number: count for number, count in missing_by_layer.items() if count}
+        having = [name for name, part in zip(names, parts) if not layers.keys().isdisjoint(part.layer_numbers)]
+        raise TraceError(
+            f"{int(in_some.sum())} rows were recorded in some layers and not in others; rows missing by layer: {layers}; "
+            f"the first such rows are {in_some.nonzero()[:8, 0].tolist()}. Parts with these layers: {listed(having)}; is "
+            "one of them incomplete, or another missing? allow_gaps=True drops their routes."
+        )
+    if bool(unknown.any()):
+        raise TraceError(
+            f"{int(unknown.sum())} of {len(unknown)} rows are in no part, neither with a route nor with a token id; the "
+            f"first are {unknown.nonzero()[:8, 0].tolist()}. There are {listed(names)}; is another missing? "
+            "allow_gaps=True leaves these rows to the live router."
+        )
 
 
 def _merge_per_token(name: str, parts: Sequence[RoutingTrace], names: Sequence[str], num_tokens: int) -> Tensor | None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from megatron_router_replay.trace_values import (
     as_int,
     as_integer_tensor,
     as_layer_numbers,
+    as_mask,
     as_per_token,
     as_replay_mask,
     as_sample_ids,
@@ -112,6 +113,7 @@ class RoutingTrace:
             sample_ids=as_sample_ids(self.sample_ids, lengths),
             **per_token,
         )
+        # The class is frozen, for its callers and for itself.
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -134,6 +136,7 @@ class RoutingTrace:
 
         All values are as a checked trace stores them.
         """
+        # Neither __init__ nor __post_init__ runs: those copy, and read every id once more.
         trace = object.__new__(cls)
         values = locals()
         for name in _FIELDS:
@@ -222,6 +225,7 @@ class RoutingTrace:
             raise TraceError(
                 f"cannot renumber layers {list(self.layer_numbers)} to {new}: two layers would share a number."
             )
+        # Layers stand in the order of their numbers, whatever the mapping does to that.
         order = sorted(range(len(new)), key=new.__getitem__)
         numbers = as_layer_numbers([new[i] for i in order], self.num_layers)
         return self._with(topk_indices=self.topk_indices[:, as_slice(order)], layer_numbers=numbers)
@@ -237,11 +241,7 @@ class RoutingTrace:
         Raises:
             TraceError: mask has another shape or dtype.
         """
-        wanted = mask.detach() if isinstance(mask, Tensor) else torch.from_numpy(np.array(mask))
-        if wanted.dtype is not torch.bool or wanted.shape != (self.num_tokens,):
-            dtype = str(wanted.dtype).removeprefix("torch.")
-            raise TraceError(f"the mask must be [{self.num_tokens}] bool, got {list(wanted.shape)} {dtype}.")
-        return self._leave_out(~wanted.to(self.device), NOT_KEPT)
+        return self._leave_out(~as_mask("the mask", mask, self.num_tokens).to(self.device), NOT_KEPT)
 
     def limit_age(self, max_age: int, *, trainer_version: int, stale: Stale) -> RoutingTrace:
         """Return the trace with routes that are at most `max_age` weight versions older than the trainer's weights.
@@ -308,6 +308,7 @@ class RoutingTrace:
         index = as_integer_tensor("rows", rows).to(device=self.device, dtype=torch.int64)
         if index.dim() != 1:
             raise TraceError(f"rows must be one-dimensional, got shape {list(index.shape)}.")
+        # A -1 would take the last row, silently.
         if index.numel() and not (0 <= int(index.min()) and int(index.max()) < self.num_tokens):
             raise TraceError(
                 f"cannot gather rows {int(index.min())}..{int(index.max())} of a trace of {self.num_tokens} tokens: "
@@ -353,8 +354,7 @@ class RoutingTrace:
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         """Return the trace with its tensors on `device`."""
-        moved = {name: value.to(device) for name in TENSOR_FIELDS if (value := getattr(self, name)) is not None}
-        return self._with(**moved)
+        return self._with(**{name: tensor.to(device) for name, tensor in self._tensors()})
 
     def _leave_out(self, rows: Tensor, choice: int) -> RoutingTrace:
         left_live = leave_out(rows, choice, replay_mask=self.replay_mask, left_live=self.left_live)
@@ -362,14 +362,16 @@ class RoutingTrace:
 
     def _pick(self, picks: list[tuple[int, int]], starts: list[int]) -> RoutingTrace:
         rows = [torch.arange(starts[sample], starts[sample] + length) for sample, length in picks]
-        index = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        index = torch.cat([torch.empty(0, dtype=torch.int64), *rows])  # of no samples as well
         names = None if self.sample_ids is None else tuple(self.sample_ids[sample] for sample, _ in picks)
         lengths = tuple(length for _, length in picks)
         return self._rows(index.to(self.device), sequence_lengths=lengths, sample_ids=names)
 
     def _rows(self, index: slice | Tensor, **metadata: Any) -> RoutingTrace:
-        taken = {name: value[index] for name in TENSOR_FIELDS if (value := getattr(self, name)) is not None}
-        return self._with(**taken, **metadata)
+        return self._with(**{name: tensor[index] for name, tensor in self._tensors()}, **metadata)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name in TENSOR_FIELDS if (tensor := getattr(self, name)) is not None)
 
     def _with(self, **changes: Any) -> RoutingTrace:
         values: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
@@ -386,9 +388,7 @@ class RoutingTrace:
     def _sample_bounds(self) -> tuple[list[int], list[int]]:
         if self.sequence_lengths is None:
             raise TraceError("this trace does not know its samples: make it with sequence_lengths=...")
-        lengths = list(self.sequence_lengths)
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(int).tolist() if lengths else []
-        return starts, lengths
+        return [0, *accumulate(self.sequence_lengths)][:-1], list(self.sequence_lengths)
 
 
 _FIELDS = tuple(field.name for field in fields(RoutingTrace))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from megatron_router_replay.ids import index_dtype, spread_experts
 def as_int(name: str, value: Any) -> int:
     """Return an int, from whatever Python takes as an index, or raise TraceError."""
     try:
-        return int(value.__index__())
-    except AttributeError:
+        return operator.index(value)
+    except TypeError:
         raise TraceError(f"{name} must be an integer, got {value!r}.") from None
 
 
@@ -59,12 +60,16 @@ def as_replay_mask(value: Any, indices: Tensor) -> Tensor:
         missing = (indices == -1).flatten(1).all(dim=1)
     if value is None:
         return ~missing
+    return as_mask("replay_mask", value, num_tokens).to(indices.device) & ~missing
+
+
+def as_mask(name: str, value: Any, num_tokens: int) -> Tensor:
+    """Return [num_tokens] bool, which may share memory with a tensor that was given; or raise TraceError."""
     mask = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     if mask.dtype is not torch.bool or mask.shape != (num_tokens,):
-        raise TraceError(
-            f"replay_mask must be [{num_tokens}] bool, got {list(mask.shape)} {str(mask.dtype).removeprefix('torch.')}."
-        )
-    return mask.to(indices.device) & ~missing
+        dtype = str(mask.dtype).removeprefix("torch.")
+        raise TraceError(f"{name} must be [{num_tokens}] bool, got {list(mask.shape)} {dtype}.")
+    return mask
 
 
 def as_stored_indices(indices: Tensor, mask: Tensor, num_experts: int) -> Tensor:

@@ -44,19 +44,7 @@ __all__ = [
     "vllm",
 ]
 
-_LAZY = {
-    "DecodeOptions": "options",
-    "ModelRoutingInfo": "model_info",
-    "RoutingSegments": "segments",
-    "array": "array",
-    "megatron": "megatron",
-    "megatron_trace": "megatron_trace",
-    "sglang": "sglang",
-    "sglang_jax": "sglang_jax",
-    "tensorrt_llm": "tensorrt_llm",
-    "transformers": "transformers",
-    "vllm": "vllm",
-}
-"""Public name -> the module that has it, or that it is."""
+_CLASSES = {"DecodeOptions": "options", "ModelRoutingInfo": "model_info", "RoutingSegments": "segments"}
+"""Class -> the module that has it; every other public name is a module."""
 
-__getattr__, __dir__ = lazy_names(__name__, _LAZY)
+__getattr__, __dir__ = lazy_names(__name__, {name: _CLASSES.get(name, name) for name in __all__})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,7 @@ class _NamedAxes:
         return [name for name in self.axes if name not in ("batch", "")]
 
     def read(self, result: Any, *, batch: bool) -> list[Reply]:
+        # The caller's border is compared with his token ids as if a reply had stated it.
         counts: tuple[StatedCount, ...] = ()
         if self.num_prompt_tokens is not None:
             counts = (StatedCount(name="num_prompt_tokens", kind="prompt", value=self.num_prompt_tokens),)
@@ -104,13 +105,21 @@ class _NamedAxes:
 
     def rows(self, reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
         array = self._token_major(as_array(reply.routed_experts, source=reply.source), reply.source)
-        columns, filler = _columns(self.layer_numbers, model.moe_layer_numbers, array.shape[1], reply.source)
-        return RowLayout(
-            parts=(array,),
-            layer_columns=columns,
-            filler_columns=filler,
-            may_have_last_row=True,
-            last_row_is_route=self.last_token_routed,
+        layout = RowLayout(parts=(array,), may_have_last_row=True, last_row_is_route=self.last_token_routed)
+        if self.layer_numbers is None:
+            return layout
+        numbers, num_columns = self.layer_numbers, array.shape[1]
+        if len(numbers) != num_columns or len(set(numbers)) != len(numbers):
+            raise reply.source.error(
+                f"layer_numbers names {len(numbers)} layers, the array has {num_columns}: one each, no repeats."
+            )
+        missing = [number for number in model.moe_layer_numbers if number not in numbers]
+        if missing:
+            raise reply.source.error(f"has no routes of the MoE layers {missing}.")
+        return replace(
+            layout,
+            moe_columns=tuple(numbers.index(number) for number in model.moe_layer_numbers),
+            filler_columns=tuple(i for i, number in enumerate(numbers) if number not in model.moe_layer_numbers),
         )
 
     def _token_major(self, array: Array, source: Source) -> Array:
@@ -123,20 +132,3 @@ class _NamedAxes:
             raise source.error(f"has shape {list(array.shape)}, but only axes of length 1 may be named batch or ''.")
         array = array.reshape([size for i, size in enumerate(array.shape) if i not in extra])
         return np.moveaxis(array, [kept.index("token"), kept.index("layer"), kept.index("expert")], [0, 1, 2])
-
-
-def _columns(
-    layer_numbers: Sequence[int] | None, moe_layer_numbers: tuple[int, ...], num_columns: int, source: Source
-) -> tuple[tuple[tuple[int, int], ...] | None, tuple[int, ...] | None]:
-    if layer_numbers is None:
-        return None, None
-    numbers = list(layer_numbers)
-    if len(numbers) != num_columns or len(set(numbers)) != len(numbers):
-        raise source.error(
-            f"layer_numbers names {len(numbers)} layers, the array has {num_columns}: one each, no repeats."
-        )
-    missing = [number for number in moe_layer_numbers if number not in numbers]
-    if missing:
-        raise source.error(f"has no routes of the MoE layers {missing}.")
-    pairs = tuple((number, numbers.index(number)) for number in moe_layer_numbers)
-    return pairs, tuple(i for i, number in enumerate(numbers) if number not in moe_layer_numbers)

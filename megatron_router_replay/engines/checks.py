@@ -23,8 +23,8 @@ import numpy as np
 
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.payload import Array, Source
-from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.ids import repeated_routes
+from megatron_router_replay.errors import PayloadError, listed
+from megatron_router_replay.ids import find_outside, repeated_routes
 
 MIN_CONSTANT_TOKENS = 32
 _LOST_ROW_BITS = 40
@@ -38,29 +38,18 @@ def check_range(
     Args:
         values: [rows, layers, topk], any integer dtype; row 0 is token `first_row`.
         layer_numbers: of each entry of axis 1 (may be longer).
-
-    Raises:
-        PayloadError: names the first row and the layers at fault, and the likely cause.
     """
-    if not values.size:
+    fault = find_outside(values, num_experts=model.num_experts)
+    if fault is None:
         return
-    low, high = int(values.min()), int(values.max())
-    if low >= 0 and high < model.num_experts:
-        return
-    bad = ((values < 0) | (values >= model.num_experts)).any(axis=2)
-    row, layer = (int(i) for i in np.argwhere(bad)[0])
-    layers = [layer_numbers[i] for i in np.flatnonzero(bad.any(axis=0)).tolist()]
-    if high >= model.num_experts:
+    if int(values.max()) >= model.num_experts:
         cause = (
             "Likely physical ids, sent by an engine under expert load balancing (vLLM 0.14, 0.15 and 0.21, SGLang 0.5.7 "
             "to 0.5.9, sglang-jax): turn it off or upgrade. Or the config is not that of the served model."
         )
     else:
         cause = "Negative ids mark rows without data: the engine lost these, or the layer is dense in the served model."
-    raise source.error(
-        f"row {first_row + row}, layer_number {layer_numbers[layer]} is {values[row, layer].tolist()}: ids must lie in "
-        f"0..{model.num_experts - 1} ({int(bad.sum())} such rows in layers {_short(layers)}). {cause}"
-    )
+    raise source.error(f"{fault.describe(layer_numbers, first_row=first_row)} {cause}")
 
 
 def explain_repeats(
@@ -74,12 +63,9 @@ def explain_repeats(
     bad_rows = np.flatnonzero(repeated.any(axis=1)) + first_row
     span = f"rows {bad_rows[0]}..{bad_rows[-1]}" if len(bad_rows) > 1 else f"row {bad_rows[0]}"
     if num_prompt_tokens is not None:
-        parts = [
-            name
-            for name, hit in (("prompt", bad_rows < num_prompt_tokens), ("generation", bad_rows >= num_prompt_tokens))
-            if hit.any()
-        ]
-        span += f" ({' and '.join(parts)})"
+        # Rows that are wrong in one of the two alone tell engines' faults apart.
+        prompt, generation = bad_rows[0] < num_prompt_tokens, bad_rows[-1] >= num_prompt_tokens
+        span += " (prompt and generation)" if prompt and generation else " (prompt)" if prompt else " (generation)"
     if zero.any():
         what = f"{int(zero.sum())} routes are all zero"
         cause = (
@@ -90,7 +76,7 @@ def explain_repeats(
         what = f"{int(repeated.sum())} routes name an expert twice"
         cause = "No router chooses one twice: the payload is damaged, or the model's topk or layers are others."
     return source.error(
-        f"{what}, in layers {_short(layers)}, {span}; first: row {first_row + row}, layer_number "
+        f"{what}, in layers [{listed(layers)}], {span}; first: row {first_row + row}, layer_number "
         f"{model.moe_layer_numbers[layer]} = {rows[row, layer].tolist()}. {cause}"
     )
 
@@ -109,29 +95,24 @@ def check_constant_layers(
     Args:
         rows: [rows, moe layers, topk] of one part.
         token_ids: [rows] of the part, or None.
-
-    Raises:
-        PayloadError: names the layers.
     """
     if len(rows) < MIN_CONSTANT_TOKENS or model.topk == model.num_experts:
         return
     suspects = np.flatnonzero((rows[:MIN_CONSTANT_TOKENS] == rows[:1]).all(axis=(0, 2)))
     layers = [int(i) for i in suspects if (rows[:, i] == rows[0, i]).all()]
+    # Degenerate output, of few different tokens, may well be that constant.
     if not layers or (token_ids is not None and len(np.unique(token_ids)) < MIN_CONSTANT_TOKENS):
         return
+    numbers = listed([model.moe_layer_numbers[i] for i in layers])
     raise source.error(
-        f"layers {_short([model.moe_layer_numbers[i] for i in layers])} hold the same route {rows[0, layers[0]].tolist()} in "
+        f"layers [{numbers}] hold the same route {rows[0, layers[0]].tolist()} in "
         f"all {len(rows)} rows {first_row}..{first_row + len(rows) - 1} ({name}): a broken capture kernel repeats one row. "
         "If the router really is that constant, pass allow_constant_layers=True."
     )
 
 
 def check_lost_rows(rows: Array, *, name: str, first_row: int, model: ModelRoutingInfo, source: Source) -> None:
-    """Raise if a row of a topk = 1 model is 0 in every layer, where that is as good as impossible.
-
-    Raises:
-        PayloadError: names the rows.
-    """
+    """Raise if a row of a topk = 1 model is 0 in every layer, where that is as good as impossible."""
     if len(model.moe_layer_numbers) * math.log2(model.num_experts) < _LOST_ROW_BITS:
         return
     lost = np.flatnonzero(~rows.any(axis=(1, 2))) + first_row
@@ -140,8 +121,3 @@ def check_lost_rows(rows: Array, *, name: str, first_row: int, model: ModelRouti
             f"{lost.size} rows {lost[0]}..{lost[-1]} ({name}) are 0 in all {len(model.moe_layer_numbers)} MoE layers: "
             "the engine lost them."
         )
-
-
-def _short(numbers: Sequence[int]) -> str:
-    listed = list(numbers[:8])
-    return str(listed) if len(numbers) <= 8 else f"{str(listed)[:-1]}, ... {len(numbers)} in all]"

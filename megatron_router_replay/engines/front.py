@@ -78,19 +78,11 @@ class Decoder:
             result: what the engine returned, in any of the forms that the module's docstring lists.
             model: ModelRoutingInfo, or the Hugging Face config as a dict, object or path.
             token_ids: prompt and output, [S]; compared with what the result says, needed where it says nothing.
-            start: the token that the first row belongs to, as the request said it.
-            prompt_token_ids: the prompt alone, enough where the result has the ids of its output.
-            num_tokens: S, where the ids are not known at all.
+            start, prompt_token_ids, num_tokens, version, allow_surplus_rows, allow_constant_layers, weight_version,
+                sample_id: see `engines.DecodeOptions`.
             choice: the index of the choice to take of several.
-            version: the engine's release, for payloads that do not say it ("0.21" for arrays of that vLLM).
-            allow_surplus_rows: drop rows behind the last token instead of refusing them.
-            allow_constant_layers: believe a layer that sends all tokens to the same experts.
-            weight_version: of the weights that chose the routes, or your number for each name that the reply gives them.
-            sample_id: stored in the trace.
             allocate: where the memory of topk_indices comes from, such as `transport.TraceMemory().take`; None: new
                 memory.
-
-        `engines.DecodeOptions` says more about each.
 
         Returns:
             [S, MoE layers, topk] with sequence_lengths (S,), and token_ids and weight_version where known.
@@ -101,6 +93,7 @@ class Decoder:
         """
         info = as_model_info(model)
         replies = self.read(result, batch=False)
+        # True would be choice 1.
         if choice is not None and (isinstance(choice, bool) or not 0 <= choice < len(replies)):
             raise PayloadError(f"{self.name}: choice={choice!r} of a response with {len(replies)} choices.")
         if choice is None and len(replies) != 1:
@@ -189,6 +182,7 @@ class Decoder:
         allocate: Allocate | None,
     ) -> RoutingTrace:
         """Return the trace of the replies that have options; the others only take part in their response's counts."""
+        # Before the tokens: a reply without routes has no ids either, most of the time, and to ask for those would mislead.
         for i in options:
             if not replies[i].has_routes and not replies[i].aborted:
                 raise self._missing(replies[i])
@@ -211,6 +205,7 @@ class Decoder:
     ) -> SampleRows:
         if options.version is not None and not self.reads_version:
             raise reply.source.error(f"version={options.version!r} means nothing here: the payload says what it is.")
+        # An aborted request that had generated tokens had routes for them: without these they are lost.
         aborted = reply.aborted and tokens.nothing_generated
         if not reply.has_routes and not aborted:
             raise self._missing(reply)
@@ -218,16 +213,9 @@ class Decoder:
         return SampleRows(
             source=reply.source,
             layout=layout,
-            num_tokens=tokens.num_tokens,
-            num_prompt_tokens=tokens.num_prompt_tokens,
-            token_ids=tokens.token_ids,
-            start=options.start,
+            tokens=tokens,
+            options=options,
             may_be_empty=aborted,
-            # Nothing was sampled after the prompt, so an engine may have forwarded, and sent, its last token too.
-            may_have_last_row=layout.may_have_last_row or tokens.nothing_generated,
-            last_row_is_route=layout.last_row_is_route or tokens.nothing_generated,
-            allow_surplus_rows=options.allow_surplus_rows,
-            allow_constant_layers=options.allow_constant_layers,
             weight_version=stamp_versions(
                 num_tokens=tokens.num_tokens,
                 num_prompt_tokens=tokens.num_prompt_tokens,
@@ -236,12 +224,12 @@ class Decoder:
                 given=options.weight_version,
                 source=reply.source,
             ),
-            sample_id=options.sample_id,
         )
 
 
 def _check_usages(replies: Sequence[Reply], tokens: Mapping[int, SampleTokens]) -> None:
     """Compare the counts of each response with several choices with its choices, also those that are not decoded."""
+    # The replies of one response share the object, and two responses may have equal ones.
     responses: dict[int, list[int]] = {}
     for i, reply in enumerate(replies):
         if reply.usage is not None:
@@ -282,5 +270,6 @@ def _per_sample(prompts: Any, num_samples: int) -> Sequence[Any] | None:
     values = _as_sequence("prompt_token_ids", prompts)
     if isinstance(values, (torch.Tensor, np.ndarray)):
         return [values] * num_samples if values.ndim == 1 else list(values)
+    # Arrays of no dimension have a length method as well, and are ids.
     flat = len(values) > 0 and not any(hasattr(value, "__len__") and getattr(value, "ndim", 1) for value in values)
     return [values] * num_samples if flat else values

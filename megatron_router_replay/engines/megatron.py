@@ -28,7 +28,7 @@ from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import Source, as_array, short_repr
 from megatron_router_replay.engines.reply import Reply, first_known, get_field, read_usage
-from megatron_router_replay.engines.responses import Response, is_response, read_response, read_responses
+from megatron_router_replay.engines.responses import Response, find_responses
 from megatron_router_replay.engines.rows import RowLayout
 from megatron_router_replay.engines.tokens import SampleTokens
 
@@ -37,17 +37,12 @@ _DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
 
 def _read(result: Any, *, batch: bool) -> list[Reply]:
-    if is_response(result):
-        return _of_response(read_response(result, engine=_ENGINE))
-    if isinstance(result, (list, tuple)) and result and not _is_wrapped(result):
-        if all(is_response(item) for item in result):
-            responses = read_responses(result, engine=_ENGINE)
-            return [reply for response in responses for reply in _of_response(response)]
-        if batch:
-            replies = [reply for item in result for reply in _read(item, batch=False)]
-            return [
-                replace(reply, source=replace(reply.source, sample=f"request {i}")) for i, reply in enumerate(replies)
-            ]
+    responses = find_responses(result, engine=_ENGINE)
+    if responses is not None:
+        return [reply for response in responses for reply in _of_response(response)]
+    if batch and isinstance(result, (list, tuple)) and result and not _is_wrapped(result):
+        replies = [reply for item in result for reply in _read(item, batch=False)]
+        return [replace(reply, source=replace(reply.source, sample=f"request {i}")) for i, reply in enumerate(replies)]
     if isinstance(result, (list, tuple)) or hasattr(result, "__array__") or result is None:
         return [Reply(source=_source("the request"), routed_experts=_unwrapped(result, _source("the request")))]
     if get_field(result, "moe_topk_indices") is not None or get_field(result, "prompt_moe_topk_indices") is not None:
@@ -68,11 +63,12 @@ def _source(label: str, field: str = "routing_indices") -> Source:
 
 
 def _of_response(response: Response) -> list[Reply]:
-    if response.is_stream:
+    if len(response.chunks) > 1:
         raise _source(f"the stream{response.name}", "moe_topk_indices").error(
             "the server does not stream routes: send the request without stream."
         )
     source = _source("the response" + response.name, "moe_topk_indices")
+    # n choices of one prompt are counted as one prompt, and of several prompts only the largest is.
     counts, usage = read_usage(
         response.chunks[0], source=source, num_choices=len(response.choices), largest_prompt=True
     )
@@ -116,6 +112,7 @@ def _unwrapped(value: Any, source: Source) -> Any:
         )
     if not isinstance(content["dtype"], str) or content["dtype"] not in _DTYPES:
         raise source.error(f"is an ndarray of dtype {short_repr(content['dtype'])}, expected integers.")
+    # The dtype is a promise about the data: ids beyond it mean that the payload was put together by something else.
     array, limits = as_array(content["data"], source=source), np.iinfo(content["dtype"])
     if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
         raise source.error(f"holds ids that {content['dtype']}, its dtype, does not.")
@@ -123,17 +120,10 @@ def _unwrapped(value: Any, source: Source) -> Any:
 
 
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    pairs = tuple((number, i) for i, number in enumerate(model.moe_layer_numbers))
-    rows = as_array(reply.routed_experts, source=reply.source)
-    if rows.ndim == 3 and rows.shape[0] and rows.shape[1] != len(pairs):
-        raise reply.source.error(
-            f"has {rows.shape[1]} layers, the model has {len(pairs)} MoE layers. "
-            "Each pipeline stage records its own layers only: join them first."
-        )
     return RowLayout(
-        parts=(rows,),
-        layer_columns=pairs,
-        filler_columns=(),
+        parts=(as_array(reply.routed_experts, source=reply.source),),
+        moe_columns=tuple(range(len(model.moe_layer_numbers))),
+        explain_layers="Each pipeline stage records its own layers only: join them first.",
         explain_surplus=(
             "Are these the ids of this very request? Megatron sends no surplus rows; the parts of a request that was "
             "suspended are concatenated, each from its first token on: decode each part by itself."

@@ -36,9 +36,11 @@ import numpy as np
 
 from megatron_router_replay.engines.assemble import build_trace
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
+from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import Array, Source, as_array, short_repr
-from megatron_router_replay.engines.reply import says
+from megatron_router_replay.engines.reply import is_count, says
 from megatron_router_replay.engines.rows import RowLayout, SampleRows
+from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 
@@ -99,16 +101,12 @@ def decode(
             source=Source(engine=_ENGINE, field="top_indices", sample=name),
             layout=RowLayout(
                 parts=(rows,),
-                layer_columns=tuple((number, column) for column, number in enumerate(numbers)),
-                filler_columns=(),
+                moe_columns=tuple(range(len(numbers))),
                 may_have_last_row=True,
                 last_row_is_route=True,
             ),
-            num_tokens=len(rows),
-            may_have_last_row=True,
-            last_row_is_route=True,
-            allow_constant_layers=allow_constant_layers,
-            sample_id=name,
+            tokens=SampleTokens(num_tokens=len(rows), num_prompt_tokens=None, token_ids=None),
+            options=DecodeOptions(allow_constant_layers=allow_constant_layers, sample_id=name),
         )
         for name, rows in _forwards(records, layers, source)
     ]
@@ -158,7 +156,7 @@ def _record(line: Any, model: ModelRoutingInfo, source: Source) -> _Record | Non
     numbers: dict[str, int] = {}
     for name in ("step", "layer", "rank", "num_tokens", "topk"):
         value = line.get(name)
-        if type(value) is not int or not 0 <= value < 1 << 48:
+        if not is_count(value):
             raise source.error(f"has a line with {name}={short_repr(value)}, expected an integer of 0 or more.")
         numbers[name] = value
     block = line.get("block")
@@ -168,7 +166,7 @@ def _record(line: Any, model: ModelRoutingInfo, source: Source) -> _Record | Non
         raise source.error(f"has a line of the block {short_repr(block)}, expected 'decoder' or 'mtp'.")
     where = f"step {numbers['step']}, layer {numbers['layer']}"
     indices = as_array(line["top_indices"], source=source)
-    if numbers["num_tokens"] == 0:
+    if numbers["num_tokens"] == 0:  # an empty list has one axis
         indices = np.zeros((0, model.topk), np.int32)
     if indices.shape != (numbers["num_tokens"], numbers["topk"]) and numbers["num_tokens"]:
         raise source.error(
@@ -204,10 +202,12 @@ def _layer_numbers(
             )
         return numbers
     every = list(model.moe_layer_numbers)
+    # A line without "block" (before 0.19) has Megatron's layer_number; later ones count from 0, over all layers or the MoE
+    # layers alone: either way a file of all MoE layers has them in the model's order.
     expected = [every] if names_layer_number else [[number - 1 for number in every], list(range(len(every)))]
     if list(layers) not in expected:
         raise source.error(
-            f"has the layers {list(layers)}, expected {' or '.join(map(str, expected[: 1 + (expected[0] != expected[-1])]))} "
+            f"has the layers {list(layers)}, expected {' or '.join(dict.fromkeys(map(str, expected)))} "
             f"for MoE layers {every}. A rank of a pipeline holds a part of them: name these (layer_numbers=..., --layers); "
             "chunks of an interleaved pipeline cannot be told apart."
         )
@@ -219,6 +219,7 @@ def _forwards(records: Sequence[_Record], layers: Sequence[int], source: Source)
     runs: list[list[_Record]] = []
     for record in records:
         last = runs[-1][-1] if runs else None
+        # Routers of one forward come in order, so a layer that is not behind the last one begins the next forward.
         if last is None or record.layer <= last.layer or record.step != last.step:
             runs.append([])
         runs[-1].append(record)

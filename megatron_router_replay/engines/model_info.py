@@ -75,6 +75,7 @@ class ModelRoutingInfo:
         """
         values = _load(config)
         model_type = values.get("model_type")
+        # A multimodal model's own type says nothing of its language model's layers.
         if model_type not in _FAMILIES and isinstance(values.get("text_config"), Mapping):
             values = values["text_config"]
             model_type = values.get("model_type")
@@ -88,13 +89,16 @@ class ModelRoutingInfo:
                 f"Known: {', '.join(sorted(_FAMILIES))}. Make a ModelRoutingInfo(...) by hand for others."
             )
         family = _FAMILIES[model_type]
-        is_moe = family.moe_layers(values)
+        is_moe, shared = family.moe_layers(values), family.shared_experts
+        if shared is None:
+            # null is written by models of these classes without shared experts.
+            shared = 0 if values.get("n_shared_experts", 0) is None else _integer(values, "n_shared_experts")
         return cls(
             num_layers=len(is_moe),
             moe_layer_numbers=tuple(i + 1 for i, moe in enumerate(is_moe) if moe),
             num_experts=_agreed(values, *family.num_experts),
             topk=_agreed(values, "num_experts_per_tok", optional=("experts_per_token",)),
-            num_shared_experts=family.shared_experts(values),
+            num_shared_experts=shared,
             model_type=model_type,
         )
 
@@ -165,6 +169,7 @@ def _agreed(config: Config, *names: str, optional: tuple[str, ...] = ()) -> int:
 
 def _num_layers(config: Config) -> int:
     num_layers = _integer(config, "num_hidden_layers")
+    # Lists of this length are made before ModelRoutingInfo checks it.
     if not 1 <= num_layers <= 65536:
         raise PayloadError(f"num_hidden_layers={num_layers} of the config must lie in 1..65536.")
     return num_layers
@@ -175,6 +180,13 @@ def _list(config: Config, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise PayloadError(f"the {config.get('model_type')} config has {name}={value!r}, expected a list.")
     return list(value)
+
+
+def _layer_indices(config: Config, name: str, num_layers: int) -> list[int]:
+    indices = _list(config, name)
+    if not all(type(i) is int and 0 <= i < num_layers for i in indices):
+        raise PayloadError(f"{name}={indices} of the config do not fit {num_layers} layers.")
+    return indices
 
 
 def _every_layer(config: Config) -> list[bool]:
@@ -189,12 +201,10 @@ def _every_layer(config: Config) -> list[bool]:
 
 def _sparse_step(config: Config) -> list[bool]:
     """Source: transformers 5.23, Qwen3MoeDecoderLayer.__init__."""
-    step, dense = _integer(config, "decoder_sparse_step"), set(_list(config, "mlp_only_layers"))
-    num_layers = _num_layers(config)
-    if step < 1 or not all(type(i) is int and 0 <= i < num_layers for i in dense):
-        raise PayloadError(
-            f"decoder_sparse_step={step}, mlp_only_layers={sorted(dense, key=str)} do not fit {num_layers} layers."
-        )
+    step, num_layers = _integer(config, "decoder_sparse_step"), _num_layers(config)
+    dense = _layer_indices(config, "mlp_only_layers", num_layers)
+    if step < 1:
+        raise PayloadError(f"decoder_sparse_step={step} must be 1 or more.")
     return [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
 
 
@@ -208,17 +218,17 @@ def _first_dense(config: Config) -> list[bool]:
             raise PayloadError(f"mlp_layer_types must name {num_layers} layers 'dense' or 'sparse', got {types}.")
         answers["mlp_layer_types"] = [kind == "sparse" for kind in types]
     if config.get("first_k_dense_replace") is not None or not answers:
-        first, freq = _integer(config, "first_k_dense_replace"), config.get("moe_layer_freq", 1)
-        # Absent means 1: the field is optional in every reader of these configs, and transformers 5 does not write it.
-        per_layer = freq if isinstance(freq, (list, tuple)) else None
-        if per_layer is None and _integer(config, "moe_layer_freq", 1) < 1:
-            raise PayloadError(f"moe_layer_freq={freq!r} must be 1 or more, or one 0/1 per layer.")
-        if per_layer is not None and (len(per_layer) != num_layers or not all(x in (0, 1) for x in per_layer)):
-            raise PayloadError(f"moe_layer_freq={freq!r} must have one 0 or 1 for each of {num_layers} layers.")
-        answers["first_k_dense_replace"] = [
-            i >= first and bool(per_layer[i] if per_layer is not None else i % (freq or 1) == 0)
-            for i in range(num_layers)
-        ]
+        first, freq = _integer(config, "first_k_dense_replace"), config.get("moe_layer_freq")
+        if not isinstance(freq, (list, tuple)):
+            # Absent means 1: the field is optional in every reader of these configs, and transformers 5 does not write it.
+            step = _integer(config, "moe_layer_freq", 1)
+            freq = [i % step == 0 for i in range(num_layers)] if step >= 1 else []
+        if len(freq) != num_layers or not all(routed in (0, 1) for routed in freq):
+            raise PayloadError(
+                f"moe_layer_freq={config.get('moe_layer_freq')!r} must be 1 or more, or one 0 or 1 for each of "
+                f"{num_layers} layers."
+            )
+        answers["first_k_dense_replace"] = [i >= first and bool(routed) for i, routed in enumerate(freq)]
     first_answer = next(iter(answers.values()))
     if any(answer != first_answer for answer in answers.values()):
         raise PayloadError(f"mlp_layer_types and first_k_dense_replace of the {config['model_type']} config disagree.")
@@ -255,9 +265,7 @@ def _interleaved(config: Config) -> list[bool]:
     """Source: transformers 5.23, Llama4TextConfig.__post_init__."""
     num_layers = _num_layers(config)
     if config.get("moe_layers") is not None:
-        moe = set(_list(config, "moe_layers"))
-        if not all(type(i) is int and 0 <= i < num_layers for i in moe):
-            raise PayloadError(f"moe_layers={sorted(moe, key=str)} do not fit {num_layers} layers.")
+        moe = _layer_indices(config, "moe_layers", num_layers)
         return [i in moe for i in range(num_layers)]
     step = _integer(config, "interleave_moe_layer_step")
     if step < 1:
@@ -265,36 +273,23 @@ def _interleaved(config: Config) -> list[bool]:
     return [(i + 1) % step == 0 for i in range(num_layers)]
 
 
-def _no_shared(config: Config) -> int:
-    return 0
-
-
-def _one_shared(config: Config) -> int:
-    return 1
-
-
-def _counted_shared(config: Config) -> int:
-    # None is written by models of these classes without shared experts.
-    return 0 if config.get("n_shared_experts", 0) is None else _integer(config, "n_shared_experts")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Family:
-    """How to read the configs of one kind of architecture."""
+    """How to read the configs of one kind of architecture; `shared_experts` None: its config counts them."""
 
     moe_layers: Callable[[Config], list[bool]]
     num_experts: tuple[str, ...]
-    shared_experts: Callable[[Config], int]
+    shared_experts: int | None
 
 
 _LOCAL = ("num_experts", "num_local_experts")
-_QWEN = _Family(moe_layers=_sparse_step, num_experts=_LOCAL, shared_experts=_no_shared)
-_QWEN_SHARED = _Family(moe_layers=_sparse_step, num_experts=_LOCAL, shared_experts=_one_shared)
-_ALL_MOE = _Family(moe_layers=_every_layer, num_experts=_LOCAL, shared_experts=_no_shared)
-_ALL_MOE_SHARED = _Family(moe_layers=_every_layer, num_experts=_LOCAL, shared_experts=_one_shared)
-_DEEPSEEK = _Family(moe_layers=_first_dense, num_experts=("n_routed_experts",), shared_experts=_counted_shared)
-_NEMOTRON = _Family(moe_layers=_hybrid, num_experts=("n_routed_experts",), shared_experts=_counted_shared)
-_LLAMA4 = _Family(moe_layers=_interleaved, num_experts=("num_local_experts",), shared_experts=_one_shared)
+_QWEN = _Family(moe_layers=_sparse_step, num_experts=_LOCAL, shared_experts=0)
+_QWEN_SHARED = _Family(moe_layers=_sparse_step, num_experts=_LOCAL, shared_experts=1)
+_ALL_MOE = _Family(moe_layers=_every_layer, num_experts=_LOCAL, shared_experts=0)
+_ALL_MOE_SHARED = _Family(moe_layers=_every_layer, num_experts=_LOCAL, shared_experts=1)
+_DEEPSEEK = _Family(moe_layers=_first_dense, num_experts=("n_routed_experts",), shared_experts=None)
+_NEMOTRON = _Family(moe_layers=_hybrid, num_experts=("n_routed_experts",), shared_experts=None)
+_LLAMA4 = _Family(moe_layers=_interleaved, num_experts=("num_local_experts",), shared_experts=1)
 
 _FAMILIES = {
     "qwen3_moe": _QWEN,

@@ -61,13 +61,12 @@ def short_repr(value: Any, length: int = 60) -> str:
 
 
 _NPY_MAGIC = b"\x93NUMPY\x01\x00"
+# As numpy.save writes it. Not evaluated as a literal, as numpy reads it: a deep one would end the process.
 _NPY_HEADER = re.compile(
     rb"\{'descr': '([<>|=][iu][1248])', 'fortran_order': (True|False), "
     rb"'shape': \(([0-9]{1,12}), ([0-9]{1,12}), ([0-9]{1,12})\), \} *\n"
 )
-_MAX_NPY_HEADER = 1024
-_SLACK_ROWS = 4096
-"""Rows beyond the expected ones that a reader still accepts, so that the row check can say what is wrong."""
+MAX_NPY_HEADER = 1024
 
 
 def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes:
@@ -76,6 +75,7 @@ def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes
     Raises:
         PayloadError: longer than `max_bytes` allows, or not base64.
     """
+    # Four characters hold three bytes.
     if len(text) > 4 * (max_bytes // 3 + 1):
         raise source.error(
             f"{len(text)} base64 characters, at most {4 * (max_bytes // 3 + 1)} can belong to these tokens. "
@@ -108,12 +108,14 @@ def parse_npy(raw: bytes, *, source: Source) -> Array:
         raise source.error(f"starts with {raw[:8]!r}, not with the magic of a version 1.0 .npy file.")
     header_bytes = int.from_bytes(raw[8:10], "little")
     header = raw[10 : 10 + header_bytes]
-    match = _NPY_HEADER.fullmatch(header) if header_bytes <= _MAX_NPY_HEADER else None
+    match = _NPY_HEADER.fullmatch(header) if header_bytes <= MAX_NPY_HEADER else None
     if match is None:
         raise source.error(f"the .npy header {header[:120]!r} is not that of an integer array [rows, layers, topk].")
     dtype = np.dtype(match[1].decode())
     shape = tuple(int(size) for size in match.groups()[2:])
+    # Integers of python, which do not wrap: sizes of twelve digits may not come out as the right number of bytes.
     data_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
+    # One size of 0 would make any others agree with no data.
     if max(shape) > len(raw) and not data_bytes:
         raise source.error(f"the .npy header promises the impossible shape {list(shape)}.")
     if len(raw) - 10 - header_bytes != data_bytes:
@@ -125,7 +127,7 @@ def parse_npy(raw: bytes, *, source: Source) -> Array:
     return flat.reshape(shape, order="F" if match[2] == b"True" else "C")
 
 
-def parse_int32(raw: bytes, *, source: Source, num_columns: int, topk: int, hint: str = "") -> Array:
+def parse_int32(raw: bytes, *, source: Source, num_columns: int, topk: int) -> Array:
     """Return raw little-endian int32 as [rows, num_columns, topk], a read-only view.
 
     Raises:
@@ -135,7 +137,7 @@ def parse_int32(raw: bytes, *, source: Source, num_columns: int, topk: int, hint
     if len(raw) % row_bytes:
         raise source.error(
             f"{len(raw)} bytes are {len(raw) / row_bytes:.3f} rows of {num_columns} layers x top-{topk} int32. "
-            f"Is the model's config the served one?{hint}"
+            "Is the model's config the served one?"
         )
     return np.frombuffer(raw, np.dtype("<i4")).reshape(-1, num_columns, topk)
 
@@ -156,30 +158,12 @@ def as_array(value: Any, *, source: Source) -> Array:
         return np.asarray(value.numpy())
     if isinstance(value, (list, tuple)):
         return _from_lists(value, source)
-    if isinstance(value, np.ndarray) or hasattr(value, "__array__"):
+    if hasattr(value, "__array__"):
         converted: Array = np.asarray(value)
         if converted.dtype.kind not in "iu":
             raise source.error(f"must hold integers, got {converted.dtype}.")
         return converted
     raise source.error(f"cannot read routes from {type(value).__name__}: expected an array, base64 or nested lists.")
-
-
-def as_rows(
-    value: Any, *, source: Source, num_rows: int, num_columns: int, width: int, surplus_rows: bool = False
-) -> Array:
-    """Return what vLLM sends in any of its forms: base64 `.npy`, the bytes of a `.npy`, an array or nested lists.
-
-    `num_rows`, `num_columns` and `width` (the largest expected) bound the size that a base64 string may have.
-    """
-    if isinstance(value, (bytearray, memoryview)):
-        value = bytes(value)
-    if isinstance(value, bytes) and value[:1] == _NPY_MAGIC[:1]:
-        return parse_npy(value, source=source)
-    if isinstance(value, (str, bytes)):
-        # 8 bytes an id is the widest dtype there is; the header of a .npy file takes 128 bytes.
-        most = (num_rows + _SLACK_ROWS * (1 + 15 * surplus_rows)) * num_columns * width * 8 + _MAX_NPY_HEADER
-        return parse_npy(decode_base64(value, source=source, max_bytes=most), source=source)
-    return as_array(value, source=source)
 
 
 def as_token_ids(value: Any, *, source: Source) -> Array:
@@ -190,18 +174,13 @@ def as_token_ids(value: Any, *, source: Source) -> Array:
     """
     if isinstance(value, (str, bytes, Mapping)):
         raise source.error(f"token ids must be integers, got {type(value).__name__}.")
-    if not isinstance(value, (list, tuple, torch.Tensor, np.ndarray)) and not hasattr(value, "__array__"):
+    if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
         try:
             value = list(value)
         except TypeError:
             raise source.error(f"token ids must be integers, got {type(value).__name__}.") from None
     if isinstance(value, (list, tuple)):
-        if not set(map(type, value)) <= {int}:
-            value = _plain_integers(value, source)
-        try:
-            return np.frombuffer(int_array("i", value), np.int32) if value else np.zeros(0, np.int32)
-        except OverflowError:
-            raise source.error("a token id does not fit int32.") from None
+        return _as_int32(value, source)
     ids = as_array(value, source=source)
     if ids.ndim != 1:
         raise source.error(f"token ids must be one-dimensional, got shape {list(ids.shape)}.")
@@ -210,15 +189,22 @@ def as_token_ids(value: Any, *, source: Source) -> Array:
     return ids.astype(np.int32)
 
 
-def _plain_integers(values: Sequence[Any], source: Source) -> list[int]:
-    if any(isinstance(value, bool) or not isinstance(value, (int, np.integer)) for value in values):
-        odd = next(v for v in values if isinstance(v, bool) or not isinstance(v, (int, np.integer)))
-        raise source.error(f"must hold integers, got {type(odd).__name__}.")
-    return [int(value) for value in values]
+def _as_int32(values: Sequence[Any], source: Source) -> Array:
+    """Return python's or numpy's integers as [n] int32; neither text nor a float slips through."""
+    # Nearly always all are plain integers, which this tells many times faster than looking at one after the other.
+    if not set(map(type, values)) <= {int}:
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise source.error(f"must hold integers, got {type(value).__name__}.")
+        values = [int(value) for value in values]
+    try:
+        return np.frombuffer(int_array("i", values), np.int32) if values else np.zeros(0, np.int32)
+    except OverflowError:
+        raise source.error("an id does not fit int32.") from None
 
 
 def _from_lists(value: Sequence[Any], source: Source) -> Array:
-    """Return nested lists as an int32 array; every level is flattened in C, and no text or float slips through."""
+    """Return nested lists as an int32 array; every level is flattened in C."""
     if not len(value):
         return np.zeros((0, 0, 0), np.int32)
     if all(isinstance(item, (np.ndarray, torch.Tensor)) for item in value):
@@ -237,9 +223,4 @@ def _from_lists(value: Sequence[Any], source: Source) -> Array:
             )
         shape += lengths
         flat = list(chain.from_iterable(flat))
-    if not set(map(type, flat)) <= {int}:
-        flat = _plain_integers(flat, source)
-    try:
-        return np.frombuffer(int_array("i", flat), np.int32).reshape(shape) if flat else np.zeros(shape, np.int32)
-    except OverflowError:
-        raise source.error("an id does not fit int32.") from None
+    return _as_int32(flat, source).reshape(shape)

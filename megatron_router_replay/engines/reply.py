@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from megatron_router_replay.engines.payload import Source, short_repr
-from megatron_router_replay.engines.weights import WeightSpan
 
 Kind = Literal["prompt", "output", "all"]
 
@@ -38,6 +37,15 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSpan:
+    """Output tokens start..end - 1 were sampled by the weights that the engine calls `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
     """One generated sequence.
 
@@ -48,7 +56,7 @@ class Reply:
         aborted: the engine gave the request up; without any output it then has no routes.
         counts: what the response states of this sequence.
         usage: what it states of all its sequences together; the replies of one response share the object.
-        weight_spans: which weights sampled which part of the output.
+        weight_spans: which weights sampled which part of the output; the last one ends with the output.
         weight_name: the engine's name of the weights, where it does not send spans.
     """
 
@@ -85,8 +93,13 @@ def says(value: Any, word: str) -> bool:
     return isinstance(value, str) and value == word
 
 
-_MAX_COUNT = 1 << 48
+MAX_COUNT = 1 << 48
 """No response counts so many tokens; integers of thousands of digits cannot even be written into a message."""
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Return whether this is an integer that counts something; for python True is one, too."""
+    return type(value) is int and 0 <= value < MAX_COUNT
 
 
 def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: Source) -> tuple[StatedCount, ...]:
@@ -100,7 +113,7 @@ def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: 
         value = get_field(holder, name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_COUNT:
+        if not is_count(value):
             raise source.error(f"{prefix}.{name} is {short_repr(value)}, it must be an integer of 0 or more.")
         counts.append(StatedCount(name=f"{prefix}.{name}", kind=kind, value=value))
     return tuple(counts)
@@ -124,6 +137,7 @@ def read_usage(
             f"usage.total_tokens={values['all']} is not usage.prompt_tokens={values['prompt']} + "
             f"usage.completion_tokens={values['output']}."
         )
+    # Of one choice each count is its own; of several only their sums can be compared.
     if num_choices == 1:
         return counts, None
     return (), Usage(source=source, counts=counts, largest_prompt=largest_prompt) if counts else None
@@ -137,29 +151,19 @@ def check_usage(
     Args:
         prompts, outputs, totals: of each choice, in the order of their indexes.
 
-    Raises:
-        PayloadError: names the count.
-
     Source: vLLM 0.30, SGLang 0.5.23 (captures of n = 2 and of two prompts): choices of one prompt are neighbours.
     """
     stated = {count.kind: count for count in usage.counts}
-    known_prompts, known_outputs = _known(prompts), _known(outputs)
-    if "output" in stated and known_outputs is not None:
-        _agree(usage, stated["output"], {sum(known_outputs)})
-    if "prompt" in stated and known_prompts is not None:
-        _agree(usage, stated["prompt"], _prompt_sums(known_prompts, largest=usage.largest_prompt))
-    known_totals = _known(totals)
-    both = "output" in stated and "prompt" in stated
-    if (
-        both
-        and not usage.largest_prompt
-        and known_totals is not None
-        and (known_prompts is None or known_outputs is None)
-    ):
+    prompt, output = stated.get("prompt"), stated.get("output")
+    known_prompts, known_outputs, known_totals = _known(prompts), _known(outputs), _known(totals)
+    if output and known_outputs is not None:
+        _agree(usage, output, {sum(known_outputs)})
+    if prompt and known_prompts is not None:
+        _agree(usage, prompt, _prompt_sums(known_prompts, largest=usage.largest_prompt))
+    elif prompt and output and known_totals is not None and not usage.largest_prompt:
         # Each choice repeats its prompt, the count has it once for every n choices.
-        repeated = sum(known_totals) - stated["output"].value
-        sizes = [n for n in range(1, len(totals) + 1) if len(totals) % n == 0]
-        _agree(usage, stated["prompt"], {repeated // n for n in sizes if repeated % n == 0})
+        repeated = sum(known_totals) - output.value
+        _agree(usage, prompt, {repeated // n for n in _divisors(len(totals)) if repeated % n == 0})
 
 
 def _known(values: Sequence[int | None]) -> list[int] | None:
@@ -171,25 +175,23 @@ def _prompt_sums(prompts: list[int], *, largest: bool) -> set[int]:
     """Return what a response may state of its prompts: n choices of each, for every n that their lengths allow."""
     if largest:
         return {max(prompts)}
+    # Nothing says whether four choices are of one prompt, two or four; choices of one prompt are neighbours.
     sums = set()
-    for n in (n for n in range(1, len(prompts) + 1) if len(prompts) % n == 0):
+    for n in _divisors(len(prompts)):
         groups = [set(prompts[i : i + n]) for i in range(0, len(prompts), n)]
         if all(len(group) == 1 for group in groups):
             sums.add(sum(group.pop() for group in groups))
     return sums
 
 
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def _agree(usage: Usage, count: StatedCount, right: set[int]) -> None:
     if count.value not in right:
-        counted = " or ".join(map(str, sorted(right))) or "no whole number of prompts"
+        counted = " or ".join(map(str, sorted(right)))
         raise usage.source.error(
             f"{count.name}={count.value}, but the tokens of its choices make {counted}: these are not the tokens that the "
             "engine counted. Is a choice or part of one lost, or a BOS token?"
         )
-
-
-def spans_count(spans: Sequence[WeightSpan]) -> tuple[StatedCount, ...]:
-    """Return the number of output tokens that weight spans state."""
-    if not spans:
-        return ()
-    return (StatedCount(name="weight_versions[-1].end", kind="output", value=spans[-1].end),)

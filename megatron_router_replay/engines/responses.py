@@ -8,15 +8,18 @@ before that show in the number of its ids, by the rule of rows and by the counts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_router_replay.engines.payload import Source, short_repr
 from megatron_router_replay.engines.reply import first_known, get_field
 
 _MAX_CHOICES = 1 << 20
 """No request asks for so many; an index beyond it is damaged."""
+
+_Key = TypeVar("_Key")
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +35,6 @@ class Response:
     choices: tuple[tuple[Any, ...], ...]
 
     @property
-    def is_stream(self) -> bool:
-        return len(self.chunks) > 1
-
-    @property
     def name(self) -> str:
         """` of <id>` for messages, "" where the response has no id."""
         request = first_known(*(get_field(self.chunks[0], name) for name in ("request_id", "id")))
@@ -49,39 +48,39 @@ def is_response(item: Any) -> bool:
     return getattr(item, "outputs", None) is not None
 
 
-def read_responses(items: Sequence[Any], *, engine: str) -> list[Response]:
-    """Return the responses of a list of whole responses and chunks of streams, in order of their first appearance.
+def find_responses(result: Any, *, engine: str) -> list[Response] | None:
+    """Return the response that a result is, or those of a list of responses and chunks, in order of appearance.
+
+    Returns:
+        None if the result is something else.
 
     Raises:
-        PayloadError: a choice is lost or there twice, a stream is broken, or its chunks have no id.
+        PayloadError: there is no choice, one is lost or there twice, a stream is broken, or its chunks have no id.
     """
     source = Source(engine=engine, field="the choices")
-    if not any(_is_chunk(item, source) for item in items):
-        return [_whole(item, source) for item in items]
+    if is_response(result):
+        return [_whole(result, source)]
+    if not isinstance(result, (list, tuple)) or not result or not all(is_response(item) for item in result):
+        return None
+    # One chunk makes chunks of all: whether a finished reply among them is whole or the last chunk of a stream, its id tells.
+    if not any(_is_chunk(item, source) for item in result):
+        return [_whole(item, source) for item in result]
     streams: dict[Any, list[Any]] = {}
-    for item in items:
+    for item in result:
         request = first_known(get_field(item, "request_id"), get_field(item, "id"))
         streams.setdefault(request if isinstance(request, (str, int)) else None, []).append(item)
     if None in streams and len(streams) > 1:
         raise source.error(
-            f"{len(streams[None])} of {len(items)} chunks have no request_id or id, so they cannot be told apart."
+            f"{len(streams[None])} of {len(result)} chunks have no request_id or id, so they cannot be told apart."
         )
     return [_joined(chunks, source) for chunks in streams.values()]
-
-
-def read_response(item: Any, *, engine: str) -> Response:
-    """Return the response that is not one of a list.
-
-    Raises:
-        PayloadError: it holds no choice, or one is lost or there twice.
-    """
-    return _whole(item, Source(engine=engine, field="the choices"))
 
 
 def check_bare_choices(items: Sequence[Any], *, engine: str) -> None:
     """Raise if a list of choices without their response could be one response's in another order."""
     indexes = [get_field(item, "index") for item in items]
     known = [index for index in indexes if isinstance(index, int)]
+    # In order they are taken as they stand. Indexes that repeat are of several responses, whose order only the caller knows.
     if len(set(known)) > 1 and len(set(known)) == len(known) and known != sorted(known):
         raise Source(engine=engine, field="the choices").error(
             f"have index {short_repr(indexes)} in this order, without their response: are they in order, or of several "
@@ -110,6 +109,7 @@ def _is_chunk(item: Any, source: Source) -> bool:
     items = _items(item, source)
     indexes = _indexes(items, source)
     unfinished = any(_is_unfinished(choice) for choice in items)
+    # The chunk with the usage has no choice, and vLLM's generate stream sends one choice at a time under its own index.
     return not items or unfinished or max(indexes) >= len(items) or str(get_field(item, "object")).endswith(".chunk")
 
 
@@ -124,31 +124,48 @@ def _whole(item: Any, source: Source) -> Response:
     if not items:
         raise source.error("of the response are none.")
     indexes = _indexes(items, source)
-    return Response(chunks=(item,), choices=_placed({i: [items[at]] for at, i in enumerate(indexes)}, indexes, source))
+    choices = in_order(dict(zip(indexes, items)), indexes, source=source)
+    return Response(chunks=(item,), choices=tuple((choice,) for choice in choices))
 
 
 def _joined(chunks: Sequence[Any], source: Source) -> Response:
-    parts: dict[int, list[Any]] = {}
+    choices: list[tuple[int, Any]] = []
     for chunk in chunks:
         items = _items(chunk, source)
-        for index, item in zip(_indexes(items, source), items):
-            if parts.get(index) and not _is_unfinished(parts[index][-1]):
-                raise source.error(
-                    f"the stream has a chunk of index {index} behind the one that finished it: a chunk came twice, or "
-                    "replies that share a request id lie among the chunks. Decode each stream by itself."
-                )
-            parts.setdefault(index, []).append(item)
-    if not parts:
+        choices += zip(_indexes(items, source), items)
+    if not choices:
         raise source.error("of the stream are none.")
-    unfinished = [index for index, items in parts.items() if _is_unfinished(items[-1])]
+    parts = join_chunks(choices, is_unfinished=_is_unfinished, source=source)
+    return Response(chunks=tuple(chunks), choices=tuple(map(tuple, in_order(parts, list(parts), source=source))))
+
+
+def join_chunks(
+    chunks: Iterable[tuple[_Key, Any]], *, is_unfinished: Callable[[Any], bool], source: Source
+) -> dict[_Key, list[Any]]:
+    """Return the chunks of each stream, in order, from (stream, chunk) pairs in the order in which they came.
+
+    Raises:
+        PayloadError: a chunk came behind the one that finished its stream, or a stream is not finished.
+    """
+    streams: dict[_Key, list[Any]] = {}
+    for key, chunk in chunks:
+        stream = streams.setdefault(key, [])
+        if stream and not is_unfinished(stream[-1]):
+            raise source.error(
+                f"the stream has a chunk of index {short_repr(key)} behind the one that finished it: a chunk came twice, or "
+                "replies that share an id or index lie among the chunks. Decode each stream by itself."
+            )
+        stream.append(chunk)
+    unfinished = [key for key, stream in streams.items() if is_unfinished(stream[-1])]
     if unfinished:
-        raise source.error(f"the stream ends before index {unfinished} is finished: missing its last chunk.")
-    return Response(chunks=tuple(chunks), choices=_placed(parts, list(parts), source))
+        raise source.error(f"the stream ends before index {unfinished[:8]} is finished: missing its last chunk.")
+    return streams
 
 
-def _placed(parts: Mapping[int, list[Any]], indexes: Sequence[int], source: Source) -> tuple[tuple[Any, ...], ...]:
+def in_order(items: Mapping[int, _Item], indexes: Sequence[int], *, source: Source) -> list[_Item]:
+    """Return items by their index, or raise PayloadError unless `indexes` are each of 0..n-1 once."""
     if sorted(indexes) != list(range(len(indexes))):
         raise source.error(
-            f"have index {list(indexes)}, expected each of 0..{len(indexes) - 1} once: one is lost or there twice."
+            f"have index {list(indexes)[:8]}, expected each of 0..{len(indexes) - 1} once: one is lost or there twice."
         )
-    return tuple(tuple(parts[index]) for index in range(len(indexes)))
+    return [items[index] for index in range(len(indexes))]

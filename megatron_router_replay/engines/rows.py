@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
+from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import Array, Source
+from megatron_router_replay.engines.tokens import SampleTokens
 
 _MAX_COUNTED_TOKENS = 1 << 20
 """Tokens that a response without routes and ids may claim; everywhere else rows or ids bound what is allocated."""
@@ -21,60 +23,59 @@ class RowLayout:
 
     Args:
         parts: arrays [rows, layers, topk] that follow one another; the first row is token `start`.
-        layer_columns: (layer_number, column) of each MoE layer; None: all hidden layers, in order.
-        filler_columns: columns that must be filler (all 0 or all -1) and carry no route; None: the dense layers.
+        moe_columns: the column of each MoE layer, in the order of the layers; None: all hidden layers have a column.
+        filler_columns: columns that must be filler (all 0 or all -1) and carry no route; None: the dense layers if all
+            hidden layers have a column, else none.
         may_have_last_row: S - start rows are legal too, so the engine may send one of the last token.
         last_row_is_route: such a row is a real route (a full forward), not padding.
-        explain_surplus: what more rows than that mean; they are then refused, whatever is allowed.
+        explain_layers: what another number of columns means.
+        explain_surplus: what more rows than are legal mean; they are then refused, whatever is allowed.
     """
 
     parts: tuple[Array, ...]
-    layer_columns: tuple[tuple[int, int], ...] | None = None
+    moe_columns: tuple[int, ...] | None = None
     filler_columns: tuple[int, ...] | None = None
     may_have_last_row: bool = False
     last_row_is_route: bool = False
+    explain_layers: str = "Is this the config of the served model?"
     explain_surplus: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRows:
-    """One sample: the arrays of its routes and what is known of its tokens.
+    """One sample: the arrays of its routes, whose tokens they are, and what the caller says.
 
     Args:
-        num_tokens: S, prompt and output.
-        num_prompt_tokens: where the generation begins; None where unknown.
-        start: rows that the engine was asked to leave out.
         may_be_empty: the request was aborted before its first token, so no rows at all are right.
-        may_have_last_row, last_row_is_route: as in RowLayout, or because nothing was generated.
-        allow_surplus_rows: rows behind the last token are dropped instead of refused.
-        allow_constant_layers: a layer that sends all tokens to the same experts is believed.
         weight_version: [S] int32, or None where unknown.
     """
 
     source: Source
     layout: RowLayout
-    num_tokens: int
-    num_prompt_tokens: int | None = None
-    token_ids: Array | None = None
-    start: int = 0
+    tokens: SampleTokens
+    options: DecodeOptions
     may_be_empty: bool = False
-    may_have_last_row: bool = False
-    last_row_is_route: bool = False
-    allow_surplus_rows: bool = False
-    allow_constant_layers: bool = False
     weight_version: Array | None = None
-    sample_id: str | None = None
 
     @property
     def num_rows(self) -> int:
         return sum(part.shape[0] for part in self.layout.parts)
 
+    # Where nothing was sampled after the prompt, an engine may have forwarded, and sent, its last token too.
+    @property
+    def may_have_last_row(self) -> bool:
+        return self.layout.may_have_last_row or self.tokens.nothing_generated
+
+    @property
+    def last_row_is_route(self) -> bool:
+        return self.layout.last_row_is_route or self.tokens.nothing_generated
+
 
 def check_rows(sample: SampleRows, model: ModelRoutingInfo) -> None:
     """Raise unless the arrays have the right width, a known layer axis and exactly the rows of these tokens."""
-    source = sample.source
-    if not 0 <= sample.start <= sample.num_tokens:
-        raise source.error(f"start={sample.start} must lie in 0..{sample.num_tokens}, the number of tokens.")
+    source, start, num_tokens = sample.source, sample.options.start, sample.tokens.num_tokens
+    if start > num_tokens:
+        raise source.error(f"start={start} must lie in 0..{num_tokens}, the number of tokens.")
     for part in sample.layout.parts:
         if part.ndim != 3:
             raise source.error(
@@ -87,11 +88,11 @@ def check_rows(sample: SampleRows, model: ModelRoutingInfo) -> None:
             cause = (
                 f"The {shared} more are the shared experts, which are not routed: have the engine send the routed "
                 "experts only."
-                if shared > 0 and shared == model.num_shared_experts
+                if shared == model.num_shared_experts
                 else "Is this the config of the served model? Are shared experts appended?"
             )
             raise source.error(f"has {part.shape[2]} experts a token, the model's topk is {model.topk}. {cause}")
-        moe_columns(sample, part.shape[1], model)
+        find_columns(sample, part.shape[1], model)
     _check_num_rows(sample)
 
 
@@ -103,19 +104,21 @@ def _check_num_rows(sample: SampleRows) -> None:
     legal only where an engine is known to send it.
     """
     rows, source = sample.num_rows, sample.source
-    with_last = sample.num_tokens - sample.start
+    start, num_tokens = sample.options.start, sample.tokens.num_tokens
+    with_last = num_tokens - start
     expected = max(with_last - 1, 0)
     if rows == expected or (rows == with_last and sample.may_have_last_row):
         return
     if rows == 0 and sample.may_be_empty:
-        if sample.token_ids is None and sample.num_tokens > _MAX_COUNTED_TOKENS:
-            raise source.error(f"claims {sample.num_tokens} prompt tokens without ids or routes: pass token_ids.")
+        # Memory for these rows follows from a number that the response states alone.
+        if sample.tokens.token_ids is None and num_tokens > _MAX_COUNTED_TOKENS:
+            raise source.error(f"claims {num_tokens} prompt tokens without ids or routes: pass token_ids.")
         return
     if rows > expected and sample.layout.explain_surplus:
         cause = sample.layout.explain_surplus
-    elif rows > expected and sample.allow_surplus_rows:
+    elif rows > expected and sample.options.allow_surplus_rows:
         return
-    elif sample.start and rows in (sample.num_tokens - 1, sample.num_tokens):
+    elif start and rows in (num_tokens - 1, num_tokens):
         cause = "The server ignored start and sent every row: decode with start=0."
     elif rows == with_last:
         cause = (
@@ -131,24 +134,34 @@ def _check_num_rows(sample: SampleRows) -> None:
     else:
         cause = "Are these the token ids (prompt and output) of this very sample? Was start passed on?"
     legal = f"{expected} (the last token has no route)" + (f" or {with_last}" if sample.may_have_last_row else "")
-    raise source.error(f"has {rows} rows for tokens {sample.start}..{sample.num_tokens - 1}: expected {legal}. {cause}")
+    raise source.error(f"has {rows} rows for tokens {start}..{num_tokens - 1}: expected {legal}. {cause}")
 
 
-def moe_columns(
+def find_columns(
     sample: SampleRows, num_columns: int, model: ModelRoutingInfo
-) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """Return (layer_number, column) of each MoE layer, and the columns that must be filler."""
-    numbers = model.moe_layer_numbers
-    if sample.layout.layer_columns is not None:
-        pairs, filler = sample.layout.layer_columns, sample.layout.filler_columns or ()
-        if max((column for _, column in pairs), default=0) < num_columns:
-            return pairs, filler
-    elif num_columns == model.num_layers:
-        pairs = tuple((number, number - 1) for number in numbers)
-        routed = set(numbers)
-        dense = tuple(i for i in range(model.num_layers) if i + 1 not in routed)
-        return pairs, dense if sample.layout.filler_columns is None else sample.layout.filler_columns
-    raise sample.source.error(
-        f"has {num_columns} layers, the model has {model.num_layers} ({len(numbers)} of them MoE). "
-        "Is this the config of the served model?"
-    )
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the column of each MoE layer, and the columns that must be filler."""
+    layout, numbers = sample.layout, model.moe_layer_numbers
+    if layout.moe_columns is not None:
+        columns, filler = layout.moe_columns, layout.filler_columns or ()
+        expected = len(columns) + len(filler)
+    else:
+        columns = tuple(number - 1 for number in numbers)  # layer_number counts from 1
+        dense = set(range(model.num_layers)).difference(columns)
+        filler = tuple(sorted(dense)) if layout.filler_columns is None else layout.filler_columns
+        expected = model.num_layers
+    if num_columns != expected:
+        raise sample.source.error(
+            f"has {num_columns} layers, the model has {model.num_layers} ({len(numbers)} of them MoE). "
+            f"{layout.explain_layers}"
+        )
+    return columns, filler
+
+
+def most_ids(model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> int:
+    """Return how many expert ids a text may hold for these tokens; a longer one is refused before it is decoded.
+
+    More than are right: the check of rows can then say what is wrong with a few too many, or with shared experts.
+    """
+    surplus = 65536 if options.allow_surplus_rows else 4096
+    return (tokens.num_tokens + surplus) * model.num_layers * (model.topk + model.num_shared_experts)

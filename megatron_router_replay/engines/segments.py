@@ -13,7 +13,9 @@ Rows are copied into memory that doubles when full, so n turns copy O(all tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,13 +51,12 @@ class RoutingSegments:
     def __init__(self, *, max_disagreement: float = 0.25) -> None:
         self.max_disagreement = max_disagreement
         self.overlap = Overlap(compared=0, differing=0)
-        self._first: RoutingTrace | None = None
+        # What the segments of a sequence have in common; empty as long as there is none.
+        self._model: dict[str, Any] = {}
         self._length = 0
-        self._indices = torch.empty(0)
-        self._mask = torch.empty(0, dtype=torch.bool)
-        self._token_ids: Tensor | None = None
-        self._versions: Tensor | None = None
         self._next_start = 0
+        # By the names that a trace gives them, on the CPU; memory for more tokens than `_length`.
+        self._rows = {"replay_mask": torch.empty(0, dtype=torch.bool)}
 
     def __len__(self) -> int:
         return self._length
@@ -70,7 +71,7 @@ class RoutingSegments:
 
     @property
     def num_missing(self) -> int:
-        return int((~self._mask[: self._length]).sum())
+        return int((~self._rows["replay_mask"][: self._length]).sum())
 
     def append(self, trace: RoutingTrace, *, start: int = 0, weight_version: int | None = None) -> None:
         """Add a segment; row i of `trace` is token start + i of the sequence.
@@ -85,30 +86,30 @@ class RoutingSegments:
                 many different routes, only some segments with token ids or a weight version, or rows that were left live by
                 choice.
         """
-        versions = self._check(trace, start, weight_version)
-        end = start + len(trace)
-        old = self._length
-        self._compare(trace, start, versions)
-        self._reserve(max(end, old), trace, versions)
+        trace = trace.to("cpu")
+        new = self._check(trace, start, weight_version)
+        old, end = self._length, start + len(trace)
+        shared = max(0, min(old, end) - start)
+        self._compare(new, trace.layer_numbers, start, shared)
+        # From here on nothing can fail: a segment that is refused has changed nothing but `overlap`.
+        if not self._model:
+            self._model = {name: getattr(trace, name) for name in ("layer_numbers", "num_experts", "topk")}
+            self._rows = {name: values[:0].clone() for name, values in new.items()}
+        self._reserve(max(end, old))
         if start > old:
             gap = spread_experts(old, start - old, topk=trace.topk, num_experts=trace.num_experts)
-            self._indices[old:start] = gap.to(self._indices.dtype).unsqueeze(1)
-            self._mask[old:start] = False
-            if self._versions is not None:
-                self._versions[old:start] = -1
-        shared = max(0, min(old, end) - start)
-        if shared:
-            # The first generation wins: of rows that both have, only those without a route so far take the new one.
-            rows = (trace.replay_mask[:shared] & ~self._mask[start : start + shared]).nonzero()[:, 0]
-            self._write(rows + start, rows, trace, versions)
-        if end > old:
-            fresh = slice(max(old, start), end)
-            source = slice(fresh.start - start, len(trace))
-            self._write(fresh, source, trace, versions)
-            if self._token_ids is not None and trace.token_ids is not None:
-                self._token_ids[fresh] = trace.token_ids[source]
+            self._rows["topk_indices"][old:start] = gap.unsqueeze(1)
+            self._rows["replay_mask"][old:start] = False
+            if "weight_version" in self._rows:
+                self._rows["weight_version"][old:start] = -1
+        # The first generation wins: of rows that both have, only those without a route so far take the new one.
+        rows = (new["replay_mask"][:shared] & ~self._rows["replay_mask"][start : start + shared]).nonzero()[:, 0]
+        tokens = start + rows
+        for name, values in self._rows.items():
+            values[tokens] = new[name][rows]
+            values[start + shared : end] = new[name][shared:]
         self._length = max(end, old)
-        missing = (~self._mask[self._next_start : self._length]).nonzero()
+        missing = (~self._rows["replay_mask"][self._next_start : self._length]).nonzero()
         self._next_start = self._next_start + int(missing[0]) if len(missing) else self._length
 
     def trace(self, *, sample_id: str | None = None) -> RoutingTrace:
@@ -119,22 +120,18 @@ class RoutingSegments:
         Raises:
             PayloadError: nothing was appended.
         """
-        if self._first is None:
+        if not self._model:
             raise PayloadError("RoutingSegments: nothing was appended, so there is no trace.")
-        end = self._length
         return RoutingTrace.from_checked(
-            topk_indices=self._indices[:end].clone(),
-            layer_numbers=self._first.layer_numbers,
-            num_experts=self._first.num_experts,
-            replay_mask=self._mask[:end].clone(),
-            token_ids=None if self._token_ids is None else self._token_ids[:end].clone(),
-            sequence_lengths=(end,),
+            layer_numbers=self._model["layer_numbers"],
+            num_experts=self._model["num_experts"],
+            sequence_lengths=(self._length,),
             sample_ids=None if sample_id is None else (sample_id,),
-            weight_version=None if self._versions is None else self._versions[:end].clone(),
+            **{name: values[: self._length].clone() for name, values in self._rows.items()},
         )
 
-    def _check(self, trace: RoutingTrace, start: int, weight_version: int | None) -> Tensor | None:
-        """Raise unless the trace belongs to this sequence; return its weight versions [rows], None if it has none."""
+    def _check(self, trace: RoutingTrace, start: int, weight_version: int | None) -> dict[str, Tensor]:
+        """Raise unless the trace belongs to this sequence; return its tensors, a row a token each, by their names."""
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise PayloadError(f"RoutingSegments: start={start!r} must be an integer of 0 or more.")
         try:
@@ -144,100 +141,83 @@ class RoutingSegments:
             raise PayloadError(f"RoutingSegments: {error}") from None
         if trace.weight_version is not None and weight_version is not None:
             raise PayloadError("RoutingSegments: the trace carries weight versions; do not give another.")
+        new = {"topk_indices": trace.topk_indices, "replay_mask": trace.replay_mask}
+        if trace.token_ids is not None:
+            new["token_ids"] = trace.token_ids
         versions = trace.weight_version
         if weight_version is not None:
             versions = torch.full((len(trace),), weight_version, dtype=torch.int32)
-        if self._first is None:
+        if versions is not None:
+            new["weight_version"] = torch.where(trace.replay_mask, versions, -1)
+        if not self._model:
             if start and trace.token_ids is not None:
                 raise PayloadError(
                     f"RoutingSegments: the token ids of 0..{start - 1}, before this segment, are unknown."
                 )
-            return versions
-        for name in ("layer_numbers", "num_experts", "topk"):
-            if getattr(trace, name) != getattr(self._first, name):
+            return new
+        for name, value in self._model.items():
+            if getattr(trace, name) != value:
                 raise PayloadError(
-                    f"RoutingSegments: a segment with {name}={getattr(trace, name)} behind one with "
-                    f"{getattr(self._first, name)}: they are of different models."
+                    f"RoutingSegments: a segment with {name}={getattr(trace, name)} behind one with {value}: they are of "
+                    "different models."
                 )
-        for name, earlier, new in (
-            ("token ids", self._token_ids, trace.token_ids),
-            ("weight versions", self._versions, versions),
-        ):
-            if (earlier is None) != (new is None):
-                raise PayloadError(f"RoutingSegments: only some segments have {name}; give all of them or none.")
-        if self._token_ids is not None and trace.token_ids is not None:
-            self._check_token_ids(trace.token_ids, start)
-        return versions
+        for name, words in (("token_ids", "token ids"), ("weight_version", "weight versions")):
+            if (name in self._rows) != (name in new):
+                raise PayloadError(f"RoutingSegments: only some segments have {words}; give all of them or none.")
+        if "token_ids" in new:
+            self._check_token_ids(new["token_ids"], start)
+        return new
 
     def _check_token_ids(self, token_ids: Tensor, start: int) -> None:
-        assert self._token_ids is not None
         if start > self._length:
             raise PayloadError(
                 f"RoutingSegments: a segment starts at token {start}, only {self._length} are known: append the trace of "
                 "the whole turn, whose rows without a route carry their token ids."
             )
-        shared = max(0, min(self._length - start, len(token_ids)))
-        if torch.equal(self._token_ids[start : start + shared], token_ids[:shared]):
+        shared = min(self._length - start, len(token_ids))
+        earlier, new = self._rows["token_ids"][start : start + shared], token_ids[:shared]
+        if torch.equal(earlier, new):
             return
-        row = int((self._token_ids[start : start + shared] != token_ids[:shared]).nonzero()[0])
+        row = int((earlier != new).nonzero()[0])
         raise PayloadError(
-            f"RoutingSegments: token {start + row} is {int(token_ids[row])}, an earlier segment had "
-            f"{int(self._token_ids[start + row])} there. Was the history edited or tokenised anew between turns? "
-            "Send the ids of the earlier turns, or begin a new RoutingSegments."
+            f"RoutingSegments: token {start + row} is {int(new[row])}, an earlier segment had {int(earlier[row])} there. "
+            "Was the history edited or tokenised anew between turns? Send the ids of the earlier turns, or begin a new "
+            "RoutingSegments."
         )
 
-    def _compare(self, trace: RoutingTrace, start: int, versions: Tensor | None) -> None:
-        shared = max(0, min(self._length - start, len(trace)))
-        both = (self._mask[start : start + shared] & trace.replay_mask[:shared]).nonzero()[:, 0]
+    def _compare(self, new: dict[str, Tensor], layer_numbers: Sequence[int], start: int, shared: int) -> None:
+        """Count the decisions on which two forwards of the same tokens differ; raise if they are of other tokens."""
+        both = (self._rows["replay_mask"][start : start + shared] & new["replay_mask"][:shared]).nonzero()[:, 0]
         if not len(both):
             return
-        earlier, new = self._indices[both + start].sort(dim=2)[0], trace.topk_indices[both].sort(dim=2)[0]
-        differing = (earlier != new).any(dim=2)
+        earlier_routes = self._rows["topk_indices"][start + both].sort(dim=2)[0]
+        routes = new["topk_indices"][both].sort(dim=2)[0]
+        differing = (earlier_routes != routes).any(dim=2)
         self.overlap = Overlap(
             compared=self.overlap.compared + differing.numel(),
             differing=self.overlap.differing + int(differing.sum()),
         )
         # Other weights may choose other experts; only routes of the same weights say whether these are the same tokens.
         same_weights = torch.ones(len(both), dtype=torch.bool)
-        if self._versions is not None and versions is not None:
-            same_weights = self._versions[both + start] == versions[both]
-        decisions = int(same_weights.sum()) * trace.num_layers
+        if "weight_version" in new:
+            same_weights = self._rows["weight_version"][start + both] == new["weight_version"][both]
+        decisions = int(same_weights.sum()) * len(layer_numbers)
         wrong = int(differing[same_weights].sum())
         if decisions >= _MIN_COMPARED and wrong > self.max_disagreement * decisions:
             row, layer = (int(i) for i in (differing & same_weights.unsqueeze(1)).nonzero()[0])
             raise PayloadError(
                 f"RoutingSegments: {wrong} of {decisions} decisions on tokens {start + int(both[0])}.."
                 f"{start + int(both[-1])} differ from those of an earlier segment with the same weights, first token "
-                f"{start + int(both[row])}, layer_number {trace.layer_numbers[layer]}: {new[row, layer].tolist()} after "
-                f"{earlier[row, layer].tolist()}. These are routes of other tokens: is the segment's start right?"
+                f"{start + int(both[row])}, layer_number {layer_numbers[layer]}: {routes[row, layer].tolist()} after "
+                f"{earlier_routes[row, layer].tolist()}. These are routes of other tokens: is the segment's start right?"
             )
 
-    def _reserve(self, length: int, trace: RoutingTrace, versions: Tensor | None) -> None:
+    def _reserve(self, length: int) -> None:
         """Make room for `length` tokens; doubling keeps the copies of n appends proportional to the final size."""
-        if self._first is None:
-            self._first = trace.slice_rows(0, 0)
-            self._indices = torch.empty((0, trace.num_layers, trace.topk), dtype=trace.topk_indices.dtype)
-            self._token_ids = None if trace.token_ids is None else torch.empty(0, dtype=torch.int32)
-            self._versions = None if versions is None else torch.empty(0, dtype=torch.int32)
-        if length <= len(self._mask):
+        room = len(self._rows["replay_mask"])
+        if length <= room:
             return
-        size = max(length, 2 * len(self._mask))
-        self._indices = _grown(self._indices, size, self._length)
-        self._mask = _grown(self._mask, size, self._length)
-        self._token_ids = None if self._token_ids is None else _grown(self._token_ids, size, self._length)
-        self._versions = None if self._versions is None else _grown(self._versions, size, self._length)
-
-    def _write(
-        self, tokens: slice | Tensor, rows: slice | Tensor, trace: RoutingTrace, versions: Tensor | None
-    ) -> None:
-        """Copy rows of the trace to these tokens of the sequence."""
-        self._indices[tokens] = trace.topk_indices[rows].to(self._indices.device)
-        self._mask[tokens] = trace.replay_mask[rows]
-        if self._versions is not None and versions is not None:
-            self._versions[tokens] = torch.where(trace.replay_mask[rows], versions[rows], -1)
-
-
-def _grown(tensor: Tensor, size: int, used: int) -> Tensor:
-    grown = torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype)
-    grown[:used] = tensor[:used]
-    return grown
+        for name, values in self._rows.items():
+            grown = values.new_empty((max(length, 2 * room), *values.shape[1:]))
+            grown[: self._length] = values[: self._length]
+            self._rows[name] = grown

@@ -20,25 +20,22 @@ from typing import Any
 from megatron_router_replay.engines.front import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
-from megatron_router_replay.engines.payload import Array, Source, as_array, decode_base64, parse_int32, short_repr
+from megatron_router_replay.engines.payload import Source, as_array, decode_base64, parse_int32, short_repr
 from megatron_router_replay.engines.reply import (
+    Kind,
     Reply,
-    StatedCount,
     first_known,
     get_field,
     read_counts,
     read_usage,
     says,
-    spans_count,
 )
-from megatron_router_replay.engines.responses import Response, is_response, read_response, read_responses
-from megatron_router_replay.engines.rows import RowLayout
+from megatron_router_replay.engines.responses import Response, find_responses, in_order, is_response, join_chunks
+from megatron_router_replay.engines.rows import RowLayout, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.engines.weights import read_spans
 
-_SLACK_ROWS = 4096
-_SURPLUS_ROWS = 65536
-"""Rows beyond the expected ones that a string may hold, so that the row check can say what is wrong with them."""
+_COUNTS: Mapping[str, Kind] = {"prompt_tokens": "prompt", "completion_tokens": "output"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,14 +65,12 @@ class Runtime:
 
     def read(self, result: Any, *, batch: bool) -> list[Reply]:
         """Return the generated sequences of a response: of /generate (one, a list, a stream) or of an OpenAI endpoint."""
-        if is_response(result):
-            return self._of_openai(read_response(result, engine=self.name))
+        responses = find_responses(result, engine=self.name)
+        if responses is not None:
+            return [reply for response in responses for reply in self._of_openai(response)]
         if isinstance(result, Mapping):
             return [self._of_generate([result], 0)]
         if isinstance(result, (list, tuple)) and result:
-            if all(is_response(item) for item in result):
-                responses = read_responses(result, engine=self.name)
-                return [reply for response in responses for reply in self._of_openai(response)]
             if all(isinstance(item, Mapping) and not is_response(item) for item in result):
                 streams = self._streams(result)
                 return [self._of_generate(chunks, i) for i, chunks in enumerate(streams)]
@@ -85,8 +80,21 @@ class Runtime:
 
     def rows(self, reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
         """Return the rows [rows, all hidden layers, topk] of a base64 string, of the raw bytes or of an array."""
-        filler = () if model.model_type in self.ids_on_dense_layers else None
-        return RowLayout(parts=(_rows(reply, model, tokens, options),), filler_columns=filler)
+        value, source = reply.routed_experts, reply.source
+        columns, topk = model.num_layers, model.topk
+        if isinstance(value, str):
+            value = decode_base64(value, source=source, max_bytes=4 * most_ids(model, tokens, options))
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            raw, expected = bytes(value), max(tokens.num_tokens - options.start - 1, 0)
+            if len(raw) != expected * columns * topk * 4:
+                _explain_size(len(raw), (expected, expected + 1), model, source)
+            array = parse_int32(raw, source=source, num_columns=columns, topk=topk)
+        else:
+            array = as_array(value, source=source)
+            # What a caller decoded from base64 by himself has no shape.
+            if array.ndim == 1 and array.size % (columns * topk) == 0:
+                array = array.reshape(-1, columns, topk)
+        return RowLayout(parts=(array,), filler_columns=() if model.model_type in self.ids_on_dense_layers else None)
 
     def _source(self, label: str) -> Source:
         return Source(engine=self.name, field="routed_experts", sample=label)
@@ -99,46 +107,33 @@ class Runtime:
             type(index) is int and 0 <= index < len(items) for index in indexes
         ):
             raise source.error(f"have index {short_repr(indexes)}: all chunks of one request must have one, or none.")
-        streams: dict[Any, list[Mapping[str, Any]]] = {}
-        streamed = any(_is_unfinished(item) for item in items)
-        for position, (item, index) in enumerate(zip(items, indexes)):
-            request = get_field(item.get("meta_info"), "id")
-            key = index if index is not None else request if streamed and isinstance(request, str) else position
-            chunks = streams.setdefault(key, [])
-            if chunks and not _is_unfinished(chunks[-1]):
-                raise source.error(
-                    f"the stream of {short_repr(key)} has a chunk behind the one that finished it: a chunk came twice, or "
-                    "results that share an id or index lie among the chunks. Decode each stream by itself."
-                )
-            if chunks and get_field(chunks[-1].get("meta_info"), "id") != request:
-                raise source.error(f"index {index} is of several requests: decode each request by itself.")
-            chunks.append(item)
-        unfinished = [key for key, chunks in streams.items() if len(items) > 1 and _is_unfinished(chunks[-1])]
-        if unfinished:
-            raise source.error(f"the stream ends before {unfinished[:8]} is finished: missing its last chunk.")
+        if len(items) == 1:  # it may be the last chunk of a stream, or one that says nothing of its end
+            return [[items[0]]]
+        keys: list[Any] = indexes
         if indexes[0] is None:
-            return list(streams.values())
-        if sorted(streams) != list(range(len(streams))):
-            raise source.error(
-                f"have index {sorted(streams)[:8]}, expected each of 0..{len(streams) - 1}: one is lost."
-            )
-        return [streams[index] for index in range(len(streams))]
+            keys = list(range(len(items)))
+            # Whole results may share an id, which says nothing then.
+            if any(map(_is_unfinished, items)):
+                keys = [key if isinstance(key := _request(item), str) else i for i, item in enumerate(items)]
+        streams = join_chunks(zip(keys, items), is_unfinished=_is_unfinished, source=source)
+        for key, chunks in streams.items():
+            if any(_request(chunk) != _request(chunks[0]) for chunk in chunks):
+                raise source.error(f"index {key} is of several requests: decode each request by itself.")
+        return list(streams.values()) if indexes[0] is None else in_order(streams, list(streams), source=source)
 
     def _of_generate(self, chunks: Sequence[Mapping[str, Any]], position: int) -> Reply:
         """Return the reply of one result, or of the chunks of its stream."""
         last = chunks[-1]
         meta = last.get("meta_info")
-        request = get_field(meta, "id")
+        request = _request(last)
         source = self._source(
             f"sample {position}" + (f", request {short_repr(request)}" if isinstance(request, (str, int)) else "")
         )
         reason = get_field(meta, "finish_reason")
         spans = read_spans(get_field(meta, "weight_versions"), source=source)
-        names = {"prompt_tokens": "prompt", "completion_tokens": "output"}
         counts = [
-            *read_counts(meta, names, prefix="meta_info", source=source),  # type: ignore[arg-type]
+            *read_counts(meta, _COUNTS, prefix="meta_info", source=source),
             *read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source),
-            *spans_count(spans),
         ]
         for chunk in chunks[:-1]:
             # Every chunk repeats the number of prompt tokens.
@@ -165,6 +160,7 @@ class Runtime:
         if len(lists) != len(ids):
             raise source.error("a chunk of the stream has no output_ids while others have: it is broken.")
         stated = [_completion_tokens(chunk, source) for chunk in chunks]
+        # Two forms, which only the stated counts tell apart: each chunk has all ids so far, or the new ones alone.
         sizes = [len(value) for value in lists]
         sums = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         if all(count in (None, size) for count, size in zip(stated, sizes)) and stated[-1] is not None:
@@ -182,6 +178,7 @@ class Runtime:
     def _of_openai(self, response: Response) -> list[Reply]:
         """Return the replies of a completions or chat response, or of the chunks of its stream."""
         num_choices = len(response.choices)
+        # A stream states its usage in the last chunk, or in none.
         counted = next((c for c in reversed(response.chunks) if get_field(c, "usage") is not None), None)
         source = self._source("the response" + response.name)
         counts, usage = read_usage(counted, source=source, num_choices=num_choices)
@@ -196,6 +193,7 @@ class Runtime:
                 "the others are lost. Use /generate for n > 1 and for several prompts."
             )
         metadata = first_known(*(get_field(c, "metadata") for c in reversed(response.chunks)))
+        # One metadata for the whole response: of several choices it cannot say whose tokens its spans are.
         spans = read_spans(get_field(metadata, "weight_versions"), source=source) if num_choices == 1 else ()
         name = get_field(metadata, "weight_version") if num_choices == 1 else None
         replies = []
@@ -211,7 +209,7 @@ class Runtime:
                     source=label,
                     routed_experts=routes[0] if routes else None,
                     aborted=says(_reason_type(get_field(parts[-1], "finish_reason")), "abort"),
-                    counts=(*counts, *spans_count(spans)),
+                    counts=counts,
                     usage=usage,
                     weight_spans=spans,
                     weight_name=name if isinstance(name, str) else None,
@@ -226,39 +224,22 @@ def _is_unfinished(item: Mapping[str, Any]) -> bool:
     return isinstance(meta, Mapping) and "finish_reason" in meta and meta["finish_reason"] is None
 
 
+def _request(item: Mapping[str, Any]) -> Any:
+    return get_field(item.get("meta_info"), "id")
+
+
 def _reason_type(reason: Any) -> Any:
     return reason.get("type") if isinstance(reason, Mapping) else reason
 
 
 def _completion_tokens(chunk: Mapping[str, Any], source: Source) -> int | None:
-    counts: tuple[StatedCount, ...] = read_counts(
-        chunk.get("meta_info"), {"completion_tokens": "output"}, prefix="meta_info", source=source
-    )
+    counts = read_counts(chunk.get("meta_info"), {"completion_tokens": "output"}, prefix="meta_info", source=source)
     return counts[0].value if counts else None
 
 
 def _routes_of_choice(item: Any) -> Any:
     holders = (item, get_field(item, "meta_info"), get_field(item, "sglext"))
     return first_known(*(get_field(holder, "routed_experts") for holder in holders))
-
-
-def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> Array:
-    value, source = reply.routed_experts, reply.source
-    columns, topk = model.num_layers, model.topk
-    if isinstance(value, str):
-        slack = _SURPLUS_ROWS if options.allow_surplus_rows else _SLACK_ROWS
-        most = (tokens.num_tokens + slack) * columns * (topk + model.num_shared_experts) * 4
-        value = decode_base64(value, source=source, max_bytes=most)
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        raw = bytes(value)
-        expected = max(tokens.num_tokens - options.start - 1, 0)
-        if len(raw) != expected * columns * topk * 4:
-            _explain_size(len(raw), (expected, expected + 1), model, source)
-        return parse_int32(raw, source=source, num_columns=columns, topk=topk)
-    array = as_array(value, source=source)
-    if array.ndim == 1 and array.size % (columns * topk) == 0:
-        array = array.reshape(-1, columns, topk)
-    return array
 
 
 def _explain_size(size: int, expected: Sequence[int], model: ModelRoutingInfo, source: Source) -> None:

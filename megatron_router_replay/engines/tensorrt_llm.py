@@ -19,13 +19,7 @@ from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import Source, as_array
 from megatron_router_replay.engines.reply import Reply, first_known, get_field, says
-from megatron_router_replay.engines.responses import (
-    Response,
-    check_bare_choices,
-    is_response,
-    read_response,
-    read_responses,
-)
+from megatron_router_replay.engines.responses import Response, check_bare_choices, find_responses
 from megatron_router_replay.engines.rows import RowLayout
 from megatron_router_replay.engines.tokens import SampleTokens
 
@@ -33,34 +27,36 @@ _ENGINE = "TensorRT-LLM"
 
 
 def _read(result: Any, *, batch: bool) -> list[Reply]:
-    if isinstance(result, dict) and "outputs" in result:
-        result = {**result, "choices": result["outputs"]}
-    if isinstance(result, (list, tuple)) and result:
-        result = [
-            {**item, "choices": item["outputs"]} if isinstance(item, dict) and "outputs" in item else item
-            for item in result
+    result = [_with_choices(item) for item in result] if isinstance(result, (list, tuple)) else _with_choices(result)
+    responses = find_responses(result, engine=_ENGINE)
+    if responses is not None:
+        return [
+            _of_output(parts, response, f"output {i}{response.name}")
+            for response in responses
+            for i, parts in enumerate(response.choices)
         ]
-        if all(is_response(item) for item in result):
-            responses = read_responses(result, engine=_ENGINE)
-            return [reply for response in responses for reply in _of_response(response)]
-        if all(isinstance(item, dict) or hasattr(item, "routed_experts") for item in result):
+    if isinstance(result, list) and result:
+        if all(_is_output(item) for item in result):
             check_bare_choices(result, engine=_ENGINE)
             return [_of_output([item], None, f"output {i}") for i, item in enumerate(result)]
         if batch:
             return [reply for item in result for reply in _read(item, batch=False)]
-    if is_response(result):
-        return _of_response(read_response(result, engine=_ENGINE))
-    if isinstance(result, dict) or hasattr(result, "routed_experts"):
+    if _is_output(result):
         return [_of_output([result], None, "the output")]
     return [Reply(source=_source("the array"), routed_experts=result)]
 
 
+def _with_choices(item: Any) -> Any:
+    """Return a dict's `outputs` under the name that they have in every other engine's response."""
+    return {**item, "choices": item["outputs"]} if isinstance(item, dict) and "outputs" in item else item
+
+
+def _is_output(item: Any) -> bool:
+    return isinstance(item, dict) or hasattr(item, "routed_experts")
+
+
 def _source(label: str) -> Source:
     return Source(engine=_ENGINE, field="routed_experts", sample=label)
-
-
-def _of_response(response: Response) -> list[Reply]:
-    return [_of_output(parts, response, f"output {i}{response.name}") for i, parts in enumerate(response.choices)]
 
 
 def _of_output(parts: Sequence[Any], response: Response | None, label: str) -> Reply:
@@ -76,14 +72,11 @@ def _of_output(parts: Sequence[Any], response: Response | None, label: str) -> R
 
 
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    pairs = tuple((number, i) for i, number in enumerate(model.moe_layer_numbers))
-    rows = as_array(reply.routed_experts, source=reply.source)
-    if rows.ndim == 3 and rows.shape[0] and rows.shape[1] != len(pairs):
-        raise reply.source.error(
-            f"has {rows.shape[1]} layers, the model has {len(pairs)} MoE layers, which are what TensorRT-LLM sends. "
-            "Is this the config of the served model?"
-        )
-    return RowLayout(parts=(rows,), layer_columns=pairs, filler_columns=())
+    return RowLayout(
+        parts=(as_array(reply.routed_experts, source=reply.source),),
+        moe_columns=tuple(range(len(model.moe_layer_numbers))),
+        explain_layers="TensorRT-LLM sends the MoE layers. Is this the config of the served model?",
+    )
 
 
 _DECODER = Decoder(

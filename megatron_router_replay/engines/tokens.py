@@ -43,6 +43,7 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
     """
     source = reply.source
     prompt, output, ids = _token_ids(reply, options)
+    # Ids come first: of two counts that differ, a message then calls the stated one wrong.
     counts: list[StatedCount] = []
     if ids is not None:
         counts.append(StatedCount(name="the token ids", kind="all", value=len(ids)))
@@ -52,7 +53,11 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
         counts.append(StatedCount(name="the ids of the response's output", kind="output", value=len(output)))
     if options.num_tokens is not None:
         counts.append(StatedCount(name="num_tokens", kind="all", value=options.num_tokens))
-    known = _agreed([*counts, *reply.counts], source)
+    counts += reply.counts
+    if reply.weight_spans:
+        spans_end = reply.weight_spans[-1].end
+        counts.append(StatedCount(name="weight_versions[-1].end", kind="output", value=spans_end))
+    known = _agreed(counts, source)
     total = known.get("all")
     if total is None:
         raise source.error(
@@ -89,10 +94,7 @@ def _token_ids(reply: Reply, options: DecodeOptions) -> tuple[Array | None, Arra
             f"token_ids ({len(ids)}) do not end with the output of the response ({len(output)} ids): they are prompt and "
             "output of this very sample, not of its re-tokenised text."
         )
-    if prompt is not None and output is not None and len(prompt) + len(output) != len(ids):
-        raise source.error(
-            f"{len(ids)} token_ids were given, the response has {len(prompt)} prompt and {len(output)} output ids."
-        )
+    # That the two together are as many as all is checked with the counts.
     return prompt, output, ids
 
 

@@ -67,14 +67,14 @@ def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: 
         raise source.error(f"layers differ in shape: {sorted(shapes)}.")
     return RowLayout(
         parts=(np.stack(layers, axis=1),),
-        layer_columns=tuple((number, i) for i, number in enumerate(model.moe_layer_numbers)),
-        filler_columns=(),
+        moe_columns=tuple(range(len(layers))),
         may_have_last_row=True,
         last_row_is_route=True,
     )
 
 
 def _indices(seen: Any, layer_number: int, source: Source) -> Array:
+    # A list is of several forwards, as `generate` with a cache makes them; nested lists of ids are one forward.
     if isinstance(seen, Sequence) and not isinstance(seen, (str, bytes)) and len(seen) and _is_output(seen[0]):
         parts = [_indices(item, layer_number, source) for item in seen]
         if len({part.shape[1] for part in parts}) > 1:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,16 +33,19 @@ import numpy as np
 from megatron_router_replay.engines.front import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
-from megatron_router_replay.engines.payload import Array, Source, as_rows, as_token_ids, short_repr
-from megatron_router_replay.engines.reply import Reply, first_known, get_field, read_usage, says, spans_count
-from megatron_router_replay.engines.responses import (
-    Response,
-    check_bare_choices,
-    is_response,
-    read_response,
-    read_responses,
+from megatron_router_replay.engines.payload import (
+    MAX_NPY_HEADER,
+    Array,
+    Source,
+    as_array,
+    as_token_ids,
+    decode_base64,
+    parse_npy,
+    short_repr,
 )
-from megatron_router_replay.engines.rows import RowLayout
+from megatron_router_replay.engines.reply import Reply, first_known, get_field, read_usage, says
+from megatron_router_replay.engines.responses import Response, check_bare_choices, find_responses
+from megatron_router_replay.engines.rows import RowLayout, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.engines.weights import read_spans
 
@@ -49,43 +53,42 @@ _ENGINE = "vLLM"
 
 
 def _read(result: Any, *, batch: bool) -> list[Reply]:
+    responses = find_responses(result, engine=_ENGINE)
+    if responses is not None:
+        return _numbered([_of_response(response) for response in responses])
     if isinstance(result, (list, tuple)) and result:
-        if all(is_response(item) for item in result):
-            responses = read_responses(result, engine=_ENGINE)
-            return _numbered([reply for response in responses for reply in _of_response(response)], result)
-        if all(isinstance(item, Mapping) or _is_choice(item) for item in result):
+        if all(_is_choice(item) for item in result):
             check_bare_choices(result, engine=_ENGINE)
-            return _numbered([_of_choice([item], None, i) for i, item in enumerate(result)], result)
+            return _numbered([[_of_choice([item], None, i)] for i, item in enumerate(result)])
         if batch:
-            return _numbered([reply for item in result for reply in _read(item, batch=False)], result)
-    if is_response(result):
-        return _of_response(read_response(result, engine=_ENGINE))
-    if isinstance(result, Mapping) or _is_choice(result):
+            return _numbered([_read(item, batch=False) for item in result])
+    if _is_choice(result):
         return [_of_choice([result], None, 0)]
     label = "the result" if result is None else "the array"
     return [Reply(source=Source(engine=_ENGINE, field="routed_experts", sample=label), routed_experts=result)]
 
 
 def _is_choice(item: Any) -> bool:
-    return hasattr(item, "routed_experts")
+    return isinstance(item, Mapping) or hasattr(item, "routed_experts")
 
 
-def _numbered(replies: list[Reply], result: Sequence[Any]) -> list[Reply]:
-    """Name each sample by its place, where a list holds several."""
-    if len(result) == 1 or len(replies) == 1:
-        return replies
+def _numbered(results: list[list[Reply]]) -> list[Reply]:
+    """Return the replies of all results; of several, each is named by its place as well."""
+    if len(results) == 1:
+        return results[0]
     return [
         replace(reply, source=replace(reply.source, sample=f"sample {i}, {reply.source.sample}"))
-        for i, reply in enumerate(replies)
+        for i, reply in enumerate(chain.from_iterable(results))
     ]
 
 
 def _of_response(response: Response) -> list[Reply]:
+    # A stream states its usage in the last chunk, or in none.
     counted = next((c for c in reversed(response.chunks) if get_field(c, "usage") is not None), None)
     source = Source(engine=_ENGINE, field="the response", sample=response.name.removeprefix(" of "))
     counts, usage = read_usage(counted, source=source, num_choices=len(response.choices))
     replies = [_of_choice(parts, response, i) for i, parts in enumerate(response.choices)]
-    return _prove_prompts([replace(r, counts=(*r.counts, *counts), usage=usage) for r in replies])
+    return _prove_prompts([replace(reply, counts=counts, usage=usage) for reply in replies])
 
 
 def _of_choice(parts: Sequence[Any], response: Response | None, index: int) -> Reply:
@@ -97,6 +100,7 @@ def _of_choice(parts: Sequence[Any], response: Response | None, index: int) -> R
     source = Source(engine=_ENGINE, field="routed_experts", sample=label)
     if any(get_field(part, "routed_experts") is not None for part in parts[:-1]):
         raise source.error("two chunks of the stream carry routes, expected only the last one.")
+    # The last chunk has the spans of all the output. Those of a response with several choices could be of any of them.
     holders = (*reversed(parts), *(reversed(chunks) if alone else ()))
     spans = read_spans(first_known(*(get_field(item, "weight_versions") for item in holders)), source=source)
     return Reply(
@@ -106,7 +110,6 @@ def _of_choice(parts: Sequence[Any], response: Response | None, index: int) -> R
         prompt_token_ids=first_known(*(get_field(item, "prompt_token_ids") for item in (*parts, *chunks))),
         output_token_ids=_joined_ids(parts, source),
         aborted=says(get_field(parts[-1], "finish_reason"), "abort"),
-        counts=spans_count(spans),
         weight_spans=spans,
     )
 
@@ -129,7 +132,7 @@ def _prove_prompts(replies: list[Reply]) -> list[Reply]:
     if len(replies) == 1 or all(reply.prompt_routed_experts is None for reply in replies):
         return replies
     if any(reply.prompt_token_ids is None for reply in replies):
-        # n samples of one prompt look like one sample of n prompts.
+        # n samples of one prompt look like one sample of each of n prompts.
         return [replace(reply, prompt_is_proven=False) for reply in replies]
     prompts = [as_token_ids(reply.prompt_token_ids, source=reply.source) for reply in replies]
     return [
@@ -142,8 +145,9 @@ def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: 
         return _split_rows(reply, model, tokens, options)
     rows = _read_rows(reply.routed_experts, reply.source, model, tokens, options)
     if options.version is not None and options.version.split(".")[:2] == ["0", "21"]:
-        columns, filler = _compact_columns(rows, model, reply.source)
-        return RowLayout(parts=(rows,), layer_columns=columns, filler_columns=filler)
+        return _compact_layout((rows,), model)
+    # Only the caller knows that an array is of vLLM 0.21: with a column for each layer it looks like one of a later release,
+    # whose columns are of other layers.
     if rows.ndim == 3 and rows.shape[0] and rows.shape[1] == len(model.moe_layer_numbers) != model.num_layers:
         raise reply.source.error(
             f"has {rows.shape[1]} layers, as many as the model has MoE layers, not all {model.num_layers}: vLLM 0.21 "
@@ -173,43 +177,37 @@ def _split_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, opt
     parts = [prompt]
     if reply.routed_experts is not None:
         parts.append(_read_rows(reply.routed_experts, reply.source, model, tokens, options))
+    # No rows may have any shape: an empty list has none.
     parts = [part for part in parts if part.shape[0]]
-    columns: tuple[tuple[int, int], ...] | None = None
-    filler: tuple[int, ...] | None = None
-    for part in parts:
-        columns, filler = _compact_columns(part, model, source)
     if len({part.shape[1:] for part in parts}) > 1:
         raise source.error(f"prompt and generation differ in shape: {[list(part.shape) for part in parts]}.")
     # With multi-token prediction the generation has a row for its last token as well: padding, as far as is known.
-    return RowLayout(parts=tuple(parts), layer_columns=columns, filler_columns=filler, may_have_last_row=True)
+    return replace(_compact_layout(tuple(parts), model), may_have_last_row=True)
 
 
 def _read_rows(
     value: Any, source: Source, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions
 ) -> Array:
-    return as_rows(
-        value,
-        source=source,
-        num_rows=tokens.num_tokens,
-        num_columns=model.num_layers,
-        width=model.topk + model.num_shared_experts,
-        surplus_rows=options.allow_surplus_rows,
+    """Return the routes in any of vLLM's forms: base64 of a `.npy` file, its bytes, nested lists or an array."""
+    if isinstance(value, (bytearray, memoryview)):
+        value = bytes(value)
+    if isinstance(value, str) or (isinstance(value, bytes) and not value.startswith(b"\x93")):
+        # 8 bytes an id is the widest dtype there is.
+        most = 8 * most_ids(model, tokens, options) + MAX_NPY_HEADER
+        value = decode_base64(value, source=source, max_bytes=most)
+    return parse_npy(value, source=source) if isinstance(value, bytes) else as_array(value, source=source)
+
+
+def _compact_layout(parts: tuple[Array, ...], model: ModelRoutingInfo) -> RowLayout:
+    """Return vLLM 0.21's layout: the MoE layers in order, and behind them zeros if there is a column for each layer."""
+    num_moe = len(model.moe_layer_numbers)
+    is_padded = any(part.ndim == 3 and part.shape[1] == model.num_layers for part in parts)
+    return RowLayout(
+        parts=parts,
+        moe_columns=tuple(range(num_moe)),
+        filler_columns=tuple(range(num_moe, model.num_layers)) if is_padded else (),
+        explain_layers=f"vLLM 0.21 sends the {num_moe} MoE layers or, padded, all {model.num_layers}.",
     )
-
-
-def _compact_columns(
-    rows: Array, model: ModelRoutingInfo, source: Source
-) -> tuple[tuple[tuple[int, int], ...] | None, tuple[int, ...] | None]:
-    """Return vLLM 0.21's columns: the MoE layers in order, and behind them zeros if there is a column for each layer."""
-    numbers = model.moe_layer_numbers
-    if rows.ndim != 3 or rows.shape[0] == 0:
-        return None, None
-    if rows.shape[1] not in (len(numbers), model.num_layers):
-        raise source.error(
-            f"has {rows.shape[1]} layers, vLLM 0.21 sends the {len(numbers)} MoE layers or, padded, all {model.num_layers}."
-        )
-    pairs = tuple((number, i) for i, number in enumerate(numbers))
-    return pairs, tuple(range(len(numbers), rows.shape[1]))
 
 
 _DECODER = Decoder(

@@ -10,23 +10,12 @@ Source: SGLang 0.5.23, srt.utils.weight_versions; vLLM 0.32 sends the same field
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron_router_replay.engines.payload import Array, Source, short_repr
-
-_MAX_COUNT = 1 << 48
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightSpan:
-    """Output tokens start..end - 1 were sampled by the weights that the engine calls `version`."""
-
-    version: str
-    start: int
-    end: int
+from megatron_router_replay.engines.reply import MAX_COUNT, WeightSpan, get_field, is_count
 
 
 def read_spans(value: Any, *, source: Source) -> tuple[WeightSpan, ...]:
@@ -41,12 +30,9 @@ def read_spans(value: Any, *, source: Source) -> tuple[WeightSpan, ...]:
         raise source.error(f"weight_versions is {type(value).__name__}, expected a list of spans.")
     spans: list[WeightSpan] = []
     for item in value:
-        version, start, end = (
-            item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
-            for name in ("version", "start", "end")
-        )
-        named = type(version) is str or (type(version) is int and abs(version) < _MAX_COUNT)
-        if not named or not (type(start) is int and type(end) is int and 0 <= start < _MAX_COUNT > end >= 0):
+        version, start, end = (get_field(item, name) for name in ("version", "start", "end"))
+        named = type(version) is str or (type(version) is int and abs(version) < MAX_COUNT)
+        if not (named and is_count(start) and is_count(end)):
             raise source.error("weight_versions has a span without version, start or end, or with others than numbers.")
         if start != (spans[-1].end if spans else 0) or end < start:
             raise source.error(
@@ -95,9 +81,12 @@ def stamp_versions(
     if not numbers:
         return None
     num_output = spans[-1].end if spans else 0
-    if len(names) == 1 or num_output == 0 or num_prompt_tokens is None:
+    if len(names) == 1 or num_output == 0:
         return _filled(num_tokens, numbers[names[0]], source)
+    assert num_prompt_tokens is not None, "spans state the output, and how many tokens there are is known"
     by_output = np.concatenate([_filled(span.end - span.start, numbers[span.version], source) for span in spans])
+    # Row i sampled output token i - (P - 1). Rows before it are of the prefill, which sampled output token 0 (the same
+    # weights), and the last row was never forwarded: both take the nearest version.
     sampled = np.arange(num_tokens) - (num_prompt_tokens - 1)
     stamped: Array = by_output[np.clip(sampled, 0, num_output - 1)]
     return stamped

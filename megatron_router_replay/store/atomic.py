@@ -28,10 +28,8 @@ def new_file(folder: Path) -> Iterator[Path]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a new file in the same folder that takes the name `path` at the end, or vanishes on errors."""
     with new_file(path.parent) as temporary:
-        mode = temporary.stat().st_mode
         yield temporary
-        # safetensors puts a file in its place that only the owner may read; give it what the umask gives any new file.
-        temporary.chmod(mode)
+        # Its bytes first: after a power failure the name must not lead to a file that is still empty.
         sync(temporary)
         os.replace(temporary, path)
     sync(path.parent)

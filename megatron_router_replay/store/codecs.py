@@ -97,6 +97,7 @@ def _inflate(data: bytes, most: int) -> tuple[bytes, bool]:
         raw = decompressor.decompress(data, most)
     except zlib.error as error:
         raise StoreError(f"its data does not decompress: {error}.") from None
+    # Bytes behind the end would be covered by no checksum: that of the envelope is of what comes out.
     return raw, decompressor.eof and not decompressor.unused_data
 
 

@@ -86,12 +86,11 @@ class TraceStore:
         folder = self._folder(step)
         with naming(folder, "save to"):
             folder.mkdir(parents=True, exist_ok=True)
-            sync(folder.parent)
+            sync(folder.parent)  # a folder's own name is kept by its parent
             with new_file(folder) as temporary:
-                mode = temporary.stat().st_mode
                 write_trace(trace, temporary, saved_by=SavedBy.now(step=step, rank=rank, run=self.run))
-                temporary.chmod(mode)  # safetensors makes it readable for its owner only
                 sync(temporary)
+                # The number is taken when the file is complete: until then nobody can see that a part is missing.
                 if number is None:
                     path = _take_next_number(temporary, folder, rank)
                 else:
@@ -143,7 +142,7 @@ class TraceStore:
             raise _ReplacedError(f"cannot load {part.path}: it was replaced since it was listed. List the step again.")
         with naming(part.path, "load"):
             trace = read_trace(reader, layer_numbers=layer_numbers, rows=rows)
-        return trace if torch.device(device) == trace.device else trace.to(device)
+        return trace.to(device)
 
     def load_step(
         self, step: int, *, allow_gaps: bool = False, run: str | None = None, device: torch.device | str = "cpu"
@@ -167,6 +166,7 @@ class TraceStore:
             try:
                 traces = [self.load(part, device=device) for part in runs.latest]
             except _ReplacedError:
+                # Parts of the old and the new save must not be merged: list, and tell the runs apart, once more.
                 continue
             return _merge_step(step, runs, traces, allow_gaps=allow_gaps)
         raise StoreError(f"cannot load step {step} of {self.root}: its parts are being replaced all the time.")

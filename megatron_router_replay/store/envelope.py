@@ -96,6 +96,7 @@ def encode_envelope(
         "compression": compression,
         "nbytes": len(raw),
     }
+    # What is written can be read: a reader refuses more values than this before it parses them.
     check_json_size(canonical_json(envelope))
     envelope["crc32"] = zlib.crc32(raw, zlib.crc32(canonical_json(envelope)))
     envelope["data"] = encode_base64(compress(raw, compression))

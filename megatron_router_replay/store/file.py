@@ -37,10 +37,13 @@ def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
 
 
 def write_trace(trace: RoutingTrace, path: Path, *, saved_by: SavedBy | None = None) -> None:
-    """Write the file in place, without the care that `save_trace` takes."""
+    """Write over a new file, without the care that `save_trace` takes."""
     header = FileHeader(**TraceHeader.of(trace).to_json(), saved_by=saved_by)
     text = encode_header(header)
+    mode = path.stat().st_mode
     save_file(_tensors(trace, header, text), path, metadata={FORMAT: text})
+    # safetensors puts a file in its place that only the owner may read; give it what the umask gives any new file.
+    path.chmod(mode)
 
 
 def load_trace(
@@ -63,13 +66,15 @@ def load_trace(
     path = Path(path)
     with naming(path, "load"):
         trace = read_trace(Reader.open(path), layer_numbers=layer_numbers, rows=rows)
-    return trace if torch.device(device) == trace.device else trace.to(device)
+    return trace.to(device)
 
 
 def read_trace(reader: Reader, *, layer_numbers: Sequence[int] | None, rows: slice | None) -> RoutingTrace:
     """Return the trace in an open file, or a slice of it; see `load_trace`."""
     start, stop = _row_bounds(rows, reader.header.num_tokens)
-    wanted = _wanted_layers(layer_numbers, reader.header.layer_numbers)
+    wanted = reader.header.layer_numbers
+    if layer_numbers is not None:
+        wanted = reader.header.select_layers(sorted(set(layer_numbers))).layer_numbers
     topk_indices, per_token = reader.read(wanted, start, stop)
     return checked_trace(reader.header, wanted, topk_indices, per_token, whole=rows is None)
 
@@ -82,17 +87,10 @@ def _tensors(trace: RoutingTrace, header: FileHeader, text: str) -> dict[str, Te
     table = [
         zlib.crc32(values[name][at : at + header.block_rows].numpy().data) for name in header.tensors() for at in blocks
     ]
+    # The first checksum proves the others and the metadata, so that a slice needs no byte of what it leaves out.
     crc = np.array([0, *table], dtype=np.uint32)
     crc[0] = zlib.crc32(crc[1:].data, zlib.crc32(text.encode("ascii")))
     return values | {"crc32": torch.from_numpy(crc)}
-
-
-def _wanted_layers(layer_numbers: Sequence[int] | None, present: tuple[int, ...]) -> tuple[int, ...]:
-    wanted = present if layer_numbers is None else tuple(sorted(set(layer_numbers)))
-    missing = sorted(set(wanted) - set(present))
-    if missing:
-        raise StoreError(f"it has no layer {missing}; it has {list(present)}.")
-    return wanted
 
 
 def _row_bounds(rows: slice | None, num_tokens: int) -> tuple[int, int]:

@@ -116,6 +116,7 @@ def decode_header(text: str) -> FileHeader:
         block_rows = as_integer("block_rows", values["block_rows"])
         saved_by = SavedBy.from_json(values["saved_by"]) if values["version"] == 2 else None
         header = FileHeader(**TraceHeader.from_json(values).to_json(), block_rows=block_rows, saved_by=saved_by)
+        # Only what this package writes: a key that is there twice, or a number as 1.0, has been through other hands.
         same = encode_header(header) == text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"it has no header of a trace file ({type(error).__name__}: {str(error)[:200]}).") from None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_router_replay.errors import StoreError, TraceError
+from megatron_router_replay.errors import StoreError, TraceError, listed
 from megatron_router_replay.header import as_integer
 
 
@@ -121,29 +121,33 @@ class Runs:
         certain = not earlier or newest.run is not None or newest.world_size is not None
         return cls(latest=latest, earlier=earlier, certain=certain)
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of the latest run, 0 where it did not say."""
+        return max((part.saved_by.world_size or 0 for part in self.latest), default=0)
+
     def check(self, step: int) -> None:
         """Raise StoreError unless the latest run can be told from the earlier ones and has saved what they had."""
         if not self.certain:
             earlier, latest = ([f"rank {p.rank} part {p.part}" for p in parts] for parts in (self.earlier, self.latest))
             raise StoreError(
-                f"cannot load step {step}: its parts may be of two runs. {_listed(earlier)} had been saved before the "
-                f"process started that saved {_listed(latest)}. Give all processes of a run the same "
+                f"cannot load step {step}: its parts may be of two runs. {listed(earlier)} had been saved before the "
+                f"process started that saved {listed(latest)}. Give all processes of a run the same "
                 "TraceStore(root, run=...), or prune the step and save it anew."
             )
-        world_size = max((part.saved_by.world_size or 0 for part in self.latest), default=0)
-        expected = {part.rank for part in self.earlier if not world_size or part.rank < world_size}
+        # A run that was resumed on fewer ranks has nothing to save for the others.
+        expected = {part.rank for part in self.earlier if not self.world_size or part.rank < self.world_size}
         missing = sorted(expected - {part.rank for part in self.latest})
         if missing:
             raise StoreError(
-                f"cannot load step {step}: the latest run has not saved the parts of ranks {_listed(missing)}, which an "
+                f"cannot load step {step}: the latest run has not saved the parts of ranks {listed(missing)}, which an "
                 "earlier run had saved. Has it saved the step to its end? allow_gaps=True loads what it saved, run=... the "
                 "parts of a run with a name."
             )
 
     def absent_ranks(self) -> list[int]:
         """Return the ranks of torch.distributed that saved nothing in the latest run."""
-        world_size = max((part.saved_by.world_size or 0 for part in self.latest), default=0)
-        return sorted(set(range(world_size)) - {part.rank for part in self.latest})
+        return sorted(set(range(self.world_size)) - {part.rank for part in self.latest})
 
 
 def distributed_rank() -> tuple[int, int | None]:
@@ -168,7 +172,3 @@ def _process_start_ns() -> int:
 
 PROCESS_START_NS = _process_start_ns()
 """A forked process keeps its parent's: it belongs to the same run, however late it was forked."""
-
-
-def _listed(values: Sequence[Any]) -> str:
-    return ", ".join(map(str, values[:8])) + (f", ... ({len(values)} in all)" if len(values) > 8 else "")

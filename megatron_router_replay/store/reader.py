@@ -97,9 +97,8 @@ def _map(path: str | os.PathLike[str]) -> Any:
     for _ in range(_MAX_ATTEMPTS):
         with open(path, "rb") as held:
             header_bytes = int.from_bytes(held.read(8), "little")
-            if (
-                header_bytes > MAX_HEADER_BYTES
-            ):  # safetensors itself would parse up to 100 MB, at many times that memory
+            # safetensors itself would parse up to 100 MB, at many times that memory.
+            if header_bytes > MAX_HEADER_BYTES:
                 raise StoreError(
                     f"its header takes {header_bytes} bytes, more than {MAX_HEADER_BYTES}: it is no trace file."
                 )

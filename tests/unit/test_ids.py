@@ -107,7 +107,7 @@ def test_the_fault_is_described_by_row_layer_ids_and_count():
     assert (
         find_invalid_routes(many, num_experts=4)
         .describe(range(1, 13))
-        .endswith("an id lies outside 0..3 (12 such routes in layers [1, 2, 3, 4, 5, 6, 7, 8, ... 12 in all]).")
+        .endswith("an id lies outside 0..3 (12 such routes in layers [1, 2, 3, 4, 5, 6, 7, 8, ... (12 in all)]).")
     )
 
 
@@ -139,7 +139,7 @@ def test_nothing_is_valid(shape):
 
 
 @pytest.mark.parametrize(
-    ("layers", "listed"), [(8, "[1, 2, 3, 4, 5, 6, 7, 8]"), (9, "[1, 2, 3, 4, 5, 6, 7, 8, ... 9 in all]")]
+    ("layers", "listed"), [(8, "[1, 2, 3, 4, 5, 6, 7, 8]"), (9, "[1, 2, 3, 4, 5, 6, 7, 8, ... (9 in all)]")]
 )
 def test_eight_layers_are_listed_and_more_are_counted(layers, listed):
     fault = find_invalid_routes(np.full((1, layers, 1), 4), num_experts=4)

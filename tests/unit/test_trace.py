@@ -394,6 +394,8 @@ def test_a_trace_is_made_by_names_compares_by_identity_and_has_no_other_attribut
         RoutingTrace(ROUTES, (2, 4), 4)
     assert make() != make()  # comparing tensors is the job of diff_traces
     assert not hasattr(make(), "__dict__")
+    with pytest.raises(TypeError, match="left_live"):
+        make(left_live=torch.zeros(3, dtype=torch.uint8))
 
 
 def of_six_tokens(**options):
@@ -416,6 +418,7 @@ def of_six_tokens(**options):
         (slice(1, 4), [11, 12, 13]),
         (slice(0, 99), [10, 11, 12, 13, 14, 15]),
         (slice(None, None, 2), [10, 12, 14]),
+        (slice(2, 4, 1), [12, 13]),
         (slice(3, 1), []),
     ],
 )

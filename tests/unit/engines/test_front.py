@@ -106,7 +106,9 @@ def test_a_choice_that_is_not_there(choice):
         }
         for i in range(2)
     ]
-    assert len(engines.vllm.decode({"choices": choices}, model=MODEL, choice=1)) == S
+    choices[1]["token_ids"] = IDS[4:8]
+    for number, last in ((0, IDS[8]), (1, IDS[7])):
+        assert engines.vllm.decode({"choices": choices}, model=MODEL, choice=number).token_ids[-1] == last
     with pytest.raises(PayloadError, match="choice="):
         engines.vllm.decode({"choices": choices}, model=MODEL, choice=choice)
     with pytest.raises(PayloadError, match="holds 2 choices"):
@@ -117,3 +119,92 @@ def test_a_choice_that_is_not_there(choice):
 def test_lines_of_a_trace_that_are_none(value):
     with pytest.raises(PayloadError):
         engines.megatron_trace.decode(value, model=MODEL)
+
+
+@pytest.mark.parametrize("name", ["decode", "decode_batch"])
+def test_nothing_is_believed_or_dropped_unless_it_is_asked_for(name):
+    parameters = inspect.signature(getattr(engines.vllm, name)).parameters
+    defaults = {key: parameter.default for key, parameter in parameters.items() if key not in ("result", "model")}
+    assert defaults.pop("start") == 0
+    assert defaults.pop("allow_surplus_rows") is False
+    assert defaults.pop("allow_constant_layers") is False
+    assert set(defaults.values()) == {None}
+    options = engines.DecodeOptions()
+    assert (options.start, options.allow_surplus_rows, options.allow_constant_layers) == (0, False, False)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda prompt: prompt,
+        tuple,
+        np.array,
+        torch.tensor,
+        lambda prompt: [prompt, prompt],
+        lambda prompt: np.array([prompt, prompt]),
+        lambda prompt: torch.tensor([prompt, prompt]),
+        lambda prompt: [np.array(prompt), torch.tensor(prompt)],
+        lambda prompt: [np.int64(token) for token in prompt],
+    ],
+)
+def test_one_prompt_is_of_all_samples_and_a_list_of_prompts_is_one_each(form):
+    given = {"model": MODEL, "token_ids": [IDS, IDS]}
+    assert len(engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=form(IDS[:5]))) == 2 * S
+    for wrong in (IDS[1:6], [*IDS[:4], IDS[4] + 1]):
+        with pytest.raises(PayloadError, match="do not begin with the prompt"):
+            engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=form(wrong))
+
+
+def test_a_prompt_of_one_token_is_one_prompt():
+    for prompt in (IDS[:1], np.array(IDS[:1]), [IDS[:1], IDS[:1]]):
+        trace = engines.vllm.decode_batch([ROWS, ROWS], model=MODEL, token_ids=[IDS, IDS], prompt_token_ids=prompt)
+        assert len(trace) == 2 * S
+
+
+@pytest.mark.parametrize("prompts", [[], [IDS[:5]], [IDS[:5]] * 3, np.zeros((3, 2), np.int64)])
+def test_another_number_of_prompts_is_refused(prompts):
+    with pytest.raises(PayloadError, match=f"{len(prompts)} prompt_token_ids for 2 choices"):
+        engines.vllm.decode_batch([ROWS, ROWS], model=MODEL, token_ids=[IDS, IDS], prompt_token_ids=prompts)
+
+
+def test_each_prompt_is_compared_with_its_own_sample():
+    other = tokens(S, seed=5)
+    given = {"model": MODEL, "token_ids": [IDS, other]}
+    assert len(engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=[IDS[:5], other[:2]])) == 2 * S
+    with pytest.raises(PayloadError, match="do not begin with the prompt"):
+        engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=[other[:2], IDS[:5]])
+
+
+def aborted_reply(output, rows=None):
+    return {"index": 0, "prompt_token_ids": IDS[:5], "token_ids": output, "finish_reason": "abort"} | (
+        {} if rows is None else {"routed_experts": rows}
+    )
+
+
+def test_an_aborted_reply_without_output_has_no_routes_and_one_with_output_must():
+    trace = engines.vllm.decode({"choices": [aborted_reply([])]}, model=MODEL)
+    assert trace.replay_mask.tolist() == [False] * 5
+    for output in (IDS[5:6], IDS[5:8]):
+        with pytest.raises(PayloadError, match="missing, though the model has MoE layers"):
+            engines.vllm.decode({"choices": [aborted_reply(output)]}, model=MODEL)
+    with pytest.raises(PayloadError, match="missing, though the model has MoE layers"):
+        engines.vllm.decode({"choices": [aborted_reply([]) | {"finish_reason": "length"}]}, model=MODEL)
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_of_a_prompt_alone_the_last_row_is_a_route_where_it_is_sent(rows):
+    reply = aborted_reply([], ROWS[:rows].tolist())
+    trace = engines.vllm.decode({"choices": [reply]}, model=MODEL)
+    assert trace.replay_mask.tolist() == [True] * rows + [False] * (5 - rows)
+    assert trace.topk_indices[:rows].tolist() == ROWS[:rows].tolist()
+
+
+@pytest.mark.parametrize("engine", ENGINES[:-1])
+def test_a_list_of_the_rows_of_one_sample_is_one_array(engine):
+    trace = getattr(engines, engine).decode(list(ROWS), model=MODEL, token_ids=IDS)
+    assert trace.topk_indices[:-1].tolist() == ROWS.tolist()
+
+
+def test_what_is_asked_for_first_is_the_routes():
+    with pytest.raises(PayloadError, match="missing, though the model has MoE layers"):
+        engines.vllm.decode({"choices": [{"index": 0, "finish_reason": "stop"}]}, model=MODEL)

@@ -190,9 +190,10 @@ def test_sglang_qwen3_moe_sends_ids_on_dense_layers():
 
 def test_physical_ids_are_named_as_the_likely_cause():
     refused(
-        r"row 7, layer_number 2 is \[3, 16\].*0\.\.15.*physical ids.*expert load balancing", changed((7, 1), [3, 16])
+        r"row 7, layer 2 of topk_indices is \[3, 16\].*0\.\.15.*physical ids.*expert load balancing",
+        changed((7, 1), [3, 16]),
     )
-    refused(r"row 7, layer_number 2 is \[3, 300\].*physical ids", _int32_with((7, 1), [3, 300]))
+    refused(r"row 7, layer 2 of topk_indices is \[3, 300\].*physical ids", _int32_with((7, 1), [3, 300]))
 
 
 def _int32_with(where, value):
@@ -202,7 +203,7 @@ def _int32_with(where, value):
 
 
 def test_negative_ids_are_lost_rows():
-    refused(r"row 3, layer_number 1 is \[-1, -1\].*lost", _int32_with(3, -1))
+    refused(r"row 3, layer 1 of topk_indices is \[-1, -1\].*lost", _int32_with(3, -1))
 
 
 def test_more_than_256_experts_do_not_wrap():
@@ -288,7 +289,7 @@ def test_routes_of_other_tokens_are_refused():
         decode(GOOD, token_ids=[IDS[0] + 1, *IDS[1:]])
     with pytest.raises(PayloadError, match="are not the prompt of the response"):
         decode(GOOD, prompt_token_ids=PROMPT[1:])
-    with pytest.raises(PayloadError, match="92 token_ids were given"):
+    with pytest.raises(PayloadError, match="the token ids=92, but the prompt"):
         decode(GOOD, token_ids=[*PROMPT, *OUTPUT[:1], *OUTPUT])
     with pytest.raises(PayloadError, match="num_tokens=90, but 91"):
         decode(GOOD, num_tokens=90)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_router_replay import engines
+from megatron_router_replay import RoutingTrace, engines
 from megatron_router_replay.engines import RoutingSegments
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import DATA, config, read_json, routes, tokens, vllm_output
@@ -132,18 +132,15 @@ def test_a_returned_trace_does_not_change_when_more_is_appended():
     assert before.replay_mask.tolist() == [True] * 9 + [False]
 
 
-def test_appending_turns_copies_bytes_in_proportion_to_the_total(monkeypatch):
-    from megatron_router_replay.engines import segments as module
-
-    copied, grown = [], module._grown
-    monkeypatch.setattr(module, "_grown", lambda tensor, size, used: copied.append(used) or grown(tensor, size, used))
+def test_appending_turns_copies_bytes_in_proportion_to_the_total():
+    part = engines.array.decode(ROUTES[:8], model=MODEL, axes=("token", "layer", "expert"), num_tokens=8)
     for num_turns in (100, 400):
-        copied.clear()
-        joined = RoutingSegments()
-        part = engines.array.decode(ROUTES[:8], model=MODEL, axes=("token", "layer", "expert"), num_tokens=8)
+        joined, copied = RoutingSegments(), 0
         for i in range(num_turns):
+            memory = joined._rows["topk_indices"].data_ptr() if i else 0
             joined.append(part, start=8 * i)
-        assert sum(copied) <= 2 * 2 * 8 * num_turns  # two tensors, each doubling
+            copied += 8 * i * (joined._rows["topk_indices"].data_ptr() != memory)
+        assert 0 < copied <= 2 * 8 * num_turns
 
 
 def test_real_turns_of_vllm():
@@ -183,3 +180,129 @@ def test_any_turns_give_each_token_its_first_route(spans):
             assert int(trace.weight_version[row]) == -1
             assert all(len(set(route)) == 4 for route in trace.topk_indices[row].tolist())
     assert segments.next_start == min(set(range(end_so_far + 1)) - set(first))
+
+
+def trace_of(num_tokens, *, first_expert=0, layers=(1, 2), **options):
+    """`num_tokens` rows whose route is two neighbours from `first_expert` on, the same in every layer."""
+    row = [[first_expert, first_expert + 1]] * len(layers)
+    return RoutingTrace(topk_indices=[row] * num_tokens, layer_numbers=layers, num_experts=8, **options)
+
+
+@pytest.mark.parametrize(
+    ("compared", "different", "refused"), [(31, 31, False), (32, 8, False), (32, 9, True), (40, 10, False)]
+)
+def test_disagreement_counts_from_64_decisions_on_and_above_a_quarter(compared, different, refused):
+    segments = RoutingSegments()
+    segments.append(trace_of(compared))
+    first = compared - different
+    rows = trace_of(compared + 5).topk_indices.clone()
+    rows[first:compared] += 2
+    second = RoutingTrace(topk_indices=rows, layer_numbers=(1, 2), num_experts=8)
+    if refused:
+        with pytest.raises(
+            PayloadError,
+            match=rf"{2 * different} of {2 * compared} decisions on tokens 0\.\.{compared - 1} differ.*"
+            rf"first token {first}, layer_number 1: \[2, 3\] after \[0, 1\]",
+        ):
+            segments.append(second)
+        assert len(segments) == compared
+    else:
+        segments.append(second)
+        assert segments.trace().topk_indices[:compared].tolist() == [[[0, 1], [0, 1]]] * compared
+    assert segments.overlap.compared == 2 * compared
+    assert segments.overlap.differing == 2 * different
+
+
+def test_a_disagreement_is_named_by_its_place_in_the_sequence():
+    segments = RoutingSegments()
+    segments.append(trace_of(100))
+    routes_of_others = trace_of(40, first_expert=0).topk_indices.clone()
+    routes_of_others[5:, 1] = torch.tensor([4, 5], dtype=torch.uint8)
+    other = RoutingTrace(topk_indices=routes_of_others, layer_numbers=(1, 2), num_experts=8)
+    with pytest.raises(
+        PayloadError, match=r"tokens 50\.\.89 .* first token 55, layer_number 2: \[4, 5\] after \[0, 1\]"
+    ):
+        segments.append(other, start=50)
+
+
+def test_a_segment_inside_what_is_known_fills_only_what_is_missing():
+    segments = RoutingSegments()
+    mask = [True, False, False, True, True]
+    segments.append(trace_of(5, replay_mask=mask), weight_version=1)
+    assert (segments.num_missing, segments.next_start) == (2, 1)
+    segments.append(trace_of(2, first_expert=4), start=1, weight_version=2)
+    trace = segments.trace(sample_id="a")
+    assert trace.topk_indices[:, 0].tolist() == [[0, 1], [4, 5], [4, 5], [0, 1], [0, 1]]
+    assert trace.replay_mask.tolist() == [True] * 5
+    assert trace.weight_version.tolist() == [1, 2, 2, 1, 1]
+    assert (trace.sequence_lengths, trace.sample_ids) == ((5,), ("a",))
+    assert (segments.num_missing, segments.next_start, len(segments)) == (0, 5, 5)
+
+
+def test_a_row_that_neither_has_stays_missing():
+    segments = RoutingSegments()
+    segments.append(trace_of(3, replay_mask=[True, False, False]))
+    segments.append(trace_of(3, first_expert=4, replay_mask=[False, False, True]))
+    assert segments.trace().replay_mask.tolist() == [True, False, True]
+    assert segments.trace().topk_indices[[0, 2], 0].tolist() == [[0, 1], [4, 5]]
+    assert segments.next_start == 1
+
+
+def test_a_gap_has_no_version_and_no_route():
+    segments = RoutingSegments()
+    segments.append(trace_of(2), weight_version=7)
+    segments.append(trace_of(2), start=5, weight_version=8)
+    trace = segments.trace()
+    assert trace.weight_version.tolist() == [7, 7, -1, -1, -1, 8, 8]
+    assert trace.replay_mask.tolist() == [True, True, False, False, False, True, True]
+    assert trace.topk_indices[2:5, 1].tolist() == [[4, 5], [6, 7], [0, 1]]  # spread by the token's place
+    assert (segments.num_missing, segments.next_start) == (3, 2)
+
+
+def test_nothing_is_missing_before_anything_came_and_there_is_no_trace():
+    segments = RoutingSegments()
+    assert (len(segments), segments.num_missing, segments.next_start) == (0, 0, 0)
+    segments.append(trace_of(2)[:0])
+    assert len(segments.trace()) == 0
+    segments.append(trace_of(2))
+    assert len(segments) == 2
+
+
+@pytest.mark.parametrize("start", [-1, True, "0", None, 1.0])
+def test_a_start_that_is_none(start):
+    with pytest.raises(PayloadError, match="start="):
+        RoutingSegments().append(trace_of(2), start=start)
+
+
+def test_the_ids_before_the_first_segment_must_be_known():
+    with pytest.raises(PayloadError, match=r"the token ids of 0\.\.2, before this segment, are unknown"):
+        RoutingSegments().append(trace_of(2, token_ids=[4, 5]), start=3)
+    segments = RoutingSegments()
+    segments.append(trace_of(2), start=3)
+    assert segments.trace().replay_mask.tolist() == [False] * 3 + [True] * 2
+
+
+def test_ids_continue_where_the_last_segment_ended():
+    segments = RoutingSegments()
+    segments.append(trace_of(2, token_ids=[4, 5]))
+    segments.append(trace_of(2, token_ids=[6, 7]), start=2)
+    assert segments.trace().token_ids.tolist() == [4, 5, 6, 7]
+    with pytest.raises(PayloadError, match=r"token 3 is 9, an earlier segment had 7"):
+        segments.append(trace_of(3, token_ids=[6, 9, 1]), start=2)
+    with pytest.raises(PayloadError, match="starts at token 5, only 4 are known"):
+        segments.append(trace_of(1, token_ids=[8]), start=5)
+
+
+def test_versions_come_from_the_trace_or_from_the_caller():
+    segments = RoutingSegments()
+    segments.append(trace_of(2, weight_version=[3, 4]))
+    with pytest.raises(PayloadError, match="do not give another"):
+        segments.append(trace_of(2, weight_version=5), start=2, weight_version=5)
+    segments.append(trace_of(2), start=2, weight_version=5)
+    assert segments.trace().weight_version.tolist() == [3, 4, 5, 5]
+    with pytest.raises(PayloadError, match=r"layer_numbers=.* of different models"):
+        segments.append(trace_of(1, layers=(1, 3)), start=4, weight_version=5)
+    for route, num_experts in (([0], 8), ([0, 1], 9)):
+        other = RoutingTrace(topk_indices=[[route, route]], layer_numbers=(1, 2), num_experts=num_experts)
+        with pytest.raises(PayloadError, match=r"(topk|num_experts)=.* of different models"):
+            segments.append(other, start=4, weight_version=5)

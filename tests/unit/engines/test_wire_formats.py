@@ -9,7 +9,15 @@ import torch
 
 from megatron_router_replay import engines
 from megatron_router_replay.engines import payload
-from megatron_router_replay.engines.payload import Source, as_array, as_token_ids, decode_base64, parse_npy
+from megatron_router_replay.engines.payload import (
+    Source,
+    as_array,
+    as_token_ids,
+    decode_base64,
+    parse_int32,
+    parse_npy,
+    short_repr,
+)
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import npy_base64
 
@@ -131,3 +139,130 @@ def test_token_ids_of_every_kind():
     for value in ("12", b"12", [1.0], [True], [None], [2**31], {"a": 1}, 5, [[1]], np.array([2**31])):
         with pytest.raises(PayloadError):
             as_token_ids(value, source=SOURCE)
+
+
+def test_an_npy_file_is_as_long_as_its_shape_says():
+    header = b"{'descr': '<i2', 'fortran_order': False, 'shape': (1, 2, 3), }\n"
+    assert parse_npy(npy_file(header, bytes(range(12))), source=SOURCE).tolist() == [
+        [[256, 770, 1284], [1798, 2312, 2826]]
+    ]
+    for size in (0, 11, 13, 24):
+        with pytest.raises(PayloadError, match=rf"promises \[1, 2, 3\] int16 = 12 bytes, {size} follow"):
+            parse_npy(npy_file(header, bytes(size)), source=SOURCE)
+    with pytest.raises(PayloadError, match="header"):
+        parse_npy(npy_file(header, bytes(12))[:40], source=SOURCE)
+    for size in (8, 9):
+        with pytest.raises(PayloadError, match="magic"):
+            parse_npy(npy_file(header)[:size], source=SOURCE)
+    empty = npy_file(b"{'descr': '|u1', 'fortran_order': False, 'shape': (0, 2, 3), }\n")
+    assert parse_npy(empty, source=SOURCE).shape == (0, 2, 3)
+
+
+@pytest.mark.parametrize(("header_bytes", "accepted"), [(1023, True), (1024, True), (1025, False)])
+def test_an_npy_header_is_as_long_as_those_of_numpy_at_most(header_bytes, accepted):
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (1, 1, 1), }"
+    raw = npy_file(header.ljust(header_bytes - 1) + b"\n", b"\7")
+    if accepted:
+        assert parse_npy(raw, source=SOURCE).tolist() == [[[7]]]
+        return
+    with pytest.raises(PayloadError, match="header"):
+        parse_npy(raw, source=SOURCE)
+
+
+@pytest.mark.usefixtures("base64_library")
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 97, 98, 99])
+def test_base64_of_every_length_is_read(size):
+    data = bytes(i % 251 for i in range(size))
+    text = base64.b64encode(data)
+    for form in (text, text.decode()):
+        assert decode_base64(form, source=SOURCE, max_bytes=size) == data
+        assert decode_base64(form, source=SOURCE, max_bytes=1000) == data
+
+
+def test_base64_of_more_than_the_most_is_refused():
+    for most, characters in ((99, 136), (98, 132), (0, 4)):
+        decode_base64("A" * characters, source=SOURCE, max_bytes=most)
+        with pytest.raises(PayloadError, match=f"{characters + 4} base64 characters, at most {characters} "):
+            decode_base64("A" * (characters + 4), source=SOURCE, max_bytes=most)
+
+
+def test_int32_is_a_whole_number_of_rows():
+    raw = struct.pack("<12i", *range(12))
+    array = parse_int32(raw, source=SOURCE, num_columns=3, topk=2)
+    assert array.tolist() == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]]
+    for size in (4, 23, 25, 36):
+        with pytest.raises(PayloadError, match=rf"{size} bytes are {size / 24:.3f} rows of 3 layers x top-2 int32"):
+            parse_int32(bytes(size), source=SOURCE, num_columns=3, topk=2)
+
+
+class LikeAnArray:
+    def __array__(self, dtype=None, copy=None):
+        return np.array([[[3, 1]]])
+
+
+def test_what_makes_an_array_of_itself_is_one():
+    assert as_array(LikeAnArray(), source=SOURCE).tolist() == [[[3, 1]]]
+    with pytest.raises(PayloadError, match=r"one-dimensional, got shape \[1, 1, 2\]"):
+        as_token_ids(LikeAnArray(), source=SOURCE)
+    with pytest.raises(PayloadError, match="token ids must be integers, got int"):
+        as_token_ids(5, source=SOURCE)
+
+
+@pytest.mark.parametrize("value", [-(2**31), -1, 0, 2**31 - 1])
+def test_ids_of_32_bits_are_kept(value):
+    for form in ([value], [np.int64(value)], np.array([value], np.int64), torch.tensor([value], dtype=torch.int64)):
+        assert as_token_ids(form, source=SOURCE).tolist() == [value]
+        assert as_token_ids(form, source=SOURCE).dtype == np.int32
+    assert as_array([[[value]]], source=SOURCE).tolist() == [[[value]]]
+
+
+@pytest.mark.parametrize("value", [-(2**31) - 1, 2**31])
+def test_ids_of_more_than_32_bits_are_refused(value):
+    for form in ([value], np.array([value], np.int64), torch.tensor([value], dtype=torch.int64)):
+        with pytest.raises(PayloadError, match="int32"):
+            as_token_ids(form, source=SOURCE)
+    with pytest.raises(PayloadError, match="does not fit int32"):
+        as_array([[[value]]], source=SOURCE)
+
+
+def test_no_token_ids_are_an_empty_list_of_int32():
+    for nothing in ([], (), np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64), range(0)):
+        ids = as_token_ids(nothing, source=SOURCE)
+        assert (ids.shape, ids.dtype) == ((0,), np.int32)
+    with pytest.raises(PayloadError, match=r"one-dimensional, got shape \[0, 0, 0\]"):
+        as_token_ids(np.zeros((0, 0, 0), np.int64), source=SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("value", "shape"),
+    [([], (0, 0, 0)), ([[], []], (2, 0)), ([[[]]], (1, 1, 0)), ([(1, 2), [3, 4]], (2, 2)), ([[[1], [2]]], (1, 2, 1))],
+)
+def test_lists_have_the_shape_that_they_are_nested_in(value, shape):
+    array = as_array(value, source=SOURCE)
+    assert (array.shape, array.dtype) == (shape, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([[[1]], [[1], [2]]], r"lengths \[1, 2\] at level 1"),
+        ([[[1]], [[1, 2]]], r"lengths \[1, 2\] at level 2"),
+        ([[[[1]]]], r"deeper than .* lengths \[1\] at level 3"),
+        ([[1], [[2]]], "must hold integers, got list"),
+        ([np.zeros((1, 2), int), np.zeros((2, 1), int)], "rows differ in shape"),
+        (torch.zeros(2, dtype=torch.complex64), "must hold integers"),
+        (np.array([True]), "must hold integers, got bool"),
+        (object(), "cannot read routes from object"),
+    ],
+)
+def test_what_is_no_array_of_integers_is_named(value, message):
+    with pytest.raises(PayloadError, match=message):
+        as_array(value, source=SOURCE)
+
+
+def test_a_value_that_cannot_be_written_out_does_not_break_a_message():
+    assert short_repr(10**9000) == "a int that cannot be written out"
+    assert short_repr("x" * 100) == "x" * 60
+    assert short_repr([1] * 100, 5) == "[1, 1"
+    assert str(Source(engine="E", field="f")) == "E: f"
+    assert str(Source(engine="E", field="f", sample="s").error("wrong")) == "E: f of s: wrong"

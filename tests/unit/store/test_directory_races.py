@@ -160,6 +160,26 @@ def test_a_step_that_is_read_while_it_is_replaced_is_of_one_moment(tmp_path):
         writer.join()
 
 
+@pytest.mark.parametrize("times", [0, 3, 19, 20])
+def test_a_step_of_which_a_part_is_replaced_whenever_it_is_read_is_listed_again_up_to_20_times(tmp_path, times):
+    class Disturbed(TraceStore):
+        left = times
+
+        def load(self, part, **options):
+            if self.left:
+                self.left -= 1
+                self.save(make_trace(6, seed=self.left), step=1, rank=0, part=0)
+            return super().load(part, **options)
+
+    store = Disturbed(tmp_path, run="a")
+    store.save(make_trace(6, seed=0), step=1, rank=0, part=0)
+    if times < 20:
+        assert_same(store.load_step(1), make_trace(6, seed=0))
+        return
+    with pytest.raises(StoreError, match="its parts are being replaced all the time"):
+        store.load_step(1)
+
+
 def test_two_that_prune_at_once_and_one_that_saves_do_not_disturb_each_other(tmp_path):
     store = TraceStore(tmp_path)
     for step in range(30):

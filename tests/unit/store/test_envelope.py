@@ -216,6 +216,13 @@ def test_compressed_data_cannot_stand_for_more_than_its_codec_can_make_of_it():
         assert decompress(compress(same, compression), compression, len(same)) == same
 
 
+def test_a_text_that_max_bytes_cannot_need_is_refused_before_it_is_parsed():
+    text, most = json.dumps(PINNED), 18 // 3 * 4 + (16 << 20)
+    assert_same(decode_envelope(text.ljust(most), max_bytes=18), pinned_trace())
+    with pytest.raises(StoreError, match=f"its {most + 1} characters cannot hold max_bytes=18 or less"):
+        decode_envelope(text.ljust(most + 1), max_bytes=18)
+
+
 def test_more_than_max_bytes_is_refused_before_it_is_allocated():
     envelope = encode_envelope(make_trace(1000))
     assert decode_envelope(envelope, max_bytes=envelope["nbytes"]).num_tokens == 1000

@@ -10,7 +10,14 @@ import pytest
 
 from megatron_router_replay.errors import StoreError, TraceError
 from megatron_router_replay.store import TraceStore
-from megatron_router_replay.store.part import PROCESS_START_NS, Runs, SavedBy, StoredPart
+from megatron_router_replay.store.part import (
+    PROCESS_START_NS,
+    UNKNOWN_SAVE,
+    Runs,
+    SavedBy,
+    StoredPart,
+    distributed_rank,
+)
 from tests.unit.store.store_traces import assert_same, make_trace
 
 
@@ -55,6 +62,19 @@ def test_parts_saved_at_one_moment_or_in_the_moment_a_process_started_are_one_ru
     assert split(part(0, started=10, saved=49), part(1, started=50, saved=50))[1] == [(0, 0)]
 
 
+def test_a_process_that_started_when_an_older_part_was_saved_is_as_old():
+    parts = [part(0, started=10, saved=50), part(1, started=50, saved=95), part(2, started=60, saved=90)]
+    assert split(*parts) == ([(2, 0)], [(0, 0), (1, 0)], False)
+    parts[1] = part(1, started=51, saved=95)
+    assert split(*parts) == ([(1, 0), (2, 0)], [(0, 0)], False)
+
+
+def test_parts_that_do_not_say_who_saved_them_are_of_one_run_older_than_any_other():
+    unknown = [dataclasses.replace(part(rank, started=1, saved=1), saved_by=UNKNOWN_SAVE) for rank in (0, 1)]
+    assert split(*unknown) == ([(0, 0), (1, 0)], [], True)
+    assert split(*unknown, part(2, started=1, saved=1)) == ([(2, 0)], [(0, 0), (1, 0)], False)
+
+
 def test_a_run_resumed_on_fewer_ranks_need_not_save_those_it_does_not_have():
     old = [part(rank, started=10, saved=50, world_size=4) for rank in range(4)]
     new = [part(rank, 1, started=60, saved=90, world_size=2) for rank in range(2)]
@@ -96,9 +116,15 @@ def test_a_forged_one_is_refused(change):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="the start of a process is read from /proc")
-def test_the_start_of_the_process_is_before_this_module_was_loaded():
-    # In nanoseconds since 1970: pytest takes well over 50 ms to come here, and nobody tests for a day.
-    assert 50e6 < time.time_ns() - PROCESS_START_NS < 86_400e9
+def test_the_process_started_longer_ago_than_it_computed_and_after_the_machine():
+    age_ns = time.time_ns() - PROCESS_START_NS
+    # What was loaded before this module, torch above all, took this thread seconds; the kernel counts in 10 ms.
+    assert age_ns > time.thread_time_ns() - 50e6
+    assert age_ns < time.clock_gettime_ns(time.CLOCK_BOOTTIME) - 1e9
+
+
+def test_without_torch_distributed_there_is_rank_0_alone():
+    assert distributed_rank() == (0, None)
 
 
 def resume(tmp_path):

@@ -172,6 +172,7 @@ def test_any_slice_is_the_slice_of_the_whole(tmp_path, start, stop):
     path = save_trace(trace, tmp_path / "x")
     assert_same(load_trace(path, rows=slice(start, stop)), trace.slice_rows(start, stop))
     assert_same(load_trace(path, rows=slice(start, None)), trace.slice_rows(start, 9000))
+    assert_same(load_trace(path, rows=slice(None, stop)), trace.slice_rows(0, stop))
 
 
 def test_a_slice_is_proven_without_the_rest(tmp_path):
@@ -353,7 +354,7 @@ def test_metadata_that_could_not_be_read_again_is_not_written(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_numbers": [4]}, r"no layer \[4\]; it has \[2, 3, 7\]"),
+        ({"layer_numbers": [4]}, r"no layer_number 4; there are \[2, 3, 7\]"),
         ({"rows": slice(0, 8)}, "it has 7 tokens"),
         ({"rows": slice(-1, None)}, "it has 7 tokens"),
         ({"rows": slice(0, 4, 2)}, "step 1"),

@@ -1,0 +1,123 @@
+"""Whose rows they are: ids with ids, and each stated count with every other."""
+
+import numpy as np
+import pytest
+
+from megatron_router_replay.engines import DecodeOptions
+from megatron_router_replay.engines.payload import Source
+from megatron_router_replay.engines.reply import Reply, StatedCount, WeightSpan
+from megatron_router_replay.engines.tokens import resolve_tokens
+from megatron_router_replay.errors import PayloadError
+
+PROMPT, OUTPUT = [5, 6, 7], [8, 9]
+
+
+def resolve(options, **reply):
+    counts = tuple(StatedCount(name=f"n_{kind}", kind=kind, value=value) for kind, value in reply.pop("counts", ()))
+    source = Source(engine="E", field="f")
+    return resolve_tokens(Reply(source=source, routed_experts=None, counts=counts, **reply), DecodeOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "reply"),
+    [
+        ({}, {"prompt_token_ids": PROMPT, "output_token_ids": OUTPUT}),
+        ({"prompt_token_ids": PROMPT}, {"output_token_ids": OUTPUT}),
+        ({"token_ids": PROMPT + OUTPUT}, {"output_token_ids": OUTPUT}),
+        ({"token_ids": PROMPT + OUTPUT}, {"prompt_token_ids": PROMPT}),
+        ({"token_ids": PROMPT + OUTPUT, "prompt_token_ids": PROMPT}, {}),
+        ({"token_ids": PROMPT + OUTPUT}, {"counts": [("prompt", 3)]}),
+        ({"token_ids": PROMPT + OUTPUT}, {"counts": [("output", 2)]}),
+        ({"token_ids": PROMPT + OUTPUT}, {"weight_spans": (WeightSpan(version="1", start=0, end=2),)}),
+        ({"token_ids": PROMPT + OUTPUT, "num_tokens": 5}, {"prompt_token_ids": PROMPT, "output_token_ids": OUTPUT}),
+    ],
+)
+def test_ids_and_the_border_follow_from_what_is_known(options, reply):
+    tokens = resolve(options, **reply)
+    assert tokens.token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert (tokens.num_tokens, tokens.num_prompt_tokens, tokens.num_output_tokens) == (5, 3, 2)
+    assert not tokens.nothing_generated
+
+
+@pytest.mark.parametrize(
+    ("options", "counts", "expected"),
+    [
+        ({"num_tokens": 5}, [], (5, None)),
+        ({"num_tokens": 5}, [("prompt", 3)], (5, 3)),
+        ({"num_tokens": 5}, [("output", 2)], (5, 3)),
+        ({"num_tokens": 5}, [("output", 5)], (5, 0)),
+        ({"num_tokens": 5}, [("prompt", 5)], (5, 5)),
+        ({}, [("prompt", 3), ("output", 2)], (5, 3)),
+        ({}, [("all", 5), ("prompt", 3), ("output", 2)], (5, 3)),
+        ({}, [("all", 0)], (0, None)),
+    ],
+)
+def test_counts_alone_tell_how_many_tokens_there_are(options, counts, expected):
+    tokens = resolve(options, counts=counts)
+    assert (tokens.num_tokens, tokens.num_prompt_tokens) == expected
+    assert tokens.token_ids is None
+    assert tokens.nothing_generated == (expected[0] == expected[1])
+    assert tokens.num_output_tokens == (None if expected[1] is None else expected[0] - expected[1])
+
+
+@pytest.mark.parametrize("counts", [[], [("prompt", 3)], [("output", 2)]])
+def test_tokens_that_nobody_counted_are_asked_for(counts):
+    with pytest.raises(PayloadError, match="cannot tell how many tokens"):
+        resolve({}, counts=counts)
+
+
+@pytest.mark.parametrize(
+    ("options", "reply", "message"),
+    [
+        ({"prompt_token_ids": [5, 6]}, {"prompt_token_ids": PROMPT}, r"\(2\) are not the prompt of the response \(3"),
+        ({"prompt_token_ids": [5, 6, 8]}, {"prompt_token_ids": PROMPT}, "are not the prompt"),
+        ({"token_ids": [5, 6, 8, 8, 9]}, {"prompt_token_ids": PROMPT}, "do not begin with the prompt"),
+        ({"token_ids": [5, 6]}, {"prompt_token_ids": PROMPT}, "do not begin with the prompt"),
+        ({"token_ids": [5, 6, 7, 9, 9]}, {"output_token_ids": OUTPUT}, "do not end with the output"),
+        ({"token_ids": [9]}, {"output_token_ids": OUTPUT}, "do not end with the output"),
+        (
+            {"token_ids": [5, 6, 7, 1, 8, 9]},
+            {"prompt_token_ids": PROMPT, "output_token_ids": OUTPUT},
+            r"the token ids=6, but the prompt's ids \(3\) and the ids of the response's output \(2\) make 5",
+        ),
+        ({"num_tokens": 6, "token_ids": PROMPT + OUTPUT}, {}, "num_tokens=6, but 5 tokens by the token ids"),
+        ({"token_ids": PROMPT + OUTPUT}, {"counts": [("all", 6)]}, "n_all=6, but 5 tokens by the token ids"),
+        ({"prompt_token_ids": PROMPT, "num_tokens": 5}, {"counts": [("prompt", 2)]}, "n_prompt=2, but 3 prompt tokens"),
+        ({"num_tokens": 5}, {"counts": [("prompt", 3), ("output", 3)]}, "num_tokens=5, but n_prompt .* make 6"),
+        ({}, {"counts": [("all", 5), ("prompt", 3), ("output", 1)]}, "n_all=5, but .* make 4"),
+        ({"num_tokens": 5}, {"counts": [("prompt", 6)]}, "leaves -1 output tokens"),
+        ({"num_tokens": 5}, {"counts": [("output", 6)]}, "leaves -1 prompt tokens"),
+        (
+            {"token_ids": PROMPT + OUTPUT, "prompt_token_ids": PROMPT},
+            {"weight_spans": (WeightSpan(version="1", start=0, end=1), WeightSpan(version="2", start=1, end=3))},
+            r"but the prompt's ids \(3\) and weight_versions\[-1\]\.end \(3\) make 6",
+        ),
+        (
+            {},
+            {
+                "output_token_ids": OUTPUT,
+                "prompt_token_ids": PROMPT,
+                "weight_spans": (WeightSpan(version="1", start=0, end=1),),
+            },
+            r"weight_versions\[-1\]\.end=1, but 2 output tokens",
+        ),
+    ],
+)
+def test_what_disagrees_is_refused_and_both_are_named(options, reply, message):
+    with pytest.raises(PayloadError, match=message):
+        resolve(options, **reply)
+
+
+def test_ids_are_copies_of_what_was_given():
+    given = np.array(PROMPT + OUTPUT, np.int32)
+    tokens = resolve({"token_ids": given})
+    given[:] = 0
+    assert tokens.token_ids.tolist() == [5, 6, 7, 8, 9]
+
+
+def test_an_empty_prompt_or_output_is_known():
+    assert resolve({}, prompt_token_ids=[], output_token_ids=OUTPUT).num_prompt_tokens == 0
+    assert resolve({"token_ids": OUTPUT}, output_token_ids=OUTPUT).num_prompt_tokens == 0
+    nothing = resolve({}, prompt_token_ids=PROMPT, output_token_ids=[])
+    assert nothing.nothing_generated
+    assert nothing.token_ids.tolist() == PROMPT
