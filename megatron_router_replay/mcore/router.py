@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,10 +171,7 @@ class SessionRouter:
     @property
     def attached(self) -> bool:
         """Whether the router asks this object, directly or through a session inside this one."""
-        held = getattr(self.found.router, "router_replay", None)
-        while isinstance(held, SessionRouter) and held is not self:
-            held = held._replaced
-        return held is self
+        return any(held is self for held in replay_objects(self.found.router))
 
     @property
     def replay_backward_list(self) -> list[Tensor]:
@@ -189,10 +186,7 @@ class SessionRouter:
     @property
     def replaced(self) -> Any:
         """What the router has when neither this session nor an ended one is in place."""
-        replaced = self._replaced
-        while isinstance(replaced, SessionRouter) and replaced.closed and not replaced._pending():
-            replaced = replaced._replaced
-        return replaced
+        return next(held for held in _from(self._replaced) if not (_is_closed(held) and not held._pending()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SessionRouter:
         return self  # a model that is copied during a session is not under it: see `_before`
@@ -227,6 +221,10 @@ class SessionRouter:
         if self.closed:
             selection = recall(place, self.found.router) if place.in_backward else None
             if selection is not None:
+                # A freeze around this session has seen the router's call begin; it is not asked, and shall not miss it.
+                for outer in _from(self._replaced):
+                    if isinstance(outer, SessionRouter):
+                        outer._inputs.pop(threading.get_ident(), None)
                 return self._recompute(selection, live)
             if place.in_backward and place.recompute is None and self._pending():
                 raise ReplayStateError(
@@ -348,17 +346,19 @@ class SessionRouter:
 
     @not_compiled
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        held = self.found.router.router_replay
         if module is not self.found.router:  # a copy that was made during the session, with its hooks: it routes live
             self._inputs[threading.get_ident()] = None
             return
-        if held is not self:
-            if self.attached:
+        if self.found.router.router_replay is not self:
+            # A session that was left may still be in place, for its recomputes: it passes forwards on to this one.
+            answers = next(held for held in replay_objects(self.found.router) if not _is_closed(held))
+            if answers is not self and self.attached:
                 return  # a record or replay inside this freeze answers
-            raise ReplayStateError(
-                f"{self.found}: router.router_replay was replaced during the session by {type(held).__name__}, which would "
-                "decide in its stead. Leave the session first."
-            )
+            if answers is not self:
+                raise ReplayStateError(
+                    f"{self.found}: router.router_replay was replaced during the session by {type(answers).__name__}, which "
+                    "would decide in its stead. Leave the session first."
+                )
         self._check_not_driven()
         router: Any = self.found.router
         if router.topk != self.topk or type(router).routing is not self._routing:
@@ -391,9 +391,7 @@ class SessionRouter:
             )
 
     def _check_not_driven(self) -> None:
-        replaced = self._replaced
-        while isinstance(replaced, SessionRouter):
-            replaced = replaced._replaced
+        *_, replaced = _from(self._replaced)
         if replaced is None:
             return
         action = getattr(replaced, "router_replay_action", "unknown")
@@ -424,3 +422,19 @@ class SessionRouter:
         if self._replaces_function:
             self._replaces_function = False
             routing_function.detach()
+
+
+def replay_objects(router: Any) -> Iterator[Any]:
+    """Yield a router's replay object, what that one replaced, and so on: the innermost session's first, last its own or None."""
+    yield from _from(getattr(router, "router_replay", None))
+
+
+def _from(held: Any) -> Iterator[Any]:
+    while isinstance(held, SessionRouter):
+        yield held
+        held = held._replaced
+    yield held
+
+
+def _is_closed(held: Any) -> bool:
+    return isinstance(held, SessionRouter) and held.closed
