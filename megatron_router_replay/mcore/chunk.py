@@ -77,8 +77,8 @@ class Chunk:
         self._handles: list[Any] = []
         self._outermost = outermost
         self._inside = False  # the forward of `module` runs
-        # Forwards of `module` that ended, now and when the outermost one began.
-        self._num_left = self._num_left_before = 0
+        # How it ended since the outermost one began; None: it was not reached.
+        self._succeeded: bool | None = None
 
     def attach(self, session: Session) -> None:
         """Put the session's routers in and watch the chunk's forwards.
@@ -96,7 +96,8 @@ class Chunk:
             ]
             if self._outermost is not self.module:
                 self._handles += [
-                    self._outermost.register_forward_pre_hook(self._enter_outermost),
+                    # In front of others' hooks: behind one that raises, it would not run.
+                    self._outermost.register_forward_pre_hook(self._enter_outermost, prepend=True),
                     self._outermost.register_forward_hook(self._leave_outermost, always_call=True),
                 ]
 
@@ -170,15 +171,17 @@ class Chunk:
         else:
             self.ledger.end(failed=output is None)
         self._inside = False
-        self._num_left += 1
+        self._succeeded = output is not None
 
     @not_compiled
     def _enter_outermost(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not surroundings().in_backward:
-            self._num_left_before = self._num_left
+        self._succeeded = None
 
     @not_compiled
     def _leave_outermost(self, module: nn.Module, args: Any, output: Any) -> None:
-        never_called = output is None and self._num_left == self._num_left_before
-        if never_called and self.ledger is not None and module is self._outermost and not surroundings().in_backward:
+        if self.ledger is None or module is not self._outermost or output is not None or surroundings().in_backward:
+            return
+        if self._succeeded is None:
             self.ledger.fail_next()
+        elif self._succeeded:  # a wrapper raised behind it
+            self.ledger.end(failed=True)

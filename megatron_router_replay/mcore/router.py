@@ -425,7 +425,7 @@ class SessionRouter:
 
 
 def replay_objects(router: Any) -> Iterator[Any]:
-    """Yield a router's replay object, what that one replaced, and so on: the innermost session's first, last its own or None."""
+    """Yield a router's replay object, what that replaced, and so on: the innermost session's first, its own or None last."""
     yield from _from(getattr(router, "router_replay", None))
 
 

@@ -1,4 +1,4 @@
-"""A record or replay inside a freeze, left before its backward: it stays for its recomputes, and the freeze goes on around it."""
+"""A record or replay inside a freeze, left before its backward: it stays for its recomputes, and the freeze goes on."""
 
 import types
 
