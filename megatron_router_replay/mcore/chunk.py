@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 
-from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout import rows_for_router
 from megatron_router_replay.mcore.find import FoundRouter, find_routers, unwrap
 from megatron_router_replay.mcore.ledger import Ledger, Microbatch
-from megatron_router_replay.mcore.router import Choose, SessionRouter
+from megatron_router_replay.mcore.router import Choose, SessionRouter, StaysWithItsModel
 from megatron_router_replay.torch_private import not_compiled, surroundings
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ OnInput = Callable[["Chunk", Microbatch, Tensor], None]
 """(chunk, microbatch, input_ids) of each forward that gets input_ids."""
 
 
-class Chunk:
+class Chunk(StaysWithItsModel):
     """A model chunk's routers and, where a session queues micro-batches, their ledger.
 
     Args:
@@ -138,14 +137,6 @@ class Chunk:
             for found in find_routers(self.module):
                 if id(found.router) not in held:
                     yield f"{found}: the router was exchanged during the session, which did not reach the new one"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
-        return self  # a model that is copied during a session is not under it
-
-    def __reduce__(self) -> str:
-        raise ReplayStateError(
-            "a model under a session cannot be pickled: leave the session first, or save the model's state_dict()."
-        )
 
     @not_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

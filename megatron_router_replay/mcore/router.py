@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Size, Tensor, nn
@@ -76,7 +76,19 @@ def choose_replayed(router: SessionRouter, microbatch: Microbatch, live: LiveTop
     return used.index_copy(0, targets.live, live.indices_of(targets.live).to(used.dtype))
 
 
-class SessionRouter:
+class StaysWithItsModel:
+    """What a session puts on a model: a copy of the model holds the same object, which tells it from the original."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> str:
+        raise ReplayStateError(
+            "a model under a session cannot be pickled: leave the session first, or save the model's state_dict()."
+        )
+
+
+class SessionRouter(StaysWithItsModel):
     """What a session puts in place of `router.router_replay`; Megatron-Core calls `get_replay_topk` for its top-k.
 
     Args:
@@ -144,7 +156,7 @@ class SessionRouter:
         self._check_not_driven()
         self.session = session
         router.router_replay = self
-        # Their routing function must be told to ask; see its module.
+        # A fused router asks nobody: the function that it calls must be told to.
         self._replaces_function = is_needed(router)
         if self._replaces_function:
             routing_function.attach()
@@ -163,7 +175,8 @@ class SessionRouter:
             handle.remove()
         self._handles = []
         self.closed = True
-        # The graph may keep this object for long; the session, with its trace, shall not live as long.
+        # The graph may keep this object for long; the session, with its trace, shall not live as long. `_choose` stays: it
+        # tells how forwards gathered, as their recomputes must.
         self._ledger = self._beside = self.live_comparison = self.margins = None
         self.session = None
         self._restore_if_done()
@@ -188,14 +201,6 @@ class SessionRouter:
         """What the router has when neither this session nor an ended one is in place."""
         return next(held for held in _from(self._replaced) if not (_is_closed(held) and not held._pending()))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SessionRouter:
-        return self  # a model that is copied during a session is not under it: see `_before`
-
-    def __reduce__(self) -> str:
-        raise ReplayStateError(
-            "a model under a session cannot be pickled: leave the session first, or save the model's state_dict()."
-        )
-
     @not_compiled
     def get_replay_topk(
         self,
@@ -213,11 +218,13 @@ class SessionRouter:
         """
         assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
         live = LiveTopk(scores, topk, num_groups, group_topk, default_compute_topk)
-        balance.forget()
+        balance.forget()  # of a forward of this thread that raised between its top-k and its balancing
+        # Taken out, so that a second question in the same forward finds none: one answer is for all of its tokens.
         shape = self._inputs.pop(threading.get_ident(), _NOT_ASKED)
         if shape is None:
             return self._pass_on(live)
         place = surroundings()
+        # A closed session has no ledger any more and its hooks are gone: it answers recomputes and nothing else.
         if self.closed:
             selection = recall(place, self.found.router) if place.in_backward else None
             if selection is not None:
@@ -232,6 +239,7 @@ class SessionRouter:
                     "to come: whether the forward ran under it cannot be told. Run the backward before leaving the session."
                 )
             return self._pass_on(live)
+        # Both first: where Python does not run with each forward, nothing below tells a forward from a recompute.
         check_not_captured(scores, self.found)
         if in_compiled_autograd():
             raise ReplayStateError(
@@ -252,6 +260,7 @@ class SessionRouter:
                     "with forward(ctx, ...) and backward(ctx, ...) as Megatron-Core's and Transformer Engine's)."
                 )
             return self._recompute(selection, live)
+        # Now, not in the recompute: that would find nothing, or another's selection, and could not tell.
         check_known(place)
         with outside_selective_checkpoints():
             return self._forward(place, shape, live)
@@ -280,6 +289,7 @@ class SessionRouter:
         routing = self._routed(used, microbatch or beside)
         balance.begin(routing, live)
         if place.inside:
+            # Held by its checkpoints alone, so it is freed with the graph that can ask for it.
             selection = Selection(used, self, routing)
             self._alive[weakref.ref(selection, self._freed)] = None
             remember(place, self.found.router, selection)
@@ -288,6 +298,8 @@ class SessionRouter:
         if microbatch is not None and self._ledger is not None:
             if self._choose is None:
                 microbatch.used[self.position] = used
+            # Last: behind the chunk's last router this hands the micro-batch on, and a forward that raised before has not
+            # routed it.
             self._ledger.routed(microbatch, self.position)
         return values, indices
 
@@ -309,24 +321,25 @@ class SessionRouter:
             self.decisions_counted = self.decisions_counted + num_tokens
 
     def _recompute(self, selection: Selection, live: LiveTopk) -> tuple[Tensor, Tensor]:
-        with outside_selective_checkpoints():
-            return self._repeat(selection, live)
-
-    def _repeat(self, selection: Selection, live: LiveTopk) -> tuple[Tensor, Tensor]:
         used = selection.topk_indices
         check_fits(used, live.scores, self.topk)
+        # The session that chose may be another one than this: a freeze answers for a replay that ran inside it.
         maker = selection.maker
-        with maker._counting:
-            maker.recomputes += 1
-            maker.decisions_recomputed += used.shape[0]
-        if maker.counts_flips:
-            flipped = live.indices().sort(dim=1).values != used.to(torch.int64).sort(dim=1).values
-            num_flipped = flipped.any(dim=1).sum()
-            maker.flips = num_flipped if maker.flips is None else maker.flips + num_flipped
-        if self.watched:
-            self.last_used[threading.get_ident()] = used
-        balance.begin(selection.routing, live)
-        return self._gather(live.scores, used, like_topk=maker._choose is None)
+        with outside_selective_checkpoints():
+            num_flipped: Tensor | None = None
+            if maker.counts_flips:
+                flipped = live.indices().sort(dim=1).values != used.to(torch.int64).sort(dim=1).values
+                num_flipped = flipped.any(dim=1).sum()
+            with maker._counting:
+                maker.recomputes += 1
+                maker.decisions_recomputed += used.shape[0]
+                if num_flipped is not None:
+                    maker.flips = num_flipped if maker.flips is None else maker.flips + num_flipped
+            if self.watched:
+                self.last_used[threading.get_ident()] = used
+            balance.begin(selection.routing, live)
+            # As its forward gathered: a session that chooses nothing ran the router's own top-k there.
+            return self._gather(live.scores, used, like_topk=maker._choose is None)
 
     def _gather(self, scores: Tensor, used: Tensor, *, like_topk: bool) -> tuple[Tensor, Tensor]:
         """Return the live scores of the chosen experts and their indices, in the order of columns that Megatron's have."""
@@ -349,9 +362,10 @@ class SessionRouter:
         if module is not self.found.router:  # a copy that was made during the session, with its hooks: it routes live
             self._inputs[threading.get_ident()] = None
             return
-        if self.found.router.router_replay is not self:
+        router: Any = self.found.router
+        if router.router_replay is not self:
             # A session that was left may still be in place, for its recomputes: it passes forwards on to this one.
-            answers = next(held for held in replay_objects(self.found.router) if not _is_closed(held))
+            answers = next(held for held in replay_objects(router) if not _is_closed(held))
             if answers is not self and self.attached:
                 return  # a record or replay inside this freeze answers
             if answers is not self:
@@ -359,8 +373,8 @@ class SessionRouter:
                     f"{self.found}: router.router_replay was replaced during the session by {type(answers).__name__}, which "
                     "would decide in its stead. Leave the session first."
                 )
+        # With every forward: drivers set their action, and trainers change routers, between two of them.
         self._check_not_driven()
-        router: Any = self.found.router
         if router.topk != self.topk or type(router).routing is not self._routing:
             raise ReplayStateError(
                 f"{self.found}: topk or the router's class changed during the session (topk {self.topk} -> {router.topk}, "

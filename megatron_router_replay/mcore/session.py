@@ -21,7 +21,7 @@ from megatron_router_replay.mcore.events import log_began, log_ended, log_failed
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, check_has_experts, find_routers, wrappers
 from megatron_router_replay.mcore.ledger import Microbatch
 from megatron_router_replay.mcore.report import SessionReport
-from megatron_router_replay.mcore.router import Choose, SessionRouter
+from megatron_router_replay.mcore.router import Choose, SessionRouter, replay_objects
 from megatron_router_replay.mcore.support import check_supported
 from megatron_router_replay.mcore.targets import as_integers, as_mask
 from megatron_router_replay.mcore.verify import Verifier
@@ -396,12 +396,10 @@ class Session:
 
 def sessions_of(found: FoundRouter) -> Iterator[Session]:
     """Yield the open sessions that hold a router, the innermost first."""
-    held = getattr(found.router, "router_replay", None)
-    while isinstance(held, SessionRouter):
+    for held in replay_objects(found.router):
         # A copy of a model that was made during a session holds what the original held, and is not under it.
-        if held.session is not None and held.found.router is found.router:
+        if isinstance(held, SessionRouter) and held.session is not None and held.found.router is found.router:
             yield held.session
-        held = held.replaced
 
 
 def close_sessions(model_chunks: Models) -> int:
