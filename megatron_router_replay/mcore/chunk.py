@@ -50,7 +50,6 @@ class Chunk(StaysWithItsModel):
     ) -> None:
         self.index = index
         self.module = unwrap(outermost)
-        self.queued = queued
         self._replays = choose is not None
         taking_part = [found for found in routers if mtp or not found.is_mtp]
         self.ledger: Ledger | None = None
@@ -61,11 +60,11 @@ class Chunk(StaysWithItsModel):
             SessionRouter(found, position=position, chunk_index=index, choose=choose, ledger=self.ledger)
             for position, found in enumerate(taking_part)
         ]
-        # Live in their forwards, whatever the session does.
-        apart = [found for found in routers if not mtp and found.is_mtp]
+        # Live in their forwards, whatever the session does; held all the same, for their recomputes.
         self.routers = self.in_trace + [
             SessionRouter(found, position=-1, chunk_index=index, choose=None, ledger=None, beside=self.ledger)
-            for found in apart
+            for found in routers
+            if found not in taking_part
         ]
         self._tp_rank, self._tp_size, self._sequence_parallel = 0, 1, False  # how routers share tokens, read once
         if routers:
@@ -76,8 +75,7 @@ class Chunk(StaysWithItsModel):
         self._handles: list[Any] = []
         self._outermost = outermost
         self._inside = False  # the forward of `module` runs
-        # How it ended since the outermost one began; None: it was not reached.
-        self._succeeded: bool | None = None
+        self._succeeded: bool | None = None  # how it ended since the outermost one began; None: it was not reached
 
     def attach(self, session: Session) -> None:
         """Put the session's routers in and watch the chunk's forwards.
@@ -140,7 +138,7 @@ class Chunk(StaysWithItsModel):
 
     @not_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A checkpoint around the whole chunk calls it again: that is no new forward.
+        # Hooks are copied with a model. A checkpoint around the whole chunk calls it again: that is no new forward.
         if self.ledger is None or module is not self.module or surroundings().in_backward:
             return
         microbatch = self.ledger.enter()
@@ -158,7 +156,7 @@ class Chunk(StaysWithItsModel):
         if self.ledger is None or module is not self.module or surroundings().in_backward:
             return
         if output is None and not self._inside:
-            self.ledger.fail_next()  # another's hook raised before ours ran
+            self.ledger.fail_next()  # another's hook raised before ours ran, or ours had no micro-batch
         else:
             self.ledger.end(failed=output is None)
         self._inside = False

@@ -144,9 +144,11 @@ class ReplaySession(Session):
                 raise LayoutError("these routes were prefetched from another trace than this session's.")
             # Without a row, as when all is padding, any trace will do, but not an empty one.
             trace = routes.trace.select_layers(trace.layer_numbers) if routes.trace.num_tokens else trace
+        # They meet where the trace is; the routers' rows of it alone go to the routers' device.
         rows = rows.to(trace.device)
         beside = [None if values is None else values.to(trace.device) for values in (inputs.padding, inputs.trained)]
         padding, trained = beside
+        # Of the whole batch, not of this rank's part: what is wrong with it raises on every rank.
         unrouted = self._may_be_unrouted(rows, trace.num_tokens)
         check_padding(rows, padding, self._check)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone

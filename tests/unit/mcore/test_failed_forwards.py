@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.errors import LayoutError, ReplayStateError
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     Chunk,
@@ -249,3 +249,15 @@ def test_a_router_that_is_exchanged_during_a_freeze_is_named_at_its_end():
     with pytest.raises(ReplayStateError, match=r"layer 2 .*exchanged during the session"), mrr.freeze_recompute(chunk):
         chunk.layers[1].router = Chunk().layers[1].router
         chunk(tokens())
+
+
+def test_a_model_that_was_rebuilt_beyond_recognition_is_restored_all_the_same():
+    chunk = Chunk()
+    held = list(chunk.routers)
+    freeze = mrr.freeze_recompute(chunk)
+    chunk.layers[1].router = Chunk().layers[1].router
+    chunk.layers[1].router.layer_number = None
+    with pytest.raises(LayoutError, match="has no layer_number"):
+        freeze.close()
+    assert [router.router_replay for router in held] == [None] * 3
+    assert not [hook for module in [chunk, *held] for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
