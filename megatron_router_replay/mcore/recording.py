@@ -68,6 +68,7 @@ class RecordSession(Session):
     def _check_input(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor) -> None:
         super()._check_input(chunk, microbatch, input_ids)
         if microbatch.token_ids is None:
+            # A copy: trainers reuse the buffer, and this is kept until the trace is asked for.
             microbatch.token_ids = input_ids.to(torch.int64, copy=True).view(microbatch.rows.shape)
 
     def _microbatch_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
@@ -75,6 +76,7 @@ class RecordSession(Session):
         assert microbatch.router_rows is not None, "a recorded micro-batch is queued with its routers' rows"
         tokens = None if microbatch.token_ids is None else chunk.router_view(microbatch.token_ids)
         used = [indices for indices in microbatch.used if indices is not None]
+        # Kept where they are, on a GPU too: `trace` moves them once, and no step waits for it.
         self._recorded[chunk.index].append((microbatch.router_rows, used, tokens))
 
     def trace(self, *, num_tokens: int | None = None) -> RoutingTrace:
@@ -191,7 +193,7 @@ def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
         TraceError: a row was recorded twice with different experts.
     """
     placed = torch.zeros(length, *used.shape[1:], dtype=used.dtype)
-    placed[rows] = used
+    placed[rows] = used  # of a row that came twice one of both, which the other is compared with
     seen = torch.zeros(length, dtype=torch.bool)
     seen[rows] = True
     if int(seen.sum()) != rows.numel():

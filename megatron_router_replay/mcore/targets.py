@@ -71,6 +71,7 @@ def build_targets(
     """
     if may_sync is None:
         may_sync = rows.device.type == "cpu"
+    # -1 gathers row 0, as filler: what stands there is replaced by spread experts, or by the live router's.
     known = rows.clamp(min=0) if any_live or padding is not None else rows
     if trace.num_tokens:
         indices = trace.topk_indices.index_select(0, known)
@@ -80,6 +81,7 @@ def build_targets(
         slots = padding_rank.unsqueeze(1) * trace.topk + torch.arange(trace.topk, device=rows.device)
         filler = (slots % trace.num_experts).to(indices.dtype).unsqueeze(1)
         indices = torch.where(padding.view(-1, 1, 1), filler, indices)
+    # Padding that has no route is not live: it would cost a top-k, and its experts mean nothing.
     live = None
     if any_live:
         live = rows < 0
@@ -98,6 +100,7 @@ def build_targets(
         live = live.nonzero().squeeze(1)
     return Targets(
         layers=indices.transpose(0, 1).contiguous().to(device, non_blocking=True).unbind(),
+        # None spares every router of the micro-batch its live top-k.
         live=live.to(device, non_blocking=True) if live is not None and live.numel() else None,
         replayed=replayed,
         counts=counts,
@@ -130,6 +133,7 @@ def _counts(rows: Tensor, live: Tensor | None, padding: Tensor | None) -> Tensor
 
 def padding_ranks(padding: Tensor) -> Tensor:
     """Return how many paddings come before each position in the router's order (s-major), [b, s] int64."""
+    # Counted in the order of the whole batch, so that the ranks that share a sequence go on where the one before stopped.
     by_position = padding.t().reshape(-1)
     return (by_position.cumsum(0) - by_position.to(torch.int64)).view(padding.shape[::-1]).t()
 
