@@ -96,3 +96,15 @@ def test_another_object_on_a_router_behind_a_session_that_was_left_is_noticed(ch
         _kept = replayed_and_left(chunk, 1)
         chunk.routers[1].router_replay = stranger
         chunk(tokens(), 2)
+
+
+def test_a_loss_that_is_kept_behind_its_backward_keeps_no_session_in_place():
+    chunk = Chunk()
+    chunk.around = reentrant
+    own = [router.router_replay for router in chunk.routers]
+    loss = replayed_and_left(chunk, 1)
+    assert [router.router_replay for router in chunk.routers] != own
+    loss.backward()
+    chunk(tokens(), 2)  # the nodes are there, but what they saved is not: no recompute can come
+    assert [router.router_replay for router in chunk.routers] == own
+    assert loss.grad_fn is not None
