@@ -11,6 +11,7 @@ from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     Chunk,
     disturb,
+    non_reentrant,
     random_trace,
     reentrant,
     tokens,
@@ -261,3 +262,30 @@ def test_a_model_that_was_rebuilt_beyond_recognition_is_restored_all_the_same():
         freeze.close()
     assert [router.router_replay for router in held] == [None] * 3
     assert not [hook for module in [chunk, *held] for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", [reentrant, non_reentrant])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_recompute_of_the_whole_model_that_stops_or_fails_leaves_the_micro_batches_that_wait(fails, kind, wrapped):
+    # A non-reentrant checkpoint stops its recompute with an exception, in the middle of the model, once it has all it needs.
+    chunk, the_trace = Chunk(), trace(24)
+    wrapper = Wrapper(chunk)
+    model = wrapper if wrapped else chunk
+    scale = torch.ones(1, requires_grad=True)
+    with watched(chunk) as seen, mrr.replay(wrapper, the_trace) as session:
+        session.microbatch(ROWS)
+        output = kind(lambda _: model(tokens(), 0), scale)
+        for number in (1, 2):
+            session.microbatch(ROWS + 8 * number)
+        disturb(chunk)
+        if fails:
+            chunk.fail_at = 1
+            with pytest.raises(ArithmeticError):
+                output.sum().backward()
+        else:
+            output.sum().backward()
+        for number in (1, 2):
+            model(tokens(), number)
+    assert sorted(number for number, layer in seen if layer == 3) == [0, 1, 2]
+    assert wrong_replays(seen, the_trace) == 0
