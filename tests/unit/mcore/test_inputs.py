@@ -115,3 +115,53 @@ def test_what_says_nothing_of_positions_is_not_compared(argument, by_name):
         session.microbatch(ROWS)
         chunk()
     assert torch.equal(seen[0, 2][1], as_map(trace.layer(2)))
+
+
+@pytest.mark.parametrize(("row", "fits"), [(-2, False), (-1, True), (0, True), (7, True), (8, False)])
+def test_rows_lie_in_the_trace_to_the_last(row, fits):
+    chunk, trace = Chunk(), random_trace(8)
+    rows = ROWS.clone()
+    rows[0, 2] = row
+    session = mrr.replay(chunk, trace)
+    if fits:
+        session.microbatch(rows)
+        with watched(chunk) as seen:
+            chunk(IDS)
+        session.close()
+        routed = rows[0] >= 0
+        assert torch.equal(seen[0, 3][0][routed], as_map(trace.layer(3)[rows[0][routed]]))
+        return
+    with pytest.raises(LayoutError, match=r"routing_rows reach outside the trace's rows 0\.\.7; no row is -1"):
+        session.microbatch(rows)
+    mrr.close_sessions(chunk)
+
+
+@pytest.mark.parametrize(("row", "fits"), [(-2, False), ((1 << 31) - 1, True), (1 << 31, False)])
+def test_rows_of_a_recording_lie_below_two_to_the_31(row, fits):
+    rows = ROWS.clone()
+    rows[0, 2] = row
+    chunk = Chunk()
+    recording = mrr.record(chunk)
+    if fits:
+        recording.microbatch(rows)
+    else:
+        with pytest.raises(LayoutError, match="routing_rows reach outside"):
+            recording.microbatch(rows)
+    mrr.close_sessions(chunk)
+
+
+def test_a_row_that_another_rank_routed_raises_and_one_of_a_token_without_a_route_does_not():
+    chunk = Chunk()
+    known = torch.arange(8) != 5
+    ids = torch.where(torch.arange(8) == 6, -1, IDS[0])  # 5 has a token and no route, 6 a route and no token
+    with mrr.replay(chunk, random_trace(8, replay_mask=known, token_ids=ids)) as session:
+        session.microbatch(ROWS)
+        chunk(IDS)
+    ids[5] = -1
+    session = mrr.replay(chunk, random_trace(8, replay_mask=known, token_ids=ids))
+    with pytest.raises(
+        LayoutError, match=r"rows that the trace knows nothing of \(row 5, 2 in all\).*recording\.gather"
+    ):
+        session.microbatch(torch.tensor([[0, 5, 2, 5], [-1, 6, 3, 7]]))
+    session.microbatch(torch.tensor([[0, 1, 2, 3], [-1, 6, 4, 7]]))
+    mrr.close_sessions(chunk)
