@@ -87,6 +87,6 @@ def test_a_row_of_minus_one_is_live_unless_it_is_known_to_be_padding():
 
 
 def test_a_trace_without_rows_serves_a_micro_batch_of_padding_alone():
-    targets = build(trace(0), torch.tensor([[-1, -1, -1]]))
-    assert by_token(targets)[:, 0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
-    assert (targets.live, targets.counts.tolist()) == (None, [0, 0, 3])
+    targets = build(trace(0), torch.tensor([[-1, -1, -1, -1]]))
+    assert by_token(targets).tolist() == [[ids] * 2 for ids in ([0, 1, 2], [3, 4, 5], [6, 7, 0], [1, 2, 3])]
+    assert (targets.live, targets.replayed, targets.counts.tolist()) == (None, None, [0, 0, 4])
