@@ -165,3 +165,20 @@ def test_a_row_that_another_rank_routed_raises_and_one_of_a_token_without_a_rout
         session.microbatch(torch.tensor([[0, 5, 2, 5], [-1, 6, 3, 7]]))
     session.microbatch(torch.tensor([[0, 1, 2, 3], [-1, 6, 4, 7]]))
     mrr.close_sessions(chunk)
+
+
+@pytest.mark.parametrize(
+    "start", [mrr.record, lambda chunk: mrr.replay(chunk, random_trace(8))], ids=["record", "replay"]
+)
+@pytest.mark.parametrize("position", [0, 7])
+def test_each_single_position_that_is_padding_and_has_a_row_raises(start, position):
+    chunk = Chunk()
+    padding = torch.zeros(1, 8, dtype=torch.bool)
+    padding[0, position] = True
+    session = start(chunk)
+    with pytest.raises(LayoutError, match="says is padding has a routing row"):
+        session.microbatch(ROWS, padding=padding)
+    with pytest.raises(LayoutError, match="a trained position has"):
+        session.microbatch(torch.where(padding, -1, ROWS), trained=padding)
+    session.microbatch(torch.where(padding, -1, ROWS), padding=padding, trained=~padding)
+    mrr.close_sessions(chunk)
