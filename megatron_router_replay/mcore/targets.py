@@ -149,7 +149,7 @@ def check_padding(rows: Tensor, padding: Tensor | None, check: Callable[[Tensor,
 
 
 def as_integers(values: Any, name: str) -> Tensor:
-    """Return integers given as a tensor, a numpy array or a list, unsigned ones widened.
+    """Return integers given as a tensor, a numpy array or a list.
 
     Raises:
         LayoutError: they are no integers.
@@ -167,7 +167,7 @@ def as_integers(values: Any, name: str) -> Tensor:
             f"{name} must be a plain tensor, got a {'nested' if tensor.is_nested else tensor.layout} one on {tensor.device}: "
             "give [b, s], or [1, total] of a packed batch (nested.values().unsqueeze(0))."
         )
-    return tensor.to(torch.int64) if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
+    return tensor
 
 
 def as_mask(values: Any, name: str) -> Tensor:
