@@ -120,13 +120,14 @@ def remember(place: Surroundings, router: object, selection: Selection) -> None:
         place: `surroundings()` of the router's call.
         router: what identifies the router, in sessions the TopKRouter; it lives as long as its checkpoints.
     """
+    # On each, not on the innermost alone: an outer one that recomputes calls the router again, and makes the inner anew.
     for checkpoint in place.inside:
         selections = getattr(checkpoint, _ATTRIBUTE, None)
         if selections is None:
             selections = _Selections(repeats_its_calls(checkpoint))
-            setattr(checkpoint, _ATTRIBUTE, selections)
+            setattr(checkpoint, _ATTRIBUTE, selections)  # on the object itself, so that it lives exactly as long
         selections.add(router, selection)
-        selection._checkpoints.append(weakref.ref(checkpoint))
+        selection._checkpoints.append(weakref.ref(checkpoint))  # weak: the checkpoint holds the selection
 
 
 def recall(place: Surroundings, router: object) -> Selection | None:
@@ -140,6 +141,7 @@ def recall(place: Surroundings, router: object) -> Selection | None:
     selections = getattr(place.recompute, _ATTRIBUTE, None)
     selection = None if selections is None else selections.next(router)
     if selection is not None:
+        # The recompute may run inside a function that its forward did not run in, and that is recomputed in its turn.
         check_known(place)
         remember(place, router, selection)
     return selection

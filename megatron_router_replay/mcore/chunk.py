@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 
-from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout import rows_for_router
 from megatron_router_replay.mcore.find import FoundRouter, find_routers, unwrap
 from megatron_router_replay.mcore.ledger import Ledger, Microbatch
-from megatron_router_replay.mcore.router import Choose, SessionRouter
+from megatron_router_replay.mcore.router import Choose, SessionRouter, StaysWithItsModel
 from megatron_router_replay.torch_private import not_compiled, surroundings
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ OnInput = Callable[["Chunk", Microbatch, Tensor], None]
 """(chunk, microbatch, input_ids) of each forward that gets input_ids."""
 
 
-class Chunk:
+class Chunk(StaysWithItsModel):
     """A model chunk's routers and, where a session queues micro-batches, their ledger.
 
     Args:
@@ -51,7 +50,6 @@ class Chunk:
     ) -> None:
         self.index = index
         self.module = unwrap(outermost)
-        self.queued = queued
         self._replays = choose is not None
         taking_part = [found for found in routers if mtp or not found.is_mtp]
         self.ledger: Ledger | None = None
@@ -62,11 +60,11 @@ class Chunk:
             SessionRouter(found, position=position, chunk_index=index, choose=choose, ledger=self.ledger)
             for position, found in enumerate(taking_part)
         ]
-        # Live in their forwards, whatever the session does.
-        apart = [found for found in routers if not mtp and found.is_mtp]
+        # Live in their forwards, whatever the session does; held all the same, for their recomputes.
         self.routers = self.in_trace + [
             SessionRouter(found, position=-1, chunk_index=index, choose=None, ledger=None, beside=self.ledger)
-            for found in apart
+            for found in routers
+            if found not in taking_part
         ]
         self._tp_rank, self._tp_size, self._sequence_parallel = 0, 1, False  # how routers share tokens, read once
         if routers:
@@ -77,8 +75,7 @@ class Chunk:
         self._handles: list[Any] = []
         self._outermost = outermost
         self._inside = False  # the forward of `module` runs
-        # Forwards of `module` that ended, now and when the outermost one began.
-        self._num_left = self._num_left_before = 0
+        self._succeeded: bool | None = None  # how it ended since the outermost one began; None: it was not reached
 
     def attach(self, session: Session) -> None:
         """Put the session's routers in and watch the chunk's forwards.
@@ -96,7 +93,8 @@ class Chunk:
             ]
             if self._outermost is not self.module:
                 self._handles += [
-                    self._outermost.register_forward_pre_hook(self._enter_outermost),
+                    # In front of others' hooks: behind one that raises, it would not run.
+                    self._outermost.register_forward_pre_hook(self._enter_outermost, prepend=True),
                     self._outermost.register_forward_hook(self._leave_outermost, always_call=True),
                 ]
 
@@ -138,17 +136,9 @@ class Chunk:
                 if id(found.router) not in held:
                     yield f"{found}: the router was exchanged during the session, which did not reach the new one"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
-        return self  # a model that is copied during a session is not under it
-
-    def __reduce__(self) -> str:
-        raise ReplayStateError(
-            "a model under a session cannot be pickled: leave the session first, or save the model's state_dict()."
-        )
-
     @not_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A checkpoint around the whole chunk calls it again: that is no new forward.
+        # Hooks are copied with a model. A checkpoint around the whole chunk calls it again: that is no new forward.
         if self.ledger is None or module is not self.module or surroundings().in_backward:
             return
         microbatch = self.ledger.enter()
@@ -166,19 +156,21 @@ class Chunk:
         if self.ledger is None or module is not self.module or surroundings().in_backward:
             return
         if output is None and not self._inside:
-            self.ledger.fail_next()  # another's hook raised before ours ran
+            self.ledger.fail_next()  # another's hook raised before ours ran, or ours had no micro-batch
         else:
             self.ledger.end(failed=output is None)
         self._inside = False
-        self._num_left += 1
+        self._succeeded = output is not None
 
     @not_compiled
     def _enter_outermost(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not surroundings().in_backward:
-            self._num_left_before = self._num_left
+        self._succeeded = None
 
     @not_compiled
     def _leave_outermost(self, module: nn.Module, args: Any, output: Any) -> None:
-        never_called = output is None and self._num_left == self._num_left_before
-        if never_called and self.ledger is not None and module is self._outermost and not surroundings().in_backward:
+        if self.ledger is None or module is not self._outermost or output is not None or surroundings().in_backward:
+            return
+        if self._succeeded is None:
             self.ledger.fail_next()
+        elif self._succeeded:  # a wrapper raised behind it
+            self.ledger.end(failed=True)

@@ -10,6 +10,7 @@ others waiting, cannot be assigned to a micro-batch and raises. Recomputes do no
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -77,7 +78,7 @@ class Ledger:
         self._layers = layers
         self._on_done = on_done
         self._waiting: deque[Microbatch] = deque()
-        self._current: Microbatch | None = None
+        self.current: Microbatch | None = None  # the one that the chunk forwards, or forwarded last
         self._running = False  # the chunk's forward runs, called as a module
         self._ambiguous: int | None = None  # the micro-batch whose forward failed while others were waiting
 
@@ -96,21 +97,24 @@ class Ledger:
         self._running = True
         return microbatch
 
-    def begin(self, who: str = "") -> Microbatch:
+    def begin(self, layer: str) -> Microbatch:
         """Make the next micro-batch the current one and return it.
+
+        Args:
+            layer: which layer's router, or the chunk's first, asks for it; for messages.
 
         Raises:
             ReplayStateError: none was queued, the last forward left out a router, or one failed and what comes next
                 cannot be told.
         """
-        unfinished = self._current
+        unfinished = self.current
         if unfinished is not None and unfinished.missing and not unfinished.failed:
             raise ReplayStateError(
                 f"{self._name(unfinished)}: a new forward began, but no forward of its {self._missing_layers(unfinished)} "
                 "came. The forwards of a chunk must run one after another and reach every router (with mtp=True the "
                 "MTP layers too); if one failed, call the model itself, not its .forward, so that this is seen."
             )
-        if self._ambiguous is not None and self._waiting:
+        if self._ambiguous is not None:
             raise ReplayStateError(
                 f"{self.where}: the forward of micro-batch {self._ambiguous} failed while {len(self._waiting)} others were "
                 "queued, so whether the next forward repeats it or goes on cannot be told. Leave the session, or queue each "
@@ -118,27 +122,25 @@ class Ledger:
             )
         if not self._waiting:
             raise ReplayStateError(
-                f"{self.where}, micro-batch {self.num_queued}{who and ', ' + who}: a forward without routes; "
+                f"{self.where}, micro-batch {self.num_queued}, {layer}: a forward without routes; "
                 f"{self.num_queued} micro-batches were queued. Call session.microbatch(routing_rows, model) before each "
                 "forward of each chunk."
             )
-        self._ambiguous = None
-        self._current = self._waiting.popleft()
-        return self._current
+        self.current = self._waiting.popleft()
+        return self.current
 
     def end(self, *, failed: bool) -> None:
         """Take note that the chunk's forward is over; the current micro-batch may still lack routers outside of it (MTP)."""
         self._running = False
-        if failed and self._current is not None:
+        if failed and self.current is not None:
             # Also if every router had routed it: behind the last one are the output layer and the loss.
-            self._current.failed = self._current.missing > 0
-            self._ambiguous = self._current.number if self._waiting else None
+            self.current.failed = self.current.missing > 0
+            self._ambiguous = self.current.number if self._waiting else None
 
     def fail_next(self) -> None:
         """Take note that a forward failed before it reached the chunk: its micro-batch is over."""
-        unfinished = self._current is not None and self._current.missing > 0 and not self._current.failed
-        if self._waiting and self._ambiguous is None and not unfinished:  # else the next forward raises anyway
-            self.begin()
+        with contextlib.suppress(ReplayStateError):  # the next forward raises it
+            self.begin(self._layers[0])
             self.end(failed=True)
 
     def microbatch_of(self, position: int) -> Microbatch:
@@ -147,7 +149,8 @@ class Ledger:
         Raises:
             ReplayStateError: as `begin`; or the chunk's forward called the router before.
         """
-        current = self._current
+        current = self.current
+        # Outside the chunk's own forward (a direct .forward, a plan's layers) a second call begins the next micro-batch.
         if self._running and current is not None and current.routed[position]:
             raise ReplayStateError(
                 f"{self._name(current)}: one forward of the model called the router of {self._layers[position]} twice. A "
@@ -163,12 +166,13 @@ class Ledger:
         microbatch.missing -= 1
         if not microbatch.missing:
             self._on_done(microbatch)
+            # The graph keeps what recomputes need; the micro-batch itself may stay the current one for long.
             microbatch.targets = None
             microbatch.used = []
 
     def problems(self) -> Iterator[str]:
         """Yield what was queued and not routed by every router; forwards that failed do not count."""
-        current = self._current
+        current = self.current
         if current is not None and current.missing and not current.failed:
             yield f"{self._name(current)}: its {self._missing_layers(current)} was not forwarded"
         for microbatch in self._waiting:
@@ -177,17 +181,12 @@ class Ledger:
     def clear(self) -> None:
         """Forget every micro-batch."""
         self._waiting.clear()
-        self._current = None
-
-    @property
-    def current(self) -> Microbatch | None:
-        """The micro-batch that the chunk forwards, or forwarded last."""
-        return self._current
+        self.current = None
 
     @property
     def unfinished(self) -> list[Microbatch]:
         """The micro-batches that still hold routes, oldest first."""
-        current = [self._current] if self._current is not None and self._current.missing else []
+        current = [self.current] if self.current is not None and self.current.missing else []
         return [*current, *self._waiting]
 
     def _name(self, microbatch: Microbatch) -> str:

@@ -68,6 +68,7 @@ class RecordSession(Session):
     def _check_input(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor) -> None:
         super()._check_input(chunk, microbatch, input_ids)
         if microbatch.token_ids is None:
+            # A copy: trainers reuse the buffer, and this is kept until the trace is asked for.
             microbatch.token_ids = input_ids.to(torch.int64, copy=True).view(microbatch.rows.shape)
 
     def _microbatch_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
@@ -75,6 +76,7 @@ class RecordSession(Session):
         assert microbatch.router_rows is not None, "a recorded micro-batch is queued with its routers' rows"
         tokens = None if microbatch.token_ids is None else chunk.router_view(microbatch.token_ids)
         used = [indices for indices in microbatch.used if indices is not None]
+        # Kept where they are, on a GPU too: `trace` moves them once, and no step waits for it.
         self._recorded[chunk.index].append((microbatch.router_rows, used, tokens))
 
     def trace(self, *, num_tokens: int | None = None) -> RoutingTrace:
@@ -110,7 +112,7 @@ class RecordSession(Session):
                     f"row {row} was routed in some of this rank's chunks only: run every chunk, then read."
                 )
         numbers = [router.found.layer_number for chunk in self._chunks for router in chunk.in_trace]
-        indices = torch.cat([self._empty(length), *(part for part, _ in placed)], dim=1)
+        indices = torch.cat([self._empty(length, 0), *(part for part, _ in placed)], dim=1)
         return RoutingTrace(
             topk_indices=indices[:, sorted(range(len(numbers)), key=numbers.__getitem__)],
             layer_numbers=tuple(sorted(numbers)),
@@ -159,15 +161,15 @@ class RecordSession(Session):
     def _config(self) -> Any:
         return unwrap(self._chunks[0].module).config
 
-    def _empty(self, length: int) -> Tensor:
+    def _empty(self, length: int, num_layers: int) -> Tensor:
         config = self._config
-        return torch.empty(length, 0, config.moe_router_topk, dtype=index_dtype(config.num_moe_experts))
+        return torch.empty(length, num_layers, config.moe_router_topk, dtype=index_dtype(config.num_moe_experts))
 
     def _part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return what a chunk recorded: rows [n] int64 and routes [n, its layers, topk], padding left out, on the CPU."""
         microbatches = self._recorded[chunk.index]
         if not microbatches:
-            return torch.empty(0, dtype=torch.int64), self._empty(0).expand(0, len(chunk.in_trace), -1)
+            return torch.empty(0, dtype=torch.int64), self._empty(0, len(chunk.in_trace))
         rows = torch.cat([rows for rows, _, _ in microbatches]).cpu()
         used = torch.cat([torch.stack(layers, dim=1) for _, layers, _ in microbatches]).cpu()
         return rows[rows >= 0], used[rows >= 0]
@@ -191,7 +193,7 @@ def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
         TraceError: a row was recorded twice with different experts.
     """
     placed = torch.zeros(length, *used.shape[1:], dtype=used.dtype)
-    placed[rows] = used
+    placed[rows] = used  # of a row that came twice one of both, which the other is compared with
     seen = torch.zeros(length, dtype=torch.bool)
     seen[rows] = True
     if int(seen.sum()) != rows.numel():

@@ -66,6 +66,7 @@ class ReplaySession(Session):
         self._left_live: Tensor | None = None  # as Targets.left_live, added up
         self._says_trained = False
         self._trace_of: dict[int, RoutingTrace] = {}
+        # What the trace is of, before which layers it has: a trace of another model names the reason, not a missing layer.
         for chunk in self._chunks:
             _check_model(trace, chunk)
         found = [router.found for chunk in self._chunks for router in chunk.routers]
@@ -144,9 +145,11 @@ class ReplaySession(Session):
                 raise LayoutError("these routes were prefetched from another trace than this session's.")
             # Without a row, as when all is padding, any trace will do, but not an empty one.
             trace = routes.trace.select_layers(trace.layer_numbers) if routes.trace.num_tokens else trace
+        # They meet where the trace is; the routers' rows of it alone go to the routers' device.
         rows = rows.to(trace.device)
         beside = [None if values is None else values.to(trace.device) for values in (inputs.padding, inputs.trained)]
         padding, trained = beside
+        # Of the whole batch, not of this rank's part: what is wrong with it raises on every rank.
         unrouted = self._may_be_unrouted(rows, trace.num_tokens)
         check_padding(rows, padding, self._check)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
@@ -259,7 +262,7 @@ class ReplaySession(Session):
         return [not_kept, stale, weighed, below + above, *map(_bits, bounds)]
 
     def _numbers(self) -> list[int]:
-        """Return those of every session, of the balance, and of what was left live by choice; `_judge` takes them apart."""
+        """Return those of every session (4), of the balance (3), and of what was left live by choice (6), for `_judge`."""
         return [*super()._numbers(), *self._agreement.numbers(), *self._chosen()]
 
     def _judge(self, everyone: dict[int, list[int]]) -> list[str]:
@@ -274,6 +277,7 @@ class ReplaySession(Session):
                 f"ranks {others} replay with another min_margin or max_margin than rank {next(iter(bounds))}: give all ranks "
                 "the same."
             ]
+        # Judged over the group: one rank may rightly have nothing but padding, and if one raised alone, its peers would hang.
         replayed, live, *_ = (sum(counts) for counts in zip(*everyone.values()))
         not_kept, stale, weighed, left, *_ = (sum(counts) for counts in zip(*of_choice.values()))
         ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
@@ -286,6 +290,7 @@ class ReplaySession(Session):
         # Rows whose every decision went to the live router were not replayed either, though they came with a route.
         by_margin = left / weighed if weighed else 0.0
         share = replayed * (1 - by_margin) / (replayed + live) if replayed + live else None
+        # Apart from the share asked for: a session that replays nothing is a mistake, unless somebody said min_replayed=0.
         if share == 0 and choices and self._min_replayed != 0:
             return [
                 f"none of {replayed + live} tokens was replayed on {ranks}: {choices}; others have no route. Is a mask "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Size, Tensor, nn
@@ -76,7 +76,19 @@ def choose_replayed(router: SessionRouter, microbatch: Microbatch, live: LiveTop
     return used.index_copy(0, targets.live, live.indices_of(targets.live).to(used.dtype))
 
 
-class SessionRouter:
+class StaysWithItsModel:
+    """What a session puts on a model: a copy of the model holds the same object, which tells it from the original."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> str:
+        raise ReplayStateError(
+            "a model under a session cannot be pickled: leave the session first, or save the model's state_dict()."
+        )
+
+
+class SessionRouter(StaysWithItsModel):
     """What a session puts in place of `router.router_replay`; Megatron-Core calls `get_replay_topk` for its top-k.
 
     Args:
@@ -144,7 +156,7 @@ class SessionRouter:
         self._check_not_driven()
         self.session = session
         router.router_replay = self
-        # Their routing function must be told to ask; see its module.
+        # A fused router asks nobody: the function that it calls must be told to.
         self._replaces_function = is_needed(router)
         if self._replaces_function:
             routing_function.attach()
@@ -163,7 +175,8 @@ class SessionRouter:
             handle.remove()
         self._handles = []
         self.closed = True
-        # The graph may keep this object for long; the session, with its trace, shall not live as long.
+        # The graph may keep this object for long; the session, with its trace, shall not live as long. `_choose` stays: it
+        # tells how forwards gathered, as their recomputes must.
         self._ledger = self._beside = self.live_comparison = self.margins = None
         self.session = None
         self._restore_if_done()
@@ -171,10 +184,7 @@ class SessionRouter:
     @property
     def attached(self) -> bool:
         """Whether the router asks this object, directly or through a session inside this one."""
-        held = getattr(self.found.router, "router_replay", None)
-        while isinstance(held, SessionRouter) and held is not self:
-            held = held._replaced
-        return held is self
+        return any(held is self for held in replay_objects(self.found.router))
 
     @property
     def replay_backward_list(self) -> list[Tensor]:
@@ -189,18 +199,7 @@ class SessionRouter:
     @property
     def replaced(self) -> Any:
         """What the router has when neither this session nor an ended one is in place."""
-        replaced = self._replaced
-        while isinstance(replaced, SessionRouter) and replaced.closed and not replaced._pending():
-            replaced = replaced._replaced
-        return replaced
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SessionRouter:
-        return self  # a model that is copied during a session is not under it: see `_before`
-
-    def __reduce__(self) -> str:
-        raise ReplayStateError(
-            "a model under a session cannot be pickled: leave the session first, or save the model's state_dict()."
-        )
+        return next(held for held in _from(self._replaced) if not (_is_closed(held) and not held._pending()))
 
     @not_compiled
     def get_replay_topk(
@@ -219,14 +218,20 @@ class SessionRouter:
         """
         assert default_compute_topk is not None, "Megatron-Core passes its own top-k"
         live = LiveTopk(scores, topk, num_groups, group_topk, default_compute_topk)
-        balance.forget()
+        balance.forget()  # of a forward of this thread that raised between its top-k and its balancing
+        # Taken out, so that a second question in the same forward finds none: one answer is for all of its tokens.
         shape = self._inputs.pop(threading.get_ident(), _NOT_ASKED)
         if shape is None:
             return self._pass_on(live)
         place = surroundings()
+        # A closed session has no ledger any more and its hooks are gone: it answers recomputes and nothing else.
         if self.closed:
             selection = recall(place, self.found.router) if place.in_backward else None
             if selection is not None:
+                # A freeze around this session has seen the router's call begin; it is not asked, and shall not miss it.
+                for outer in _from(self._replaced):
+                    if isinstance(outer, SessionRouter):
+                        outer._inputs.pop(threading.get_ident(), None)
                 return self._recompute(selection, live)
             if place.in_backward and place.recompute is None and self._pending():
                 raise ReplayStateError(
@@ -234,6 +239,7 @@ class SessionRouter:
                     "to come: whether the forward ran under it cannot be told. Run the backward before leaving the session."
                 )
             return self._pass_on(live)
+        # Both first: where Python does not run with each forward, nothing below tells a forward from a recompute.
         check_not_captured(scores, self.found)
         if in_compiled_autograd():
             raise ReplayStateError(
@@ -254,6 +260,7 @@ class SessionRouter:
                     "with forward(ctx, ...) and backward(ctx, ...) as Megatron-Core's and Transformer Engine's)."
                 )
             return self._recompute(selection, live)
+        # Now, not in the recompute: that would find nothing, or another's selection, and could not tell.
         check_known(place)
         with outside_selective_checkpoints():
             return self._forward(place, shape, live)
@@ -282,6 +289,7 @@ class SessionRouter:
         routing = self._routed(used, microbatch or beside)
         balance.begin(routing, live)
         if place.inside:
+            # Held by its checkpoints alone, so it is freed with the graph that can ask for it.
             selection = Selection(used, self, routing)
             self._alive[weakref.ref(selection, self._freed)] = None
             remember(place, self.found.router, selection)
@@ -290,6 +298,8 @@ class SessionRouter:
         if microbatch is not None and self._ledger is not None:
             if self._choose is None:
                 microbatch.used[self.position] = used
+            # Last: behind the chunk's last router this hands the micro-batch on, and a forward that raised before has not
+            # routed it.
             self._ledger.routed(microbatch, self.position)
         return values, indices
 
@@ -311,24 +321,25 @@ class SessionRouter:
             self.decisions_counted = self.decisions_counted + num_tokens
 
     def _recompute(self, selection: Selection, live: LiveTopk) -> tuple[Tensor, Tensor]:
-        with outside_selective_checkpoints():
-            return self._repeat(selection, live)
-
-    def _repeat(self, selection: Selection, live: LiveTopk) -> tuple[Tensor, Tensor]:
         used = selection.topk_indices
         check_fits(used, live.scores, self.topk)
+        # The session that chose may be another one than this: a freeze answers for a replay that ran inside it.
         maker = selection.maker
-        with maker._counting:
-            maker.recomputes += 1
-            maker.decisions_recomputed += used.shape[0]
-        if maker.counts_flips:
-            flipped = live.indices().sort(dim=1).values != used.to(torch.int64).sort(dim=1).values
-            num_flipped = flipped.any(dim=1).sum()
-            maker.flips = num_flipped if maker.flips is None else maker.flips + num_flipped
-        if self.watched:
-            self.last_used[threading.get_ident()] = used
-        balance.begin(selection.routing, live)
-        return self._gather(live.scores, used, like_topk=maker._choose is None)
+        with outside_selective_checkpoints():
+            num_flipped: Tensor | None = None
+            if maker.counts_flips:
+                flipped = live.indices().sort(dim=1).values != used.to(torch.int64).sort(dim=1).values
+                num_flipped = flipped.any(dim=1).sum()
+            with maker._counting:
+                maker.recomputes += 1
+                maker.decisions_recomputed += used.shape[0]
+                if num_flipped is not None:
+                    maker.flips = num_flipped if maker.flips is None else maker.flips + num_flipped
+            if self.watched:
+                self.last_used[threading.get_ident()] = used
+            balance.begin(selection.routing, live)
+            # As its forward gathered: a session that chooses nothing ran the router's own top-k there.
+            return self._gather(live.scores, used, like_topk=maker._choose is None)
 
     def _gather(self, scores: Tensor, used: Tensor, *, like_topk: bool) -> tuple[Tensor, Tensor]:
         """Return the live scores of the chosen experts and their indices, in the order of columns that Megatron's have."""
@@ -348,19 +359,22 @@ class SessionRouter:
 
     @not_compiled
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        held = self.found.router.router_replay
         if module is not self.found.router:  # a copy that was made during the session, with its hooks: it routes live
             self._inputs[threading.get_ident()] = None
             return
-        if held is not self:
-            if self.attached:
-                return  # a record or replay inside this freeze answers
-            raise ReplayStateError(
-                f"{self.found}: router.router_replay was replaced during the session by {type(held).__name__}, which would "
-                "decide in its stead. Leave the session first."
-            )
-        self._check_not_driven()
         router: Any = self.found.router
+        if router.router_replay is not self:
+            # A session that was left may still be in place, for its recomputes: it passes forwards on to this one.
+            answers = next(held for held in replay_objects(router) if not _is_closed(held))
+            if answers is not self and self.attached:
+                return  # a record or replay inside this freeze answers
+            if answers is not self:
+                raise ReplayStateError(
+                    f"{self.found}: router.router_replay was replaced during the session by {type(answers).__name__}, which "
+                    "would decide in its stead. Leave the session first."
+                )
+        # With every forward: drivers set their action, and trainers change routers, between two of them.
+        self._check_not_driven()
         if router.topk != self.topk or type(router).routing is not self._routing:
             raise ReplayStateError(
                 f"{self.found}: topk or the router's class changed during the session (topk {self.topk} -> {router.topk}, "
@@ -391,9 +405,7 @@ class SessionRouter:
             )
 
     def _check_not_driven(self) -> None:
-        replaced = self._replaced
-        while isinstance(replaced, SessionRouter):
-            replaced = replaced._replaced
+        *_, replaced = _from(self._replaced)
         if replaced is None:
             return
         action = getattr(replaced, "router_replay_action", "unknown")
@@ -424,3 +436,19 @@ class SessionRouter:
         if self._replaces_function:
             self._replaces_function = False
             routing_function.detach()
+
+
+def replay_objects(router: Any) -> Iterator[Any]:
+    """Yield a router's replay object, what that replaced, and so on: the innermost session's first, its own or None last."""
+    yield from _from(getattr(router, "router_replay", None))
+
+
+def _from(held: Any) -> Iterator[Any]:
+    while isinstance(held, SessionRouter):
+        yield held
+        held = held._replaced
+    yield held
+
+
+def _is_closed(held: Any) -> bool:
+    return isinstance(held, SessionRouter) and held.closed

@@ -37,7 +37,9 @@ class RoutingFunction:
 
     def __init__(self) -> None:
         self._users = 0
-        self._lock = threading.Lock()
+        # One thread may come twice: the last recompute of a closed session is freed, and detaches, wherever garbage is
+        # collected, in `attach` too.
+        self._lock = threading.RLock()
 
     def attach(self) -> None:
         """Count one more user; the first puts this in place."""

@@ -21,7 +21,7 @@ from megatron_router_replay.mcore.events import log_began, log_ended, log_failed
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, check_has_experts, find_routers, wrappers
 from megatron_router_replay.mcore.ledger import Microbatch
 from megatron_router_replay.mcore.report import SessionReport
-from megatron_router_replay.mcore.router import Choose, SessionRouter
+from megatron_router_replay.mcore.router import Choose, SessionRouter, replay_objects
 from megatron_router_replay.mcore.support import check_supported
 from megatron_router_replay.mcore.targets import as_integers, as_mask
 from megatron_router_replay.mcore.verify import Verifier
@@ -134,12 +134,13 @@ class Session:
                 was closed.
         """
         self._check_open()
+        # All of them before the first is taken: a model of which a part is under a session already is left as it was.
         self._check_not_nested([router.found for router in self._routers()])
         try:
             for chunk in self._chunks:
                 chunk.attach(self)
             if self._verifier is not None:
-                self._verifier.attach()
+                self._verifier.attach()  # its hooks look at what is left of each router, so they come last
         except BaseException:
             self._detach()
             raise
@@ -198,7 +199,7 @@ class Session:
     @property
     def report(self) -> SessionReport:
         """What the session did so far on this rank; on a GPU, reading it waits for the device."""
-        replayed, live, padding = [0, 0, 0] if self._counts is None else self._counts.tolist()
+        replayed, live, padding = self._rows_counted()
         routers = self._routers()
         counting = [router for router in routers if router.counts_flips]
         flips = {router.found.layer_number: 0 if router.flips is None else int(router.flips) for router in counting}
@@ -236,12 +237,17 @@ class Session:
         """
         if self._closed:
             return
-        problems = [problem for chunk in self._chunks for problem in chunk.problems()]
-        self._detach()
+        try:
+            problems = [
+                problem for chunk in self._chunks for problem in chunk.problems()
+            ]  # while routers are still held
+        finally:
+            self._detach()  # before anything that waits for a GPU or for other ranks
         failed = [message for message, found in self._failed.items() if bool(found)]
         report = self.report
         problems += self._problems(report)
         if self.queued:
+            # Also where this rank is at fault: the others wait for its numbers.
             everyone = _exchange([int(bool(problems or failed)), *self._numbers()], self._group)
             problems += self._judge({rank: numbers[1:] for rank, numbers in everyone.items()})
             at_fault = [rank for rank, numbers in everyone.items() if numbers[0]]
@@ -281,6 +287,9 @@ class Session:
                     "and aux_loss='off'."
                 )
 
+    def _rows_counted(self) -> list[int]:
+        return [0, 0, 0] if self._counts is None else self._counts.tolist()
+
     def _num_microbatches(self) -> int:
         return self._microbatches
 
@@ -292,6 +301,7 @@ class Session:
     def _check_input(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor) -> None:
         """Compare the tokens that the model's forward gets with those of the micro-batch that was queued for it."""
         expected, rows = microbatch.token_ids, microbatch.rows
+        # A packed batch may come as [total]; its rows were taken as [1, total].
         tokens = input_ids if input_ids.dim() == 2 else input_ids.reshape(1, -1)
         if tokens.shape != rows.shape:
             raise LayoutError(
@@ -299,6 +309,7 @@ class Session:
                 f"are {list(rows.shape)}: rows must have the shape of the tokens."
             )
         if expected is not None and not _same_on_host(expected, tokens):
+            # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
             differ = (expected.to(tokens.device, non_blocking=True) != tokens) & (expected >= 0).to(tokens.device)
             self._check(
                 differ.any(),
@@ -339,8 +350,7 @@ class Session:
 
     def _numbers(self) -> list[int]:
         """Return what the ranks of the group tell each other at the end: rows replayed, live, padding, highest row + 1."""
-        counts = [0, 0, 0] if self._counts is None else self._counts.tolist()
-        return [*counts, int(self._num_rows)]
+        return [*self._rows_counted(), int(self._num_rows)]
 
     def _judge(self, everyone: dict[int, list[int]]) -> list[str]:
         """Return what is wrong with the group as a whole, from `_numbers` of each rank; the same on all of them."""
@@ -396,12 +406,10 @@ class Session:
 
 def sessions_of(found: FoundRouter) -> Iterator[Session]:
     """Yield the open sessions that hold a router, the innermost first."""
-    held = getattr(found.router, "router_replay", None)
-    while isinstance(held, SessionRouter):
+    for held in replay_objects(found.router):
         # A copy of a model that was made during a session holds what the original held, and is not under it.
-        if held.session is not None and held.found.router is found.router:
+        if isinstance(held, SessionRouter) and held.session is not None and held.found.router is found.router:
             yield held.session
-        held = held.replaced
 
 
 def close_sessions(model_chunks: Models) -> int:

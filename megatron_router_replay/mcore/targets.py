@@ -71,6 +71,7 @@ def build_targets(
     """
     if may_sync is None:
         may_sync = rows.device.type == "cpu"
+    # -1 gathers row 0, as filler: what stands there is replaced by spread experts, or by the live router's.
     known = rows.clamp(min=0) if any_live or padding is not None else rows
     if trace.num_tokens:
         indices = trace.topk_indices.index_select(0, known)
@@ -80,6 +81,7 @@ def build_targets(
         slots = padding_rank.unsqueeze(1) * trace.topk + torch.arange(trace.topk, device=rows.device)
         filler = (slots % trace.num_experts).to(indices.dtype).unsqueeze(1)
         indices = torch.where(padding.view(-1, 1, 1), filler, indices)
+    # Padding that has no route is not live: it would cost a top-k, and its experts mean nothing.
     live = None
     if any_live:
         live = rows < 0
@@ -98,6 +100,7 @@ def build_targets(
         live = live.nonzero().squeeze(1)
     return Targets(
         layers=indices.transpose(0, 1).contiguous().to(device, non_blocking=True).unbind(),
+        # None spares every router of the micro-batch its live top-k.
         live=live.to(device, non_blocking=True) if live is not None and live.numel() else None,
         replayed=replayed,
         counts=counts,
@@ -130,6 +133,7 @@ def _counts(rows: Tensor, live: Tensor | None, padding: Tensor | None) -> Tensor
 
 def padding_ranks(padding: Tensor) -> Tensor:
     """Return how many paddings come before each position in the router's order (s-major), [b, s] int64."""
+    # Counted in the order of the whole batch, so that the ranks that share a sequence go on where the one before stopped.
     by_position = padding.t().reshape(-1)
     return (by_position.cumsum(0) - by_position.to(torch.int64)).view(padding.shape[::-1]).t()
 
@@ -145,7 +149,7 @@ def check_padding(rows: Tensor, padding: Tensor | None, check: Callable[[Tensor,
 
 
 def as_integers(values: Any, name: str) -> Tensor:
-    """Return integers given as a tensor, a numpy array or a list, unsigned ones widened.
+    """Return integers given as a tensor, a numpy array or a list.
 
     Raises:
         LayoutError: they are no integers.
@@ -163,7 +167,7 @@ def as_integers(values: Any, name: str) -> Tensor:
             f"{name} must be a plain tensor, got a {'nested' if tensor.is_nested else tensor.layout} one on {tensor.device}: "
             "give [b, s], or [1, total] of a packed batch (nested.values().unsqueeze(0))."
         )
-    return tensor.to(torch.int64) if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
+    return tensor
 
 
 def as_mask(values: Any, name: str) -> Tensor:

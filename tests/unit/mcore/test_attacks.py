@@ -17,6 +17,7 @@ from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceEr
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     Chunk,
+    as_map,
     disturb,
     flips,
     non_reentrant,
@@ -291,4 +292,20 @@ def test_a_row_beyond_any_batch_is_refused_by_a_recording():
     session = mrr.record(chunk)
     with pytest.raises(LayoutError, match="outside the trace's rows"):
         session.microbatch(torch.full((2, 4), 10**12))
+    mrr.close_sessions(chunk)
+
+
+@pytest.mark.parametrize(("sequences", "num_tokens"), [(1, 8), (1, 7), (2, 8)])
+def test_a_router_that_gets_its_tokens_flat_can_tell_whose_they_are_in_one_sequence_alone(sequences, num_tokens):
+    chunk, the_trace = Chunk(), trace(8)
+    hidden = torch.zeros(num_tokens, chunk.routers[0].weight.shape[1])
+    session = mrr.replay(chunk, the_trace)
+    session.microbatch(torch.arange(8).view(sequences, -1))
+    if (sequences, num_tokens) == (1, 8):
+        for layer, router in enumerate(chunk.routers, start=1):
+            assert torch.equal(router(input=hidden)[1], as_map(the_trace.layer(layer)))
+        session.close()
+        return
+    with pytest.raises(ReplayStateError, match=rf"routes {num_tokens} tokens, .* = \[{num_tokens}\] on this rank"):
+        chunk.routers[0](hidden)
     mrr.close_sessions(chunk)

@@ -14,6 +14,7 @@ from tests.unit.mcore.tiny_chunk import (
     flips,
     non_reentrant,
     num_recomputed,
+    random_trace,
     reentrant,
     reentrant_with_gradients,
     tokens,
@@ -228,6 +229,26 @@ def test_a_composable_checkpoint_inside_a_reentrant_one_raises(closed_before_bac
     with watched(chunk) as seen, pytest.raises(ReplayStateError, match="composable one\\) inside a reentrant one"):
         run(chunk, session=mrr.freeze_recompute(chunk), closed_before_backward=closed_before_backward)
     assert flips(seen) == 0
+
+
+@pytest.mark.parametrize("kind", ["freeze", "record", "replay"])
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_a_recompute_of_group_limited_routing_uses_what_its_forward_chose(around, kind):
+    chunk = Chunk(moe_router_num_groups=4, moe_router_group_topk=2)
+    chunk.around = around
+    trace = random_trace(8, replay_mask=torch.arange(8) % 2 == 0)
+    starts = {"freeze": mrr.freeze_recompute, "record": mrr.record, "replay": lambda model: mrr.replay(model, trace)}
+    with watched(chunk) as live:
+        chunk(tokens())
+    with watched(chunk) as seen, starts[kind](chunk) as session:
+        if kind != "freeze":
+            session.microbatch(torch.arange(8).view(2, 4))
+        loss = chunk(tokens()).square().sum()
+        disturb(chunk)
+        loss.backward()
+    assert (num_recomputed(seen), flips(seen)) == (3, 0)
+    is_live = torch.arange(8).view(2, 4).t().reshape(-1) % 2 == 1 if kind == "replay" else slice(None)
+    assert torch.equal(seen[0, 1][0][is_live], live[0, 1][0][is_live])
 
 
 # Kinds that are not

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.errors import LayoutError, ReplayStateError
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     Chunk,
     disturb,
+    non_reentrant,
     random_trace,
     reentrant,
     tokens,
@@ -47,11 +48,27 @@ class Wrapper(torch.nn.Module):
         super().__init__()
         self.module = module
         self.fails = False
+        self.fails_behind = False
 
     def forward(self, *args):
         if self.fails:
             raise ArithmeticError("injected")
-        return self.module(*args)
+        output = self.module(*args)
+        if self.fails_behind:
+            raise ArithmeticError("injected")
+        return output
+
+
+def add_failing_hook(module):
+    """A hook that was there before any session's; return the list that holds an entry while it fails."""
+    failing = []
+
+    def fail(module, args):
+        if failing:
+            raise ArithmeticError("injected")
+
+    module.register_forward_pre_hook(fail)
+    return failing
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -59,16 +76,9 @@ class Wrapper(torch.nn.Module):
 def test_a_forward_that_fails_before_it_reaches_the_chunk_leaves_later_ones_right(where, others):
     chunk, the_trace = Chunk(), trace(32)
     wrapper = Wrapper(chunk)
-    fails = [True]
-
-    def fail_once(module, args):
-        if fails.pop() if fails else False:
-            raise ArithmeticError("injected")
-
-    if where == "wrapper":
-        wrapper.fails = True
-    else:
-        (chunk if where == "hook of the chunk" else wrapper).register_forward_pre_hook(fail_once)
+    failing = add_failing_hook(chunk if where == "hook of the chunk" else wrapper)
+    wrapper.fails = where == "wrapper"
+    failing += [] if wrapper.fails else [True]
     with watched(chunk) as seen:
         session = mrr.replay(wrapper, the_trace)
         session.microbatch(ROWS)
@@ -77,6 +87,7 @@ def test_a_forward_that_fails_before_it_reaches_the_chunk_leaves_later_ones_righ
         with pytest.raises(ArithmeticError):
             wrapper(tokens(), 0)
         wrapper.fails = False
+        failing.clear()
         if others:
             with pytest.raises(ReplayStateError, match="failed while 1 others were queued"):
                 wrapper(tokens(), 0)
@@ -90,10 +101,12 @@ def test_a_forward_that_fails_before_it_reaches_the_chunk_leaves_later_ones_righ
     assert wrong_replays(seen, the_trace) == 0
 
 
+@pytest.mark.parametrize("where", ["wrapper", "hook of the wrapper", "hook of the chunk"])
 @pytest.mark.parametrize("first", ["runs", "fails in the chunk", "fails before the chunk"])
-def test_a_forward_that_fails_before_the_chunk_takes_its_routes_with_it(first):
+def test_a_forward_that_fails_before_the_chunk_takes_its_routes_with_it(first, where):
     chunk, the_trace = Chunk(), trace(24)
     wrapper = Wrapper(chunk)
+    failing = add_failing_hook(chunk if where == "hook of the chunk" else wrapper)
     with watched(chunk) as seen, mrr.replay(wrapper, the_trace) as session:
         session.microbatch(ROWS)
         chunk.fail_at = 1 if first == "fails in the chunk" else None
@@ -101,14 +114,69 @@ def test_a_forward_that_fails_before_the_chunk_takes_its_routes_with_it(first):
         with contextlib.nullcontext() if first == "runs" else pytest.raises(ArithmeticError):
             wrapper(tokens(), 0)
         session.microbatch(ROWS + 8)
-        wrapper.fails = True
+        wrapper.fails = where == "wrapper"
+        failing[:] = [] if wrapper.fails else [True]
         with pytest.raises(ArithmeticError):
             wrapper(tokens(), 1)
         session.microbatch(ROWS + 16)
         wrapper.fails = False
+        failing.clear()
         wrapper(tokens(), 2)
     assert sorted(layer for number, layer in seen if number == 2) == [1, 2, 3]
     assert wrong_replays(seen, the_trace) == 0
+
+
+def test_a_forward_that_fails_in_a_wrapper_behind_the_chunk_with_others_queued_cannot_be_assigned_and_raises():
+    # Queued again and repeated, it would take the routes of the next, and each later one those of the one behind it: as
+    # many forwards as micro-batches, and all of them wrong.
+    chunk, the_trace = Chunk(), trace(24)
+    wrapper = Wrapper(chunk)
+    wrapper.fails_behind = True
+    with watched(chunk) as seen:
+        session = mrr.replay(wrapper, the_trace)
+        session.microbatch(ROWS)
+        session.microbatch(ROWS + 8)
+        with pytest.raises(ArithmeticError):
+            wrapper(tokens(), 0)
+        wrapper.fails_behind = False
+        session.microbatch(ROWS)
+        with pytest.raises(ReplayStateError, match="micro-batch 0 failed while 2 others were queued"):
+            wrapper(tokens(), 0)
+        mrr.close_sessions(chunk)
+    assert wrong_replays(seen, the_trace) == 0
+
+
+def test_a_forward_that_fails_in_a_wrapper_behind_the_chunk_leaves_later_ones_right():
+    chunk, the_trace = Chunk(), trace(16)
+    wrapper = Wrapper(chunk)
+    with watched(chunk) as seen, mrr.replay(wrapper, the_trace) as session:
+        for wrapper.fails_behind in (True, False):
+            session.microbatch(ROWS)
+            with pytest.raises(ArithmeticError) if wrapper.fails_behind else contextlib.nullcontext():
+                wrapper(tokens(), 0)
+        session.microbatch(ROWS + 8)
+        wrapper(tokens(), 1)
+    assert (len(seen[0, 1]), len(seen[1, 1]), wrong_replays(seen, the_trace)) == (2, 1, 0)
+
+
+def test_a_failure_before_the_chunk_does_not_hide_that_the_forward_before_it_left_out_a_router():
+    chunk = Chunk()
+    wrapper = Wrapper(chunk)
+    failing = add_failing_hook(chunk)
+    session = mrr.replay(wrapper, trace())
+    session.microbatch(ROWS)
+    chunk.around = lambda layer, hidden: hidden if layer is chunk.layers[1] else layer(hidden)
+    wrapper(tokens())
+    session.microbatch(ROWS + 8)
+    failing.append(True)
+    with pytest.raises(ArithmeticError):
+        wrapper(tokens())
+    failing.clear()
+    with pytest.raises(
+        ReplayStateError, match="micro-batch 0: a new forward began, but no forward of its layer 2 came"
+    ):
+        wrapper(tokens())
+    mrr.close_sessions(chunk)
 
 
 def test_the_end_names_the_layers_of_a_forward_that_stopped_halfway_but_not_of_one_that_failed():
@@ -182,3 +250,42 @@ def test_a_router_that_is_exchanged_during_a_freeze_is_named_at_its_end():
     with pytest.raises(ReplayStateError, match=r"layer 2 .*exchanged during the session"), mrr.freeze_recompute(chunk):
         chunk.layers[1].router = Chunk().layers[1].router
         chunk(tokens())
+
+
+def test_a_model_that_was_rebuilt_beyond_recognition_is_restored_all_the_same():
+    chunk = Chunk()
+    held = list(chunk.routers)
+    freeze = mrr.freeze_recompute(chunk)
+    chunk.layers[1].router = Chunk().layers[1].router
+    chunk.layers[1].router.layer_number = None
+    with pytest.raises(LayoutError, match="has no layer_number"):
+        freeze.close()
+    assert [router.router_replay for router in held] == [None] * 3
+    assert not [hook for module in [chunk, *held] for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", [reentrant, non_reentrant])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_recompute_of_the_whole_model_that_stops_or_fails_leaves_the_micro_batches_that_wait(fails, kind, wrapped):
+    # A non-reentrant checkpoint stops its recompute with an exception, in the middle of the model, once it has all it needs.
+    chunk, the_trace = Chunk(), trace(24)
+    wrapper = Wrapper(chunk)
+    model = wrapper if wrapped else chunk
+    scale = torch.ones(1, requires_grad=True)
+    with watched(chunk) as seen, mrr.replay(wrapper, the_trace) as session:
+        session.microbatch(ROWS)
+        output = kind(lambda _: model(tokens(), 0), scale)
+        for number in (1, 2):
+            session.microbatch(ROWS + 8 * number)
+        disturb(chunk)
+        if fails:
+            chunk.fail_at = 1
+            with pytest.raises(ArithmeticError):
+                output.sum().backward()
+        else:
+            output.sum().backward()
+        for number in (1, 2):
+            model(tokens(), number)
+    assert sorted(number for number, layer in seen if layer == 3) == [0, 1, 2]
+    assert wrong_replays(seen, the_trace) == 0

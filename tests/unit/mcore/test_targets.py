@@ -1,5 +1,6 @@
 """One micro-batch's rows -> what the routers replay; the path that never waits for a GPU gives the same."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,6 +88,25 @@ def test_a_row_of_minus_one_is_live_unless_it_is_known_to_be_padding():
 
 
 def test_a_trace_without_rows_serves_a_micro_batch_of_padding_alone():
-    targets = build(trace(0), torch.tensor([[-1, -1, -1]]))
-    assert by_token(targets)[:, 0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
-    assert (targets.live, targets.counts.tolist()) == (None, [0, 0, 3])
+    targets = build(trace(0), torch.tensor([[-1, -1, -1, -1]]))
+    assert by_token(targets).tolist() == [[ids] * 2 for ids in ([0, 1, 2], [3, 4, 5], [6, 7, 0], [1, 2, 3])]
+    assert (targets.live, targets.replayed, targets.counts.tolist()) == (None, None, [0, 0, 4])
+
+
+def test_rows_are_counted_where_none_is_live_and_none_is_padding():
+    from megatron_router_replay.mcore.targets import build_targets
+
+    assert build_targets(trace(2), torch.tensor([1, 0, 1]), device=CPU, any_live=False).counts.tolist() == [3, 0, 0]
+    assert build(trace(2), torch.tensor([[0, 1, -1]]), any_live=False).counts.tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_choice_is_that_of_its_own_row(left_out):
+    from megatron_router_replay.mcore.targets import build_targets, choices_of
+
+    chosen = trace(3).keep([row != left_out for row in range(3)])
+    rows = torch.tensor([2, -1, 0, 1, 0])
+    assert choices_of(chosen, rows).tolist() == [int(row == left_out) for row in rows.tolist()]
+    targets = build_targets(chosen, rows, device=CPU, trained=torch.tensor([True, True, True, False, False]))
+    assert targets.live.tolist() == [position for position, row in enumerate(rows.tolist()) if row in (-1, left_out)]
+    assert targets.left_live.tolist() == [2 if left_out == 0 else 1, 0, 0 if left_out == 1 else 1]

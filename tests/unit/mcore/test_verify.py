@@ -90,6 +90,9 @@ def test_without_a_fault_nothing_is_wrong_and_without_verify_nothing_is_counted(
         with mrr.replay(chunk, random_trace(8), verify=verify) as session:
             train(chunk, session, "replay")
         assert (session.report.decisions_wrong, session.report.decisions_verified) == counts
+        assert (session.report.recompute_flips, session.report.decisions_recomputed) == (None, None)
+        if not verify:
+            assert not any(router.last_used for router in session._routers()), "what nobody compares is not kept"
         assert not chunk.routers[1]._forward_hooks, "what watched is gone"
 
 

@@ -1,0 +1,189 @@
+"""What a recording says of its rows: of two virtual stages, rows that came twice, not at all; and traces that do not fit."""
+
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.transport.prefetching import prefetch
+from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, as_map, disturb, random_trace, tokens, watched
+
+ROWS = torch.arange(8).view(2, 4)
+
+
+def virtual_stages():
+    """Layers 1 and 2, and layers 3 and 4 of one model."""
+    stages = [Chunk(2), Chunk(2, seed=1)]
+    for stage in stages:
+        stage.config.num_layers = 4
+    for number, router in zip((3, 4), stages[1].routers):
+        router.layer_number = number
+    return stages
+
+
+def recorded(chunk, *rows, **options):
+    with mrr.record(chunk) as recording:
+        for number, of_microbatch in enumerate(rows):
+            recording.microbatch(of_microbatch, **options)
+            chunk(tokens(*of_microbatch.shape), number)
+    return recording
+
+
+def test_the_layers_of_all_chunks_stand_in_one_trace_in_order_also_if_the_chunks_do_not():
+    stages = virtual_stages()
+    with watched(stages[0]) as first, watched(stages[1]) as second, mrr.record(stages[::-1]) as recording:
+        for stage in stages:
+            recording.microbatch(ROWS, stage)
+            stage(tokens())
+    trace = recording.trace()
+    assert trace.layer_numbers == (1, 2, 3, 4)
+    assert (trace.num_experts, bool(trace.replay_mask.all())) == (EXPERTS, True)
+    at = ROWS.t().reshape(-1)
+    for layer, seen in ((1, first), (2, first), (3, second), (4, second)):
+        assert torch.equal(as_map(trace.layer(layer)[at]), seen[0, layer][0])
+    assert trace.token_ids.tolist() == tokens().reshape(-1).tolist()
+    assert recording.report.microbatches == 2
+
+
+def test_a_row_that_one_chunk_routed_and_the_other_did_not_raises():
+    stages = virtual_stages()
+    with mrr.record(stages) as recording:
+        recording.microbatch(ROWS, stages[0])
+        stages[0](tokens())
+        recording.microbatch(ROWS[:, :3], stages[1])
+        stages[1](tokens(2, 3))
+    with pytest.raises(TraceError, match="row 3 was routed in some of this rank's chunks only"):
+        recording.trace()
+
+
+def test_several_chunks_must_be_named():
+    stages = virtual_stages()
+    session = mrr.record(stages)
+    with pytest.raises(LayoutError, match="this rank has 2 model chunks: pass the one that runs"):
+        session.microbatch(ROWS)
+    with pytest.raises(LayoutError, match="Chunk is none of this session's 2 model chunks"):
+        session.microbatch(ROWS, Chunk())
+    with pytest.raises(LayoutError, match="list is none of this session's 2 model chunks"):
+        session.microbatch(ROWS, stages)
+    session.microbatch(ROWS, torch.nn.ModuleDict({"module": stages[1]}).module)
+    mrr.close_sessions(stages)
+
+
+def test_a_row_that_came_twice_must_have_had_the_same_experts():
+    chunk = Chunk()
+    assert recorded(chunk, ROWS, ROWS).trace().num_tokens == 8
+    recording = mrr.record(chunk)
+    for number in range(2):
+        recording.microbatch(ROWS)
+        chunk(tokens(), number)
+        disturb(chunk)
+    recording.close()
+    with pytest.raises(TraceError, match=r"row \d was routed twice, to different experts"):
+        recording.trace()
+
+
+def test_rows_that_were_not_recorded_are_no_routes_and_the_length_may_be_given():
+    chunk = Chunk()
+    rows = ROWS.clone()
+    rows[0, 1] = -1
+    recording = recorded(chunk, rows)
+    expected = [row not in (1,) for row in range(8)]
+    assert recording.trace().replay_mask.tolist() == expected
+    longer = recording.trace(num_tokens=10)
+    assert longer.replay_mask.tolist() == [*expected, False, False]
+    assert longer.token_ids[[1, 8, 9]].tolist() == [-1, -1, -1]
+    assert recording.trace(num_tokens=8).num_tokens == 8
+    with pytest.raises(TraceError, match="cannot return 7 rows: row 7 was recorded"):
+        recording.trace(num_tokens=7)
+    assert recording.gather().num_tokens == 8  # of one process
+
+
+def test_a_recording_of_nothing_is_a_trace_of_no_rows():
+    trace = recorded(Chunk()).trace()
+    assert (trace.num_tokens, trace.layer_numbers, trace.token_ids) == (0, (1, 2, 3), None)
+    trace = recorded(Chunk(), torch.full((2, 4), -1)).trace()
+    assert (trace.num_tokens, trace.layer_numbers) == (0, (1, 2, 3))
+
+
+def test_a_stage_without_moe_layers_records_a_trace_of_no_layers():
+    chunk = Chunk()
+    chunk.layers = torch.nn.ModuleList()
+    trace = recorded(chunk, ROWS).trace(num_tokens=8)
+    assert (trace.num_tokens, trace.layer_numbers, bool(trace.replay_mask.all())) == (8, (), True)
+
+
+def test_padding_is_counted_apart_and_its_experts_are_not_recorded():
+    rows = ROWS.clone()
+    rows[:, 3] = -1
+    recording = recorded(Chunk(), rows, padding=rows < 0)
+    report = recording.report
+    assert (report.rows_replayed, report.rows_live, report.rows_padding, report.tokens) == (0, 6, 2, 8)
+    assert recording.trace().replay_mask.tolist() == [True, True, True, False, True, True, True]
+
+
+def test_prefetched_routes_are_for_a_replay_of_their_trace():
+    trace = random_trace(8)
+    (routes,) = prefetch(trace, [ROWS])
+    chunk = Chunk()
+    with pytest.raises(LayoutError, match="a recording takes routing_rows"):
+        mrr.record(chunk).microbatch(routes)
+    mrr.close_sessions(chunk)
+    with pytest.raises(LayoutError, match="prefetched from another trace"):
+        mrr.replay(chunk, random_trace(8)).microbatch(routes)
+    mrr.close_sessions(chunk)
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        session.microbatch(routes)
+        chunk(tokens())
+    assert torch.equal(seen[0, 2][0], as_map(trace.layer(2)[ROWS.t().reshape(-1)]))
+
+
+def test_a_freeze_takes_no_micro_batches():
+    chunk = Chunk()
+    with mrr.freeze_recompute(chunk) as freeze, pytest.raises(ReplayStateError, match="takes no micro-batches"):
+        freeze.microbatch(ROWS)
+
+
+# Traces that are not of this model
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_experts": EXPERTS + 1}, f"layer 1 .* has num_experts={EXPERTS}, the trace {EXPERTS + 1}"),
+        ({"topk_indices": torch.zeros(8, 3, 1, dtype=torch.uint8)}, "layer 1 .* has topk=2, the trace 1"),
+    ],
+)
+def test_a_trace_of_other_experts_is_refused(options, message):
+    topk_indices = random_trace(8).topk_indices.clone()
+    topk_indices[0, 0] = torch.tensor([0, 1])
+    values = {"topk_indices": topk_indices, "layer_numbers": (1, 2, 3), "num_experts": EXPERTS} | options
+    if "topk_indices" in options:
+        values["topk_indices"][1::2] = 1  # not one expert for all, which a broken capture is
+    chunk = Chunk()
+    with pytest.raises(TraceError, match=message):
+        mrr.replay(chunk, mrr.RoutingTrace(**values))
+    assert [router.router_replay for router in chunk.routers] == [None] * 3
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, "1"])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(TraceError, match=r"min_replayed=.* must be a share"):
+        mrr.replay(Chunk(), random_trace(8), min_replayed=share)
+
+
+def test_a_session_that_does_not_compare_has_no_live_report():
+    chunk = Chunk()
+    with mrr.replay(chunk, random_trace(8)) as session:
+        session.microbatch(ROWS)
+        chunk(tokens())
+        with pytest.raises(ReplayStateError, match="does not compare with the live router"):
+            session.live_report()
+
+
+def test_the_comparison_takes_every_nth_micro_batch():
+    chunk, trace = Chunk(), random_trace(24)
+    with mrr.replay(chunk, trace, compare_live=2) as session:
+        for number in range(3):
+            session.microbatch(ROWS + 8 * number)
+            chunk(tokens(), number)
+    assert session.live_report().rows.tolist() == session.report.live.rows.tolist() == [16, 16, 16]

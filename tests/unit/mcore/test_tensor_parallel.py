@@ -1,0 +1,118 @@
+"""One rank of two: with sequence parallelism its routers see their part of each sequence, without it the whole."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import LayoutError, ReplayStateError
+from tests.unit.mcore.tiny_chunk import Chunk, as_map, disturb, flips, random_trace, reentrant, tokens, watched
+
+ROWS = torch.arange(8).view(2, 4)
+PARTS = {0: [0, 4, 1, 5], 1: [2, 6, 3, 7]}  # the rows of each rank's routers, s-major
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def chunk_of(rank, *, sequence_parallel=True):
+    """A chunk as it stands on one of two ranks; each layer gets the part of the hidden state that this rank has."""
+    chunk = Chunk()
+    # Megatron-Core's own config refuses this without the rest of tensor parallelism.
+    chunk.config.sequence_parallel = sequence_parallel
+    for router in chunk.routers:
+        router.tp_group = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
+
+    def around(layer, hidden):
+        if hidden.shape[0] == 4 and sequence_parallel:
+            hidden = hidden[2 * rank : 2 * rank + 2]
+        return reentrant(layer, hidden)
+
+    chunk.around = around
+    return chunk
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_replays_and_freezes_its_part_of_the_sequence(rank):
+    chunk, trace = chunk_of(rank), random_trace(8, replay_mask=torch.arange(8) != 3)
+    rows = ROWS.clone()
+    rows[1, 1] = -1  # row 5, on rank 0
+    with watched(chunk) as seen, mrr.replay(chunk, trace, verify=True) as session:
+        session.microbatch(rows, trained=(rows >= 0) & (rows != 3))
+        loss = chunk(tokens()).sum()
+        disturb(chunk)
+        loss.backward()
+    routed = torch.tensor([row not in (3, 5) for row in PARTS[rank]])
+    for layer in (1, 2, 3):
+        expected = as_map(trace.layer(layer)[PARTS[rank]])
+        assert torch.equal(seen[0, layer][0][routed], expected[routed])
+    assert flips(seen) == 0
+    assert (session.report.rows_replayed, session.report.rows_live) == (3, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_records_its_part_and_knows_no_token_of_the_other(rank):
+    chunk = chunk_of(rank)
+    with watched(chunk) as seen, mrr.record(chunk) as recording:
+        recording.microbatch(ROWS)
+        chunk(tokens())
+    trace = recording.trace()
+    here = torch.zeros(8, dtype=torch.bool)
+    here[PARTS[rank]] = True
+    assert torch.equal(trace.replay_mask, here)
+    assert torch.equal(trace.token_ids, torch.where(here, tokens().reshape(-1).to(torch.int32), -1))
+    assert torch.equal(as_map(trace.layer(2)[PARTS[rank]]), seen[0, 2][0])
+
+
+def test_paddings_are_spread_over_both_ranks_together():
+    rows = ROWS.clone()
+    rows[:, 1] = rows[:, 3] = -1  # positions 2 and 3 of each rank's four
+    spread = {}
+    for rank in (0, 1):
+        chunk = chunk_of(rank)
+        with watched(chunk) as seen, mrr.replay(chunk, random_trace(8)) as session:
+            session.microbatch(rows, padding=rows < 0)
+            chunk(tokens())
+        spread[rank] = seen[0, 1][0][2:].nonzero()[:, 1].tolist()
+        assert (session.report.rows_replayed, session.report.rows_padding) == (2, 2)
+    assert spread == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_sequence_parallelism_each_rank_routes_all_tokens(rank):
+    chunk, trace = chunk_of(rank, sequence_parallel=False), random_trace(8)
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        session.microbatch(ROWS)
+        chunk(tokens())
+    assert torch.equal(seen[0, 1][0], as_map(trace.layer(1)[ROWS.t().reshape(-1)]))
+
+
+def test_rows_of_one_ranks_part_alone_are_refused():
+    chunk = chunk_of(1)
+    with (
+        pytest.raises(ReplayStateError, match=r"routes 4 tokens, \[s, b\] = \[2, 2\] on this rank, .* for \[1, 2\]"),
+        mrr.replay(chunk, random_trace(8)) as session,
+    ):
+        session.microbatch(ROWS[:, 2:])
+        chunk.forward(tokens())
+
+
+def test_rows_that_are_broadcast_are_copies_of_the_senders_and_none_raises():
+    from megatron_router_replay.mcore import broadcast_routing_rows
+
+    rows = [torch.tensor([[3, -1]], dtype=torch.int32), torch.arange(4).view(2, 2)]
+    received = broadcast_routing_rows(rows, src=0)
+    assert [(part.dtype, part.tolist()) for part in received] == [
+        (torch.int64, [[3, -1]]),
+        (torch.int64, [[0, 1], [2, 3]]),
+    ]
+    rows[1].zero_()
+    assert received[1].tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(LayoutError, match="rank 0 broadcasts routing_rows but was given none"):
+        broadcast_routing_rows(None, src=0)
