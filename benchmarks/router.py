@@ -31,7 +31,6 @@ SIGMOID = {
 ROUTERS = {"64, 6": SOFTMAX, "128, 8": SOFTMAX, "256, 8, sigmoid in groups": SIGMOID, "512, 10": SOFTMAX}
 AIM = (8192, "128, 8")
 SHAPES = [AIM, *itertools.product((4096, 16384), ROUTERS)]
-WIDENED = "Megatron's replay, widened"
 NUM_LAYERS = 4
 """Routers of the one model chunk: what a session does once a chunk and micro-batch is shared, as in a model."""
 AIM_REPEATS, REPEATS = 51, 13
@@ -134,26 +133,16 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
             backwards(probs)
         return probs[-1].detach()
 
-    live, megatron, from_batch, frozen = (
-        Routers(config, recompute=recompute) for recompute in (False, False, False, True)
-    )
-    for layer, router_modules in enumerate(zip(megatron.routers, from_batch.routers)):
-        for router_module in router_modules:
-            own = router_module.router_replay = theirs.RouterReplay()
-            own.set_target_indices(routes[:, layer].contiguous())
-            own.set_router_replay_action(theirs.RouterReplayAction.REPLAY_FORWARD)
+    live, megatron, frozen = Routers(config), Routers(config), Routers(config, recompute=True)
+    for layer, router_module in enumerate(megatron.routers):
+        own = router_module.router_replay = theirs.RouterReplay()
+        own.set_target_indices(routes[:, layer].contiguous())
+        own.set_router_replay_action(theirs.RouterReplayAction.REPLAY_FORWARD)
     by_layer = trace.topk_indices.transpose(0, 1).contiguous()  # as a session keeps a micro-batch's routes
-
-    def widened(leaf: Tensor) -> list[Tensor]:
-        for router_module, indices in zip(from_batch.routers, by_layer):
-            router_module.router_replay.set_target_indices(indices.to(torch.int64))
-        return from_batch(leaf)
-
     fused = partial(route, score_function=config.moe_router_score_function)
     alternatives = {
         "live": partial(run, live),
         "Megatron's replay": partial(run, megatron),
-        WIDENED: partial(run, widened),
         "fused.route": partial(run, lambda leaf: [fused(leaf, indices)[0] for indices in by_layer]),
     }
     prepare: dict[str, Callable[[], object]] = {}
@@ -177,7 +166,6 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
         prepare["replay"]()
         reference = alternatives["Megatron's replay"]()
         assert torch.equal(alternatives["replay"](), reference)
-        assert torch.equal(alternatives[WIDENED](), reference)
         one_step = torch.finfo(dtype).eps if dtype is not torch.float32 else 0.0  # what rounds a float32 near a tie
         assert torch.allclose(alternatives["fused.route"](), reference, rtol=one_step, atol=1e-6)
         return rounds(alternatives, repeats=repeats, prepare=prepare)
@@ -208,10 +196,9 @@ def render(raw: list[dict[str, Any]]) -> str:
         cells = {name: f"{ratio(seconds, name, 'live').median:.2f}" for name in names}
         cells["record"] = f"{record.median:.3f} ({record.low:.2f} to {record.high:.2f})"
         shown = [f"{case['tokens']}, {case['router']}", case["logits"], case["pass"], f"{ms:.2f}", *cells.values()]
-        pairs = [("replay", names[0]), ("replay", WIDENED), ("fused.route", names[0])]
-        rows.append([*shown, *(f"{ratio(seconds, ours, theirs).median:.2f}" for ours, theirs in pairs)])
+        rows.append([*shown, *(f"{ratio(seconds, n, names[0]).median:.2f}" for n in ("replay", "fused.route"))])
     head = ["tokens, experts, topk", "logits", "pass", "live ms", *names]
-    head += ["replay / Megatron's", "replay / Megatron's, widened", "fused / Megatron's"]
+    head += ["replay / Megatron's", "fused / Megatron's"]
     aim = {
         case["pass"]: case["seconds"]
         for case in raw
@@ -220,8 +207,6 @@ def render(raw: list[dict[str, Any]]) -> str:
     targets = [
         verdict("replay / Megatron's replay, forward", ratio(aim["forward"], "replay", names[0]), 1.05),
         verdict("replay / Megatron's replay, both", ratio(aim["both"], "replay", names[0]), 1.05),
-        verdict(f"replay / {WIDENED}, forward", ratio(aim["forward"], "replay", WIDENED), 1.00),
-        verdict(f"replay / {WIDENED}, both", ratio(aim["both"], "replay", WIDENED), 1.00),
         verdict("record / live, forward", ratio(aim["forward"], "record", "live"), 1.03),
         verdict("record / live, both", ratio(aim["both"], "record", "live"), 1.03),
         verdict("fused.route / Megatron's replay, forward", ratio(aim["forward"], "fused.route", names[0]), 0.50),
@@ -231,8 +216,7 @@ def render(raw: list[dict[str, Any]]) -> str:
         [
             f"{NUM_LAYERS} routers of one chunk, time a router. One thread, its processor time. A ratio is the median of the",
             "ratios within a round; its 95% confidence interval in brackets.",
-            "Targets are int64 for Megatron's replay, uint8 or int16 for ours, as a batch holds them; *widened*: Megatron's",
-            "replay with each layer's targets made int64 and set from the same. *live rows*: one row in 1024 has no route.",
+            "Targets are int64 for Megatron's replay, uint8 or int16 for ours. *live rows*: one row in 1024 has no route.",
             "*freeze, recompute*: the selection in a recompute under `freeze_recompute`.",
             "",
             table(head, rows),
