@@ -96,7 +96,7 @@ effect: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m examples.effect rl
 	$(BIN)/python -m examples.effect figures
 
-# Two processes take the files of tests in turns, each with workers of its own: half the time, and twice 2 GB.
+# Two processes take the files of tests in turns, each with workers of its own: about half the time, twice the memory.
 PROCESSES ?= 2
 SIDE_BY_SIDE := --numprocesses $(PROCESSES) --dist loadfile
 

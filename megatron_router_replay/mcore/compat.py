@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -36,6 +37,7 @@ def megatron_version() -> str:
     return str(megatron.core.__version__)
 
 
+@cache  # asked with every session
 def version_numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, "0.20.0rc1" -> (0, 20, 0); what follows them does not count."""
     leading = re.match(r"\d+(\.\d+)*", version)

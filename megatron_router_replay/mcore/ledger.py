@@ -10,7 +10,6 @@ others waiting, cannot be assigned to a micro-batch and raises. Recomputes do no
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -139,9 +138,11 @@ class Ledger:
 
     def fail_next(self) -> None:
         """Take note that a forward failed before it reached the chunk: its micro-batch is over."""
-        with contextlib.suppress(ReplayStateError):  # the next forward raises it
-            self.begin(self._layers[0])
-            self.end(failed=True)
+        unfinished = self.current is not None and self.current.missing > 0 and not self.current.failed
+        if not self._waiting or self._ambiguous is not None or unfinished:
+            return  # it had no micro-batch, or the next forward raises anyway
+        self.begin(self._layers[0])
+        self.end(failed=True)
 
     def microbatch_of(self, position: int) -> Microbatch:
         """Return the micro-batch that the router at this position routes now.

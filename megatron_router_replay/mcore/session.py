@@ -238,11 +238,11 @@ class Session:
         if self._closed:
             return
         try:
-            problems = [
-                problem for chunk in self._chunks for problem in chunk.problems()
-            ]  # while routers are still held
+            # While the routers are still held.
+            problems = [problem for chunk in self._chunks for problem in chunk.problems()]
         finally:
-            self._detach()  # before anything that waits for a GPU or for other ranks
+            # Before anything that waits for a GPU or for other ranks.
+            self._detach()
         failed = [message for message, found in self._failed.items() if bool(found)]
         report = self.report
         problems += self._problems(report)
