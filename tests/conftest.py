@@ -1,6 +1,7 @@
 """Fixtures that all tests share: pools of gloo workers, started by the first test that runs something in them."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,14 @@ from megatron_router_replay.testing import GlooWorkers
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("any machine", deadline=None)  # a busy machine is no reason to fail
 settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def no_routers_of_other_tests() -> None:
+    """Empty the process-wide lists of RouterReplay, ours and Megatron's: they hold on to the routers of earlier tests."""
+    for module in ("megatron_router_replay.router_replay", "megatron.core.transformer.moe.router_replay"):
+        if loaded := sys.modules.get(module):
+            loaded.RouterReplay.clear_global_router_replay_instances()
 
 
 @pytest.fixture(scope="session")

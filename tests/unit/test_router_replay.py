@@ -11,13 +11,6 @@ TARGET = torch.tensor([[3, 1], [0, 2]])
 SCORES = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
 
 
-@pytest.fixture(autouse=True)
-def no_instances():
-    RouterReplay.clear_global_router_replay_instances()
-    yield
-    RouterReplay.clear_global_router_replay_instances()
-
-
 def live_topk(scores, topk, num_groups=None, group_topk=None):
     return torch.topk(scores, k=topk, dim=1)
 

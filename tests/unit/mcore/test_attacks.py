@@ -214,18 +214,15 @@ def test_a_static_buffer_that_cannot_hold_the_ids_raises_instead_of_wrapping_the
     replay.set_router_replay_action(mrr.RouterReplayAction.RECORD)
     scores = torch.arange(400.0).repeat(3, 1)
     live = {"default_compute_topk": lambda scores, topk, **groups: scores.topk(topk, dim=1)}
-    try:
-        replay.set_static_buffer(torch.zeros(3, 2, dtype=dtype))
-        with pytest.raises(ReplayStateError, match="cannot hold the ids of 400 experts"):
-            replay.get_replay_topk(scores, 2, **live)
-        replay.set_static_buffer(torch.zeros(3, 2, dtype=torch.int16))
+    replay.set_static_buffer(torch.zeros(3, 2, dtype=dtype))
+    with pytest.raises(ReplayStateError, match="cannot hold the ids of 400 experts"):
         replay.get_replay_topk(scores, 2, **live)
-        assert replay.get_recorded_indices().tolist() == [[399, 398]] * 3
-        for buffer in (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int32)):
-            with pytest.raises(ReplayStateError, match="must be"):
-                replay.set_static_buffer(buffer)
-    finally:
-        mrr.RouterReplay.clear_global_router_replay_instances()
+    replay.set_static_buffer(torch.zeros(3, 2, dtype=torch.int16))
+    replay.get_replay_topk(scores, 2, **live)
+    assert replay.get_recorded_indices().tolist() == [[399, 398]] * 3
+    for buffer in (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int32)):
+        with pytest.raises(ReplayStateError, match="must be"):
+            replay.set_static_buffer(buffer)
 
 
 # Unusual values

@@ -241,16 +241,8 @@ def upstream():
     return router_replay
 
 
-@pytest.fixture
-def own_replay_objects():
-    lists = [mrr.RouterReplay.global_router_replay_instances, upstream().RouterReplay.global_router_replay_instances]
-    yield
-    for instances in lists:
-        instances.clear()
-
-
 @pytest.mark.parametrize("whose", ["ours", "Megatron's"])
-def test_a_router_whose_own_replay_object_is_driven_is_refused_and_an_idle_one_is_not(whose, own_replay_objects):
+def test_a_router_whose_own_replay_object_is_driven_is_refused_and_an_idle_one_is_not(whose):
     chunk = Chunk()
     module = mrr if whose == "ours" else upstream()
     own = [module.RouterReplay() for _ in chunk.routers]

@@ -34,12 +34,9 @@ def upstream():
 
 
 @pytest.fixture(autouse=True)
-def fresh_instances():
-    originals = upstream().RouterReplay
+def uninstalled():
     yield
     uninstall()
-    for instances in (RouterReplay.global_router_replay_instances, originals.global_router_replay_instances):
-        instances.clear()
 
 
 @pytest.fixture(params=[reentrant, non_reentrant])
