@@ -81,8 +81,9 @@ class RouterReplay:
         self.layer_number: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A model may be copied or pickled; its graphs and weak references are not.
-        return vars(self) | {"_router": None, "_alive": {}}
+        # A model may be copied or pickled; its graphs and weak references are not. A copy is not listed, so no static helper
+        # would ever stop one that was made while its original was driven: it routes live until somebody drives it.
+        return vars(self) | {"_router": None, "_alive": {}, "_action": None}
 
     @classmethod
     def adopt(cls, instance: Any) -> None:

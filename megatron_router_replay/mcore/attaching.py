@@ -10,6 +10,7 @@ with mrr.replay(model_chunks, trace):                    # on
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -30,25 +31,28 @@ class Attached:
 
     def __init__(self, modules: list[nn.Module], names: dict[str, str]) -> None:
         self._names = names
-        self._handles = [
+        self._handles = {
             # In front of a session's own hook, which begins the micro-batch that this one queues.
-            module.register_forward_pre_hook(self._take, with_kwargs=True, prepend=True)
+            module: module.register_forward_pre_hook(self._take, with_kwargs=True, prepend=True)
             for module in modules
-        ]
-        self._modules = modules
+        }
         # Found once: a model has thousands of modules. A rebuilt decoder has other routers, whose session then raises.
-        self._routers = {id(module): find_routers(module) for module in modules}
+        self._routers = WeakKeyDictionary({module: find_routers(module) for module in modules})
         for module in modules:
             setattr(module, _ATTRIBUTE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
-        return self  # a copy of the model drops the arguments too
+        return self  # a copy of the model has the hook too, and so is attached
 
     def remove(self) -> None:
         """Take the hooks off; the model refuses `routing_rows` again."""
-        for handle in self._handles:
-            handle.remove()
-        for module in self._modules:
+        for module in list(self._handles):
+            self.release(module)
+
+    def release(self, module: nn.Module) -> None:
+        """Take the hook off one of the models; of a copy of one, which came with a hook of its own, nothing."""
+        if module in self._handles:
+            self._handles.pop(module).remove()
             if getattr(module, _ATTRIBUTE, None) is self:
                 delattr(module, _ATTRIBUTE)
 
@@ -59,12 +63,14 @@ class Attached:
         taken = {ours: kwargs[name] for ours, name in self._names.items() if kwargs.get(name) is not None}
         kept = {name: value for name, value in kwargs.items() if name not in self._names.values()}
         # A checkpoint around the whole chunk repeats the call with its arguments: that is no new forward.
-        if taken and id(module) in self._routers and not surroundings().in_backward:
+        if taken and not surroundings().in_backward:
+            if module not in self._routers:  # a copy
+                self._routers[module] = find_routers(module)
             session = next(
-                (session for found in self._routers[id(module)] for session in sessions_of(found) if session.queued),
-                None,
+                (session for found in self._routers[module] for session in sessions_of(found) if session.queued), None
             )
             if session is not None and "routing_rows" in taken:
+                session.check_none_waits(module)
                 session.microbatch(
                     taken["routing_rows"], module, padding=taken.get("padding"), trained=taken.get("trained")
                 )
@@ -94,6 +100,8 @@ def attach(
     Returns:
         An object whose `remove()` undoes it.
 
+    A copy of the model is attached as the model is.
+
     Raises:
         LayoutError: a chunk has no experts.
     """
@@ -103,5 +111,5 @@ def attach(
     for module in modules:
         earlier = getattr(module, _ATTRIBUTE, None)
         if earlier is not None:
-            earlier.remove()
+            earlier.release(module)
     return Attached(modules, {"routing_rows": rows, "padding": padding, "trained": trained})

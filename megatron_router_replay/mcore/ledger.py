@@ -185,6 +185,11 @@ class Ledger:
         self.current = None
 
     @property
+    def num_waiting(self) -> int:
+        """How many micro-batches wait for their forward to begin."""
+        return len(self._waiting)
+
+    @property
     def unfinished(self) -> list[Microbatch]:
         """The micro-batches that still hold routes, oldest first."""
         current = [self.current] if self.current is not None and self.current.missing else []

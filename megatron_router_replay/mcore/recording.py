@@ -42,7 +42,6 @@ class RecordSession(Session):
         assert chunk.ledger is not None, "the chunk has routers to record"
         if routes is not None:
             raise LayoutError("prefetched routes are for a replay of their trace; a recording takes routing_rows.")
-        self._may_be_unrouted(rows, _MAX_ROWS)
         check_padding(rows, inputs.padding, self._check)
         if inputs.trained is not None:
             self._check(
@@ -50,6 +49,7 @@ class RecordSession(Session):
                 "a trained position has row -1, so its route would not be recorded.",
             )
         view = chunk.router_view(rows)
+        self._may_be_unrouted(rows, _MAX_ROWS)  # last: rows that are refused shall not lengthen the trace
         at_padding = None if inputs.padding is None else chunk.router_view(inputs.padding)
         padding = rows.new_zeros(()) if at_padding is None else at_padding.sum()
         chunk.ledger.queue(

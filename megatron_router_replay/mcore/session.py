@@ -18,7 +18,14 @@ from megatron_router_replay.mcore.balance import has_expert_bias
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.compat import check_version
 from megatron_router_replay.mcore.events import log_began, log_ended, log_failed
-from megatron_router_replay.mcore.find import FoundRouter, as_chunks, check_has_experts, find_routers, wrappers
+from megatron_router_replay.mcore.find import (
+    FoundRouter,
+    as_chunks,
+    check_has_experts,
+    check_not_shared,
+    find_routers,
+    wrappers,
+)
 from megatron_router_replay.mcore.ledger import Microbatch
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.router import Choose, SessionRouter, replay_objects
@@ -96,6 +103,8 @@ class Session:
         modules = as_chunks(model_chunks)
         found = [find_routers(module) for module in modules]
         check_has_experts(modules, found)
+        if self.queued:
+            check_not_shared(found)
         routers = [router for of_chunk in found for router in of_chunk]
         # A Megatron-Core that is newer than all tested ones is verified, whether asked for or not.
         verify = check_supported(routers) or verify
@@ -275,6 +284,20 @@ class Session:
     def _queue(self, inputs: MicrobatchInputs, routes: MicrobatchRoutes | None) -> None:
         """Add a micro-batch to the ledger of its chunk; `routes` are the prefetched ones, where there are any."""
         raise AssertionError("only sessions that take micro-batches queue them")
+
+    def check_none_waits(self, model: nn.Module) -> None:
+        """Raise if a micro-batch waits for a forward of this chunk; for `attach`, which queues in front of each forward.
+
+        Raises:
+            ReplayStateError: one waits, so the forward that begins would use its routes.
+        """
+        ledger = self._find_chunk(model).ledger
+        if ledger is not None and ledger.num_waiting:
+            raise ReplayStateError(
+                f"{ledger.where}: the model was called with routing rows while {ledger.num_waiting} micro-batches wait for "
+                "their forwards, which would get each other's routes. Queue with session.microbatch, or pass the rows to "
+                "the attached model, not both."
+            )
 
     def _check_unmasked(self, chunk: Chunk) -> None:
         """Raise where padding is known, but reaches no router that would balance it: of MTP layers that stand alone."""

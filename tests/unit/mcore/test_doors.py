@@ -1,5 +1,6 @@
 """What a trainer may hand to a session, and who else may touch its routers: it works or raises, and never goes unnoticed."""
 
+import copy
 import gc
 import re
 import types
@@ -10,7 +11,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from tests.unit.mcore.tiny_chunk import Chunk, as_map, flips, random_trace, reentrant, tokens, watched
+from tests.unit.mcore.tiny_chunk import Chunk, as_map, disturb, flips, random_trace, reentrant, tokens, watched
 
 ROWS = torch.arange(8).view(2, 4)
 LAYERS = [1, 2, 3]
@@ -322,8 +323,6 @@ def test_a_lost_session_is_named_by_file_and_line_and_can_be_ended():
 
 
 def test_a_copy_of_a_model_that_is_made_during_a_session_is_not_under_it():
-    import copy
-
     chunk, the_trace = Chunk(), trace()
     with watched(chunk) as live:
         chunk(tokens())
@@ -428,3 +427,52 @@ def test_an_attached_model_inside_a_checkpoint_queues_once():
         loss.backward()
     assert session.report.microbatches == 1
     assert wrong(seen, the_trace) == 0
+
+
+def test_a_copy_of_an_attached_model_is_attached_too_and_attaching_it_anew_leaves_the_original_as_it_is():
+    chunk, the_trace = Chunk(), trace()
+    mrr.attach(chunk)
+    twin = copy.deepcopy(chunk)
+    for again in (False, True):
+        if again:
+            mrr.attach(twin)
+        for model in (twin, chunk):
+            with watched(model) as seen, mrr.replay(model, the_trace) as session:
+                model(tokens(), routing_rows=ROWS)
+            assert wrong(seen, the_trace) == 0
+            assert session.report.microbatches == 1
+            model(tokens(), routing_rows=ROWS)  # without a session they are dropped
+
+
+def test_one_of_two_attached_models_may_be_attached_anew():
+    one, other = Chunk(), Chunk(seed=1)
+    mrr.attach([one, other])
+    mrr.attach(one)
+    for model in (one, other):
+        model(tokens(), routing_rows=ROWS)
+
+
+def test_rows_that_are_queued_and_passed_to_an_attached_model_as_well_raise_before_they_are_mixed_up():
+    chunk, the_trace = Chunk(), trace(16)
+    mrr.attach(chunk)
+    with watched(chunk) as seen, pytest.raises(ReplayStateError, match="not both"):
+        with mrr.replay(chunk, the_trace) as session:
+            session.microbatch(ROWS)
+            chunk(tokens(), routing_rows=ROWS)
+    assert not seen  # it is the first forward that raises, not the second, which would get the first one's routes
+
+
+def test_chunks_that_share_a_router_are_refused_where_micro_batches_are_queued():
+    one, other = Chunk(), Chunk(seed=1)
+    other.layers[2].router = one.layers[2].router
+    for start in (mrr.record, lambda chunks: mrr.replay(chunks, trace(16))):
+        with pytest.raises(LayoutError, match="chunk 0 and chunk 1 share a router, layer 3"):
+            start([one, other])
+    one.around = other.around = reentrant
+    with watched(one) as seen, mrr.freeze_recompute([one, other]):
+        loss = one(tokens(), 0).square().mean() + other(tokens(), 1).square().mean()
+        disturb(one)
+        disturb(other)
+        loss.backward()
+    assert flips(seen) == 0
+    assert len(seen[1, 3]) == 2

@@ -287,3 +287,18 @@ def test_a_model_that_holds_replay_objects_can_be_copied_and_pickled():
     for twin in (copy.deepcopy(router.router_replay), pickle.loads(pickle.dumps(router.router_replay))):
         assert torch.equal(twin.target_topk_idx, router.router_replay.target_topk_idx)
         assert twin.target_topk_idx is not router.router_replay.target_topk_idx
+
+
+def test_a_copy_of_a_model_that_is_being_driven_routes_live_for_no_helper_would_reach_it():
+    chunk = Chunk(num_layers=1)
+    (router,) = chunk.routers
+    with watched(chunk) as live:
+        chunk(tokens(), 0)
+    router.router_replay = RouterReplay()
+    RouterReplay.set_replay_data([routes(0)[0]])
+    RouterReplay.set_global_router_replay_action(FORWARD)
+    twin = copy.deepcopy(chunk)
+    RouterReplay.clear_global_router_replay_action()
+    with watched(twin) as of_twin:
+        twin(tokens(), 0)
+    assert torch.equal(of_twin[0, 1][0], live[0, 1][0])

@@ -187,3 +187,13 @@ def test_the_comparison_takes_every_nth_micro_batch():
             session.microbatch(ROWS + 8 * number)
             chunk(tokens(), number)
     assert session.live_report().rows.tolist() == session.report.live.rows.tolist() == [16, 16, 16]
+
+
+def test_rows_that_were_refused_do_not_lengthen_the_recording():
+    chunk = Chunk()
+    with mrr.record(chunk) as recording:
+        with pytest.raises(LayoutError, match="padding"):
+            recording.microbatch(ROWS + 100, padding=torch.ones(2, 4))
+        recording.microbatch(ROWS)
+        chunk(tokens())
+    assert recording.trace().num_tokens == 8
