@@ -220,6 +220,15 @@ def test_rows_that_change_between_queue_and_forward_change_nothing():
     assert wrong(seen, the_trace) == 0
 
 
+def test_a_trace_that_changes_between_queue_and_forward_changes_nothing():
+    chunk, the_trace, as_queued = Chunk(), trace(), trace()
+    with watched(chunk) as seen, mrr.replay(chunk, the_trace) as session:
+        session.microbatch(ROWS)
+        the_trace.topk_indices.copy_(random_trace(8, seed=6).topk_indices)
+        chunk(tokens())
+    assert wrong(seen, as_queued) == 0
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.uint32, np.int64])
 def test_rows_in_numpy(dtype):
     chunk, the_trace = Chunk(), trace()
@@ -455,10 +464,11 @@ def test_one_of_two_attached_models_may_be_attached_anew():
 def test_rows_that_are_queued_and_passed_to_an_attached_model_as_well_raise_before_they_are_mixed_up():
     chunk, the_trace = Chunk(), trace(16)
     mrr.attach(chunk)
+    session = mrr.replay(chunk, the_trace)
+    session.microbatch(ROWS)
     with watched(chunk) as seen, pytest.raises(ReplayStateError, match="not both"):
-        with mrr.replay(chunk, the_trace) as session:
-            session.microbatch(ROWS)
-            chunk(tokens(), routing_rows=ROWS)
+        chunk(tokens(), routing_rows=ROWS)
+    mrr.close_sessions(chunk)
     assert not seen  # it is the first forward that raises, not the second, which would get the first one's routes
 
 
