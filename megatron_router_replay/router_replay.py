@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -86,20 +86,37 @@ class RouterReplay:
         return vars(self) | {"_router": None, "_alive": {}, "_action": None}
 
     @classmethod
-    def adopt(cls, instance: Any) -> None:
-        """Turn an instance of Megatron-Core's class into one of this class, with what it holds."""
-        held = dict(vars(instance))
-        # Two of the names are properties here, in front of which nothing of the old class may be left.
-        vars(instance).clear()
-        instance.__class__ = cls
-        instance._router = None
-        instance._start()
-        if held.get("target_topk_idx") is not None:
-            instance.target_topk_idx = held["target_topk_idx"]
-        instance.router_replay_action = held.get("router_replay_action")
-        for name in ("recorded_topk_idx", "replay_backward_list", "static_buffer", "layer_number"):
+    def adopt(cls, instances: Iterable[Any]) -> None:
+        """Turn instances of Megatron-Core's class into ones of this class, with what they hold; all of them or none.
+
+        Raises:
+            TraceError: one holds a target that `set_target_indices` would refuse.
+            ReplayStateError: one holds an unknown action.
+        """
+        # All are checked before the first is changed: half a model would be driven by each class.
+        states = [(instance, cls._as_ours(vars(instance))) for instance in instances]
+        for instance, state in states:
+            # Two of the names are properties here, in front of which nothing of the old class may be left.
+            vars(instance).clear()
+            instance.__class__ = cls
+            vars(instance).update(state)
+
+    @classmethod
+    def _as_ours(cls, held: dict[str, Any]) -> dict[str, Any]:
+        """Return what an instance of this class has in place of what one of Megatron-Core's class holds."""
+        ours = cls.__new__(cls)
+        ours._router = None
+        ours._start()
+        target, queued = held.get("target_topk_idx"), held.get("replay_backward_list", ())
+        # A target and its entry in the FIFO stay one tensor, by which a recompute finds the entry.
+        copies = {id(held_one): as_target(held_one) for held_one in (target, *queued) if held_one is not None}
+        ours._target = None if target is None else copies[id(target)]
+        ours.replay_backward_list = [copies[id(entry)] for entry in queued]
+        ours.router_replay_action = held.get("router_replay_action")
+        for name in ("recorded_topk_idx", "static_buffer", "layer_number"):
             if name in held:
-                setattr(instance, name, held[name])
+                setattr(ours, name, held[name])
+        return vars(ours)
 
     @staticmethod
     def set_replay_data(all_layers_topk_indices: list[Tensor]) -> None:

@@ -29,10 +29,12 @@ def install() -> None:
 
     Raises:
         UnsupportedRouterError: this Megatron-Core has no router replay.
+        TraceError, ReplayStateError: an instance of such a model holds an illegal target or an unknown action; nothing is
+            changed then.
     """
     check_version()
-    RouterReplay.find_refusals = _find_refusals
     _share_instances()
+    RouterReplay.find_refusals = _find_refusals
     # In every module: one that did `from ... import RouterReplay` holds the original under a name of its own.
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] != "megatron" or module is None:
@@ -62,9 +64,7 @@ def _find_refusals(router: nn.Module) -> list[str]:
 def _share_instances() -> None:
     original: Any = _ORIGINALS["RouterReplay"]
     shared: list[Any] = original.global_router_replay_instances
+    RouterReplay.adopt(instance for instance in shared if type(instance) is original)
     if RouterReplay.global_router_replay_instances is not shared:
         shared.extend(RouterReplay.global_router_replay_instances)
         RouterReplay.global_router_replay_instances = shared
-    for instance in shared:
-        if type(instance) is original:
-            RouterReplay.adopt(instance)

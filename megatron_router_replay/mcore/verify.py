@@ -39,7 +39,10 @@ class Verifier:
         """Begin to watch."""
         for router in self._routers:
             router.watched = True
-        self._handles = [router.found.router.register_forward_hook(self._watch(router)) for router in self._routers]
+        # always_call: also for a forward that raises, whose choice would wait for the next one, of a session inside this.
+        self._handles = [
+            router.found.router.register_forward_hook(self._watch(router), always_call=True) for router in self._routers
+        ]
 
     def detach(self) -> None:
         """Stop to watch."""
@@ -50,13 +53,14 @@ class Verifier:
         """Return how many (row, layer) decisions were not as chosen; waits for the device."""
         return 0 if self._wrong is None else int(self._wrong)
 
-    def _watch(self, router: SessionRouter) -> Callable[[nn.Module, Any, tuple[Tensor, Tensor]], None]:
+    def _watch(self, router: SessionRouter) -> Callable[[nn.Module, Any, tuple[Tensor, Tensor] | None], None]:
         @not_compiled
-        def compare(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        def compare(module: nn.Module, args: Any, output: tuple[Tensor, Tensor] | None) -> None:
             # Taken out, so that a run which asks for nothing is not compared with the choice of the run before.
-            used, routing_map = router.last_used.pop(threading.get_ident(), None), output[1]
-            if not router.attached or used is None:
+            used = router.last_used.pop(threading.get_ident(), None)
+            if output is None or not router.attached or used is None:
                 return
+            routing_map = output[1]
             chosen = routing_map.gather(1, used.to(device=routing_map.device, dtype=torch.int64))
             # Every chosen expert is in the map, and as many are as were chosen: so nobody else is.
             wrong = (~chosen.all(dim=1) | (routing_map.sum(dim=1) != router.topk)).sum()

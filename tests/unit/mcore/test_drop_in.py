@@ -245,6 +245,52 @@ def test_an_instance_that_is_adopted_keeps_what_it_holds():
     assert empty.replay_backward_list == []
 
 
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("target_topk_idx", torch.tensor([[3, 3]])),
+        ("target_topk_idx", torch.tensor([[0, -1]])),
+        ("replay_backward_list", [torch.tensor([[0, 1]]), torch.tensor([[3, 3]])]),
+        ("router_replay_action", "record"),
+    ],
+)
+def test_an_instance_that_cannot_be_adopted_is_refused_and_nothing_is_changed(name, bad):
+    theirs = upstream().RouterReplay
+    first, second = theirs(), theirs()
+    first.set_target_indices(routes(0)[0])
+    setattr(second, name, bad)
+    held = [dict(vars(instance)) for instance in (first, second)]
+    ours = RouterReplay.global_router_replay_instances
+    with pytest.raises(RouterReplayError):
+        install()
+    assert [type(instance) for instance in (first, second)] == [theirs, theirs]
+    for instance, before in zip((first, second), held):
+        assert vars(instance).keys() == before.keys()
+        assert all(vars(instance)[key] is value for key, value in before.items())
+    assert upstream().RouterReplay is theirs
+    assert RouterReplay.global_router_replay_instances is ours
+
+
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_the_recompute_of_an_adopted_target_takes_its_entry_out_as_any_other(around):
+    theirs, action = upstream().RouterReplay, upstream().RouterReplayAction
+    chunk = Chunk()
+    chunk.around = around
+    for router in chunk.routers:
+        router.router_replay = theirs()
+    theirs.set_replay_data(routes(0))
+    theirs.set_global_router_replay_action(action.REPLAY_FORWARD)
+    install()
+    with watched(chunk) as seen:
+        loss = chunk(tokens(), 0).square().mean()
+        theirs.clear_global_router_replay_action()
+        disturb(chunk)
+        loss.backward()
+    assert (num_recomputed(seen), wrong(seen)) == (3, 0)
+    # A second target is the one that the next announced recompute takes, not what is left of the first.
+    assert [router.router_replay.replay_backward_list for router in chunk.routers] == [[]] * 3
+
+
 def test_install_replaces_the_names_in_every_megatron_module_that_holds_them():
     import sys
     import types

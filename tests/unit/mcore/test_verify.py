@@ -121,3 +121,31 @@ def test_a_freeze_verifies_its_own_choices_alone_and_not_those_of_a_replay_insid
         train(chunk, outer, "freeze")
     assert (inner.report.decisions_wrong, inner.report.decisions_verified) == (0, 24)
     assert (outer.report.decisions_wrong, outer.report.decisions_verified) == (0, 24)
+
+
+@pytest.mark.parametrize(("where", "verified"), [("routing", 8), ("hook", 16)])
+@pytest.mark.parametrize("num_tokens", [8, 6])
+def test_the_choice_of_a_freeze_whose_forward_failed_is_not_compared_with_a_replay_inside(num_tokens, where, verified):
+    chunk = Chunk()
+    router = chunk.routers[1]
+    failing = [True]
+
+    def fail(*_):
+        if failing:
+            raise ArithmeticError("injected")
+
+    # Either way the router has chosen; the hook stands in front of the session's.
+    if where == "hook":
+        router.register_forward_hook(fail)
+    with mrr.freeze_recompute(chunk, verify=True) as outer:
+        if where == "routing":
+            routing = router.routing
+            router.routing = lambda *args, **kwargs: (routing(*args, **kwargs), fail())
+        with pytest.raises(ArithmeticError):
+            chunk(tokens())
+        vars(router).pop("routing", None)
+        failing.clear()
+        with mrr.replay(chunk, random_trace(8)) as inner:
+            inner.microbatch(ROWS[:, : num_tokens // 2])
+            chunk(tokens()[:, : num_tokens // 2])
+    assert (outer.report.decisions_wrong, outer.report.decisions_verified) == (0, verified)
