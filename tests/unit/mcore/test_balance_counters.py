@@ -315,3 +315,16 @@ def test_padding_of_a_stage_of_mtp_layers_alone_is_taken_where_nothing_is_balanc
             session.microbatch(ROWS, part, padding=PADDING)
         chunk(tokens(2, 3), 0)
     assert session.report.rows_padding == 1
+
+
+@pytest.mark.parametrize("aux_loss", ["live", "replayed", "off"])
+def test_padding_of_a_stage_of_mtp_layers_alone_is_refused_where_an_auxiliary_loss_would_take_it(aux_loss):
+    of_loss = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+    chunks = [balanced(), MtpStage(balanced(**of_loss))]
+    session = mrr.replay(chunks, trace(), aux_loss=aux_loss)
+    if aux_loss == "off":
+        session.microbatch(ROWS, chunks[1], padding=PADDING)
+    else:
+        with pytest.raises(UnsupportedRouterError, match=r"MTP layer 4 .*chunk 1 has MTP layers alone"):
+            session.microbatch(ROWS, chunks[1], padding=PADDING)
+    mrr.close_sessions(chunks)

@@ -72,6 +72,15 @@ def test_a_single_token_that_differs_is_found_and_one_that_is_not_known_is_not_c
         mrr.close_sessions(chunk)
 
 
+def test_token_0_is_a_token_as_any_other():
+    ids = IDS.clone()
+    ids[0, 4] = 0
+    chunk, trace = Chunk(), random_trace(8, token_ids=ids[0])
+    with pytest.raises(LayoutError, match="got other input_ids"), mrr.replay(chunk, trace) as session:
+        session.microbatch(ROWS)
+        chunk(torch.where(ids == 0, 1, ids))
+
+
 def test_tokens_that_the_caller_gives_are_compared_with_the_trace_at_once():
     chunk, trace = Chunk(), random_trace(8, token_ids=IDS[0])
     with mrr.replay(chunk, trace) as session:
@@ -182,3 +191,33 @@ def test_each_single_position_that_is_padding_and_has_a_row_raises(start, positi
         session.microbatch(torch.where(padding, -1, ROWS), trained=padding)
     session.microbatch(torch.where(padding, -1, ROWS), padding=padding, trained=~padding)
     mrr.close_sessions(chunk)
+
+
+@pytest.mark.parametrize(
+    "start", [mrr.record, lambda chunk: mrr.replay(chunk, random_trace(8, token_ids=IDS[0]))], ids=["record", "replay"]
+)
+def test_rows_of_no_batch_and_values_of_another_shape_than_the_rows_are_refused(start):
+    chunk = Chunk()
+    session = start(chunk)
+    for rows in (ROWS.view(1, 2, 4), ROWS[0, 0]):
+        with pytest.raises(LayoutError, match="routing_rows must have the shape of input_ids"):
+            session.microbatch(rows)
+    for values in ({"token_ids": IDS.t()}, {"padding": ROWS[0] < 0}, {"trained": ROWS[:, :1] >= 0}):
+        (name,) = values
+        with pytest.raises(LayoutError, match=rf"routing_rows \[1, 8\] and {name} \[.*\] differ in shape"):
+            session.microbatch(ROWS, **values)
+    mrr.close_sessions(chunk)
+
+
+def test_the_rows_of_several_micro_batches_are_added_up_by_kind():
+    chunk = Chunk()
+    rows, padding = ROWS.clone(), torch.zeros(1, 8, dtype=torch.bool)
+    rows[0, 5:] = -1
+    padding[0, 6:] = True
+    with mrr.replay(chunk, random_trace(8)) as session:
+        for of_microbatch, known in ((ROWS, None), (rows, padding), (rows, None)):
+            session.microbatch(of_microbatch, padding=known)
+            chunk(IDS)
+    report = session.report
+    assert (report.rows_replayed, report.rows_live, report.rows_padding) == (8 + 5 + 5, 0 + 1 + 3, 0 + 2 + 0)
+    assert (report.tokens, report.microbatches) == (24, 3)

@@ -1,0 +1,65 @@
+"""What is checked on a GPU is read once, when the session is left: tensors that say they are there take the same way."""
+
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import LayoutError
+from tests.unit.mcore.tiny_chunk import Chunk, random_trace
+
+ROWS = torch.arange(8).view(2, 4)
+
+
+class OnAGpu(torch.Tensor):
+    """Lies on the CPU and says that it does not."""
+
+    device = torch.device("cuda", 0)
+
+
+def on_a_gpu(values):
+    return values.as_subclass(OnAGpu)
+
+
+@pytest.fixture
+def session():
+    chunk = Chunk()
+    yield mrr.replay(chunk, random_trace(8), min_replayed=0)
+    mrr.close_sessions(chunk)
+
+
+def test_the_highest_row_is_noted_and_rows_that_fit_raise_nothing(session):
+    assert session._may_be_unrouted(ROWS[:1] - 1), "whether some are -1 is not asked"
+    for rows, highest in ((ROWS[:1], 3), (ROWS, 7), (ROWS[:1] - 1, 7)):
+        assert session._may_be_unrouted(on_a_gpu(rows), 8) is True
+        assert session._numbers()[3] == highest + 1
+    assert session._may_be_unrouted(on_a_gpu(ROWS[:0]), 8) is False
+    session.close()
+
+
+@pytest.mark.parametrize("bad_first", [True, False])
+@pytest.mark.parametrize(
+    ("row", "num_tokens", "message"),
+    [
+        (-2, 8, r"routing_rows reach outside the trace's rows 0\.\.7; no row is -1\."),
+        (8, 8, r"routing_rows reach outside the trace's rows 0\.\.7; no row is -1\."),
+        (-2, None, r"routing_rows hold a row below -1; no row is -1\."),
+    ],
+)
+def test_a_row_outside_the_trace_raises_at_the_end_and_names_nothing_else(session, row, num_tokens, message, bad_first):
+    rows = ROWS.clone()
+    rows[1, 2] = row
+    for given in (rows, ROWS) if bad_first else (ROWS, rows):
+        session._may_be_unrouted(on_a_gpu(given), num_tokens)
+    with pytest.raises(LayoutError, match=f"^{message}$"):
+        session.close()
+
+
+def test_several_checks_that_failed_are_all_named_with_what_does_not_add_up(session):
+    session.microbatch(ROWS)
+    session._check(on_a_gpu(torch.tensor(True)), "the first")
+    session._check(on_a_gpu(torch.tensor(False)), "the second")
+    session._check(on_a_gpu(torch.tensor(True)), "the third")
+    with pytest.raises(
+        LayoutError, match=r"^the first\n  the third\n  rank 0, chunk 0, micro-batch 0, layer 1: routes"
+    ):
+        session.close()
