@@ -171,6 +171,14 @@ def test_a_share_that_is_none_is_refused(share):
         mrr.replay(Chunk(), random_trace(8), min_replayed=share)
 
 
+@pytest.mark.parametrize("every", [2.0, "2", None])
+def test_a_comparison_every_so_many_micro_batches_takes_a_whole_number(every):
+    chunk = Chunk()
+    with pytest.raises(TraceError, match=r"compare_live=.* must be a bool, or an int n"):
+        mrr.replay(chunk, random_trace(8), compare_live=every)
+    assert [router.router_replay for router in chunk.routers] == [None] * 3
+
+
 def test_a_session_that_does_not_compare_has_no_live_report():
     chunk = Chunk()
     with mrr.replay(chunk, random_trace(8)) as session:
