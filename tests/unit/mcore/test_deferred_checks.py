@@ -63,3 +63,20 @@ def test_several_checks_that_failed_are_all_named_with_what_does_not_add_up(sess
         LayoutError, match=r"^the first\n  the third\n  rank 0, chunk 0, micro-batch 0, layer 1: routes"
     ):
         session.close()
+
+
+@pytest.mark.parametrize("position", range(8))
+def test_a_token_that_is_not_the_traces_raises_at_the_end_where_both_are_known(position):
+    ids = torch.arange(8)  # token 0 is a token as any other
+    known = torch.where(ids == 3, -1, ids)
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace(8, token_ids=known), min_replayed=0)
+    rows, given = torch.where(ROWS == 6, -1, ROWS), (ids + (ids == position)).view(2, 4)
+    session._expected_tokens(session._trace, on_a_gpu(rows), on_a_gpu(given), any_unrouted=True)
+    if position in (3, 6):  # of 3 the trace knows no token, 6 has no row
+        session.close()
+        return
+    with pytest.raises(
+        LayoutError, match=r"^token_ids differ from the trace's: tokens and routing_rows moved apart\.$"
+    ):
+        session.close()

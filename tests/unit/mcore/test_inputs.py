@@ -176,6 +176,29 @@ def test_a_row_that_another_rank_routed_raises_and_one_of_a_token_without_a_rout
     mrr.close_sessions(chunk)
 
 
+@pytest.mark.parametrize("row", range(8))
+def test_each_single_trained_row_without_a_route_raises(row):
+    chunk, others = Chunk(), torch.arange(8) != row
+    session = mrr.replay(chunk, random_trace(8, replay_mask=others))
+    with pytest.raises(LayoutError, match=rf"no route \(1 of them, the first is token {row} "):
+        session.microbatch(ROWS, trained=torch.ones(1, 8))
+    session.microbatch(ROWS, trained=others.view(1, 8))
+    mrr.close_sessions(chunk)
+
+
+@pytest.mark.parametrize("row", [0, 1, 7])
+def test_a_row_that_another_rank_routed_may_be_any_and_token_0_is_known(row):
+    ids = IDS[0].clone()
+    ids[row], ids[4] = -1, 0
+    known = (torch.arange(8) != row) & (torch.arange(8) != 4)
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace(8, replay_mask=known, token_ids=ids))
+    with pytest.raises(LayoutError, match=rf"knows nothing of \(row {row}, 1 in all\)"):
+        session.microbatch(ROWS)
+    session.microbatch(torch.where(ROWS == row, -1, ROWS))  # 4 has a token
+    mrr.close_sessions(chunk)
+
+
 @pytest.mark.parametrize(
     "start", [mrr.record, lambda chunk: mrr.replay(chunk, random_trace(8))], ids=["record", "replay"]
 )

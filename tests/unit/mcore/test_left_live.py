@@ -98,6 +98,15 @@ def test_trained_rows_may_be_live_by_choice_and_only_by_choice():
         session.microbatch(torch.where(ROWS == 0, -1, ROWS), trained=trained)
 
 
+def test_where_nothing_was_left_live_by_choice_no_trained_row_was():
+    chunk = Chunk()
+    with mrr.replay(chunk, whole()) as session:
+        session.microbatch(ROWS, trained=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]) * (ROWS != NO_ROUTE))
+        chunk(tokens())
+    report = session.report
+    assert (report.rows_not_kept, report.rows_stale, report.rows_trained_live) == (0, 0, 0)
+
+
 def test_rows_of_a_recording_that_were_left_out_are_known():
     # A recording of forwards without input_ids has no token id for a row, and a row of neither is another rank's.
     ids = torch.tensor([5, 5, 5, 5, 5, -1, 5, 5])
