@@ -171,6 +171,19 @@ def test_a_share_that_is_none_is_refused(share):
         mrr.replay(Chunk(), random_trace(8), min_replayed=share)
 
 
+def test_a_share_may_be_all():
+    chunk = Chunk()
+    with mrr.replay(chunk, random_trace(8), min_replayed=1) as session:
+        session.microbatch(ROWS)
+        chunk(tokens())
+    with (
+        pytest.raises(ReplayStateError, match=r"less than min_replayed=1\."),
+        mrr.replay(chunk, random_trace(8), min_replayed=1) as session,
+    ):
+        session.microbatch(torch.where(ROWS == 5, -1, ROWS))
+        chunk(tokens())
+
+
 @pytest.mark.parametrize("every", [2.0, "2", None])
 def test_a_comparison_every_so_many_micro_batches_takes_a_whole_number(every):
     chunk = Chunk()
