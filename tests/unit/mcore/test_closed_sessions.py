@@ -1,7 +1,9 @@
-"""A session that is over takes nothing more, and ends once."""
+"""A session that is over takes nothing more, and ends once; what is agreed upon at the end cannot be read before."""
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
@@ -42,3 +44,21 @@ def test_a_session_that_raised_when_it_was_closed_is_over():
     session.close()
     with pytest.raises(ReplayStateError, match="is closed"):
         session.microbatch(ROWS)
+
+
+def test_one_of_several_ranks_cannot_tell_the_number_of_rows_while_it_records():
+    chunk = Chunk()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        recording = mrr.record(chunk)
+        recording.microbatch(ROWS)
+        chunk(tokens())
+        for read in (recording.trace, recording.gather):
+            with pytest.raises(
+                ReplayStateError, match="agree on the recording's number of rows when the session is left"
+            ):
+                read()
+        assert recording.trace(num_tokens=9).num_tokens == 9
+        mrr.close_sessions(chunk)
+    finally:
+        dist.destroy_process_group()

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.transport.prefetching import prefetch
+from tests.unit.mcore.balanced_chunk import one_rank
 from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, as_map, disturb, random_trace, tokens, watched
+
+__all__ = ["one_rank"]
 
 ROWS = torch.arange(8).view(2, 4)
 
@@ -96,6 +100,27 @@ def test_rows_that_were_not_recorded_are_no_routes_and_the_length_may_be_given()
     with pytest.raises(TraceError, match="cannot return 7 rows: row 7 was recorded"):
         recording.trace(num_tokens=7)
     assert recording.gather().num_tokens == 8  # of one process
+
+
+def test_a_recording_of_one_process_may_be_read_while_it_goes_on():
+    chunk = Chunk()
+    with mrr.record(chunk) as recording:
+        for number in range(2):
+            recording.microbatch(ROWS + 8 * number)
+            chunk(tokens(), number)
+            assert recording.trace().num_tokens == 8 + 8 * number
+
+
+def test_parts_are_gathered_over_the_groups_that_are_named_or_the_whole_job(one_rank):
+    rows = torch.where(ROWS == 2, -1, ROWS)
+    with mrr.record(chunk := Chunk()) as recording:
+        recording.microbatch(rows)
+        chunk(tokens())
+        assert recording.trace().num_tokens == 8, "of one rank, so there is nobody to agree with"
+    for groups in ((), (dist.group.WORLD,), (dist.group.WORLD, None)):
+        gathered, part = recording.gather(*groups), recording.trace()
+        assert gathered.replay_mask.tolist() == part.replay_mask.tolist() == [row != 2 for row in range(8)]
+        assert torch.equal(gathered.topk_indices[gathered.replay_mask], part.topk_indices[part.replay_mask])
 
 
 def test_a_recording_of_nothing_is_a_trace_of_no_rows():
