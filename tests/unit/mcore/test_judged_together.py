@@ -1,10 +1,13 @@
 """What the ranks of a replay judge together when it ends, from the numbers that each of them tells the others."""
 
+import itertools
 import math
+from typing import get_args
 
 import pytest
 
 import megatron_router_replay as mrr
+from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias
 from megatron_router_replay.mcore.replaying import _bits
 from tests.unit.mcore.tiny_chunk import Chunk, random_trace
 
@@ -84,3 +87,8 @@ def test_ranks_with_other_margins_raise_before_any_share_is_judged(others):
 def test_ranks_that_balance_otherwise_raise_first():
     (problem,) = judge(numbers(0, 8, choice=0, bounds=(0.1, None)), numbers(0, 8, choice=1))
     assert problem == "ranks replay with different expert_bias= or aux_loss=: give all of them the same."
+
+
+def test_every_choice_of_balance_has_a_number_of_its_own():
+    choices = itertools.product(get_args(ExpertBias), get_args(AuxLoss))
+    assert len({Balance(expert_bias=bias, aux_loss=loss).number for bias, loss in choices}) == 9
