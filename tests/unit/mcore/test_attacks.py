@@ -16,6 +16,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
+    ROWS,
     Chunk,
     as_map,
     disturb,
@@ -29,9 +30,6 @@ from tests.unit.mcore.tiny_chunk import (
     watched,
     wrong_replays,
 )
-
-ROWS = torch.arange(8).view(2, 4)
-
 
 trace = random_trace
 
