@@ -106,6 +106,7 @@ def test_patterns_of_hybrid_models():
     assert (main_pattern(hybrid), mtp_pattern(hybrid), num_decoder_layers(hybrid)) == ("M*EME", "*E", 5)
     assert (main_pattern(plain), mtp_pattern(plain), num_decoder_layers(plain)) == (None, None, 5)
     assert mtp_pattern(model(pattern="ME")) is None
+    assert mtp_pattern(model(pattern="ME/*E")) == "*E"
     older = model()
     older.hybrid_layer_pattern, older.hybrid_override_pattern = None, "MEM"
     assert num_decoder_layers(older) == 3
