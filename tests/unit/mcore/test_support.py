@@ -1,5 +1,7 @@
 """Which routers are refused, by which words, and what is said of the others: routers that are made by hand."""
 
+import dataclasses
+
 import pytest
 import torch
 from megatron.core.inference import utils as inference_utils
@@ -79,6 +81,22 @@ def test_what_is_refused_anyway_is_not_called_uneven_too():
     assert len(refusals_of(find_routers(chunk))[1]) == 1
 
 
+def test_what_is_refused_of_mtp_layers_is_refused_of_them_alone():
+    chunk = Chunk()
+    chunk.config.mtp_use_repeated_layer, chunk.config.mtp_num_layers = True, 2
+    *decoder, last = find_routers(chunk)
+    in_mtp = dataclasses.replace(last, is_mtp=True)
+    first, second, third = refusals_of([*decoder, in_mtp])
+    assert first == second == []
+    assert len(third) == 1
+    assert "mtp_use_repeated_layer=True with mtp_num_layers=2" in third[0]
+    chunk.config.mtp_num_layers = 1
+    assert refusals_of([in_mtp]) == [[]], "it runs once a forward"
+    chunk.config.mtp_num_layers = 2
+    in_mtp.router.__class__ = OtherForward
+    assert refusals_of([in_mtp]) == [["router class OtherForward overrides TopKRouter.forward"]]
+
+
 def said(**changes):
     values = dict(chunk=0, name="a.router", layer_number=7, is_mtp=False, router_class="R", num_experts=8, topk=2)
     return RouterSupport(**(values | {"reason": ""} | changes))
@@ -108,6 +126,7 @@ def test_a_model_is_replayable_if_it_has_routers_and_all_are():
         *[(0, 1, True), (0, 2, True), (0, 3, True)],
         *[(1, 1, True), (1, 3, False)],
     ]
+    assert not any(row.unfused for row in rows)
     assert (rows[4].router_class, rows[4].topk, rows[4].num_experts) == ("OtherForward", 2, 8)
 
 
