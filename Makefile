@@ -133,7 +133,7 @@ test-verl: $(VENV_VERL)/.ready
 
 # On demand: which changes of the code do the tests not notice? One run of KILLERS for each place in FILES.
 FILES ?= $(wildcard megatron_router_replay/layout/*.py) megatron_router_replay/trace.py
-KILLERS ?= tests/unit/layout tests/unit/test_trace.py
+KILLERS ?= tests/unit/layout tests/unit/test_trace.py tests/unit/test_trace_parts.py
 mutate: $(READY)
 	$(BIN)/python -m tests.mutate $(FILES) --tests $(KILLERS)
 

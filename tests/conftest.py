@@ -24,6 +24,14 @@ def no_routers_of_other_tests() -> None:
             loaded.RouterReplay.clear_global_router_replay_instances()
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Seed torch: what a test draws without a generator of its own does not depend on the tests before it."""
+    import torch  # not above: it reads OMP_NUM_THREADS once
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def workers_1() -> Iterator[GlooWorkers]:
     with GlooWorkers(1) as workers:

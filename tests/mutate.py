@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import resource
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from multiprocessing.process import BaseProcess
@@ -168,6 +169,14 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=1, help="mutants that run at the same time")
     options = parser.parse_args()
+    # A fork ends without cleaning up, and what a test imports (wandb, by way of Megatron-Core) makes folders on import.
+    with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        return run_mutants(options)
+
+
+def run_mutants(options: argparse.Namespace) -> int:
+    """Run the tests on each mutant in turn; return 0 if none survived."""
     for name in options.load:
         importlib.import_module(name)
     forks = multiprocessing.get_context("fork")

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
+from megatron_router_replay.mcore.events import log_ended
+from megatron_router_replay.mcore.report import SessionReport
 from tests.unit.mcore.tiny_chunk import Chunk, random_routes, tokens
 
 DEMO = Path(mrr.__file__).parent / "demo" / "data"
@@ -70,6 +72,21 @@ def test_a_low_share_is_a_warning_and_nine_tenths_are_none(caplog):
     caplog.clear()
     replayed(half_live(0))
     assert messages(caplog, logging.WARNING) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "warns"),
+    [
+        ("replay", {"rows_replayed": 9, "rows_live": 1}, False),  # nine tenths exactly
+        ("replay", {"rows_replayed": 89, "rows_live": 11}, True),
+        ("replay", {"rows_replayed": 5, "rows_live": 95, "rows_not_kept": 90, "rows_stale": 5}, False),  # by choice
+        ("replay", {"rows_padding": 8}, False),
+        ("record", {"rows_live": 8}, False),
+    ],
+)
+def test_only_a_replay_that_lost_more_than_a_tenth_of_its_routes_warns(kind, rows, warns, caplog):
+    log_ended(SessionReport(kind=kind, **rows))
+    assert len(messages(caplog, logging.WARNING)) == warns
 
 
 def test_nothing_is_printed_by_itself_not_even_a_warning():

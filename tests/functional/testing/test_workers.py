@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -158,15 +159,17 @@ def test_workers_in_the_middle_of_a_run_end_with_a_parent_that_was_killed(tmp_pa
         "threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
         "workers.run(time.sleep, 100)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    with open(tmp_path / "ids", "w") as file:  # not a pipe: waiting for its end would wait for the workers
-        subprocess.run([sys.executable, "-c", code], env=environment, stdout=file, check=False)
-    worker_ids = [int(word) for word in (tmp_path / "ids").read_text().split()]
-    assert len(worker_ids) == 2
-    deadline = time.monotonic() + 20
-    while not all(is_gone(pid) for pid in worker_ids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert all(is_gone(pid) for pid in worker_ids)
+    # What is killed leaves its temporary folders behind. Not in tmp_path, too long for the path of a fork server's socket.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": folder}
+        with open(tmp_path / "ids", "w") as file:  # not a pipe: waiting for its end would wait for the workers
+            subprocess.run([sys.executable, "-c", code], env=environment, stdout=file, check=False)
+        worker_ids = [int(word) for word in (tmp_path / "ids").read_text().split()]
+        assert len(worker_ids) == 2
+        deadline = time.monotonic() + 60
+        while not all(is_gone(pid) for pid in worker_ids) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert all(is_gone(pid) for pid in worker_ids)
 
 
 def test_a_function_that_another_process_cannot_find_raises_at_once():

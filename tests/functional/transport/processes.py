@@ -103,7 +103,8 @@ def receive(say: Any, port: int, layout: ParallelLayout, rank: int, options: dic
     place = layout.place_of(rank)
     with DistributedReceiver(store, layout, place, **limits, **options.get("transport", {})) as receiver:
         say("started")
-        time.sleep(options.get("sleep_s", 0))
+        if options.get("waits_for"):
+            store.wait([options["waits_for"]], timedelta(seconds=60))
         if options.get("die") == "first":
             die()
         if options.get("die") == "connected":

@@ -17,3 +17,14 @@ def run_command(*arguments: object, columns: int) -> Result:
     """Run `router-replay` with these arguments in a terminal of so many columns."""
     arguments_as_typed = [str(argument) for argument in arguments]
     return typer.testing.CliRunner().invoke(app, arguments_as_typed, env={"COLUMNS": str(columns)})
+
+
+def call(*arguments: object, code: int = 0) -> Result:
+    """Run it in 80 columns; check that it exits with `code`, and that an error is said as one."""
+    result = run_command(*arguments, columns=80)
+    assert result.exit_code == code, (arguments, result.output, result.stderr, result.exception)
+    if code == 2:
+        assert result.stdout == ""
+        assert result.stderr.startswith(("error: ", "Usage:"))
+        assert "Traceback" not in result.stderr
+    return result

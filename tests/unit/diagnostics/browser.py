@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,12 @@ class Browser:
         # a copy onto itself would be closed when the program starts.
         high_in, high_out = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (their_in, their_out))
         quiet = os.open(os.devnull, os.O_WRONLY)
+        # A killed one leaves its folder behind. Not in the profile: the path of the socket in it would be too long.
+        self._folder = tempfile.TemporaryDirectory(prefix="chromium_", ignore_cleanup_errors=True)
         self._process = os.posix_spawn(
             program,
             [program, *options, f"--user-data-dir={profile}"],
-            os.environ,
+            {**os.environ, "TMPDIR": self._folder.name},
             file_actions=[
                 (os.POSIX_SPAWN_DUP2, quiet, 2),
                 (os.POSIX_SPAWN_DUP2, high_in, 3),
@@ -73,6 +76,7 @@ class Browser:
         os.waitpid(self._process, 0)
         os.close(self._in)
         os.close(self._out)
+        self._folder.cleanup()
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command and return its result; what happens meanwhile is kept in `events`."""

@@ -45,6 +45,13 @@ def test_a_total_that_fp8_asks_for_keeps_the_last_sequence_splittable():
     assert packed.cu_seqlens_padded.tolist() == [0, 6, 48]
 
 
+def test_without_a_multiple_nothing_is_padded():
+    assert pack_rows([1, 2]).values.tolist() == [[0, 1, 2]]
+    assert pad_rows([1, 3]).tolist() == [[0, -1, -1], [1, 2, 3]]
+    assert pad_sequences([torch.tensor([5])], fill=0).tolist() == [[5]]
+    assert pack_sequences([torch.tensor([5])], fill=0).values.tolist() == [[5]]
+
+
 def test_packing_into_a_bucket():
     packed = pack_rows([2, 1], total_length=6)
     assert packed.values.tolist() == [[0, 1, 2, -1, -1, -1]]

@@ -7,7 +7,6 @@ import torch
 import megatron_router_replay as mrr
 from tests.unit.mcore.tiny_chunk import EXPERTS, TOPK, as_map, random_routes
 
-ROWS = torch.arange(8).view(2, 4)
 AT = [0, 4, 1, 5, 2, 6, 3, 7]  # the row of each position of a router, s-major
 VERSIONS = [1, 1, 2, 3, 3, 3, 3, 3]
 KEEP = [True, True, True, True, True, False, True, True]

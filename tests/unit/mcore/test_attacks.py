@@ -16,6 +16,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
+    ROWS,
     Chunk,
     as_map,
     disturb,
@@ -29,9 +30,6 @@ from tests.unit.mcore.tiny_chunk import (
     watched,
     wrong_replays,
 )
-
-ROWS = torch.arange(8).view(2, 4)
-
 
 trace = random_trace
 
@@ -75,7 +73,7 @@ def test_verify_with_several_backwards_at_once():
         for number, shape in enumerate([(1, 8), (2, 4), (1, 7), (3, 5)]):
             session.microbatch(torch.arange(shape[0] * shape[1]).view(shape))
             losses.append(chunk(tokens(*shape), number).square().sum())
-        meet = threading.Barrier(4, timeout=20)
+        meet = threading.Barrier(4, timeout=120)
         for router in chunk.routers:  # all four have chosen before the first is compared
             routing = router.routing
             router.routing = lambda *args, routing=routing, **kwargs: (routing(*args, **kwargs), meet.wait())[0]

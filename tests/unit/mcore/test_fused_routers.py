@@ -3,12 +3,19 @@
 import gc
 
 import pytest
-import torch
 
 import megatron_router_replay as mrr
-from tests.unit.mcore.tiny_chunk import Chunk, disturb, flips, num_recomputed, random_trace, reentrant, tokens, watched
-
-ROWS = torch.arange(8).view(2, 4)
+from tests.unit.mcore.tiny_chunk import (
+    ROWS,
+    Chunk,
+    disturb,
+    flips,
+    num_recomputed,
+    random_trace,
+    reentrant,
+    tokens,
+    watched,
+)
 
 
 def function():

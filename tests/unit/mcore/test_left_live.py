@@ -9,8 +9,9 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.transport.prefetching import prefetch
-from tests.unit.mcore.left_live_trace import AT, CHOICES, NO_ROUTE, ROWS, by_hand, chosen, whole
+from tests.unit.mcore.left_live_trace import AT, CHOICES, NO_ROUTE, by_hand, chosen, whole
 from tests.unit.mcore.tiny_chunk import (
+    ROWS,
     Chunk,
     as_map,
     disturb,

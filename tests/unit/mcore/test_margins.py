@@ -10,9 +10,10 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, TraceError
 from megatron_router_replay.mass import mass_lost
 from megatron_router_replay.mcore.margins import Margins
-from tests.unit.mcore.left_live_trace import AT, ROWS, by_hand, chosen, whole
+from tests.unit.mcore.left_live_trace import AT, by_hand, chosen, whole
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
+    ROWS,
     Chunk,
     as_map,
     disturb,

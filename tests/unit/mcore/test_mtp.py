@@ -8,6 +8,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, TraceError
 from tests.unit.mcore.tiny_chunk import (
     HIDDEN,
+    ROWS,
     TOPK,
     Chunk,
     as_map,
@@ -22,7 +23,6 @@ from tests.unit.mcore.tiny_chunk import (
     watched,
 )
 
-ROWS = torch.arange(8).view(2, 4)
 OF_MTP = 100  # the watcher tells the two routers of layer number 1 apart by the number of the forward
 
 

@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from tests.unit.mcore.tiny_chunk import Chunk, as_map, disturb, flips, random_trace, reentrant, tokens, watched
+from tests.unit.mcore.tiny_chunk import ROWS, Chunk, as_map, disturb, flips, random_trace, reentrant, tokens, watched
 
-ROWS = torch.arange(8).view(2, 4)
 PARTS = {0: [0, 4, 1, 5], 1: [2, 6, 3, 7]}  # the rows of each rank's routers, s-major
 
 

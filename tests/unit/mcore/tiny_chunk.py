@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import megatron_router_replay as mrr
 
 HIDDEN, EXPERTS, TOPK, VOCAB = 8, 8, 2, 32
+ROWS = torch.arange(8).view(2, 4)
+"""The rows of `tokens()`: two sequences of four."""
 
 
 def config(**options: Any) -> Any:

@@ -86,12 +86,14 @@ def test_threads_on_one_leg_count_their_wall_time_once() -> None:
         with times.measure("decode", 7):
             time.sleep(0.3)
 
+    began = time.perf_counter()
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert 0.25 < times.metrics("")["rollout_decode_s"] < 1.5
+    # Added up, eight would be 2.4 s, more than went by.
+    assert 0.25 < times.metrics("")["rollout_decode_s"] <= time.perf_counter() - began
     assert times.take_unreported()["decode"][1] == 56
 
 

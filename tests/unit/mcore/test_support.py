@@ -1,0 +1,163 @@
+"""Which routers are refused, by which words, and what is said of the others: routers that are made by hand."""
+
+import dataclasses
+
+import pytest
+import torch
+from megatron.core.inference import utils as inference_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import nn
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import UnsupportedRouterError
+from megatron_router_replay.mcore import support
+from megatron_router_replay.mcore.find import find_routers
+from megatron_router_replay.mcore.support import Explanation, RouterSupport, check_supported, refusals, refusals_of
+from tests.unit.mcore.tiny_chunk import Chunk, random_trace, tokens
+
+
+class OtherForward(TopKRouter):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class OtherRouting(OtherForward):
+    def routing(self, *args, **kwargs):
+        return super().routing(*args, **kwargs)
+
+
+class OtherWords(TopKRouter):
+    def extra_repr(self):
+        return "chooses experts as its base class does"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (OtherForward, "router class OtherForward overrides TopKRouter.forward"),
+        (OtherRouting, "router class OtherRouting overrides TopKRouter.forward and routing"),
+        (OtherWords, None),
+        (TopKRouter, None),
+    ],
+)
+def test_a_subclass_may_change_anything_but_what_chooses_experts(kind, reason):
+    router = Chunk().layers[0].router
+    router.__class__ = kind
+    assert refusals(router) == ([] if reason is None else [reason])
+
+
+def test_every_router_at_fault_is_named_and_one_of_no_known_class():
+    chunk = Chunk()
+    chunk.layers[0].router.__class__ = chunk.layers[2].router.__class__ = OtherForward
+    with pytest.raises(UnsupportedRouterError) as caught:
+        check_supported(find_routers(chunk))
+    assert str(caught.value).splitlines() == [
+        "cannot replay exactly:",
+        "  layer 1 (layers.0.router): router class OtherForward overrides TopKRouter.forward",
+        "  layer 3 (layers.2.router): router class OtherForward overrides TopKRouter.forward",
+    ]
+    assert check_supported(find_routers(Chunk())) is False  # a tested version: routing maps need no verifying
+    assert refusals(nn.Linear(1, 1)) == [
+        "router class Linear is not a TopKRouter; nothing is known of how it selects experts"
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), [("topk", 3), ("num_experts", 9)])
+def test_layers_that_differ_from_the_first_are_refused(name, value):
+    chunk = Chunk()
+    setattr(chunk.layers[1].router, name, value)
+    first, second, third = refusals_of(find_routers(chunk))
+    before = getattr(chunk.layers[0].router, name)
+    assert second == [
+        f"{name}={value}, but layer 1 (layers.0.router) has {before}: a trace has one {name} for all layers"
+    ]
+    assert first == third == []
+
+
+def test_what_is_refused_anyway_is_not_called_uneven_too():
+    chunk = Chunk()
+    chunk.layers[1].router.topk = 3
+    chunk.layers[1].router.__class__ = OtherForward
+    assert len(refusals_of(find_routers(chunk))[1]) == 1
+
+
+def test_what_is_refused_of_mtp_layers_is_refused_of_them_alone():
+    chunk = Chunk()
+    chunk.config.mtp_use_repeated_layer, chunk.config.mtp_num_layers = True, 2
+    *decoder, last = find_routers(chunk)
+    in_mtp = dataclasses.replace(last, is_mtp=True)
+    first, second, third = refusals_of([*decoder, in_mtp])
+    assert first == second == []
+    assert len(third) == 1
+    assert "mtp_use_repeated_layer=True with mtp_num_layers=2" in third[0]
+    chunk.config.mtp_num_layers = 1
+    assert refusals_of([in_mtp]) == [[]], "it runs once a forward"
+    chunk.config.mtp_num_layers = 2
+    in_mtp.router.__class__ = OtherForward
+    assert refusals_of([in_mtp]) == [["router class OtherForward overrides TopKRouter.forward"]]
+
+
+def said(**changes):
+    values = dict(chunk=0, name="a.router", layer_number=7, is_mtp=False, router_class="R", num_experts=8, topk=2)
+    return RouterSupport(**(values | {"reason": ""} | changes))
+
+
+def test_a_row_says_what_becomes_of_the_router():
+    unfused = ", by Megatron-Core's unfused routing function (moe_router_fusion=True)"
+    mtp = "live and frozen for recomputes, unless mtp=True replays it"
+    start = "chunk 0  layer   7  top-2 of 8      a.router: "
+    assert str(said()) == start + "replayed"
+    assert str(said(unfused=True)) == start + "replayed" + unfused
+    assert str(said(is_mtp=True)) == start + mtp
+    assert str(said(is_mtp=True, unfused=True)) == start + mtp + unfused
+    assert str(said(reason="why", is_mtp=True, unfused=True)) == start + "refused: why"
+
+
+def test_a_model_is_replayable_if_it_has_routers_and_all_are():
+    assert not Explanation().replayable
+    assert str(Explanation()) == "no MoE routers on this rank"
+    assert Explanation([said(), said()]).replayable
+    assert not Explanation([said(), said(reason="why")]).replayable
+    chunk = Chunk()
+    chunk.layers[1].router = nn.Linear(1, 1)  # no router that anybody could find
+    chunk.layers[2].router.__class__ = OtherForward
+    rows = mrr.explain([Chunk(), chunk])
+    assert [(row.chunk, row.layer_number, row.replayable) for row in rows] == [
+        *[(0, 1, True), (0, 2, True), (0, 3, True)],
+        *[(1, 1, True), (1, 3, False)],
+    ]
+    assert not any(row.unfused for row in rows)
+    assert (rows[4].router_class, rows[4].topk, rows[4].num_experts) == ("OtherForward", 2, 8)
+
+
+@pytest.mark.skipif(
+    not support.INFERENCE_ROUTERS, reason="Megatron-Core has routers of its own for inference since 0.17"
+)
+def test_a_router_of_inference_routes_by_itself_only_while_inference_is_on():
+    chunk = Chunk()
+    router = chunk.layers[1].router
+    router.__class__ = support.INFERENCE_ROUTERS[0]
+    mode = getattr(inference_utils, "InferenceMode", None)
+
+    def turn(on):
+        if mode is None:
+            router.is_inference_cuda_graphed_iteration = on
+        else:
+            (mode.set_active if on else mode.unset_active)()
+
+    router.eval()
+    try:
+        with mrr.replay(chunk, random_trace(8)) as session:
+            turn(True)
+            assert "routes without the session while Megatron's inference mode is on" in refusals(router)[0]
+            session.microbatch(torch.arange(8).view(2, 4))
+            with pytest.raises(UnsupportedRouterError, match=r"layer 2 .*inference mode is on"):
+                chunk(tokens())
+            turn(False)
+            assert refusals(router) == []
+        if mode is None:
+            turn(True)
+            router.train()
+            assert refusals(router) == [], "the flag does nothing in training"
+    finally:
+        turn(False)
