@@ -47,6 +47,24 @@ def test_rows_that_are_one_too_late_because_of_a_row_in_front_raise(missing):
         take_routes(shifted, INFO, lengths=LENGTHS, missing=missing)
 
 
+@pytest.mark.parametrize("filler", [0, 5])
+def test_a_row_in_front_is_found_although_the_last_two_tokens_have_one_route(filler):
+    """[filler, r0, ..., r6] with r5 == r6, as of one token twice: no copy that fills up, for the rows are one too late."""
+    routes = engine_routes()[2]
+    routes[6] = routes[5]
+    shifted = torch.cat([torch.full((1, 10, 2), filler), routes])
+    with pytest.raises(LayoutError, match="the last one is a route"):
+        take_routes([shifted], INFO, lengths=[8], missing="live")
+
+
+def test_a_last_row_that_is_no_copy_raises_where_the_trainer_is_said_to_copy():
+    routes = torch.rand(8, 10, 16).argsort(dim=2)[:, :, :2]
+    routes[7], routes[7, 9] = routes[6], routes[6, 9].flip(0)
+    for rows, length in ((routes, 8), (routes[:1], 1)):
+        with pytest.raises(LayoutError, match="the last one is a route"):
+            take_routes([rows], INFO, lengths=[length], last_row="copied")
+
+
 @pytest.mark.parametrize("missing", ["raise", "live"])
 def test_routes_padded_on_another_side_than_the_tokens_raise(missing):
     with pytest.raises((LayoutError, PayloadError), match="sample 0"):
