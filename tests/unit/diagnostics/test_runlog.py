@@ -78,7 +78,14 @@ def test_true_is_no_count_of_one(tmp_path):
         with RunLog(tmp_path / f"{name}.jsonl") as log:
             log.begin(step=1)
             log.microbatch(torch.tensor([[0]]), make_trace(8, layer_numbers=(2,)))
-            counts = {"microbatches": 1, "tokens": 1, "rows_replayed": 1, "rows_live": 0, "rows_padding": 0, "forwards": 1}
+            counts = {
+                "microbatches": 1,
+                "tokens": 1,
+                "rows_replayed": 1,
+                "rows_live": 0,
+                "rows_padding": 0,
+                "forwards": 1,
+            }
             log.end(Report(**counts | {name: True}))
         problems = verify_run(tmp_path / f"{name}.jsonl").problems
         assert any(f"reports {name}=True" in problem for problem in problems), (name, problems)

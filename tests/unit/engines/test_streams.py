@@ -277,10 +277,10 @@ def test_an_sglang_stream_that_does_not_say_how_many_ids_it_has_at_its_end_raise
 
 def test_routes_of_two_chunks_of_one_choice_are_not_chosen_from():
     chunks = jax_choice_chunks(0)
-    chunks[1]["choices"][0]["routed_experts"] = int32_base64(rows(1))
+    chunks[-2]["choices"][0]["routed_experts"] = int32_base64(rows(1))
     with pytest.raises(PayloadError, match="two chunks of the stream carry routes"):
         engines.sglang_jax.decode(chunks, model=MODEL, num_tokens=S)
     chunks = vllm_chunks()
-    chunks[1]["choices"][0]["routed_experts"] = npy_base64(rows(1))
+    chunks[-2]["choices"][0]["routed_experts"] = npy_base64(rows(1))
     with pytest.raises(PayloadError, match="two chunks of the stream carry routes"):
         decode("vllm", chunks)

@@ -175,7 +175,9 @@ def test_the_metadata_of_an_openai_response_stamps_its_only_choice():
     ):
         trace = engines.sglang.decode(openai(metadata=metadata, **routed), model=MODEL)
         assert (None if trace.weight_version is None else trace.weight_version.tolist()) == expected
-    trace = engines.sglang.decode(openai(metadata={"weight_version": "a"}, **routed), model=MODEL, weight_version={"a": 9})
+    trace = engines.sglang.decode(
+        openai(metadata={"weight_version": "a"}, **routed), model=MODEL, weight_version={"a": 9}
+    )
     assert trace.weight_version.tolist() == [9] * 8
 
 

@@ -294,7 +294,9 @@ def test_routes_that_a_caller_decoded_himself_have_no_shape_or_the_right_one(eng
 @pytest.mark.parametrize("rows", [3, 4])
 def test_bytes_of_a_known_mistake_are_explained(rows):
     # With another number of tokens, four rows of MoE layers are no longer three of all.
-    model = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(1, 2, 4), num_experts=4, topk=2, num_shared_experts=1)
+    model = engines.ModelRoutingInfo(
+        num_layers=5, moe_layer_numbers=(1, 2, 4), num_experts=4, topk=2, num_shared_experts=1
+    )
     for layers, width, named in ((3, 2, "3 layers: the MoE layers only"), (5, 3, "of 3 experts a token")):
         with pytest.raises(PayloadError, match=f"are {rows} rows of {named}|are {rows} rows {named}"):
             engines.sglang.decode(bytes(4 * rows * layers * width), model=model, token_ids=[11, 12, 13, 14])

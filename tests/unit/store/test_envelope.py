@@ -271,7 +271,9 @@ def test_a_text_is_as_long_as_its_bytes_ask_for(compression, characters):
 
 
 def test_bytes_that_no_codec_makes_smaller_come_back():
-    data = torch.randint(256, (300_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
+    data = (
+        torch.randint(256, (300_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
+    )
     text = encode_base64(compress(data, "zlib"))
     assert len(text) > 400_000
     assert decompress(decode_base64(text, "zlib", len(data)), "zlib", len(data)) == data

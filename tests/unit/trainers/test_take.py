@@ -93,7 +93,9 @@ def test_filler_of_distinct_experts_on_padding_and_on_the_last_token():
 def test_a_last_row_that_copies_the_one_before_it_is_filler_where_the_trainer_is_said_to_copy():
     given = [torch.cat([part, part[-1:]]) for part in engine_routes()]
     assert_exact(take_routes(given, INFO, lengths=LENGTHS, last_row="copied").trace, engine_routes())
-    assert_exact(take_routes(with_row(engine_routes(), 0), INFO, lengths=LENGTHS, last_row="copied").trace, engine_routes())
+    assert_exact(
+        take_routes(with_row(engine_routes(), 0), INFO, lengths=LENGTHS, last_row="copied").trace, engine_routes()
+    )
 
 
 def test_a_list_beside_padded_tokens_and_lists_beside_lists():

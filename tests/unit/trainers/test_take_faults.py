@@ -5,10 +5,11 @@ import torch
 
 from megatron_router_replay.engines import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, PayloadError
-from megatron_router_replay.trainers import take_routes
+from megatron_router_replay.trainers import reader, take_routes
 from tests.unit.trainers.batches import (
     INFO,
     LENGTHS,
+    assert_exact,
     attention_mask,
     engine_routes,
     nested,
@@ -242,3 +243,23 @@ def test_all_layers_are_checked_whatever_this_rank_keeps():
     for kept in ([2, 3, 4, 5, 6, 7, 8, 9, 10], [*range(2, 10), 10]):
         with pytest.raises(PayloadError, match="row 3, layer 10"):
             take_routes(samples, INFO, lengths=LENGTHS, layer_numbers=kept)
+
+
+@pytest.mark.parametrize("rows_of_a_block", [1, 3, 4])
+def test_a_sample_of_several_blocks_is_read_as_one(monkeypatch, rows_of_a_block):
+    monkeypatch.setattr(reader, "_BLOCK_BYTES", rows_of_a_block * 10 * 2 * 8 + 1)
+    assert_exact(take_routes(engine_routes(), INFO, lengths=LENGTHS).trace, engine_routes())
+    samples = engine_routes()
+    samples[2][5, 3] = 7
+    with pytest.raises(PayloadError, match=r"sample 2: 1 rows from row 5 on name an expert twice.*row 5, layer 4"):
+        take_routes(samples, INFO, lengths=LENGTHS)
+    taken = take_routes(samples, INFO, lengths=LENGTHS, missing="live")
+    assert taken.trace.replay_mask.tolist() == [True] * 4 + [False] * 2 + [True] * 5 + [False, True, False]
+    assert (taken.num_absent, taken.num_lost) == (0, 1)
+    samples[2][5] = -1
+    taken = take_routes(samples, INFO, lengths=LENGTHS, missing="live", routed=[5, 1, 7])
+    assert taken.trace.replay_mask.tolist() == [True] * 4 + [False] * 2 + [True] * 5 + [False, True, False]
+    assert (taken.num_absent, taken.num_lost) == (1, 0)
+    samples[2][5, 3, 1] = 16
+    with pytest.raises(PayloadError, match=r"sample 2: row 5, layer 2 .*-1"):
+        take_routes(samples, INFO, lengths=LENGTHS, missing="live")
