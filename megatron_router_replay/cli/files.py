@@ -83,8 +83,8 @@ def _refuse_payload_options(path: Path, options: PayloadOptions, *, key: str) ->
     unused = [name for name, value in given.items() if value]
     if unused:
         raise StoreError(
-            f"{path} is read as a trace, which holds its model and tokens itself: leave {', '.join(unused)} out. They are for "
-            "an engine's payload, in a .json or .npz file."
+            f"{path} is read as a trace, which holds its model and tokens itself: leave {', '.join(unused)} out. They are "
+            "for an engine's payload, in a .json or .npz file."
         )
 
 

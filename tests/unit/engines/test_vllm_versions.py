@@ -1,5 +1,7 @@
 """vLLM's forms of which there is no capture, built from what its versions send."""
 
+import base64
+
 import numpy as np
 import pytest
 import torch
@@ -173,3 +175,22 @@ def test_0_21_prompt_and_generation_are_each_of_their_own_tokens():
     for narrow in (want[P:-1, :2], want[P:-1, :, :3]):
         with pytest.raises(PayloadError, match="prompt and generation differ in shape"):
             engines.vllm.decode(vllm_output(narrow, PROMPT, OUTPUT, prompt_array=want[:P]), model=MODEL)
+
+
+@pytest.mark.parametrize("start", [1, 4])
+def test_0_21_knows_no_start(start):
+    """All rows for tokens from 1 on are as many as multi-token prediction sends for these: each row would be one too late."""
+    want = routes(P + G - 1, 3, num_experts=300, topk=4).astype(np.int16)
+    output = vllm_output(want[P:], PROMPT, OUTPUT, prompt_array=want[:P])
+    with pytest.raises(PayloadError, match=f"start={start}, but vLLM 0.21 always sends every row"):
+        engines.vllm.decode(output, model=MODEL, start=start)
+
+
+def test_an_npy_file_of_many_rows_comes_as_bytes_or_in_base64():
+    want = routes(700, 5, num_experts=8, topk=2)
+    model = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(1, 2, 3, 4, 5), num_experts=8, topk=2)
+    text = npy_base64(want.astype(np.int64))
+    raw = base64.b64decode(text)
+    for form in (text, text.encode(), raw, bytearray(raw), memoryview(raw)):
+        trace = engines.vllm.decode(form, model=model, num_tokens=701)
+        assert torch.equal(trace.topk_indices[:700].long(), torch.from_numpy(want))

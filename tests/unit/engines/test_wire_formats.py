@@ -280,6 +280,9 @@ def test_routes_that_a_caller_decoded_himself_have_no_shape_or_the_right_one(eng
     # The bytes fit the tokens, so nothing is explained that they would be if they did not.
     for value in (np.array(FLAT, np.int32), struct.pack("<24i", *FLAT), np.array(FLAT).reshape(3, 4, 2)):
         assert engine.decode(value, model=FOUR_LAYERS, token_ids=ids).topk_indices[:3].tolist() == want
+        later = engine.decode(value, model=FOUR_LAYERS, token_ids=[10, *ids], start=1)
+        assert later.topk_indices[1:4].tolist() == want
+        assert later.replay_mask.tolist() == [False, True, True, True, False]
     for other in (
         np.array(FLAT).reshape(4, 3, 2),
         np.array(FLAT).reshape(3, 8),
