@@ -269,7 +269,7 @@ def test_a_sample_of_several_blocks_is_read_as_one(monkeypatch, rows_of_a_block)
     ("num_layers", "fill", "believed"), [(6, [7, 3], True), (7, [7, 3], False), (5, [0, 1], True), (6, [0, 1], False)]
 )
 def test_one_route_in_every_layer_is_filler_from_40_bits_on(num_layers, fill, believed):
-    """A layer has 16 x 15 routes of 7.9 bits: five that agree with the first are 39.5 bits, six 47.4; 0, 1 is given before."""
+    """A layer has 16 x 15 routes, 7.9 bits: five that agree with the first are 39.5 bits, six 47.4; 0, 1 is known before."""
     info = ModelRoutingInfo(
         num_layers=num_layers, moe_layer_numbers=tuple(range(1, num_layers + 1)), num_experts=16, topk=2
     )
