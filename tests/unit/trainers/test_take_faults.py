@@ -278,3 +278,52 @@ def test_one_route_in_every_layer_is_filler_from_40_bits_on(num_layers, fill, be
     taken = take_routes([routes], info, lengths=[5], missing="live")
     assert taken.trace.replay_mask.tolist() == [True, believed, True, True, False]
     assert taken.num_absent == (0 if believed else 1)
+
+
+def few_layers(num_layers):
+    return ModelRoutingInfo(
+        num_layers=num_layers, moe_layer_numbers=tuple(range(1, num_layers + 1)), num_experts=16, topk=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "is_route"),
+    [
+        ([[3, 1]], True),
+        ([[0, 1]], False),
+        ([[0, 0]], False),
+        ([[-1, -1]], False),
+        ([[3, 1], [3, 2]], True),
+        ([[3, 1], [3, 1]], False),
+        ([[3, 1], [2, 2]], False),
+    ],
+)
+def test_the_last_row_of_a_model_of_one_or_two_layers(last, is_route):
+    routes = torch.tensor([[[4, 5], [6, 7]], [[8, 9], [0, 1]], [[5, 2], [9, 3]]])[:, : len(last)]
+    given = {"model": few_layers(len(last)), "lengths": [4], "missing": "live"}
+    rows = torch.cat([routes, torch.tensor([last])])
+    if is_route:
+        with pytest.raises(LayoutError, match="the last one is a route"):
+            take_routes([rows], **given)
+        return
+    trace = take_routes([rows], **given).trace
+    assert trace.replay_mask.tolist() == [True, True, True, False]
+    assert torch.equal(trace.topk_indices[:3].long(), routes)
+
+
+def test_a_route_behind_other_padding_is_found():
+    """Position 7 of sample 0 alone: five tokens, and filler at 5, 6 and 8."""
+    batch = padded(with_row(engine_routes(), 0))
+    batch[0, 7] = engine_routes()[2][0]
+    with pytest.raises(LayoutError, match="sample 0 has routes on 1 positions that hold no token"):
+        take_routes(batch, INFO, attention_mask=attention_mask())
+    for filler in ([2, 2], [-1, 4]):  # in one layer only: of an expert twice, or with a -1, it is no route
+        batch[0, 7, 5] = torch.tensor(filler)
+        assert_exact(take_routes(batch, INFO, attention_mask=attention_mask()).trace, engine_routes())
+
+
+def test_a_copy_behind_one_row():
+    routes = engine_routes()[0][:1]
+    taken = take_routes([torch.cat([routes, routes])], INFO, lengths=[2], last_row="copied")
+    assert taken.trace.replay_mask.tolist() == [True, False]
+    assert torch.equal(taken.trace.topk_indices[:1].long(), routes[:, 1:])
