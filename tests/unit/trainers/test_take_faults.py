@@ -327,3 +327,14 @@ def test_a_copy_behind_one_row():
     taken = take_routes([torch.cat([routes, routes])], INFO, lengths=[2], last_row="copied")
     assert taken.trace.replay_mask.tolist() == [True, False]
     assert torch.equal(taken.trace.topk_indices[:1].long(), routes[:, 1:])
+
+
+def test_a_dense_layer_of_minus_ones_is_filler_and_of_ones_is_not():
+    samples = engine_routes()
+    for part in samples:
+        part[:, 0] = -1  # as sglang-jax sends it
+    assert_exact(take_routes(samples, INFO, lengths=LENGTHS).trace, engine_routes())
+    for part in samples:
+        part[:, 0] = 1
+    with pytest.raises(LayoutError, match="column 0 of the layer axis is a dense layer of the model"):
+        take_routes(samples, INFO, lengths=LENGTHS)
