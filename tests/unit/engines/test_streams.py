@@ -284,3 +284,13 @@ def test_routes_of_two_chunks_of_one_choice_are_not_chosen_from():
     chunks[-2]["choices"][0]["routed_experts"] = npy_base64(rows(1))
     with pytest.raises(PayloadError, match="two chunks of the stream carry routes"):
         decode("vllm", chunks)
+
+
+def test_chunks_without_the_id_that_others_have_are_not_guessed():
+    def without_id(chunks):
+        return [{name: value for name, value in chunk.items() if name != "request_id"} for chunk in chunks]
+
+    assert len(decode("vllm", without_id(vllm_chunks()))) == S
+    both = [*vllm_chunks(), *without_id(vllm_chunks())]
+    with pytest.raises(PayloadError, match="5 of 10 chunks have no request_id or id"):
+        engines.vllm.decode_batch(both, model=MODEL, prompt_token_ids=PROMPT)
