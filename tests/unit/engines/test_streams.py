@@ -294,3 +294,31 @@ def test_chunks_without_the_id_that_others_have_are_not_guessed():
     both = [*vllm_chunks(), *without_id(vllm_chunks())]
     with pytest.raises(PayloadError, match="5 of 10 chunks have no request_id or id"):
         engines.vllm.decode_batch(both, model=MODEL, prompt_token_ids=PROMPT)
+
+
+def test_choices_of_one_chunk_each_are_one_response():
+    """Both are finished, so their index alone says that they are chunks."""
+    chunks = []
+    for index in (1, 0):
+        choice = {"index": index, "token_ids": output(index)[:1], "finish_reason": "length"}
+        choice["routed_experts"] = npy_base64(rows(index)[:P])
+        chunks.append({"request_id": "r", "choices": [choice]})
+    trace = engines.vllm.decode_batch(chunks, model=MODEL, prompt_token_ids=PROMPT)
+    for index, sample in enumerate(trace.samples()):
+        assert sample.token_ids.tolist() == PROMPT + output(index)[:1]
+        assert torch.equal(sample.topk_indices[:-1], torch.from_numpy(rows(index)[:P]))
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (vllm_chunks()[:-1], "ends before index .0. is finished"),
+        ({"choices": []}, "of the response are none"),
+        ([{"choices": []}], "of the stream are none"),
+        ({"choices": None}, "of the response are NoneType"),
+        ({"choices": {"index": 0}}, "of the response are dict"),
+    ],
+)
+def test_what_is_no_whole_response_says_why(result, message):
+    with pytest.raises(PayloadError, match=message):
+        decode("vllm", result)
