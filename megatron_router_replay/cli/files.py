@@ -53,7 +53,8 @@ def read_any(path: Path, options: PayloadOptions, *, step: int | None = None) ->
         step: of a folder with several.
 
     Raises:
-        StoreError: the file cannot be read, or holds a payload whose engine and model were not given.
+        StoreError: the file cannot be read, holds a payload whose engine and model were not given, or a trace although they
+            were.
         PayloadError: the payload does not fit the model.
     """
     if not path.exists():
@@ -63,6 +64,7 @@ def read_any(path: Path, options: PayloadOptions, *, step: int | None = None) ->
     if options.layer_numbers is not None:
         raise StoreError("--layers is for --engine megatron_trace; other files say which layers they hold.")
     if path.is_dir():
+        _refuse_payload_options(path, options, key=options.key)
         with open_source(path, step=step) as source:
             whole = source.read(0, source.num_tokens)
             # A block of rows has no samples; these are all rows.
@@ -71,7 +73,19 @@ def read_any(path: Path, options: PayloadOptions, *, step: int | None = None) ->
         return _from_npz(path, options)
     if path.suffix == ".json":
         return _from_json(path, options)
+    _refuse_payload_options(path, options, key=options.key)
     return load_trace(path)
+
+
+def _refuse_payload_options(path: Path, options: PayloadOptions, *, key: str) -> None:
+    """Raise StoreError if a trace is to be read as a payload: it would be read as what it is, whatever the options say."""
+    given = {"--engine": options.engine, "--model": options.model, "--key": key, "--token-ids": options.token_ids}
+    unused = [name for name, value in given.items() if value]
+    if unused:
+        raise StoreError(
+            f"{path} is read as a trace, which holds its model and tokens itself: leave {', '.join(unused)} out. They are "
+            "for an engine's payload, in a .json or .npz file."
+        )
 
 
 def write_any(trace: RoutingTrace, path: Path) -> None:
@@ -88,9 +102,11 @@ def _from_npz(path: Path, options: PayloadOptions) -> RoutingTrace:
     arrays = load_arrays(path)
     if options.engine is None:
         try:
-            return trace_of_arrays(arrays)
+            trace = trace_of_arrays(arrays)
         except StoreError as error:
             raise StoreError(f"{path}: {error} An array of routes needs --engine, --model and --key.") from None
+        _refuse_payload_options(path, options, key=options.key)
+        return trace
     name = options.key or (next(iter(arrays)) if len(arrays) == 1 else "")
     if name not in arrays:
         raise StoreError(f"{path} has no array {name!r}: --key names one of {shown(sorted(arrays))}.")
@@ -112,6 +128,7 @@ def _from_megatron_trace(path: Path, options: PayloadOptions, step: int | None) 
 def _from_json(path: Path, options: PayloadOptions) -> RoutingTrace:
     content = at_key(load_json(path), options.key, path)
     if isinstance(content, dict) and content.get("format") == ENVELOPE:
+        _refuse_payload_options(path, options, key="")  # a key led to it
         return decode_envelope(content, max_bytes=max(_FREE_BYTES, _MAX_RATIO * path.stat().st_size))
     check_payload(content, path)
     if isinstance(content, dict) and isinstance(content.get("response"), (dict, list)) and options.key == "":

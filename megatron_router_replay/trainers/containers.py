@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.errors import LayoutError, listed
 
 Container = Tensor | list[Tensor]
 """Per-token values as a trainer holds them: jagged nested [B, T_i, ...], padded [B, S, ...], or a list of [T_i, ...]."""
@@ -127,8 +127,8 @@ class TokenLayout:
                 (i for i, (a, b) in enumerate(zip(given, self.lengths)) if a != b), min(len(given), len(self.lengths))
             )
             raise LayoutError(
-                f"{name} has values for {len(given)} samples of {_listed(given)} tokens, the tokens are {len(self.lengths)} "
-                f"samples of {_listed(self.lengths)}; the first that differs is sample {i}."
+                f"{name} has values for {len(given)} samples of [{listed(given)}] tokens, the tokens are {len(self.lengths)} "
+                f"samples of [{listed(self.lengths)}]; the first that differs is sample {i}."
             )
         return [sample.cpu() for sample in samples]
 
@@ -177,7 +177,3 @@ def _as_tensor(values: Any, name: str) -> Tensor:
 
 def _shape(values: Any) -> list[Any]:
     return [len(values)] if is_list(values) else list(values.shape)
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return str(list(numbers[:8])) + (f" ... ({len(numbers)} in all)" if len(numbers) > 8 else "")

@@ -26,7 +26,7 @@ _BLOCK_BYTES = 2 << 20
 _FILLER_BITS = 40
 """A row that is the same in every layer is filler where balanced routers would choose one in 2 ** 40 tokens."""
 
-LastRow = Literal["live", "replayed", "as_given"]
+LastRow = Literal["live", "copied", "replayed", "as_given"]
 """What to take a sample's last row for, where it has as many rows as tokens."""
 
 
@@ -162,14 +162,16 @@ class SampleReader:
         """Return whether the row of the last token is to be replayed.
 
         Raises:
-            LayoutError: it should be filler and is a route: then every row may be shifted by one.
+            LayoutError: it should be filler, or a copy, and is a route: then every row may be shifted by one.
         """
         if self._last_row == "replayed":
             return True
         last = rows[-1:, self._moe]
-        # A copy of the row before fills the axis up: two tokens behind one another rarely agree in every layer.
-        repeats = len(rows) > 1 and bool((rows[-2] == rows[-1]).all())
-        if repeats or self._is_filler(last).all():
+        if self._is_filler(last).all():
+            return False
+        # Only where the caller says that his trainer makes such copies: of two equal tokens behind one another, routes may be
+        # equal too, and rows that are one too late would pass for filled up.
+        if self._last_row == "copied" and len(rows) > 1 and bool((rows[-2] == rows[-1]).all()):
             return False
         if self._last_row == "as_given":
             return True
@@ -177,7 +179,7 @@ class SampleReader:
             f"sample {i} has as many rows of routes as tokens, and the last one is a route, {last[0, 0].tolist()} in layer "
             f"{self._columns.numbers[0]}. An engine has none of the token that it sampled last: is there a row too much in "
             "front, or a token too few? A recording's rows take last_row='replayed'; samples that were cut after they were "
-            "generated, 'as_given'."
+            "generated, 'as_given'; where the trainer fills up with a copy of the row before, 'copied'."
         )
 
     def _check_padding(self, i: int, values: Array) -> None:

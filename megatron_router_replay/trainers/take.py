@@ -79,8 +79,10 @@ def take_routes(
             routed too.
         last_row: what a sample's last row is where it has as many rows as tokens. "live": filler, for an engine has no
             route of the token that it sampled last; a route there raises, for then all rows may be one too late.
-            "replayed": a route, as of a recording; every sample must have one. "as_given": either, for samples that were
-            cut after they were generated; nothing then tells rows that are shifted.
+            "copied": filler, or a copy of the row before it: scripts around SGLang append one to have a row a token; verl
+            (zeros), NeMo-RL and SkyRL (0, 1, ...), slime and miles (T - 1 rows) do not. "replayed": a route, as of a
+            recording; every sample must have one. "as_given": either, for samples that were cut after they were generated;
+            nothing then tells rows that are shifted.
         missing: a token (but the last) without a route: a row of -1, one that has the same ids in every layer, such as
             0, 1, 2, ..., which trainers use as filler (where no router would choose it in 2 ** 40 tokens), or one that
             names an expert twice, which is lost data. "raise", or "live": the live router decides it, on every rank and in

@@ -24,6 +24,28 @@ def test_convert_round_trips(folder, ending):
     assert_same(mrr.load_trace("back.safetensors"), full_trace(9))
 
 
+def test_convert_refuses_to_read_a_trace_as_a_payload(folder):
+    """It would be read as the trace that it is, and --engine would mean nothing without a word."""
+    call("convert", "good.safetensors", "good.npz")
+    call("convert", "good.safetensors", "good.json")
+    Path("below.json").write_text(json.dumps({"a": json.loads(Path("good.json").read_text())}))
+    Path("ids.json").write_text("[[1]]")
+    model, ids = ["--model", CAPTURES / "configs" / "qwen3moe.json"], ["--token-ids", "ids.json"]
+    for source, options, named in (
+        ("good.safetensors", ["--engine", "vllm"], "--engine"),
+        ("good.safetensors", ["--engine", "vllm", *model, "--key", "a", *ids], "--engine, --model, --key, --token-ids"),
+        ("store", ["--engine", "array", "--step", 3], "--engine"),
+        ("good.npz", [*model, "--key", "topk_indices"], "--model, --key"),
+        ("good.json", ["--engine", "vllm", *model], "--engine, --model"),
+        ("below.json", ["--key", "a", *ids], "--token-ids"),
+    ):
+        error = call("convert", source, "x.safetensors", *options, code=2).stderr
+        assert f"{source} is read as a trace" in error
+        assert f"leave {named} out" in error
+        assert not Path("x.safetensors").exists()
+    call("convert", "below.json", "x.safetensors", "--key", "a")
+
+
 def test_convert_joins_the_parts_of_ranks(folder):
     call("convert", "store", "whole.safetensors", "--step", 3)
     call("diff", "whole.safetensors", "good.safetensors")

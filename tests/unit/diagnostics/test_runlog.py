@@ -65,11 +65,30 @@ def test_the_lines_are_as_documented(tmp_path):
         ({"forwards": 3}, "reports forwards=3, its micro-batches add up to 6"),
         ({"tokens": 9}, "do not add up to tokens=9"),
         ({"decisions_wrong": 3}, "3 decisions left their router with other experts"),
+        ({"microbatches": 2.0}, "reports microbatches=2.0, its micro-batches add up to 2"),
     ],
 )
 def test_a_report_that_does_not_add_up_is_named(tmp_path, changes, message):
     problems = verify_run(write(tmp_path / "a.jsonl", report=Report(**changes))).problems
     assert any(message in problem for problem in problems), problems
+
+
+def test_true_is_no_count_of_one(tmp_path):
+    for name in ("microbatches", "tokens", "rows_replayed", "forwards"):
+        with RunLog(tmp_path / f"{name}.jsonl") as log:
+            log.begin(step=1)
+            log.microbatch(torch.tensor([[0]]), make_trace(8, layer_numbers=(2,)))
+            counts = {
+                "microbatches": 1,
+                "tokens": 1,
+                "rows_replayed": 1,
+                "rows_live": 0,
+                "rows_padding": 0,
+                "forwards": 1,
+            }
+            log.end(Report(**counts | {name: True}))
+        problems = verify_run(tmp_path / f"{name}.jsonl").problems
+        assert any(f"reports {name}=True" in problem for problem in problems), (name, problems)
 
 
 def test_sequence_parallel_ranks_count_their_part(tmp_path):

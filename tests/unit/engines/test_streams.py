@@ -239,3 +239,86 @@ def test_the_captured_streams_with_one_chunk_lost_or_doubled():
                 assert torch.equal(trace.token_ids, right.token_ids)
                 assert torch.equal(trace.topk_indices, right.topk_indices)
     assert refused >= 14
+
+
+@pytest.mark.parametrize("indexes", [[0, "1"], ["0", "1"], [0, None], [0, -1], [False, True], [0, 2], [0, 0]], ids=str)
+def test_an_sglang_result_whose_index_is_no_place_raises(indexes):
+    whole = [sglang_chunks(i)[-1] | {"index": index} for i, index in enumerate(indexes)]
+    with pytest.raises(PayloadError, match="index"):
+        engines.sglang.decode_batch(whole, model=MODEL, prompt_token_ids=PROMPT)
+
+
+def test_one_index_of_two_requests_is_not_one_stream():
+    chunks = sglang_chunks(0, incremental=True)
+    chunks[2]["meta_info"]["id"] = "another request"
+    with pytest.raises(PayloadError, match="index 0 is of several requests"):
+        decode("sglang", chunks)
+
+
+@pytest.mark.parametrize("place", range(G))
+def test_every_chunk_of_an_sglang_stream_states_the_prompt(place):
+    chunks = sglang_chunks(incremental=True)
+    chunks[place]["meta_info"]["prompt_tokens"] = P + 1
+    with pytest.raises(PayloadError, match="prompt_tokens"):
+        decode("sglang", chunks)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_an_sglang_stream_that_does_not_say_how_many_ids_it_has_at_its_end_raises(incremental):
+    chunks = sglang_chunks(incremental=incremental)
+    chunks[-1]["meta_info"] |= {"completion_tokens": None, "finish_reason": {"type": "stop"}}
+    with pytest.raises(PayloadError, match="A chunk is lost or came twice"):
+        decode("sglang", chunks)
+    chunks = sglang_chunks(incremental=incremental)
+    del chunks[-1]["output_ids"]
+    with pytest.raises(PayloadError, match="has no output_ids while others have"):
+        decode("sglang", chunks)
+
+
+def test_routes_of_two_chunks_of_one_choice_are_not_chosen_from():
+    chunks = jax_choice_chunks(0)
+    chunks[-2]["choices"][0]["routed_experts"] = int32_base64(rows(1))
+    with pytest.raises(PayloadError, match="two chunks of the stream carry routes"):
+        engines.sglang_jax.decode(chunks, model=MODEL, num_tokens=S)
+    chunks = vllm_chunks()
+    chunks[-2]["choices"][0]["routed_experts"] = npy_base64(rows(1))
+    with pytest.raises(PayloadError, match="two chunks of the stream carry routes"):
+        decode("vllm", chunks)
+
+
+def test_chunks_without_the_id_that_others_have_are_not_guessed():
+    def without_id(chunks):
+        return [{name: value for name, value in chunk.items() if name != "request_id"} for chunk in chunks]
+
+    assert len(decode("vllm", without_id(vllm_chunks()))) == S
+    both = [*vllm_chunks(), *without_id(vllm_chunks())]
+    with pytest.raises(PayloadError, match="5 of 10 chunks have no request_id or id"):
+        engines.vllm.decode_batch(both, model=MODEL, prompt_token_ids=PROMPT)
+
+
+def test_choices_of_one_chunk_each_are_one_response():
+    """Both are finished, so their index alone says that they are chunks."""
+    chunks = []
+    for index in (1, 0):
+        choice = {"index": index, "token_ids": output(index)[:1], "finish_reason": "length"}
+        choice["routed_experts"] = npy_base64(rows(index)[:P])
+        chunks.append({"request_id": "r", "choices": [choice]})
+    trace = engines.vllm.decode_batch(chunks, model=MODEL, prompt_token_ids=PROMPT)
+    for index, sample in enumerate(trace.samples()):
+        assert sample.token_ids.tolist() == PROMPT + output(index)[:1]
+        assert torch.equal(sample.topk_indices[:-1], torch.from_numpy(rows(index)[:P]))
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (vllm_chunks()[:-1], "ends before index .0. is finished"),
+        ({"choices": []}, "of the response are none"),
+        ([{"choices": []}], "of the stream are none"),
+        ({"choices": None}, "of the response are NoneType"),
+        ({"choices": {"index": 0}}, "of the response are dict"),
+    ],
+)
+def test_what_is_no_whole_response_says_why(result, message):
+    with pytest.raises(PayloadError, match=message):
+        decode("vllm", result)

@@ -1,5 +1,7 @@
 """vLLM's forms of which there is no capture, built from what its versions send."""
 
+import base64
+
 import numpy as np
 import pytest
 import torch
@@ -116,7 +118,7 @@ def test_0_21_prefix_cache_hits_lose_prompt_rows_and_raise():
 
 def test_0_21_one_output_token_has_no_generation_rows():
     want = routes(P, 3, num_experts=300, topk=4)
-    for generation in (None, [], np.zeros((0, 3, 4), np.int16)):
+    for generation in (None, [], np.zeros((0, 3, 4), np.int16), np.zeros((0, 5, 4), np.int16)):
         output = vllm_output(generation, PROMPT, OUTPUT[:1], prompt_array=want.astype(np.int16))
         trace = engines.vllm.decode(output, model=MODEL)
         assert trace.replay_mask.tolist() == [True] * P + [False]
@@ -137,3 +139,58 @@ def test_several_responses_as_llm_generate_returns_them():
     with pytest.raises(PayloadError, match="2 token_ids for 3 choices"):
         engines.vllm.decode_batch(outputs, model=model, token_ids=[IDS, IDS])
     assert len(engines.vllm.decode(outputs[:1], model=model)) == 12
+
+
+def test_0_21_over_http_needs_no_ids_of_one_choice_whose_counts_are_stated():
+    want = routes(P + G - 1, 3, num_experts=300, topk=4)
+    response = {
+        "prompt_routed_experts": want[:P].tolist(),
+        "choices": [{"index": 0, "routed_experts": want[P:].tolist()}],
+        "usage": {"prompt_tokens": P, "completion_tokens": G, "total_tokens": P + G},
+    }
+    trace = engines.vllm.decode(response, model=MODEL)
+    assert torch.equal(trace.topk_indices[: P + G - 1].long(), torch.from_numpy(want))
+    response["usage"] |= {"prompt_tokens": P - 1, "completion_tokens": G + 1}
+    with pytest.raises(PayloadError, match=f"has {P} rows for {P - 1} prompt tokens"):
+        engines.vllm.decode(response, model=MODEL)
+    del response["usage"]
+    with pytest.raises(PayloadError, match="nothing says how many tokens the prompt has"):
+        engines.vllm.decode(response, model=MODEL, num_tokens=P + G)
+
+
+def test_no_rows_say_nothing_of_their_layers():
+    """One token was sampled of no prompt: whatever shape its no rows have."""
+    for columns in (3, 5):
+        trace = engines.vllm.decode(np.zeros((0, columns, 4), np.int32), model=MODEL, token_ids=IDS[:1])
+        assert trace.replay_mask.tolist() == [False]
+
+
+def test_0_21_prompt_and_generation_are_each_of_their_own_tokens():
+    """A row moved from one to the other leaves the sum as it was, and with multi-token prediction one row more is legal."""
+    want = routes(P + G, 3, num_experts=300, topk=4).astype(np.int16)
+    for num_prompt_rows, num_rows in ((P - 1, P + G - 1), (P + 1, P + G - 1), (P - 1, P + G)):
+        output = vllm_output(want[num_prompt_rows:num_rows], PROMPT, OUTPUT, prompt_array=want[:num_prompt_rows])
+        with pytest.raises(PayloadError, match=f"has {num_prompt_rows} rows for {P} prompt tokens"):
+            engines.vllm.decode(output, model=MODEL)
+    for narrow in (want[P:-1, :2], want[P:-1, :, :3]):
+        with pytest.raises(PayloadError, match="prompt and generation differ in shape"):
+            engines.vllm.decode(vllm_output(narrow, PROMPT, OUTPUT, prompt_array=want[:P]), model=MODEL)
+
+
+@pytest.mark.parametrize("start", [1, 4])
+def test_0_21_knows_no_start(start):
+    """All rows for tokens from 1 on are as many as multi-token prediction sends for these: each row would be one too late."""
+    want = routes(P + G - 1, 3, num_experts=300, topk=4).astype(np.int16)
+    output = vllm_output(want[P:], PROMPT, OUTPUT, prompt_array=want[:P])
+    with pytest.raises(PayloadError, match=f"start={start}, but vLLM 0.21 always sends every row"):
+        engines.vllm.decode(output, model=MODEL, start=start)
+
+
+def test_an_npy_file_of_many_rows_comes_as_bytes_or_in_base64():
+    want = routes(700, 5, num_experts=8, topk=2)
+    model = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(1, 2, 3, 4, 5), num_experts=8, topk=2)
+    text = npy_base64(want.astype(np.int64))
+    raw = base64.b64decode(text)
+    for form in (text, text.encode(), raw, bytearray(raw), memoryview(raw)):
+        trace = engines.vllm.decode(form, model=model, num_tokens=701)
+        assert torch.equal(trace.topk_indices[:700].long(), torch.from_numpy(want))

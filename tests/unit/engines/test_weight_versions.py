@@ -5,7 +5,7 @@ import pytest
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import npy_base64, routes, sglang_result, tokens
+from tests.unit.engines.engine_payloads import int32_base64, npy_base64, routes, sglang_result, tokens
 
 MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
 P, G = 3, 5
@@ -69,6 +69,12 @@ def test_one_number_of_the_caller_cannot_stamp_versions_that_it_is_none_of():
         (spans(("3", 0, 5)), {"3": 13}, [13] * 8),
         (None, 12, [12] * 8),
         (None, None, None),
+        (spans(("2147483647", 0, 5)), None, [2**31 - 1] * 8),
+        (spans(("-2147483648", 0, 5)), None, [-(2**31)] * 8),
+        (spans(("123456789012", 0, 5)), None, None),  # more digits than a number of 32 bits has: a name
+        (None, 2**31 - 1, [2**31 - 1] * 8),
+        (None, -(2**31), [-(2**31)] * 8),
+        (spans(("3", 0, 5)), np.int64(12), [12] * 8),
     ],
 )
 def test_a_reply_of_one_version(versions, given, expected):
@@ -89,7 +95,9 @@ def test_a_reply_of_one_version(versions, given, expected):
         [{"version": None, "start": 0, "end": 5}],
         "6",
         [6],
+        6,
         {"version": "6"},
+        spans(("6", 0, 3), ("7", 3, 2), ("8", 2, 5)),
     ],
 )
 def test_spans_that_do_not_cover_the_output_are_refused(versions):
@@ -114,3 +122,67 @@ def test_a_name_for_the_callers_mapping_without_spans_is_missing():
     engine, result, options = sglang(None, weight_version="3")
     trace = engine.decode(result, model=MODEL, weight_version={"3": 13}, **options)
     assert trace.weight_version.tolist() == [13] * 8
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        # Output 0 alone is of 6: the prompt's rows 0..2, whose forwards sampled it.
+        (spans(("6", 0, 1), ("7", 1, 5)), [6, 6, 6, 7, 7, 7, 7, 7]),
+        # The last output alone is of 7: row 6, whose forward sampled it, and its own row, which no forward made.
+        (spans(("6", 0, 4), ("7", 4, 5)), [6, 6, 6, 6, 6, 6, 7, 7]),
+        (spans(("6", 0, 1), ("7", 1, 2), ("8", 2, 4), ("6", 4, 5)), [6, 6, 6, 7, 8, 8, 6, 6]),
+        (spans(("6", 0, 0), ("7", 0, 3), ("8", 3, 3), ("9", 3, 5)), [7, 7, 7, 7, 7, 9, 9, 9]),
+    ],
+)
+@pytest.mark.parametrize("build", [sglang, vllm])
+def test_each_span_stamps_the_rows_that_sampled_its_tokens(build, versions, expected):
+    engine, result, options = build(versions)
+    assert engine.decode(result, model=MODEL, **options).weight_version.tolist() == expected
+
+
+def test_one_output_token_is_of_the_span_that_holds_it():
+    result = sglang_result(ROWS[:P], P, OUTPUT[:1])
+    result["meta_info"]["weight_versions"] = spans(("6", 0, 0), ("7", 0, 1))
+    assert engines.sglang.decode(result, model=MODEL, token_ids=PROMPT + OUTPUT[:1]).weight_version.tolist() == [7] * 4
+
+
+def test_the_name_of_the_weights_at_the_end_does_not_stamp_what_the_spans_stamp():
+    engine, result, options = sglang(CHANGED, weight_version="7")
+    assert engine.decode(result, model=MODEL, **options).weight_version.tolist() == STAMPED
+
+
+@pytest.mark.parametrize("given", [True, 1.5, "7", 2**31, -(2**31) - 1, {"3": 1.5}, {"3": 2**31}])
+def test_a_weight_version_that_is_no_integer_of_32_bits_is_refused(given):
+    for versions in (spans(("3", 0, 5)), None):
+        engine, result, options = sglang(versions, weight_version="3")
+        with pytest.raises(PayloadError, match="32 bits"):
+            engine.decode(result, model=MODEL, weight_version=given, **options)
+
+
+def openai(**more):
+    """A completions response with one choice."""
+    usage = {"prompt_tokens": P, "completion_tokens": G, "total_tokens": P + G}
+    return {"id": "r", "choices": [{"index": 0, "finish_reason": "length"}], "usage": usage, **more}
+
+
+def test_the_metadata_of_an_openai_response_stamps_its_only_choice():
+    routed = {"sglext": {"routed_experts": int32_base64(ROWS)}}
+    for metadata, expected in (
+        ({"weight_versions": CHANGED}, STAMPED),
+        ({"weight_version": "7"}, None),
+        ({"weight_versions": spans(("7", 0, 5)), "weight_version": "7"}, [7] * 8),
+    ):
+        trace = engines.sglang.decode(openai(metadata=metadata, **routed), model=MODEL)
+        assert (None if trace.weight_version is None else trace.weight_version.tolist()) == expected
+    trace = engines.sglang.decode(
+        openai(metadata={"weight_version": "a"}, **routed), model=MODEL, weight_version={"a": 9}
+    )
+    assert trace.weight_version.tolist() == [9] * 8
+
+
+def test_the_metadata_of_several_choices_says_of_none_which_weights_it_had():
+    choices = [{"index": i, "finish_reason": "length", "routed_experts": int32_base64(ROWS)} for i in (0, 1)]
+    response = {"id": "r", "choices": choices, "metadata": {"weight_versions": CHANGED, "weight_version": "7"}}
+    trace = engines.sglang_jax.decode_batch(response, model=MODEL, num_tokens=[P + G] * 2)
+    assert trace.weight_version is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store import decode_envelope, encode_envelope
-from megatron_router_replay.store.codecs import compress, decompress
+from megatron_router_replay.store.codecs import compress, decode_base64, decompress, encode_base64
 from megatron_router_replay.trace import RoutingTrace
 from tests.unit.store.store_traces import assert_same, full_trace, make_trace
 
@@ -258,3 +258,32 @@ def test_a_trace_on_another_device_or_a_view_is_encoded_as_what_it_shows():
     view = make_trace(20).select_layers([2, 7]).slice_rows(3, 11)
     assert_same(decode_envelope(encode_envelope(view)), view)
     assert torch.equal(decode_envelope(encode_envelope(view)).topk_indices, view.topk_indices)
+
+
+@pytest.mark.parametrize(("compression", "characters"), [(None, 26668), ("zlib", 28300), ("zstd", 28300)])
+def test_a_text_is_as_long_as_its_bytes_ask_for(compression, characters):
+    """20,000 bytes take 26,668 characters; compressed, at most 20,000 + 200 + 1024 = 21,224 bytes: 28,300."""
+    nbytes = 20_000
+    decode_base64("A" * (characters - 1) + "=", compression, nbytes)
+    for other in (characters + 4, 40 * characters, *([characters - 4] if compression is None else [])):
+        with pytest.raises(StoreError, match=f"has {other} characters, not what 20000 bytes take"):
+            decode_base64("A" * other, compression, nbytes)
+
+
+def test_bytes_that_no_codec_makes_smaller_come_back():
+    data = (
+        torch.randint(256, (300_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
+    )
+    text = encode_base64(compress(data, "zlib"))
+    assert len(text) > 400_000
+    assert decompress(decode_base64(text, "zlib", len(data)), "zlib", len(data)) == data
+
+
+@pytest.mark.parametrize("compression", [None, "zlib"])
+def test_characters_that_are_no_base64_are_not_skipped(compression):
+    """They would leave what is decoded as it was: an altered text that no checksum finds."""
+    text = encode_base64(compress(bytes(300), compression))
+    altered = text[:8] + "!!!!" + text[8:]
+    nbytes = 300 if compression else 303
+    with pytest.raises(StoreError, match="not base64"):
+        decode_base64(altered, compression, nbytes)

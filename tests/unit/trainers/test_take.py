@@ -90,10 +90,12 @@ def test_filler_of_distinct_experts_on_padding_and_on_the_last_token():
     assert taken.trace.token_ids is None
 
 
-@pytest.mark.parametrize("last_row", ["live", "as_given"])
-def test_a_last_row_that_copies_the_one_before_it_is_filler(last_row):
+def test_a_last_row_that_copies_the_one_before_it_is_filler_where_the_trainer_is_said_to_copy():
     given = [torch.cat([part, part[-1:]]) for part in engine_routes()]
-    assert_exact(take_routes(given, INFO, lengths=LENGTHS, last_row=last_row).trace, engine_routes())
+    assert_exact(take_routes(given, INFO, lengths=LENGTHS, last_row="copied").trace, engine_routes())
+    assert_exact(
+        take_routes(with_row(engine_routes(), 0), INFO, lengths=LENGTHS, last_row="copied").trace, engine_routes()
+    )
 
 
 def test_a_list_beside_padded_tokens_and_lists_beside_lists():
@@ -156,6 +158,9 @@ def test_samples_that_were_cut_keep_the_route_of_their_last_token_where_it_is_on
     assert taken.trace.replay_mask[:5].tolist() == [True] * 5
     assert torch.equal(taken.trace.topk_indices[:5].long(), cut[:, 1:])
     assert taken.trace.replay_mask[[5, 13]].tolist() == [False, False]
+    cut[4] = cut[3]  # two equal tokens at the end of what was kept
+    taken = take_routes([cut, *samples[1:]], INFO, lengths=LENGTHS, last_row="as_given")
+    assert taken.trace.replay_mask[:5].tolist() == [True] * 5
 
 
 @pytest.mark.parametrize("as_counts", [True, False])

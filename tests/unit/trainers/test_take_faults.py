@@ -5,10 +5,11 @@ import torch
 
 from megatron_router_replay.engines import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, PayloadError
-from megatron_router_replay.trainers import take_routes
+from megatron_router_replay.trainers import reader, take_routes
 from tests.unit.trainers.batches import (
     INFO,
     LENGTHS,
+    assert_exact,
     attention_mask,
     engine_routes,
     nested,
@@ -45,6 +46,24 @@ def test_rows_that_are_one_too_late_because_of_a_row_in_front_raise(missing):
     shifted = [torch.cat([torch.zeros(1, 10, 2, dtype=torch.int64), part]) for part in engine_routes()]
     with pytest.raises(LayoutError, match="sample 0 has as many rows of routes as tokens, and the last one is a route"):
         take_routes(shifted, INFO, lengths=LENGTHS, missing=missing)
+
+
+@pytest.mark.parametrize("filler", [0, 5])
+def test_a_row_in_front_is_found_although_the_last_two_tokens_have_one_route(filler):
+    """[filler, r0, ..., r6] with r5 == r6, as of one token twice: no copy that fills up, for the rows are one too late."""
+    routes = engine_routes()[2]
+    routes[6] = routes[5]
+    shifted = torch.cat([torch.full((1, 10, 2), filler), routes])
+    with pytest.raises(LayoutError, match="the last one is a route"):
+        take_routes([shifted], INFO, lengths=[8], missing="live")
+
+
+def test_a_last_row_that_is_no_copy_raises_where_the_trainer_is_said_to_copy():
+    routes = torch.rand(8, 10, 16).argsort(dim=2)[:, :, :2]
+    routes[7], routes[7, 9] = routes[6], routes[6, 9].flip(0)
+    for rows, length in ((routes, 8), (routes[:1], 1)):
+        with pytest.raises(LayoutError, match="the last one is a route"):
+            take_routes([rows], INFO, lengths=[length], last_row="copied")
 
 
 @pytest.mark.parametrize("missing", ["raise", "live"])
@@ -224,3 +243,98 @@ def test_all_layers_are_checked_whatever_this_rank_keeps():
     for kept in ([2, 3, 4, 5, 6, 7, 8, 9, 10], [*range(2, 10), 10]):
         with pytest.raises(PayloadError, match="row 3, layer 10"):
             take_routes(samples, INFO, lengths=LENGTHS, layer_numbers=kept)
+
+
+@pytest.mark.parametrize("rows_of_a_block", [1, 3, 4])
+def test_a_sample_of_several_blocks_is_read_as_one(monkeypatch, rows_of_a_block):
+    monkeypatch.setattr(reader, "_BLOCK_BYTES", rows_of_a_block * 10 * 2 * 8 + 1)
+    assert_exact(take_routes(engine_routes(), INFO, lengths=LENGTHS).trace, engine_routes())
+    samples = engine_routes()
+    samples[2][5, 3] = 7
+    with pytest.raises(PayloadError, match=r"sample 2: 1 rows from row 5 on name an expert twice.*row 5, layer 4"):
+        take_routes(samples, INFO, lengths=LENGTHS)
+    taken = take_routes(samples, INFO, lengths=LENGTHS, missing="live")
+    assert taken.trace.replay_mask.tolist() == [True] * 4 + [False] * 2 + [True] * 5 + [False, True, False]
+    assert (taken.num_absent, taken.num_lost) == (0, 1)
+    samples[2][5] = -1
+    taken = take_routes(samples, INFO, lengths=LENGTHS, missing="live", routed=[5, 1, 7])
+    assert taken.trace.replay_mask.tolist() == [True] * 4 + [False] * 2 + [True] * 5 + [False, True, False]
+    assert (taken.num_absent, taken.num_lost) == (1, 0)
+    samples[2][5, 3, 1] = 16
+    with pytest.raises(PayloadError, match=r"sample 2: row 5, layer 2 .*-1"):
+        take_routes(samples, INFO, lengths=LENGTHS, missing="live")
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "fill", "believed"), [(6, [7, 3], True), (7, [7, 3], False), (5, [0, 1], True), (6, [0, 1], False)]
+)
+def test_one_route_in_every_layer_is_filler_from_40_bits_on(num_layers, fill, believed):
+    """A layer has 16 x 15 routes, 7.9 bits: five that agree with the first are 39.5 bits, six 47.4; 0, 1 is known before."""
+    info = ModelRoutingInfo(
+        num_layers=num_layers, moe_layer_numbers=tuple(range(1, num_layers + 1)), num_experts=16, topk=2
+    )
+    routes = torch.rand(4, num_layers, 16, generator=torch.Generator().manual_seed(1)).argsort(dim=2)[:, :, :2]
+    routes[1] = torch.tensor(fill)
+    taken = take_routes([routes], info, lengths=[5], missing="live")
+    assert taken.trace.replay_mask.tolist() == [True, believed, True, True, False]
+    assert taken.num_absent == (0 if believed else 1)
+
+
+def few_layers(num_layers):
+    return ModelRoutingInfo(
+        num_layers=num_layers, moe_layer_numbers=tuple(range(1, num_layers + 1)), num_experts=16, topk=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "is_route"),
+    [
+        ([[3, 1]], True),
+        ([[0, 1]], False),
+        ([[0, 0]], False),
+        ([[-1, -1]], False),
+        ([[3, 1], [3, 2]], True),
+        ([[3, 1], [3, 1]], False),
+        ([[3, 1], [2, 2]], False),
+    ],
+)
+def test_the_last_row_of_a_model_of_one_or_two_layers(last, is_route):
+    routes = torch.tensor([[[4, 5], [6, 7]], [[8, 9], [0, 1]], [[5, 2], [9, 3]]])[:, : len(last)]
+    given = {"model": few_layers(len(last)), "lengths": [4], "missing": "live"}
+    rows = torch.cat([routes, torch.tensor([last])])
+    if is_route:
+        with pytest.raises(LayoutError, match="the last one is a route"):
+            take_routes([rows], **given)
+        return
+    trace = take_routes([rows], **given).trace
+    assert trace.replay_mask.tolist() == [True, True, True, False]
+    assert torch.equal(trace.topk_indices[:3].long(), routes)
+
+
+def test_a_route_behind_other_padding_is_found():
+    """Position 7 of sample 0 alone: five tokens, and filler at 5, 6 and 8."""
+    batch = padded(with_row(engine_routes(), 0))
+    batch[0, 7] = engine_routes()[2][0]
+    with pytest.raises(LayoutError, match="sample 0 has routes on 1 positions that hold no token"):
+        take_routes(batch, INFO, attention_mask=attention_mask())
+    for filler in ([2, 2], [-1, 4]):  # in one layer only: of an expert twice, or with a -1, it is no route
+        batch[0, 7, 5] = torch.tensor(filler)
+        assert_exact(take_routes(batch, INFO, attention_mask=attention_mask()).trace, engine_routes())
+
+
+def test_a_copy_behind_one_row():
+    routes = engine_routes()[0][:1]
+    taken = take_routes([torch.cat([routes, routes])], INFO, lengths=[2], last_row="copied")
+    assert taken.trace.replay_mask.tolist() == [True, False]
+    assert torch.equal(taken.trace.topk_indices[:1].long(), routes[:, 1:])
+
+
+def test_a_dense_layer_of_minus_ones_is_filler_and_of_ones_is_not():
+    samples = engine_routes()
+    for part in samples:
+        part[:, 0] = -1  # as sglang-jax sends it
+    assert_exact(take_routes(samples, INFO, lengths=LENGTHS).trace, engine_routes())
+    for part in samples:
+        part[:, 0] = 1
+    with pytest.raises(LayoutError, match="column 0 of the layer axis is a dense layer of the model"):
+        take_routes(samples, INFO, lengths=LENGTHS)
