@@ -74,6 +74,9 @@ class RouterReplay:
     def _start(self) -> None:
         self._target: Tensor | None = None
         self._action: RouterReplayAction | None = None
+        self._copied_under: RouterReplayAction | None = (
+            None  # what its original did, until somebody says what this does
+        )
         self._alive: dict[weakref.ref[Selection], None] = {}
         self.recorded_topk_idx: Tensor | None = None
         self.replay_backward_list: list[Tensor] = []
@@ -82,8 +85,8 @@ class RouterReplay:
 
     def __getstate__(self) -> dict[str, Any]:
         # A model may be copied or pickled; its graphs and weak references are not. A copy is not listed, so no static helper
-        # would ever stop one that was made while its original was driven: it routes live until somebody drives it.
-        return vars(self) | {"_router": None, "_alive": {}, "_action": None}
+        # would ever stop or feed one that was made while its original was driven.
+        return vars(self) | {"_router": None, "_alive": {}, "_action": None, "_copied_under": self._action}
 
     @classmethod
     def adopt(cls, instances: Iterable[Any]) -> None:
@@ -208,13 +211,13 @@ class RouterReplay:
     @router_replay_action.setter
     def router_replay_action(self, action: Any) -> None:
         if action is None:
-            self._action = None
+            self.clear_router_replay_action()
             return
         ours = next((member for member in RouterReplayAction if member == action), None)
         if ours is None:
             raise ReplayStateError(f"{action!r} is no RouterReplayAction.")
         self._check_asks()
-        self._action = ours
+        self._action, self._copied_under = ours, None
 
     def set_target_indices(self, topk_indices: Tensor | Sequence[Any]) -> None:
         """Set the routes of the next micro-batch and queue them for its recompute.
@@ -288,7 +291,7 @@ class RouterReplay:
 
     def clear_router_replay_action(self) -> None:
         """Let the router route live again; recomputes of earlier forwards still use what these used."""
-        self._action = None
+        self._action = self._copied_under = None
 
     @not_compiled
     def get_replay_topk(
@@ -312,7 +315,8 @@ class RouterReplay:
 
         Raises:
             ReplayStateError: a replay without a target, or a target of another shape than this forward's; a recompute under a
-                replay action whose forward is not known; a graph other than torch.compile's is captured.
+                replay action whose forward is not known; a graph other than torch.compile's is captured; a copy that was
+                made during a replay, and was not told what to do.
         """
 
         def live() -> tuple[Tensor, Tensor]:
@@ -321,6 +325,12 @@ class RouterReplay:
 
         action = self._action
         if action is None and not self._alive:
+            if self._copied_under in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
+                raise ReplayStateError(
+                    f"this RouterReplay was copied, with its model, while {self._copied_under.name} was set: the static "
+                    "helpers do not reach it, so its target would never change. Say what the copy does: "
+                    "router.router_replay.clear_router_replay_action() routes live, set_router_replay_action() replays."
+                )
             return live()  # switched off: nothing of ours runs
         # Recording into a static buffer is what a captured graph may do: it writes to the same address in every run.
         if action is not None and not (action == RouterReplayAction.RECORD and self.static_buffer is not None):

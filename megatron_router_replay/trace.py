@@ -69,6 +69,8 @@ class RoutingTrace:
     sample_ids: tuple[str, ...] | None = None
     weight_version: Tensor | None = None
     left_live: Tensor | None = field(init=False, default=None)
+    # How often each tensor had been changed in place when the trace was made: torch counts that for a tensor and its views.
+    _versions: tuple[int, ...] = field(init=False, default=())
 
     if TYPE_CHECKING:  # what goes in is wider than what is stored
 
@@ -116,6 +118,7 @@ class RoutingTrace:
         # The class is frozen, for its callers and for itself.
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "_versions", self._count_changes())
 
     @classmethod
     def from_checked(
@@ -141,7 +144,34 @@ class RoutingTrace:
         values = locals()
         for name in _FIELDS:
             object.__setattr__(trace, name, values[name])
+        object.__setattr__(trace, "_versions", trace._count_changes())
         return trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew: the tensors of a copy or of another process count their changes from 0.
+        self.check_unchanged()
+        return _from_values, ({name: getattr(self, name) for name in _FIELDS},)
+
+    def check_unchanged(self) -> None:
+        """Raise if a tensor of the trace was changed in place since it was made: nobody has checked what it holds now.
+
+        Sessions and everything that makes a trace of this one call it; it costs microseconds. It does not see what numpy
+        writes into the same memory.
+
+        Raises:
+            TraceError: names the tensor.
+        """
+        versions = self._count_changes()
+        if versions != self._versions:
+            changed = [name for (name, _), a, b in zip(self._tensors(), versions, self._versions) if a != b]
+            raise TraceError(
+                f"{', '.join(changed)} of the trace was changed in place after it was checked: what it holds now may be no "
+                "routes at all. Make a new RoutingTrace of the changed values."
+            )
+
+    def _count_changes(self) -> tuple[int, ...]:
+        # Tensors made in inference_mode count nothing.
+        return tuple(0 if tensor.is_inference() else tensor._version for _, tensor in self._tensors())
 
     @property
     def num_tokens(self) -> int:
@@ -374,6 +404,7 @@ class RoutingTrace:
         return ((name, tensor) for name in TENSOR_FIELDS if (tensor := getattr(self, name)) is not None)
 
     def _with(self, **changes: Any) -> RoutingTrace:
+        self.check_unchanged()  # the new trace would count from now on
         values: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
         return RoutingTrace.from_checked(**(values | changes))
 
@@ -391,7 +422,11 @@ class RoutingTrace:
         return [0, *accumulate(self.sequence_lengths)][:-1], list(self.sequence_lengths)
 
 
-_FIELDS = tuple(field.name for field in fields(RoutingTrace))
+def _from_values(values: dict[str, Any]) -> RoutingTrace:
+    return RoutingTrace.from_checked(**values)
+
+
+_FIELDS = tuple(field.name for field in fields(RoutingTrace) if not field.name.startswith("_"))
 TENSOR_FIELDS = ("topk_indices", "replay_mask", "token_ids", "weight_version", "left_live")
 """The tensors of a trace, one row a token each; all but the first two may be None."""
 
@@ -410,6 +445,7 @@ def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
         raise TraceError("cannot concatenate no traces: at least one is needed.")
     first = traces[0]
     for i, trace in enumerate(traces):
+        trace.check_unchanged()
         for name in ("layer_numbers", "num_experts", "topk"):
             if getattr(trace, name) != getattr(first, name):
                 raise TraceError(

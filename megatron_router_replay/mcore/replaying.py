@@ -139,6 +139,7 @@ class ReplaySession(Session):
     def _queue(self, inputs: MicrobatchInputs, routes: MicrobatchRoutes | None) -> None:
         chunk, rows = inputs.chunk, inputs.rows
         assert chunk.ledger is not None, "the chunk has routers in the trace"
+        self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         trace = self._trace_of[chunk.index]
         if routes is not None:
             if routes.source is not self._trace:

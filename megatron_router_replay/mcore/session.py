@@ -66,6 +66,14 @@ class MicrobatchInputs:
         """
         if rows.dim() not in (1, 2):
             raise LayoutError(f"routing_rows must have the shape of input_ids, [b, s], got {list(rows.shape)}.")
+        # Of eight bytes it is -1 again when it is widened.
+        if not rows.dtype.is_signed and rows.dtype.itemsize < 8:
+            highest = torch.iinfo(rows.dtype).max
+            if bool((rows.to(torch.int64) == highest).any()):
+                raise LayoutError(
+                    f"routing_rows are {rows.dtype} and hold {highest}, which a -1 becomes there: padding cannot be told "
+                    "from that row. Give a signed dtype."
+                )
         as_2d = (1, -1) if rows.dim() == 1 else rows.shape
         beside: dict[str, Tensor | None] = {}
         for name, values in (("token_ids", token_ids), ("padding", padding), ("trained", trained)):

@@ -1,5 +1,8 @@
 """RoutingTrace: what it accepts, stores and refuses."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -192,3 +195,35 @@ def test_a_trace_is_made_by_names_compares_by_identity_and_has_no_other_attribut
     assert not hasattr(make(), "__dict__")
     with pytest.raises(TypeError, match="left_live"):
         make(left_live=torch.zeros(3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["topk_indices", "replay_mask", "token_ids", "weight_version", "left_live"])
+def test_a_trace_that_was_changed_in_place_is_told_from_the_one_that_was_checked(name):
+    kept = make(token_ids=[1, 2, 3], weight_version=4).keep([True, True, False])
+    trace = kept[:]
+    part = trace.select_layers([4])
+    getattr(trace, name)[0] = 1  # one expert twice in each row, where these are the ids
+    for take in (
+        trace.check_unchanged,
+        lambda: trace.to("cpu"),
+        lambda: trace[:2],
+        lambda: copy.deepcopy(trace),
+        lambda: concat_traces([make(token_ids=[1, 2, 3], weight_version=4), trace]),
+        lambda: kept.slice_rows(0, 2),  # the trace of which it is a view
+        lambda: part.to("cpu"),
+    ):
+        with pytest.raises(TraceError, match=f"^{name} of the trace was changed in place after it was checked"):
+            take()
+
+
+def test_copies_of_a_trace_count_changes_anew():
+    indices = torch.tensor(ROUTES)
+    indices[0] = indices[1]  # before: the trace has a copy of what was made of it
+    trace = make(indices)
+    indices[:] = 9
+    for one in (trace, copy.deepcopy(trace), pickle.loads(pickle.dumps(trace)), copy.copy(trace)):
+        one.check_unchanged()
+        assert one.topk_indices.tolist() == [ROUTES[1], *ROUTES[1:]]
+    with torch.inference_mode():  # its tensors count nothing
+        of_inference = make()
+    of_inference.select_layers([2]).check_unchanged()

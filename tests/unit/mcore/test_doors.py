@@ -486,3 +486,28 @@ def test_chunks_that_share_a_router_are_refused_where_micro_batches_are_queued()
         loss.backward()
     assert flips(seen) == 0
     assert len(seen[1, 3]) == 2
+
+
+@pytest.mark.parametrize("when", ["before the session", "between two micro-batches"])
+def test_a_trace_on_which_somebody_computes_in_place_is_refused_before_a_router_takes_it(when):
+    chunk, the_trace = Chunk(), trace(16)
+    the_trace = the_trace.to("cpu")
+    with watched(chunk) as seen, pytest.raises(TraceError, match="topk_indices of the trace was changed in place"):
+        if when == "before the session":
+            the_trace.topk_indices[:, :, 1] = the_trace.topk_indices[:, :, 0]
+        with mrr.replay(chunk, the_trace) as session:
+            session.microbatch(ROWS)
+            chunk(tokens(), 0)
+            the_trace.topk_indices[:, :, 1] = the_trace.topk_indices[:, :, 0]  # one expert a token
+            session.microbatch(ROWS + 8)
+    assert len(seen) == (0 if when == "before the session" else 3)
+
+
+@pytest.mark.parametrize(("dtype", "highest"), [(torch.uint8, 255), (torch.uint16, 65535)])
+def test_rows_in_which_padding_cannot_be_told_from_a_row_are_refused(dtype, highest):
+    chunk = Chunk()
+    with mrr.replay(chunk, trace(highest + 1)) as session:
+        with pytest.raises(LayoutError, match=f"and hold {highest}, which a -1 becomes there"):
+            session.microbatch(torch.tensor([[0, 1, 2, -1]]).to(dtype))
+        session.microbatch(torch.tensor([[0, 1, 2, highest - 1]]).to(dtype))
+        chunk(tokens(1, 4))

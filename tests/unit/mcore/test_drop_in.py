@@ -335,7 +335,7 @@ def test_a_model_that_holds_replay_objects_can_be_copied_and_pickled():
         assert twin.target_topk_idx is not router.router_replay.target_topk_idx
 
 
-def test_a_copy_of_a_model_that_is_being_driven_routes_live_for_no_helper_would_reach_it():
+def test_a_copy_of_a_model_that_is_being_driven_does_what_it_is_told_and_nothing_before():
     chunk = Chunk(num_layers=1)
     (router,) = chunk.routers
     with watched(chunk) as live:
@@ -344,7 +344,24 @@ def test_a_copy_of_a_model_that_is_being_driven_routes_live_for_no_helper_would_
     RouterReplay.set_replay_data([routes(0)[0]])
     RouterReplay.set_global_router_replay_action(FORWARD)
     twin = copy.deepcopy(chunk)
-    RouterReplay.clear_global_router_replay_action()
-    with watched(twin) as of_twin:
+    of_twin = twin.routers[0].router_replay
+    RouterReplay.clear_global_router_replay_action()  # of the original alone
+    with pytest.raises(ReplayStateError, match="was copied, with its model, while REPLAY_FORWARD was set"):
         twin(tokens(), 0)
-    assert torch.equal(of_twin[0, 1][0], live[0, 1][0])
+    with watched(twin) as seen:
+        of_twin.set_router_replay_action(FORWARD)
+        twin(tokens(), 0)
+        of_twin.clear_router_replay_action()
+        twin(tokens(), 0)
+    assert torch.equal(seen[0, 1][0], as_map(routes(0)[0]))
+    assert torch.equal(seen[0, 1][1], live[0, 1][0])
+    assert not torch.equal(seen[0, 1][0], seen[0, 1][1])
+
+
+def test_a_copy_that_is_made_while_its_original_records_routes_live():
+    chunk = Chunk(num_layers=1)
+    chunk.routers[0].router_replay = RouterReplay()
+    RouterReplay.set_global_router_replay_action(RECORD)
+    twin = copy.deepcopy(chunk)
+    twin(tokens(), 0)
+    assert twin.routers[0].router_replay.get_recorded_indices() is None
