@@ -155,8 +155,8 @@ class RoutingTrace:
     def check_unchanged(self) -> None:
         """Raise if a tensor of the trace was changed in place since it was made: nobody has checked what it holds now.
 
-        Sessions and everything that makes a trace of this one call it; it costs microseconds. It does not see what numpy
-        writes into the same memory.
+        Sessions and everything that makes a trace of this one call it; it costs microseconds. It does not see what numpy, or
+        a collective of torch.distributed, writes into the same memory.
 
         Raises:
             TraceError: names the tensor.
