@@ -89,7 +89,7 @@ def attach(
     While a `replay` or `record` session is open on the model, each forward queues its rows with it; otherwise they are
     dropped. So `output = model(**batch)` is the whole forward step, and the `with` around the schedule turns replay on. It
     works through wrappers that pass keyword arguments on (DistributedDataParallel, Float16Module, torch.compile) and on
-    every pipeline stage; stages without MoE layers drop the rows.
+    every pipeline stage; stages without MoE layers drop the rows. A copy of the model is attached as the model is.
 
     Args:
         model_chunks: the model or its chunks on this rank.
@@ -99,8 +99,6 @@ def attach(
 
     Returns:
         An object whose `remove()` undoes it.
-
-    A copy of the model is attached as the model is.
 
     Raises:
         LayoutError: a chunk has no experts.
