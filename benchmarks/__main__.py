@@ -1,6 +1,6 @@
 """`make bench`: measure, keep the samples in benchmarks/raw/, and write benchmarks/RESULTS.md from them.
 
-python -m benchmarks                 everything, about 45 minutes on two cores
+python -m benchmarks                 everything, about 40 minutes on two cores
 python -m benchmarks router step     these parts; the other sections of RESULTS.md stay
 python -m benchmarks --render        nothing is measured: RESULTS.md anew from the samples
 """
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import allocator, breakdown, capture, growth, ingest, memory, router, step
+from benchmarks import capture, memory, router, step
 from benchmarks.measure import environment
 
 FOLDER = Path(__file__).parent
@@ -24,12 +24,8 @@ RESULTS = FOLDER / "RESULTS.md"
 RAW = FOLDER / "raw"
 PARTS: dict[str, Any] = {
     "router": router,
-    "allocator": allocator,
     "step": step,
     "memory": memory,
-    "ingest": ingest,
-    "growth": growth,
-    "breakdown": breakdown,
     "capture": capture,
 }
 
@@ -38,8 +34,8 @@ PARTS: dict[str, Any] = {
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 
 NO_GPU = (
-    "Empty: nothing was run on a GPU so far. `python benchmarks/gpu.py > benchmarks/raw/gpu.md` on one, then "
-    "`python -m benchmarks --render`, and its report stands here."
+    "Empty: nothing was run on a GPU so far. `python benchmarks/gpu.py` on one, then `python -m benchmarks --render`, and "
+    "its report stands here."
 )
 
 
@@ -89,8 +85,7 @@ def main() -> None:
     for name in [] if args.render else args.parts or PARTS:
         print(f"{name} ...", flush=True)
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "--measure", name]
-        environment_of_part = getattr(PARTS[name], "ENVIRONMENT", ENVIRONMENT)
-        subprocess.run(command, cwd=FOLDER.parent, env=os.environ | environment_of_part, check=True)
+        subprocess.run(command, cwd=FOLDER.parent, env=os.environ | ENVIRONMENT, check=True)
         RESULTS.write_text(results())
     RESULTS.write_text(results())
     print(RESULTS.read_text())

@@ -1,37 +1,26 @@
-"""What capturing routes costs a generation: three of them in one process, one captured, two not, step by step in turns.
+"""What capturing routes costs a generation: the time spent in the capturer and its hooks, as a share of each step.
 
-A transformers Qwen3-MoE of random weights on one thread; all generations use the same weights and make the same tokens. A
-ratio is the median over rounds, in which the same step ran once in each, in an order drawn anew, everything included:
-announcing the requests, the forward with its hooks, choosing tokens, copying and sorting the routes. "off / off" is what the
-two that are not captured differ by: noise. CPU time of the thread is the figure to trust on a machine that others use too.
-"Own" is the time inside the capturer and its hooks during further captured generations, as a share of their steps: of what
-capturing adds it leaves out only that torch calls hooks, and it has no noise of two generations. Between two matrix products
-nothing of this code is in the processor's caches, so it takes several times what it takes by itself.
+A transformers Qwen3-MoE of random weights on one thread. The seconds of two generations, one of them captured, differ by more
+noise than capturing takes; so the calls of the capturer are timed inside captured generations. That leaves out only that
+torch calls hooks.
 """
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from random import Random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
-from benchmarks.measure import Section, ratio, table
-from megatron_router_replay.capture import RoutedExpertsCapturer, create_capturer, token_positions
+from benchmarks.measure import Section, table
+from megatron_router_replay.capture import Capturer, token_positions
 
-TITLE = "Capture: generation with and without"
-
-Seconds = tuple[float, float]
-"""(wall, CPU time of this thread)."""
+TITLE = "Capture: the capturer's share of a generation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +37,6 @@ class Size:
 
 
 SIZES = [Size(), Size(batch=64, hidden=256, prompt=16)]
-
-
-@contextmanager
-def timed(seconds: list[Seconds]) -> Iterator[None]:
-    wall, cpu = time.perf_counter(), time.thread_time()
-    yield
-    seconds.append((time.perf_counter() - wall, time.thread_time() - cpu))
 
 
 def build(size: Size) -> Any:
@@ -76,130 +58,79 @@ def build(size: Size) -> Any:
 
 
 @torch.no_grad()
-def generate(model: Any, size: Size, capturer: RoutedExpertsCapturer) -> Iterator[Tensor]:
-    """Prefill, then decode greedily; yields the tokens of each step [batch, 1] when it is done."""
+def generate(model: Any, size: Size, capturer: Capturer, timed: Callable[[Any], Any]) -> Iterator[None]:
+    """Prefill, then decode greedily; yields after each step."""
     tokens = torch.randint(8192, (size.batch, size.prompt), generator=torch.Generator().manual_seed(1))
     names = list(range(size.batch))
     for name in names:
         capturer.add_request(name, num_prompt_tokens=size.prompt)
-    with capturer.forward(names, token_positions(torch.ones_like(tokens))):
-        output = model(tokens, use_cache=True, logits_to_keep=1)
+    sequences, positions, cache = tokens, token_positions(torch.ones_like(tokens)), None
     for position in range(size.prompt, size.prompt + size.new):
+        forward = capturer.forward(names, positions)
+        timed(forward.__enter__)()
+        output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        timed(forward.__exit__)(None, None, None)
         tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)
-        yield tokens
-        with capturer.forward(names, [position] * size.batch):
-            output = model(tokens, past_key_values=output.past_key_values, use_cache=True)
+        sequences = torch.cat([sequences, tokens], dim=1)
+        cache, positions = output.past_key_values, [position] * size.batch
+        yield
     for name in names:
-        captured = capturer.finish(name, num_tokens=size.prompt + size.new)
-        assert (captured is None) != capturer.enabled
+        assert capturer.finish(name, sequences[name]) is not None
 
 
-def own_shares(model: Any, size: Size, repeats: int = 4) -> dict[str, float]:
-    """Return the median share of its steps that a generation spends in the capturer and its hooks."""
+def measure_size(size: Size, repeats: int) -> dict[str, Any]:
+    """Return (seconds of the step, seconds of the capturer in it) of prefills and of decode steps."""
+    model = build(size)
     spent = [0.0]
 
-    def timed_call(function: Any) -> Any:
+    def timed(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                spent[0] += time.perf_counter() - start
+                spent[0] += time.thread_time() - start
 
         return call
 
-    shares: dict[str, list[float]] = defaultdict(list)
+    samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for repeat in range(repeats + 1):
-        capturer = create_capturer(model, max_num_tokens=size.batch * size.prompt)
+        capturer = Capturer(model, max_num_tokens=size.batch * size.prompt)
         for module in model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in hooks:
-                    hooks[key] = timed_call(hooks[key])
-        for name in ("begin_forward", "end_forward"):
-            setattr(capturer, name, timed_call(getattr(capturer, name)))
-        run = generate(model, size, capturer)
+                    hooks[key] = timed(hooks[key])
+        run = generate(model, size, capturer, timed)
         for step in range(size.new):
-            spent[0], start = 0.0, time.perf_counter()
+            spent[0], start = 0.0, time.thread_time()
             next(run)
             if repeat:  # the first warms up
-                shares["decode step" if step else "prefill"].append(spent[0] / (time.perf_counter() - start))
+                seconds = time.thread_time() - start
+                samples["decode step" if step else "prefill"].append(
+                    (float(f"{seconds:.4g}"), float(f"{spent[0]:.4g}"))
+                )
         assert next(run, None) is None
         capturer.close()
-    return {part: statistics.median(of_part) for part, of_part in shares.items()}
+    return {"size": asdict(size), "parameters": sum(map(torch.Tensor.numel, model.parameters())), "samples": samples}
 
 
-ARMS = ("on", "off", "off again")
-"""Captured; not; and not once more: how far "off again" is from "off" is the noise of this machine and of three models."""
-
-
-def measure_size(size: Size, repeats: int) -> list[dict[str, Any]]:
-    """Return the samples of the prefill and of the decode step."""
-    model = build(size)
-    # Hooks are on one of three models that share every weight.
-    weights = {id(parameter): parameter for parameter in model.parameters()}
-    models = {"on": model, **{arm: copy.deepcopy(model, dict(weights)) for arm in ARMS[1:]}}
-    max_num_tokens = size.batch * size.prompt
-    samples: dict[str, dict[str, list[Seconds]]] = defaultdict(lambda: {arm: [] for arm in ARMS})
-    order = Random(0)
-    for repeat in range(repeats + 1):
-        capturers = {
-            arm: create_capturer(models[arm], enable=arm == "on", max_num_tokens=max_num_tokens) for arm in ARMS
-        }
-        runs = {arm: generate(models[arm], size, capturers[arm]) for arm in ARMS}
-        for step in range(size.new):
-            tokens = {}
-            for arm in order.sample(ARMS, len(ARMS)):
-                # The first round warms up.
-                seconds = samples["decode step" if step else "prefill"][arm] if repeat else []
-                with timed(seconds):
-                    tokens[arm] = next(runs[arm])
-            assert all(torch.equal(tokens["on"], tokens[arm]) for arm in ARMS)
-        for arm in ARMS:
-            assert next(runs[arm], None) is None
-            capturers[arm].close()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    own = own_shares(model, size)
-    return [
-        {
-            "parameters": parameters,
-            "layers": size.layers,
-            "batch": size.batch,
-            "part": name,
-            **{arm: [[float(f"{value:.4g}") for value in pair] for pair in samples[name][arm]] for arm in ARMS},
-            "own": own[name],
-        }
-        for name in ("prefill", "decode step")
-    ]
-
-
-def measure(repeats: int = 10) -> list[dict[str, Any]]:
+def measure(repeats: int = 4) -> list[dict[str, Any]]:
     """Measure every size on one thread."""
     torch.set_num_threads(1)
-    return [part for size in SIZES for part in measure_size(size, repeats)]
+    return [measure_size(size, repeats) for size in SIZES]
 
 
 def render(raw: list[dict[str, Any]]) -> str:
     """Return the table."""
     rows = []
-    for part in raw:
-        # Samples taken before there was a second plain generation have no noise to show.
-        cpu, wall = ({arm: [pair[i] for pair in part[arm]] for arm in ARMS if arm in part} for i in (1, 0))
-        plain_cpu = statistics.median(cpu["off"])
-        model = f"{part['parameters'] / 1e6:.0f} M, {part['layers']}, {part['batch']}"
-        rows.append(
-            [
-                model,
-                part["part"],
-                f"{plain_cpu * 1e3:.1f}",
-                ratio(cpu, "on", "off"),
-                ratio(cpu, "off again", "off") if "off again" in cpu else "-",
-                f"{ratio(wall, 'on', 'off').median:.3f}",
-                f"{part['own']:.2%}",
-                len(part["on"]),
-            ]
-        )
-    head = ["parameters, layers, batch", "part", "off, ms", "on / off", "off / off", "on / off, wall", "own", "rounds"]
-    return table(head, rows)
+    for of_size in raw:
+        size = of_size["size"]
+        model = f"{of_size['parameters'] / 1e6:.0f} M, {size['layers']}, {size['batch']}"
+        for part, samples in of_size["samples"].items():
+            step = statistics.median(whole for whole, _ in samples)
+            share = statistics.median(own / whole for whole, own in samples)
+            rows.append([model, part, f"{step * 1e3:.1f}", f"{share:.2%}", len(samples)])
+    return table(["parameters, layers, batch", "part", "ms", "capturer's share, median", "steps"], rows)
 
 
 def main() -> Section:

@@ -21,7 +21,6 @@ import torch
 
 import megatron_router_replay as mrr
 from benchmarks.measure import peak_bytes
-from megatron_router_replay.diagnostics.diff import diff_sources
 from megatron_router_replay.diagnostics.source import block_rows, open_source
 
 LAYERS, TOPK, EXPERTS, SAMPLE = 48, 8, 128, 4096
@@ -49,17 +48,16 @@ def make_trace(megabytes: int, different: float) -> mrr.RoutingTrace:
 
 def read_both(a: str, b: str) -> None:
     """Read two files as a diff does, without comparing."""
-    with open_source(a) as one, open_source(b) as other:
-        size = block_rows(one, other)
-        for start in range(0, one.num_tokens, size):
-            one.read(start, start + size)
-            other.read(start, start + size)
+    one, other = open_source(a), open_source(b)
+    size = block_rows(one, other)
+    for start in range(0, one.num_tokens, size):
+        one.read(start, start + size)
+        other.read(start, start + size)
 
 
 def diff_both(a: str, b: str) -> None:
-    """Diff two files, the search for shifts included."""
-    with open_source(a, name="a") as one, open_source(b, name="b") as other:
-        diff_sources(one, other)
+    """Diff two files."""
+    mrr.diff_traces(a, b)
 
 
 def measure(a: str, b: str, repeats: int) -> dict[str, float]:

@@ -117,7 +117,8 @@ def single_process() -> Iterator[None]:
     """Be the one rank of a gloo group, with Megatron-Core on the CPU and one thread; layouts are left to initialise."""
     import torch.distributed as dist
 
-    from megatron_router_replay.testing import megatron_on_cpu, reset_megatron_state
+    from megatron_router_replay.testing import megatron_on_cpu
+    from tests.support.megatron_state import reset_megatron_state
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

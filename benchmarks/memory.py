@@ -17,13 +17,8 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from benchmarks.measure import Section, single_process, table
 from benchmarks.step import FULL
-from megatron_router_replay.testing import (
-    ParallelSizes,
-    build_tiny_gpt,
-    default_forward_step,
-    random_microbatches,
-    tiny_gpt_config,
-)
+from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, random_microbatches, tiny_gpt_config
+from megatron_router_replay.testing.schedule import default_forward_step
 
 TITLE = "Memory: bytes held a token and layer"
 LAYERS, EXPERTS, TOPK, MICROBATCHES, TOKENS = 4, 128, 8, 4, 512

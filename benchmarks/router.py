@@ -1,7 +1,7 @@
-"""What the hook costs: one router's selection, live, with Megatron-Core's own replay, with ours and with `fused.route`.
+"""What the hook costs: one router's selection, live, with Megatron-Core's own replay and with ours.
 
 Everything goes through Megatron-Core's routers, called as modules with their logits for an input, with a real session around
-them; `fused.route` is called by itself. Queuing the micro-batch is not timed here; parts step, growth and breakdown have it.
+them. Queuing the micro-batch is not timed here; part step has it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from benchmarks.measure import Seconds, Section, ratio, rounds, single_process, table, verdict
-from megatron_router_replay.fused import route
+from megatron_router_replay.mcore import Tape
 from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
 
 TITLE = "Router: one layer's selection, as ratios to live routing"
@@ -81,12 +81,13 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, select: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.logits, ctx.select = logits.detach(), select
-        return select(logits)
+        ctx.logits, ctx.select, ctx.tape = logits.detach(), select, Tape()
+        with ctx.tape.first_run():
+            return select(logits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        with torch.enable_grad():
+        with torch.enable_grad(), ctx.tape.again():
             probs = ctx.select(ctx.logits.requires_grad_(_Recomputed.backward_too))
         if _Recomputed.backward_too:
             probs.backward(grad)
@@ -138,12 +139,9 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
         own = router_module.router_replay = theirs.RouterReplay()
         own.set_target_indices(routes[:, layer].contiguous())
         own.set_router_replay_action(theirs.RouterReplayAction.REPLAY_FORWARD)
-    by_layer = trace.topk_indices.transpose(0, 1).contiguous()  # as a session keeps a micro-batch's routes
-    fused = partial(route, score_function=config.moe_router_score_function)
     alternatives = {
         "live": partial(run, live),
         "Megatron's replay": partial(run, megatron),
-        "fused.route": partial(run, lambda leaf: [fused(leaf, indices)[0] for indices in by_layer]),
     }
     prepare: dict[str, Callable[[], object]] = {}
     with ExitStack() as sessions:
@@ -166,8 +164,6 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
         prepare["replay"]()
         reference = alternatives["Megatron's replay"]()
         assert torch.equal(alternatives["replay"](), reference)
-        one_step = torch.finfo(dtype).eps if dtype is not torch.float32 else 0.0  # what rounds a float32 near a tie
-        assert torch.allclose(alternatives["fused.route"](), reference, rtol=one_step, atol=1e-6)
         return rounds(alternatives, repeats=repeats, prepare=prepare)
 
 
@@ -187,7 +183,7 @@ def measure(*, aim_repeats: int = AIM_REPEATS, repeats: int = REPEATS) -> list[d
 def render(raw: list[dict[str, Any]]) -> str:
     """Return the table, and the targets under it."""
     names = ["Megatron's replay", "replay", "replay, live rows", "replay, compare_live"]
-    names += ["record", "freeze, recompute", "fused.route"]
+    names += ["record", "freeze, recompute"]
     rows = []
     for case in raw:
         seconds = case["seconds"]
@@ -196,9 +192,9 @@ def render(raw: list[dict[str, Any]]) -> str:
         cells = {name: f"{ratio(seconds, name, 'live').median:.2f}" for name in names}
         cells["record"] = f"{record.median:.3f} ({record.low:.2f} to {record.high:.2f})"
         shown = [f"{case['tokens']}, {case['router']}", case["logits"], case["pass"], f"{ms:.2f}", *cells.values()]
-        rows.append([*shown, *(f"{ratio(seconds, n, names[0]).median:.2f}" for n in ("replay", "fused.route"))])
+        rows.append([*shown, f"{ratio(seconds, 'replay', names[0]).median:.2f}"])
     head = ["tokens, experts, topk", "logits", "pass", "live ms", *names]
-    head += ["replay / Megatron's", "fused / Megatron's"]
+    head += ["replay / Megatron's"]
     aim = {
         case["pass"]: case["seconds"]
         for case in raw
@@ -209,8 +205,6 @@ def render(raw: list[dict[str, Any]]) -> str:
         verdict("replay / Megatron's replay, both", ratio(aim["both"], "replay", names[0]), 1.05),
         verdict("record / live, forward", ratio(aim["forward"], "record", "live"), 1.03),
         verdict("record / live, both", ratio(aim["both"], "record", "live"), 1.03),
-        verdict("fused.route / Megatron's replay, forward", ratio(aim["forward"], "fused.route", names[0]), 0.50),
-        verdict("fused.route / Megatron's replay, both", ratio(aim["both"], "fused.route", names[0]), 0.60),
     ]
     return "\n".join(
         [

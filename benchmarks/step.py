@@ -19,13 +19,13 @@ import torch.distributed as dist
 import megatron_router_replay as mrr
 from benchmarks.measure import Section, peak_bytes, ratio, rounds, table, verdict
 from megatron_router_replay.testing import (
-    GlooWorkers,
     ParallelSizes,
     build_tiny_gpt,
     random_microbatches,
     run_schedule,
     tiny_gpt_config,
 )
+from tests.support.workers import GlooWorkers
 
 TITLE = "Step: whole training steps, as ratios to a step without"
 KINDS = ["off", "record", "replay", "freeze"]

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from benchmarks.measure import environment, table
-from megatron_router_replay.testing import GlooWorkers
 from tests.functional.verl.batches import Sizes, as_verl, make_batch
 from tests.functional.verl.cases import Case
 from tests.functional.verl.engines import OurEngine, StockEngine, loss_function
+from tests.support.workers import GlooWorkers
 
 SIZES = Sizes(prompts=(16, 12) * 4, responses=(30, 22) * 4, num_columns=8, topk=8, num_experts=64)
 CONFIG = {"num_layers": 8, "moe_router_topk": 8, "num_moe_experts": 64, "moe_ffn_hidden_size": 8, "hidden_size": 64}

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
         explain,
         freeze_recompute,
         install,
+        microbatch,
         record,
         replay,
+        stamp,
         uninstall,
     )
-    from megatron_router_replay.merge import merge_traces
-    from megatron_router_replay.router_replay import RouterReplay, RouterReplayAction
+    from megatron_router_replay.mcore.driven import RouterReplay, RouterReplayAction
     from megatron_router_replay.store import load_trace, save_trace
-    from megatron_router_replay.trace import RoutingTrace, concat_traces
+    from megatron_router_replay.trace import RoutingTrace, concat_traces, merge_traces
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 # A library says nothing until the program sets logging up, not even warnings (logging would print those by itself).
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -51,9 +52,11 @@ __all__ = [
     "load_trace",
     "mcore",
     "merge_traces",
+    "microbatch",
     "record",
     "replay",
     "save_trace",
+    "stamp",
     "store",
     "trainers",
     "transport",
@@ -61,8 +64,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "RouterReplay": "router_replay",
-    "RouterReplayAction": "router_replay",
+    "RouterReplay": "mcore",
+    "RouterReplayAction": "mcore",
     "RoutingTrace": "trace",
     "attach": "mcore",
     "close_sessions": "mcore",
@@ -72,10 +75,12 @@ _MODULES = {
     "freeze_recompute": "mcore",
     "install": "mcore",
     "load_trace": "store",
-    "merge_traces": "merge",
+    "merge_traces": "trace",
+    "microbatch": "mcore",
     "record": "mcore",
     "replay": "mcore",
     "save_trace": "store",
+    "stamp": "mcore",
     "uninstall": "mcore",
 }
 """Public name -> the module that has it; every other public name is a module itself."""

@@ -1,7 +1,14 @@
-"""The errors of the package: each says what was attempted, the values seen and what to do."""
+"""The errors of the package: each says what was attempted, the values seen and what to do.
 
+A message begins with the code of its cause, as in "MRR204: cannot split 6 positions over tp_size=4: not a multiple". The
+code is part of the text at the `raise`, so a search for it finds both the places and its section of docs/errors.md.
+"""
+
+import re
 from collections.abc import Sequence
 from typing import Any
+
+_CODE = re.compile(r"MRR\d{3}: ")
 
 
 def listed(values: Sequence[Any]) -> str:
@@ -10,7 +17,21 @@ def listed(values: Sequence[Any]) -> str:
 
 
 class RouterReplayError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    `code` is the code of the cause, as "MRR204"; None if the message has none.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        # Whoever passes an error on puts words in front of it ("cannot merge step 12: "); the code of the cause goes first.
+        head, newline, rest = message.partition("\n")
+        codes = _CODE.findall(head)
+        super().__init__(codes[-1] + _CODE.sub("", head) + newline + rest if codes else message)
+
+    @property
+    def code(self) -> str | None:
+        found = _CODE.match(str(self))
+        return found[0][:-2] if found else None
 
 
 class TraceError(RouterReplayError, ValueError):

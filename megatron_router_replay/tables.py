@@ -1,11 +1,18 @@
-"""Rows of cells -> plain text or HTML: the one table that reports, diffs, pages and commands print."""
+"""Rows of cells -> plain text or HTML: the one table that reports, diffs, pages and commands print, and a file of it.
+
+Nothing here needs torch: a command must work where it is missing.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 """Categories of characters that a terminal obeys or hides: controls, directions, halves of pairs, line separators."""
@@ -30,7 +37,6 @@ class Table:
         rows: cells of each row, as many in every row.
         head: titles of the columns; empty: facts need none.
         words: columns of words, which stand on the left; all others hold numbers and stand on the right.
-        bars: column -> length of a bar behind each of its cells, 0..1, where HTML is styled to show bars.
         left_out: a sentence about rows that are not here; empty: all are.
     """
 
@@ -38,7 +44,6 @@ class Table:
     rows: Sequence[Sequence[str]]
     head: Sequence[str] = ()
     words: Sequence[int] = ()
-    bars: Mapping[int, Sequence[float]] = field(default_factory=dict)
     left_out: str = ""
 
     def text(self) -> str:
@@ -55,8 +60,8 @@ class Table:
         """Return a `<table>` that a notebook or a page shows; every cell is escaped."""
         head = "".join(f"<th{self._style(i)}>{escape(title)}</th>" for i, title in enumerate(self.head))
         body = "".join(
-            "<tr>" + "".join(f"<td{self._style(i, row)}>{escape(cell)}</td>" for i, cell in enumerate(cells)) + "</tr>"
-            for row, cells in enumerate(self.rows)
+            "<tr>" + "".join(f"<td{self._style(i)}>{escape(cell)}</td>" for i, cell in enumerate(cells)) + "</tr>"
+            for cells in self.rows
         )
         columns = len(self.head) or max(map(len, self.rows), default=1)
         foot = f'<tfoot><tr><td colspan="{columns}">{escape(self.left_out)}</td></tr></tfoot>' if self.left_out else ""
@@ -66,12 +71,53 @@ class Table:
             + f"<tbody>{body}</tbody>{foot}</table>"
         )
 
-    def _style(self, column: int, row: int | None = None) -> str:
-        bar = f"--bar:{self.bars[column][row]:.1%};" if row is not None and column in self.bars else ""
+    def _style(self, column: int) -> str:
         # Inline, because notebooks drop style sheets.
-        return f' style="{bar}text-align:{"left" if column in self.words else "right"}"'
+        return f' style="text-align:{"left" if column in self.words else "right"}"'
 
 
 def share(count: int | float, total: int | float) -> str:
     """Return count / total in per cent, "-" of nothing."""
     return f"{count / total:.2%}" if total else "-"
+
+
+def number_words(numbers: Iterable[int], most: int = 8) -> str:
+    """Return "2..4, 9" of [2, 3, 4, 9], in the order given; at most so many runs."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [f"{first}" if first == last else f"{first}..{last}" for first, last in runs[:most]]
+    return ", ".join([*shown, *(["..."] if len(runs) > most else [])]) or "none"
+
+
+def replace_text(path: str | os.PathLike[str], text: str) -> Path:
+    """Write text to a file and return its path; a file that was there stays until the new one is complete.
+
+    Raises:
+        OSError: it cannot be written; nothing was changed.
+    """
+    path = Path(path)
+    # A link's target is replaced, not the link; a device or a pipe has nothing to keep.
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return path
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        # mkstemp makes files that only their owner reads; this one gets what any new file would.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~mask)
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return path

@@ -1,14 +1,19 @@
-"""Fixtures that all tests share: pools of gloo workers, started by the first test that runs something in them."""
+"""Fixtures that all tests share: Megatron-Core in the tests' own process, and pools of gloo workers."""
 
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
-from megatron_router_replay.testing import GlooWorkers
+from tests.support.workers import GlooWorkers
+
+if TYPE_CHECKING:
+    from tests.support.one_rank import OneRank
 
 # Before torch is loaded. Its tensors are tiny here, and idle OpenMP threads that spin take the processor from the workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,10 +23,9 @@ settings.load_profile("any machine")
 
 @pytest.fixture(autouse=True)
 def no_routers_of_other_tests() -> None:
-    """Empty the process-wide lists of RouterReplay, ours and Megatron's: they hold on to the routers of earlier tests."""
-    for module in ("megatron_router_replay.router_replay", "megatron.core.transformer.moe.router_replay"):
-        if loaded := sys.modules.get(module):
-            loaded.RouterReplay.clear_global_router_replay_instances()
+    """Empty the process-wide list of RouterReplay: it holds on to the routers of earlier tests."""
+    if loaded := sys.modules.get("megatron.core.transformer.moe.router_replay"):
+        loaded.RouterReplay.clear_global_router_replay_instances()
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +37,41 @@ def same_random_numbers() -> None:
 
 
 @pytest.fixture(scope="session")
-def workers_1() -> Iterator[GlooWorkers]:
-    with GlooWorkers(1) as workers:
-        yield workers
+def imports_are_frozen() -> Iterator[None]:
+    """Set what is imported apart: a collection of garbage takes 0.3 s to look through torch and Megatron-Core."""
+    import megatron.core.transformer.moe.router  # noqa: F401  # not above: it loads torch
+
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def megatron(imports_are_frozen: None) -> Iterator[None]:
+    """Make the test the only rank of a gloo group, with Megatron-Core on a CPU."""
+    from tests.support.one_rank import only_rank  # not above: it loads torch
+
+    with only_rank():
+        yield
+
+
+@pytest.fixture(scope="session")
+def on_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Return a function that runs `fn(*args)` on so many ranks, where it asserts, and returns the results by rank."""
+
+    def run(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        results: list[Any] = request.getfixturevalue(f"workers_{num_ranks}").run(fn, *args)
+        return results
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def workers_1() -> "OneRank":
+    from tests.support.one_rank import OneRank  # not above: it loads torch
+
+    return OneRank()
 
 
 @pytest.fixture(scope="session")

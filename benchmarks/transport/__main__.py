@@ -1,9 +1,8 @@
-"""What moving routes costs, leg by leg, beside what a user would do instead.
+"""What moving routes costs, beside raw gloo, and a payload that no process could hold.
 
-python -m benchmarks.transport                                # all parts; writes benchmarks/RESULTS_transport.md
-python -m benchmarks.transport real compression               # these parts, about 5 minutes; the others' results stay
+python -m benchmarks.transport                                # both parts; writes benchmarks/RESULTS_transport.md
+python -m benchmarks.transport exchange                       # this part; the other's results stay
 python -m benchmarks.transport streamed --gigabytes 5
-python -m benchmarks.transport compression --routes FILE      # also measures a trace file, of any model's routes
 """
 
 from __future__ import annotations
@@ -14,24 +13,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.measure import environment
-from benchmarks.transport.compression import compression
-from benchmarks.transport.real import real
+from benchmarks.transport.exchange import exchange
 from benchmarks.transport.streamed import streamed
 
 RESULTS = Path(__file__).parent.parent / "RESULTS_transport.md"
-PARTS = {"real": "Leg by leg", "compression": "Compression", "streamed": "Streamed"}
+PARTS = {"exchange": "From traces to training ranks", "streamed": "Streamed"}
 
 
 def main() -> None:
     """Run some parts or all, and write their sections."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS), help="default: all")
-    parser.add_argument("--gigabytes", type=float, help="of routes; default 1 for real, 61.5 for streamed")
-    parser.add_argument("--routes", type=Path, help="a trace file, for compression")
+    parser.add_argument("--gigabytes", type=float, help="of routes; default 0.6 for exchange, 61.5 for streamed")
     options = parser.parse_args()
     run: dict[str, Callable[[], str]] = {
-        "real": lambda: real(options.gigabytes or 1.0),
-        "compression": lambda: compression(options.routes),
+        "exchange": lambda: exchange(options.gigabytes or 0.6),
         "streamed": lambda: streamed(options.gigabytes or 61.5),
     }
     for part in options.parts:

@@ -1,26 +1,30 @@
-"""Send to receive: the batch from this process to two others, in several ways that take turns."""
+"""Send to receive: a batch from this process to two others, over this package and over raw gloo in turns."""
 
 from __future__ import annotations
 
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.transport.common import LIMITS, MESSAGE, ROW_BYTES, STAGES, Row, children, gb_per_s
+from benchmarks.transport.common import LIMITS, Row, children, gb_per_s, table
 from megatron_router_replay import RoutingTrace
-from megatron_router_replay.transport import DistributedReceiver, DistributedSender, ParallelLayout, open_store
+from megatron_router_replay.transport import ParallelLayout, RouteGroup, open_store
 
 ROUNDS = 7
 """Of which the first, when memory is new and connections are made, does not count."""
+SAMPLE, NUM_LAYERS, TOPK, NUM_EXPERTS = 4096, 48, 8, 128
+LAYOUT = ParallelLayout(stage_layers=(tuple(range(1, 25)), tuple(range(25, 49))))
+MESSAGE = 32 << 20
 
 
-class Exchange:
+class Exchange(ABC):
     """A way to get the batch from this process to two others; they wait, without work, while others take their turn."""
 
     def __init__(self, receive: Callable[..., None], *args: Any) -> None:
@@ -36,18 +40,18 @@ class Exchange:
         self.seconds.append(time.perf_counter() - wall)
         self.cpu_seconds.append(time.process_time() - cpu)
 
+    @abstractmethod
     def send(self) -> None:
-        raise NotImplementedError
+        """Send the batch, until both have it."""
 
     def finish(self) -> list[Any]:
-        """Return what the receivers say: [check sums, CPU seconds of each round]."""
-        said = [self._queue.get() for _ in self._processes]
+        """Return the receivers' check sums and add their CPU seconds of each round."""
+        results = [self._queue.get() for _ in self._processes]
         for process in self._processes:
             process.join()
-        for checks_of_rank, cpu in said:
-            assert len(checks_of_rank) == 1, "every round brought the same"
-            self.cpu_seconds = [mine + theirs for mine, theirs in zip(self.cpu_seconds, cpu)]
-        return said
+        for _, cpu in results:
+            self.cpu_seconds = [own + received for own, received in zip(self.cpu_seconds, cpu)]
+        return [sums for sums, _ in results]
 
     def row(self, what: str, total: int) -> Row:
         return (
@@ -57,14 +61,13 @@ class Exchange:
         )
 
 
-def _receive(rank: int, queue: Any, port: int, reuse: bool) -> None:
+def _receive(rank: int, queue: Any, port: int) -> None:
     store = open_store("127.0.0.1", port, is_server=False)
-    layout = ParallelLayout(stage_layers=STAGES)
     sums, cpu = set(), []
-    with DistributedReceiver(store, layout, layout.place_of(rank), reuse_memory=reuse, **LIMITS) as receiver:
+    with RouteGroup(store, LAYOUT, place=LAYOUT.place_of(rank), **LIMITS) as group:
         for _ in range(ROUNDS):
             began = time.process_time()
-            trace = receiver.receive()
+            trace = group.receive()
             cpu.append(time.process_time() - began)
             sums.add(int(trace.topk_indices[::997].sum()))
             del trace
@@ -74,55 +77,34 @@ def _receive(rank: int, queue: Any, port: int, reuse: bool) -> None:
 class Ours(Exchange):
     """This package's way."""
 
-    def __init__(self, traces: list[RoutingTrace], *, reuse: bool) -> None:
-        super().__init__(_receive, reuse)
+    def __init__(self, traces: list[RoutingTrace]) -> None:
+        super().__init__(_receive)
         self._traces = traces
-        self.sender = DistributedSender(
-            self._store,
-            ParallelLayout(stage_layers=STAGES),
-            bucket_bytes=MESSAGE // ROW_BYTES * (ROW_BYTES + 1),
-            **LIMITS,
-        )
+        self._group = RouteGroup(self._store, LAYOUT, sender=0, **LIMITS)
 
     def send(self) -> None:
-        self.sender.times.reset()
-        self.sender.send(self._traces)
-        self.sender.join()
+        self._group.send(self._traces)
+        self._group.join()
 
     def finish(self) -> list[Any]:
-        said = super().finish()
-        self.sender.close()
-        expected = [sum(int(part.sum()) for part in _every(self._traces, 997, stage)) for stage in range(2)]
-        assert sorted(sums.pop() for sums, _ in said) == sorted(expected), "every rank got its slice"
-        return said
+        received = super().finish()
+        self._group.close()
+        whole = torch.cat([trace.topk_indices for trace in self._traces])[::997]
+        expected = [{int(whole[:, :24].sum())}, {int(whole[:, 24:].sum())}]
+        assert sorted(map(sorted, received)) == sorted(map(sorted, expected)), "every rank got its slice, every time"
+        return received
 
 
-def _every(traces: list[RoutingTrace], step: int, stage: int) -> list[torch.Tensor]:
-    parts, row = [], 0
-    for trace in traces:
-        parts.append(trace.topk_indices[(-row) % step :: step, 24 * stage : 24 * stage + 24])
-        row += trace.num_tokens
-    return parts
-
-
-def _raw_receive(rank: int, queue: Any, port: int, nbytes: int, memory: str) -> None:
+def _raw_receive(rank: int, queue: Any, port: int, nbytes: int) -> None:
     group = dist.ProcessGroupGloo(_raw_store(port, rank), 1, 2, timedelta(minutes=30))
-    whole = memory != "two messages"
-    into = torch.empty(nbytes if whole else 2 * MESSAGE, dtype=torch.uint8)
     cpu = []
     for _ in range(ROUNDS):
         began = time.process_time()
-        if memory == "new":
-            into = torch.empty(nbytes, dtype=torch.uint8)
-        _two_in_flight(nbytes, lambda i, size, into=into: group.recv([_piece(into, i, size, whole)], 0, 0))
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        _two_in_flight(nbytes, lambda start, stop, memory=memory: group.recv([memory[start:stop]], 0, 0))
         cpu.append(time.process_time() - began)
         group.send([torch.zeros(1, dtype=torch.uint8)], 0, 0).wait(timedelta(minutes=1))
-    queue.put(({0}, cpu))
-
-
-def _piece(memory: torch.Tensor, i: int, size: int, whole: bool) -> torch.Tensor:
-    start = (i if whole else i % 2) * MESSAGE
-    return memory[start : start + size]
+    queue.put((set(), cpu))
 
 
 def _raw_store(port: int, rank: int) -> Any:
@@ -132,95 +114,62 @@ def _raw_store(port: int, rank: int) -> Any:
 
 def _two_in_flight(nbytes: int, start: Callable[[int, int], Any]) -> None:
     works: list[Any] = []
-    for i in range(-(-nbytes // MESSAGE)):
+    for begin in range(0, nbytes, MESSAGE):
         if len(works) == 2:
             works.pop(0).wait()
-        works.append(start(i, min(MESSAGE, nbytes - i * MESSAGE)))
+        works.append(start(begin, min(begin + MESSAGE, nbytes)))
     for work in works:
         work.wait()
 
 
 class Raw(Exchange):
-    """Messages of the same size over the same gloo: of two that lie ready, or of the batch, which has to be gathered."""
+    """Messages of the same size over the same gloo, of memory that lies ready: nothing is gathered."""
 
-    def __init__(self, traces: list[RoutingTrace], *, memory: str, gathered: bool) -> None:
-        self._nbytes = sum(trace.topk_indices.nbytes for trace in traces) // 2
-        super().__init__(_raw_receive, self._nbytes, memory)
-        self._traces = traces if gathered else None
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        super().__init__(_raw_receive, nbytes)
         self._groups = [
             dist.ProcessGroupGloo(_raw_store(self._store.port, rank), 0, 2, timedelta(minutes=30)) for rank in range(2)
         ]
-        self._memory = [torch.ones(2 * MESSAGE, dtype=torch.uint8) for _ in range(2)]
+        self._memory = torch.ones(MESSAGE, dtype=torch.uint8)
 
     def send(self) -> None:
-        threads = [threading.Thread(target=self._send, args=(rank,)) for rank in range(2)]
+        threads = [threading.Thread(target=self._send, args=(group,)) for group in self._groups]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def _send(self, rank: int) -> None:
-        group, rows = self._groups[rank], self._rows(rank)
-
-        def start(i: int, size: int) -> Any:
-            message = _piece(self._memory[rank], i, size, False)
-            if self._traces is not None:
-                at = 0
-                for part in next_rows(rows, size // ROW_BYTES):
-                    message[at : at + part.numel()].view(part.shape).copy_(part)
-                    at += part.numel()
-            return group.send([message], 1, 0)
-
-        _two_in_flight(self._nbytes, start)
+    def _send(self, group: Any) -> None:
+        _two_in_flight(self._nbytes, lambda start, stop: group.send([self._memory[: stop - start]], 1, 0))
         group.recv([torch.zeros(1, dtype=torch.uint8)], 1, 0).wait(timedelta(minutes=1))
 
-    def _rows(self, rank: int) -> list[torch.Tensor]:
-        return [trace.topk_indices[:, 24 * rank : 24 * rank + 24] for trace in self._traces or []]
 
-
-def next_rows(parts: list[torch.Tensor], count: int) -> Iterator[torch.Tensor]:
-    """Take `count` rows from the front of `parts`."""
-    while count:
-        part = parts.pop(0)
-        if len(part) > count:
-            parts.insert(0, part[count:])
-        yield part[:count]
-        count -= min(count, len(part))
-
-
-def exchange(traces: list[RoutingTrace]) -> list[Row]:
-    """Send the batch in several ways that take turns, so that who else uses the machine slows all of them down."""
-    ways: dict[str, Exchange] = {
-        "**this package**, into new memory": Ours(traces, reuse=False),
-        "raw gloo, nothing gathered, into new memory": Raw(traces, memory="new", gathered=False),
-        "**this package**, into the same memory (`reuse_memory=True`)": Ours(traces, reuse=True),
-        "raw gloo, gathered from the samples, into the same memory": Raw(traces, memory="same", gathered=True),
-        "raw gloo, nothing gathered, the same two messages over and over": Raw(
-            traces, memory="two messages", gathered=False
-        ),
-    }
-    for number in range(ROUNDS):
-        for way in list(ways.values())[:: 1 if number % 2 else -1]:
-            way.step()
+def exchange(gigabytes: float) -> str:
+    """Send the batch in two ways that take turns, so that who else uses the machine slows both down."""
+    torch.set_num_threads(1)
+    first = [torch.randint(0, 16, (SAMPLE, NUM_LAYERS, 1)) for _ in range(4)]
+    routes = [(ids + 16 * torch.arange(TOPK)).to(torch.uint8) for ids in first]
+    num_samples = max(4, round(gigabytes * 1e9 / routes[0].nbytes))
+    traces = [
+        RoutingTrace(topk_indices=routes[i % 4].clone(), layer_numbers=tuple(range(1, 49)), num_experts=NUM_EXPERTS)
+        for i in range(num_samples)
+    ]
     total = sum(trace.topk_indices.nbytes for trace in traces)
-    rows = []
-    for what, way in ways.items():
-        way.finish()
-        rows.append(way.row(what, total))
-    new, raw_new, same, gathered, ready = ways.values()
-    for what, one, other in (
-        ("**ratio**, new memory", new, raw_new),
-        ("**ratio**, same memory, to raw gloo that gathers as it must", same, gathered),
-        ("**ratio**, same memory, to raw gloo that gathers nothing and keeps nothing", same, ready),
-    ):
-        ratios = [theirs / ours for ours, theirs in zip(one.seconds[1:], other.seconds[1:])]
-        best = min(other.seconds[1:]) / min(one.seconds[1:])
-        rows.append(
-            (what, f"**{statistics.median(ratios):.2f}** median of {len(ratios)} rounds, {best:.2f} of the best")
-        )
-    assert isinstance(same, Ours)
-    legs = same.sender.times.metrics("")
-    rows.append(
-        ("leg partition, beside sending", f"{legs['rollout_partition_gb_per_s']:.2f} GB/s in each of two threads")
+    ours, raw = Ours(traces), Raw(total // 2)
+    for number in range(ROUNDS):
+        for way in (ours, raw) if number % 2 else (raw, ours):
+            way.step()
+    ours.finish()
+    raw.finish()
+    ratios = [theirs / own for own, theirs in zip(ours.seconds[1:], raw.seconds[1:])]
+    best = min(raw.seconds[1:]) / min(ours.seconds[1:])
+    rows = [
+        ours.row("**this package**", total),
+        raw.row("raw gloo, nothing gathered", total),
+        ("**ratio**", f"**{statistics.median(ratios):.2f}** median of {len(ratios)} rounds, {best:.2f} of the best"),
+    ]
+    return (
+        f"{total / 1e9:.2f} GB of routes, {num_samples} samples of {SAMPLE} tokens x {NUM_LAYERS} layers x top-{TOPK} of "
+        f"{NUM_EXPERTS}, to the processes of two pipeline stages, over loopback, into new memory:\n\n{table(rows)}"
     )
-    return rows

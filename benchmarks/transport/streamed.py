@@ -12,15 +12,10 @@ import torch
 from benchmarks.measure import peak_bytes
 from benchmarks.transport.common import LIMITS, Row, children, gb_per_s, table
 from megatron_router_replay import RoutingTrace
-from megatron_router_replay.transport import (
-    DistributedReceiver,
-    DistributedSender,
-    ParallelLayout,
-    Part,
-    TraceFormat,
-    open_store,
-)
-from megatron_router_replay.transport.rows import Memory
+from megatron_router_replay.trace.header import TraceFormat
+from megatron_router_replay.transport import ParallelLayout, RouteGroup, open_store
+from megatron_router_replay.transport.gather import Memory
+from megatron_router_replay.transport.plan import Runs
 
 
 class GeneratedRows:
@@ -32,13 +27,14 @@ class GeneratedRows:
         self.sequence_lengths = (num_tokens // 1024,) * 1024
         self.block = block(1 << 16)
 
-    def fill(self, part: Part, start: int, stop: int, memory: Memory) -> None:
-        at = start
-        while at < stop:
-            count = min(stop - at, len(self.block) - at % len(self.block))
-            begin = at % len(self.block)
-            memory["topk_indices"][at - start : at - start + count] = self.block[begin : begin + count]
-            at += count
+    def fill(self, runs: Runs, layer_numbers: tuple[int, ...], memory: Memory) -> None:
+        ids, at = memory["topk_indices"], 0
+        for start, stop in runs:
+            while start < stop:
+                begin = start % len(self.block)
+                count = min(stop - start, len(self.block) - begin)
+                ids[at : at + count] = self.block[begin : begin + count]
+                start, at = start + count, at + count
         memory["replay_mask"].fill_(True)
 
 
@@ -71,8 +67,8 @@ def _consume(rank: int, queue: Any, port: int) -> None:
         seen[1] += trace.topk_indices.nbytes
 
     before = resident_bytes()
-    with DistributedReceiver(store, layout, layout.place_of(0), **LIMITS) as receiver:
-        receiver.stream(consume)
+    with RouteGroup(store, layout, place=layout.place_of(0), **LIMITS) as group:
+        group.stream(consume)
     queue.put((*seen, peak_bytes() - before, peak_bytes()))
 
 
@@ -81,10 +77,10 @@ def _produce(rank: int, queue: Any, port: int, num_tokens: int) -> None:
     layout = ParallelLayout(stage_layers=(GeneratedRows.format.layer_numbers,))
     source = GeneratedRows(num_tokens)
     before = resident_bytes()
-    with DistributedSender(store, layout, **LIMITS) as sender:
+    with RouteGroup(store, layout, sender=0, **LIMITS) as group:
         began = time.perf_counter()
-        sender.send(source)
-        sender.join()
+        group.send(source)
+        group.join()
         seconds = time.perf_counter() - began
     queue.put((seconds, peak_bytes() - before, peak_bytes()))
 

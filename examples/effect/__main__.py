@@ -11,7 +11,7 @@ from benchmarks.measure import environment
 from examples.effect import figures, freeze, rl
 from examples.effect.arms import ARMS
 from examples.effect.results import columns, load, save
-from megatron_router_replay.testing import GlooWorkers
+from megatron_router_replay.testing import run_ranks
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 OUT = Path("build/effect")
@@ -27,8 +27,7 @@ def gap(engine: Engine = "transformers", python: Python = "", steps: int = 20) -
     out = OUT / f"gap_{engine}"
     out.mkdir(parents=True, exist_ok=True)
     run = rl.Run(out=out, arm="r3", seed=0, steps=steps, engine=engine, python=python, measure_every=1, floors=True)
-    with GlooWorkers(1) as workers:
-        metrics = workers.run(rl.train, run, timeout_s=TIMEOUT_S)[0]
+    metrics = run_ranks(1, rl.train, run, timeout_s=TIMEOUT_S)[0]
     names = ("kl_live", "kl", "kl_floor", "kl_floor_engine", "router_disagreement", "reward")
     print(save(f"gap_{engine}", {"environment": where, **columns(metrics, names)}))
 
@@ -38,11 +37,10 @@ def freeze_(steps: int = 20) -> None:
     """Train with recompute, live and frozen, and compare the gradients with those of no recompute."""
     where = environment()
     runs = {}
-    with GlooWorkers(1) as workers:
-        for name, frozen in (("live", False), ("frozen", True)):
-            run = workers.run(freeze.train, frozen, steps, 0, timeout_s=TIMEOUT_S)[0]
-            names = ("flips", "error", "router_error", "loss")
-            runs[name] = {**run, "steps": columns(run["steps"], names)}
+    for name, frozen in (("live", False), ("frozen", True)):
+        run = run_ranks(1, freeze.train, frozen, steps, 0, timeout_s=TIMEOUT_S)[0]
+        names = ("flips", "error", "router_error", "loss")
+        runs[name] = {**run, "steps": columns(run["steps"], names)}
     print(save("freeze", {"environment": where, **runs}))
 
 
@@ -61,21 +59,20 @@ def rl_(
         if go_on
         else {"environment": environment(), "arms": {arm: {name: [] for name in names} for arm in ARMS}}
     )
-    with GlooWorkers(1) as workers:
-        for seed in range(len(results["arms"]["off"]["reward"]), seeds):
-            of_seed = {}
-            for arm in ARMS:
-                out = OUT / f"{arm}_{seed}"
-                out.mkdir(parents=True, exist_ok=True)
-                run = rl.Run(out=out, arm=arm, seed=seed, steps=steps)
-                metrics = workers.run(rl.train, run, timeout_s=TIMEOUT_S)[0]
-                of_seed[arm] = columns(metrics, names)
-                seconds = sum(step["seconds"] for step in metrics)
-                print(f"seed {seed}, {arm}: reward {metrics[-1]['reward']:.3f} after {seconds:.0f} s", flush=True)
-            for arm, of_arm in of_seed.items():
-                for name, values in of_arm.items():
-                    results["arms"][arm][name].append(values)
-            print(save("rl", results), flush=True)  # an interrupted run keeps its whole seeds
+    for seed in range(len(results["arms"]["off"]["reward"]), seeds):
+        of_seed = {}
+        for arm in ARMS:
+            out = OUT / f"{arm}_{seed}"
+            out.mkdir(parents=True, exist_ok=True)
+            run = rl.Run(out=out, arm=arm, seed=seed, steps=steps)
+            metrics = run_ranks(1, rl.train, run, timeout_s=TIMEOUT_S)[0]
+            of_seed[arm] = columns(metrics, names)
+            seconds = sum(step["seconds"] for step in metrics)
+            print(f"seed {seed}, {arm}: reward {metrics[-1]['reward']:.3f} after {seconds:.0f} s", flush=True)
+        for arm, of_arm in of_seed.items():
+            for name, values in of_arm.items():
+                results["arms"][arm][name].append(values)
+        print(save("rl", results), flush=True)  # an interrupted run keeps its whole seeds
 
 
 @app.command(name="figures")

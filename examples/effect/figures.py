@@ -22,12 +22,13 @@ LABEL_HEIGHT = 15.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One line: its values, a band around them (or none), its name, and one of `COLOURS`."""
+    """One line: its values, a band around them (or none), its name, and one of `COLOURS`; a wide one shows beneath others."""
 
     name: str
     colour: str
     values: Sequence[float]
     band: Sequence[tuple[float, float]] = ()
+    wide: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,8 @@ def draw(title: str, subtitle: str, note: str, axis: Axis, lines: Sequence[Line]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">',
         f"<style>{_style()}</style>",
+        # The browser chooses between light and dark, the page may show the other: a ground of its own keeps text readable.
+        f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
         f'<text x="{LEFT}" y="22" font-weight="600">{title}</text>',
         f'<text x="{LEFT}" y="40" class="small">{subtitle}</text>',
     ]
@@ -73,7 +76,7 @@ def draw(title: str, subtitle: str, note: str, axis: Axis, lines: Sequence[Line]
             parts.append(f'<polygon class="band {line.colour}" points="{" ".join(lows + highs[::-1])}"/>')
     for line, y in zip(lines, _label_places([axis.y(fmean(line.values[-10:])) for line in lines])):
         points = " ".join(f"{_x(i, steps):.1f},{axis.y(value):.1f}" for i, value in enumerate(line.values))
-        parts.append(f'<polyline class="{line.colour}" points="{points}"/>')
+        parts.append(f'<polyline class="{line.colour}{" wide" if line.wide else ""}" points="{points}"/>')
         parts.append(f'<text class="{line.colour}" x="{RIGHT + 6}" y="{y + 4:.1f}">{line.name}</text>')
     for step in (1, steps // 2, steps):
         x = _x(step - 1, steps)
@@ -100,9 +103,11 @@ def _label_places(wanted: Sequence[float]) -> list[float]:
 
 
 def _style() -> str:
-    light = "text{font:13px system-ui,sans-serif;fill:#1f2328}.small{font-size:12px;fill:#59636e}.grid{stroke:#d1d9e0}"
-    dark = "text{fill:#e6edf3}.small{fill:#9198a1}.grid{stroke:#3d444d}"
-    shapes = "polyline{fill:none;stroke-width:2}.band{stroke:none;opacity:.15}text[class]{stroke:none}"
+    light = ".ground{fill:#fff}text{font:13px system-ui,sans-serif;fill:#1f2328}"
+    light += ".small{font-size:12px;fill:#59636e}.grid{stroke:#d1d9e0}"
+    dark = ".ground{fill:#0d1117}text{fill:#e6edf3}.small{fill:#9198a1}.grid{stroke:#3d444d}"
+    shapes = "polyline{fill:none;stroke-width:2}.wide{stroke-width:8;opacity:.45}"
+    shapes += ".band{stroke:none;opacity:.15}text[class]{stroke:none}"
     for name, (on_light, on_dark) in COLOURS.items():
         rule = "polyline.%s{stroke:%s}polygon.%s,text.%s{fill:%s}"
         light += rule % (name, on_light, name, name, on_light)
@@ -134,8 +139,8 @@ def rl_picture(results: dict[str, Any]) -> str:
 def gap_picture(results: dict[str, Any], engine: str) -> str:
     lines = [
         Line(name="live router", colour="red", values=results["kl_live"]),
+        Line(name="equal routes", colour="grey", values=results["kl_floor"], wide=True),
         Line(name="R3", colour="green", values=results["kl"]),
-        Line(name="equal routes", colour="grey", values=results["kl_floor"]),
     ]
     return draw(
         "What replay leaves of the gap is what equal routes leave",

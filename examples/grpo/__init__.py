@@ -21,8 +21,8 @@ In the order that data moves:
 To lift it into a trainer: the lines marked "# replay" in trainer.py, the `routing_rows` field in batch.py, `choose_trace` in
 loop.py. Where engines are processes of their own, worker.py and routes.py too: a training rank gets the routes of its
 data-parallel samples and its pipeline stage's layers only, and `routing_rows` count those samples. Each step then prints how
-long training waited for routes, and for what; metrics.jsonl has every leg under `router_replay/transport/`, those of the
-rollout side summed over its workers.
+long training waited for routes, and for what; metrics.jsonl has the seconds of both sides under
+`router_replay/transport/`, those of the slowest worker.
 
 The routes of a trained policy, for `router-replay inspect` or to measure with: train, then add one large rollout, as in
 `train --resume --steps 31 --prompts 128 --per-prompt 16 --save-routes routes.safetensors`.

@@ -14,7 +14,7 @@ from rich.table import Table
 from examples.grpo.loop import Metrics, train
 from examples.grpo.plot import plot_runs
 from examples.grpo.settings import REPLAYS, Settings
-from megatron_router_replay.testing import GlooWorkers
+from megatron_router_replay.testing import run_ranks
 
 LAST = 5
 FROZEN_STEPS = 20
@@ -39,19 +39,18 @@ def compare(out: Path, *, steps: int, updates: int, lr: float) -> dict[str, Any]
     base = Settings(out=out, steps=steps, updates=updates, lr=lr, progress=True)
     runs: dict[str, list[Metrics]] = {}
     frozen: dict[str, list[Metrics]] = {}
-    with GlooWorkers(base.layout.world_size) as workers:
 
-        def run(name: str, settings: Settings) -> list[Metrics]:
-            settings = replace(settings, out=out / name)
-            settings.out.mkdir(parents=True, exist_ok=True)
-            metrics: list[Metrics] = workers.run(train, settings, timeout_s=TIMEOUT_S)[0]
-            return metrics
+    def run(name: str, settings: Settings) -> list[Metrics]:
+        settings = replace(settings, out=out / name)
+        settings.out.mkdir(parents=True, exist_ok=True)
+        metrics: list[Metrics] = run_ranks(base.layout.world_size, train, settings, timeout_s=TIMEOUT_S)[0]
+        return metrics
 
-        for mode in REPLAYS:
-            runs[mode] = run(mode, replace(base, replay=mode))
-        for mode in ("off", "r3"):
-            still = replace(base, replay=mode, lr=0.0, steps=FROZEN_STEPS, updates=1, kl_coef=0.0)
-            frozen[mode] = run(f"{mode}_lr0", still)
+    for mode in REPLAYS:
+        runs[mode] = run(mode, replace(base, replay=mode))
+    for mode in ("off", "r3"):
+        still = replace(base, replay=mode, lr=0.0, steps=FROZEN_STEPS, updates=1, kl_coef=0.0)
+        frozen[mode] = run(f"{mode}_lr0", still)
     summary = summarise(runs, frozen)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     title = f"GRPO, tiny Qwen3-MoE: rollout in bf16, training in fp32, {updates} gradient steps a rollout"

@@ -6,7 +6,7 @@ Two activation formats go between prepare and experts:
 - batched: [num_experts, max_tokens, hidden] with expert_num_tokens [num_experts]; the rows behind them are padding.
 
 The experts or finalize multiply by the top-k weights and sum over topk. All of this comes after the experts are chosen, so
-routes are written at one seam, directly behind the router, whatever follows. The arithmetic does differ (order of sums,
+routes are captured at the router, whatever follows. The arithmetic does differ (order of sums,
 place of roundings), which is how two engines of one model come to disagree about the routes of the next layer.
 
 Source: vLLM 0.21, the facts of its modular kernel design; names and code are our own.
@@ -22,8 +22,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-from megatron_router_replay.capture import RouterSite, write_routes
 
 ActivationFormat = Literal["contiguous", "batched"]
 ReducePlace = Literal["experts", "finalize"]
@@ -249,7 +247,6 @@ class ModularMoE(nn.Module):
         """Return the layer's output, [..., hidden] as its input."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         topk_weights, topk_indices = self.select_experts(rows)
-        write_routes(self, topk_indices)
         num_experts = int(self.apply_experts.weights.gate_up_proj.shape[0])
         tokens = self.prepare_finalize.prepare(rows, topk_weights, topk_indices, num_experts=num_experts)
         output = self.apply_experts.apply(tokens)
@@ -265,16 +262,13 @@ def use_modular_moe(
     activation_format: ActivationFormat,
     reduce_in: ReducePlace = "finalize",
     topk_indices_dtype: torch.dtype | None = None,
-) -> list[RouterSite]:
+) -> None:
     """Replace the MoE layers of a transformers model in place; parameters and their names stay the same.
-
-    Returns:
-        The sites of the seam, for `RoutedExpertsCapturer.create(model, routers=...)`.
 
     Raises:
         ValueError: the model has no MoE layer of the kind that Qwen3-MoE, Mixtral, DeepSeek-V3 and GLM4-MoE have.
     """
-    sites = []
+    found = False
     for name, block in list(model.named_modules()):
         gate: Any = getattr(block, "gate", None)
         experts: Any = getattr(block, "experts", None)
@@ -292,10 +286,6 @@ def use_modular_moe(
         )
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer.train(block.training))
-        number = int(name.split("layers.")[1].split(".")[0]) + 1
-        sites.append(
-            RouterSite(module=layer, layer_number=number, num_experts=gate.num_experts, topk=gate.top_k, select=None)
-        )
-    if not sites:
+        found = True
+    if not found:
         raise ValueError(f"{type(model).__name__} has no MoE layer with gate, experts.gate_up_proj and .down_proj.")
-    return sites

@@ -16,8 +16,8 @@ from torch import Tensor
 from examples.grpo.modular_moe import use_modular_moe
 from examples.grpo.settings import Settings
 from megatron_router_replay import RoutingTrace
-from megatron_router_replay.capture import create_capturer, token_positions
-from megatron_router_replay.transport import LegTimes
+from megatron_router_replay.capture import Capturer, token_positions
+from megatron_router_replay.transport import TransportTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class Engine(Protocol):
         times: where "collect" and "decode" are counted.
     """
 
-    times: LegTimes
+    times: TransportTimes
 
     def load_weights(self, weights: Any) -> None:
         """Take new weights, by Hugging Face checkpoint names; the client of a server takes its address."""
@@ -105,8 +105,9 @@ class TransformersEngine:
         self.eos_token_id = eos_token_id
         config = AutoConfig.from_pretrained(checkpoint)
         self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        self.times = LegTimes("rollout")
-        self.routers = None if experts == "native" else use_modular_moe(self.model, activation_format=experts)
+        self.times = TransportTimes("rollout")
+        if experts != "native":
+            use_modular_moe(self.model, activation_format=experts)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy every tensor into the model; transformers 5 keeps all experts of a layer in one."""
@@ -126,7 +127,7 @@ class TransformersEngine:
         logprobs: list[list[float]] = [[] for _ in requests]
         running = torch.ones(len(requests), dtype=torch.bool)
         generator = torch.Generator().manual_seed(seed + (first_group << 32))
-        capturer = create_capturer(self.model, max_num_tokens=tokens.numel(), routers=self.routers)
+        capturer = Capturer(self.model, max_num_tokens=tokens.numel())
         try:
             for index, prompt in enumerate(requests):
                 capturer.add_request(index, num_prompt_tokens=len(prompt))
@@ -158,10 +159,8 @@ class TransformersEngine:
             for index, prompt in enumerate(requests):
                 ids_of_sample = torch.cat([prompt, torch.tensor(answers[index], dtype=torch.int64)])
                 with self.times.measure("decode"):
-                    captured = capturer.finish(index, token_ids=ids_of_sample)
-                    assert captured is not None, "every request is captured"
-                    trace = captured.trace()
-                self.times.add("decode", 0.0, trace.topk_indices.nbytes)
+                    trace = capturer.finish(index, ids_of_sample)
+                    assert trace is not None, "this is tp_rank 0"
                 group = first_group + index // per_prompt
                 samples.append(make_sample(prompt, ids_of_sample, logprobs[index], trace, group))
         finally:

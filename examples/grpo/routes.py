@@ -4,13 +4,14 @@
     distributed   rollout workers, processes of their own, decode and send over torch.distributed
     ray           the same workers as Ray actors, over Ray's object store
 
-With the last two, rank 0 is only the manager: it passes weights on, and texts, log-probs and rewards back. Each worker has a
-transport of its own to all training ranks, which gives each of them its data-parallel samples and its stage's layers.
+With the last two, rank 0 is only the manager: it passes weights on, and texts, log-probs and rewards back. The workers give
+each training rank the routes of its data-parallel samples and its stage's layers.
 """
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -25,21 +26,19 @@ from examples.grpo.task import EOS
 from examples.grpo.trainer import Trainer
 from examples.grpo.worker import (
     HOST,
-    DistributedSenders,
+    Connect,
+    DistributedRoutes,
+    RayRoutes,
     RolloutWorker,
-    SenderOf,
     WorkerProcess,
     make_worker_engine,
-    plan_of_share,
-    ray_sender,
-    transport_name,
 )
-from megatron_router_replay.transport import DistributedReceiver, LegTimes, TraceFormat, TransportPlan, open_store
+from megatron_router_replay.transport import RouteGroup, TransportTimes, open_store
 
 T = TypeVar("T")
 
 
-class Rollouts:
+class Rollouts(ABC):
     """One rollout after another; every rank has one and calls its methods in the same order.
 
     Args:
@@ -51,35 +50,37 @@ class Rollouts:
         self.settings = settings
         self.layout, self.place = trainer.routes_layout, trainer.place
         self.own = settings.partition(self.layout.dp_size)[self.place.dp_rank]
-        self.times = LegTimes("training")
+        self.times = TransportTimes("training")
 
+    @abstractmethod
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Give the engines new weights, by Hugging Face names; those of rank 0 count."""
-        raise NotImplementedError
 
+    @abstractmethod
     def generate(self, step: int) -> Sequence[Text]:
         """Return all samples of a step. Their routes are on the way from here on.
 
         Raises:
             RouterReplayError: the engine's routes are damaged; on every rank, and no routes are on the way.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self) -> mrr.RoutingTrace:
         """Return the routes of this rank's samples, `own`, behind one another, and of its stage's layers.
 
         Raises:
             TransportError: they did not come, or the sides do not agree on what should.
         """
-        raise NotImplementedError
 
     def line(self) -> str:
         """Return a line on how long this rank waited for the routes of the last step, and for what; "" if it did not."""
         return ""
 
+    @abstractmethod
     def close(self) -> None:
         """End in good order; every rank calls it."""
 
+    @abstractmethod
     def kill(self) -> None:
         """End at once, after an error; the others notice."""
 
@@ -142,9 +143,6 @@ class WorkerRollouts(Rollouts):
         worker_engine: makes each worker's engine, in its process.
     """
 
-    receivers: Sequence[Any] = ()
-    """One a worker."""
-
     def __init__(
         self,
         settings: Settings,
@@ -154,13 +152,6 @@ class WorkerRollouts(Rollouts):
         super().__init__(settings, trainer)
         self.is_manager = dist.get_rank() == 0
         self.worker_engine = worker_engine
-        self.format = TraceFormat(
-            layer_numbers=tuple(sorted(number for stage in self.layout.stage_layers for number in stage)),
-            topk=trainer.config.moe_router_topk,
-            num_experts=trainer.config.num_moe_experts,
-            has_token_ids=True,
-        )
-        self.plans: list[TransportPlan] = []
         # With vLLM, the manager owns the one server that the workers ask.
         self.server: Any = make_engine(settings) if self.is_manager and settings.engine == "vllm" else None
 
@@ -175,19 +166,11 @@ class WorkerRollouts(Rollouts):
         from_first(pass_on)
 
     def generate(self, step: int) -> Sequence[Text]:
-        self.times.reset()
+        self.times.take()
         texts: list[Text] = from_first(lambda: [text for share in self._call("generate", step) for text in share])
         # Only now, when every worker could decode all its responses: of a damaged rollout nothing is sent.
         from_first(lambda: self._call("send"))
-        self.plans = []
-        for worker in range(self.settings.rollout_workers):
-            share = self.settings.samples_of(worker)
-            lengths = [len(texts[sample].token_ids) for sample in share]
-            self.plans.append(plan_of_share(self.settings, worker, lengths, self.layout, self.format))
         return texts
-
-    def receive(self) -> mrr.RoutingTrace:
-        return mrr.concat_traces([receiver.receive(plan) for receiver, plan in zip(self.receivers, self.plans)])
 
     def line(self) -> str:
         return self.times.line()
@@ -200,41 +183,36 @@ class WorkerRollouts(Rollouts):
         if self.server is not None:
             self.server.close()
 
-    def _worker_arguments(self, sender_of: SenderOf) -> list[tuple[Any, ...]]:
+    def _worker_arguments(self, connect: Connect) -> list[tuple[Any, ...]]:
         numbers = range(self.settings.rollout_workers)
-        return [(self.settings, number, self.layout, self.worker_engine, sender_of) for number in numbers]
+        return [(self.settings, number, self.layout, self.worker_engine, connect) for number in numbers]
 
+    @abstractmethod
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all workers at once and return their results; on rank 0."""
-        raise NotImplementedError
 
 
 class DistributedRollouts(WorkerRollouts):
-    """Workers that send over torch.distributed, in groups of their own that training's collectives know nothing of."""
+    """Workers that send over torch.distributed, in a group of their own that training's collectives know nothing of."""
 
     def __init__(self, settings: Settings, trainer: Trainer, **options: Any) -> None:
         super().__init__(settings, trainer, **options)
-        self.store = open_store(HOST, is_server=True) if self.is_manager else None
-        port: int = from_first(lambda: self.store.port)  # type: ignore[union-attr]
+        store = open_store(HOST, is_server=True) if self.is_manager else None
+        port: int = from_first(lambda: store.port)  # type: ignore[union-attr]
         self.workers: list[WorkerProcess] = []
         if self.is_manager:
-            self.workers = [WorkerProcess(*these) for these in self._worker_arguments(DistributedSenders(port))]
-        store = self.store or open_store(HOST, port, is_server=False)
-        self.receivers = [
-            DistributedReceiver(store, self.layout, self.place, name=transport_name(number), times=self.times)
-            for number in range(settings.rollout_workers)
-        ]
+            self.workers = [WorkerProcess(*these) for these in self._worker_arguments(DistributedRoutes(port))]
+        self.store = store or open_store(HOST, port, is_server=False)
+        self.routes = RouteGroup(
+            self.store, self.layout, place=self.place, num_senders=settings.rollout_workers, times=self.times
+        )
 
-    def generate(self, step: int) -> Sequence[Text]:
-        texts = super().generate(step)
-        for receiver, plan in zip(self.receivers, self.plans):
-            receiver.post(plan)  # the routes arrive while the old policy runs
-        return texts
+    def receive(self) -> mrr.RoutingTrace:
+        return self.routes.receive()
 
     def kill(self) -> None:
         super().kill()
-        for receiver in self.receivers:
-            receiver.close()
+        self.routes.close()
         for worker in self.workers:
             worker.kill()
 
@@ -256,17 +234,23 @@ class RayRollouts(WorkerRollouts):
             _join_ray(address)
         import ray  # type: ignore[import-not-found, unused-ignore]
 
-        from megatron_router_replay.transport.ray import RayReceiver
-
         self.ray = ray
         self.actors: list[Any] = []
+        names = [f"rollout-{number}" for number in range(settings.rollout_workers)]
         if self.is_manager:
-            actor = ray.remote(RolloutWorker).options(num_cpus=0)
-            self.actors = [actor.remote(*these) for these in self._worker_arguments(ray_sender)]
-        self.receivers = [
-            RayReceiver(self.layout, self.place, name=transport_name(number), times=self.times)
-            for number in range(settings.rollout_workers)
-        ]
+            actor = ray.remote(RolloutWorker)
+            self.actors = [
+                actor.options(name=name, num_cpus=0).remote(*these)
+                for name, these in zip(names, self._worker_arguments(RayRoutes))
+            ]
+        dist.barrier()  # the actors have their names
+        if not self.is_manager:
+            self.actors = [ray.get_actor(name) for name in names]
+
+    def receive(self) -> mrr.RoutingTrace:
+        with self.times.measure("wait"):
+            refs = self.ray.get([actor.part.remote(self.place) for actor in self.actors])
+        return mrr.concat_traces([ref.get(times=self.times) for ref in refs])
 
     def close(self) -> None:
         from_first(lambda: self._call("close"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from examples.grpo.loop import Metrics, train
 from examples.grpo.settings import Settings
-from megatron_router_replay.testing import GlooWorkers
+from megatron_router_replay.testing import run_ranks
 
 
 def run(settings: Settings, *, dp: int = 1, timeout_s: float = 24 * 3600.0) -> list[Metrics]:
@@ -16,6 +16,6 @@ def run(settings: Settings, *, dp: int = 1, timeout_s: float = 24 * 3600.0) -> l
         dp: data-parallel copies of the layout's smallest number of processes.
     """
     settings.out.mkdir(parents=True, exist_ok=True)
-    with GlooWorkers(settings.layout.world_size * dp, seed=settings.seed) as workers:
-        metrics: list[Metrics] = workers.run(train, settings, timeout_s=timeout_s)[0]
+    ranks = run_ranks(settings.layout.world_size * dp, train, settings, seed=settings.seed, timeout_s=timeout_s)
+    metrics: list[Metrics] = ranks[0]
     return metrics

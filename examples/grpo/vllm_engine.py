@@ -29,7 +29,7 @@ from torch import Tensor
 from examples.grpo.rollout import Sample, make_sample
 from examples.grpo.weights import CONFIG, save_hf_checkpoint
 from megatron_router_replay import engines
-from megatron_router_replay.transport import LegTimes
+from megatron_router_replay.transport import TransportTimes
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -152,7 +152,7 @@ class VllmClient:
         self.folder = folder
         self.eos_token_id = eos_token_id
         self.url: str | None = None
-        self.times = LegTimes("rollout")
+        self.times = TransportTimes("rollout")
 
     def load_weights(self, weights: Any) -> None:
         """Take the address of the server that has the new weights."""
@@ -188,7 +188,6 @@ class VllmClient:
         """
         with self.times.measure("decode"):
             trace = engines.vllm.decode_batch(response, model=self.folder, prompt_token_ids=prompt.tolist())
-        self.times.add("decode", 0.0, trace.topk_indices.nbytes)
         samples = []
         for choice, of_choice in zip(response["choices"], trace.samples(), strict=True):
             assert of_choice.token_ids is not None, "the response carries token ids"

@@ -22,42 +22,50 @@ from examples.grpo.rollout import Engine, Text, TransformersEngine, roll_out
 from examples.grpo.settings import Settings
 from examples.grpo.task import EOS
 from megatron_router_replay import RoutingTrace
-from megatron_router_replay.transport import (
-    DistributedSender,
-    LegTimes,
-    ParallelLayout,
-    TraceFormat,
-    TraceRows,
-    TransportPlan,
-    open_store,
-    plan_routes,
-)
+from megatron_router_replay.transport import ParallelLayout, Place, RouteGroup, TransportTimes, open_store
 
 HOST = "127.0.0.1"
 
-SenderOf = Callable[[ParallelLayout, str, LegTimes], Any]
-"""(layout of training, name of the transport, where to count) -> a sender."""
+Connect = Callable[[Settings, int, ParallelLayout, TransportTimes], Any]
+"""(settings, number of the worker, layout of training, where to count) -> what sends its routes."""
 
 
-class DistributedSenders:
-    """Makes senders over torch.distributed that meet the receivers at a store.
+class DistributedRoutes:
+    """Connects a worker to the training ranks over torch.distributed.
 
     Args:
-        port: of the store on this machine.
+        port: of the store on this machine where they meet.
     """
 
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def __call__(self, layout: ParallelLayout, name: str, times: LegTimes) -> DistributedSender:
-        return DistributedSender(open_store(HOST, self.port, is_server=False), layout, name=name, times=times)
+    def __call__(self, settings: Settings, number: int, layout: ParallelLayout, times: TransportTimes) -> RouteGroup:
+        store = open_store(HOST, self.port, is_server=False)
+        return RouteGroup(store, layout, sender=number, num_senders=settings.rollout_workers, times=times)
 
 
-def ray_sender(layout: ParallelLayout, name: str, times: LegTimes) -> Any:
-    """Return a sender over Ray's object store."""
-    from megatron_router_replay.transport.ray import RaySender
+class RayRoutes:
+    """Puts a worker's routes into Ray's object store and keeps the references until the next batch."""
 
-    return RaySender(layout, name=name, times=times)
+    def __init__(self, settings: Settings, number: int, layout: ParallelLayout, times: TransportTimes) -> None:
+        self.share, self.layout, self.times = settings.samples_of(number), layout, times
+        self.refs: dict[Place, Any] = {}
+
+    def send(self, traces: Sequence[RoutingTrace], *, partition: Sequence[Sequence[int]]) -> None:
+        """Put every training rank's part; `partition` numbers the samples of all workers."""
+        from megatron_router_replay.transport.ray import put_parts
+
+        share = self.share
+        own = [[sample - share.start for sample in samples if sample in share] for samples in partition]
+        self.refs = put_parts(traces, layout=self.layout, partition=own, times=self.times)
+
+    def join(self) -> None:
+        """Nothing to wait for: Ray holds the routes while a rank needs them."""
+
+    def close(self) -> None:
+        """Let go of the routes."""
+        self.refs = {}
 
 
 class RolloutWorker:
@@ -67,7 +75,7 @@ class RolloutWorker:
         number: of this worker, from 0.
         layout: of training.
         make_engine: makes this worker's engine, or its client of a server.
-        sender_of: makes its sender.
+        connect: makes what sends its routes.
     """
 
     def __init__(
@@ -76,12 +84,12 @@ class RolloutWorker:
         number: int,
         layout: ParallelLayout,
         make_engine: Callable[[Settings], Engine],
-        sender_of: SenderOf,
+        connect: Connect,
     ) -> None:
         torch.set_num_threads(1)
         self.settings, self.number = settings, number
         self.engine = make_engine(settings)
-        self.sender = sender_of(layout, transport_name(number), self.engine.times)
+        self.routes = connect(settings, number, layout, self.engine.times)
         self.traces: list[RoutingTrace] = []
 
     def load_weights(self, weights: Any) -> None:
@@ -100,37 +108,18 @@ class RolloutWorker:
 
     def send(self) -> None:
         """Send the routes of the last rollout in the background."""
-        rows = TraceRows(self.traces)
-        plan = plan_of_share(self.settings, self.number, rows.sequence_lengths, self.sender.layout, rows.format)
-        self.sender.send(self.traces, plan=plan)
+        self.routes.send(self.traces, partition=self.settings.partition(self.routes.layout.dp_size))
         self.traces = []
+
+    def part(self, place: Place) -> Any:
+        """Return Ray's reference to the routes that a training rank gets of this worker's samples."""
+        return self.routes.refs[place]
 
     def close(self) -> None:
         """Wait until every training rank has its routes, then end."""
-        self.sender.join()
-        self.sender.close()
+        self.routes.join()
+        self.routes.close()
         self.engine.close()
-
-
-def transport_name(worker: int) -> str:
-    """Return the name under which a worker and the training ranks meet."""
-    return f"routes-{worker}"
-
-
-def plan_of_share(
-    settings: Settings, worker: int, lengths: Sequence[int], layout: ParallelLayout, format: TraceFormat
-) -> TransportPlan:
-    """Return who gets what of a worker's samples; the worker and the training ranks compute it, the transport compares.
-
-    Args:
-        lengths: tokens of each of the worker's samples.
-    """
-    share = settings.samples_of(worker)
-    partition = [
-        [sample - share.start for sample in samples if sample in share]
-        for samples in settings.partition(layout.dp_size)
-    ]
-    return plan_routes(lengths, layout=layout, format=format, partition=partition)
 
 
 def make_worker_engine(settings: Settings) -> Engine:

@@ -16,7 +16,7 @@ from tiny_run import NUM_TOKENS, build, routers_of, train_step
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import GlooWorkers, ParallelSizes
+from megatron_router_replay.testing import ParallelSizes, run_ranks
 
 PP2 = ParallelSizes(pp_size=2)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -77,27 +77,26 @@ def forward_and_recompute(noise: bool, freeze: bool) -> tuple[mrr.RoutingTrace, 
 
 def main() -> int:
     noise = "--no-noise" not in sys.argv
-    with GlooWorkers(2) as workers:
-        ranks = workers.run(forward_and_recompute, noise, False)
-        diff = mrr.diff_traces(
-            [forward for forward, _ in ranks], [again for _, again in ranks], name_a="forwards", name_b="recomputes"
-        )
-        print(diff)
-        assert diff.rows_compared == NUM_TOKENS
-        flipped = {
-            number: int(different)
-            for number, different in zip(diff.layer_numbers, diff.overlap_counts[:, :-1].sum(dim=1))
-            if different
-        }
-        if not flipped:
-            print("verdict: every recompute used its forward's experts")
-            return 0
-        ranks = workers.run(forward_and_recompute, noise, True)
-        after = mrr.diff_traces([forward for forward, _ in ranks], [again for _, again in ranks])
-        print(f"with freeze_recompute: {after.decisions_different} of {after.decisions} decisions flip")
-        print(
-            f"verdict: recomputes flip in layers {flipped}; freeze_recompute {'ends' if after.same else 'DOES NOT END'} it"
-        )
+    ranks = run_ranks(2, forward_and_recompute, noise, False)
+    diff = mrr.diff_traces(
+        [forward for forward, _ in ranks], [again for _, again in ranks], name_a="forwards", name_b="recomputes"
+    )
+    print(diff)
+    assert diff.rows_compared == NUM_TOKENS
+    flipped = {
+        number: int(different)
+        for number, different in zip(diff.layer_numbers, diff.overlap_counts[:, :-1].sum(dim=1))
+        if different
+    }
+    if not flipped:
+        print("verdict: every recompute used its forward's experts")
+        return 0
+    ranks = run_ranks(2, forward_and_recompute, noise, True)
+    after = mrr.diff_traces([forward for forward, _ in ranks], [again for _, again in ranks])
+    print(f"with freeze_recompute: {after.decisions_different} of {after.decisions} decisions flip")
+    print(
+        f"verdict: recomputes flip in layers {flipped}; freeze_recompute {'ends' if after.same else 'DOES NOT END'} it"
+    )
     return 1
 
 

@@ -15,7 +15,7 @@ import torch
 from tiny_run import NUM_TOKENS, build, train_step
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import GlooWorkers, ParallelSizes
+from megatron_router_replay.testing import ParallelSizes, run_ranks
 
 TP2_PP2, EP2 = ParallelSizes(tp_size=2, pp_size=2), ParallelSizes(ep_size=2)
 BF16 = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
@@ -49,33 +49,31 @@ def gap(one: dict[int, float], other: dict[int, float]) -> float:
 
 def main() -> int:
     other_layout = TP2_PP2 if "--same" in sys.argv else EP2
-    with GlooWorkers(4) as four, GlooWorkers(other_layout.world_size) as others:
-        first, second = four.run(record, TP2_PP2, BF16), others.run(record, other_layout, BF16)
-        traces = [[part for part, _ in ranks] for ranks in (first, second)]
-        losses = [joined([loss for _, loss in ranks]) for ranks in (first, second)]
+    layouts = (TP2_PP2, other_layout)
+    first, second = (run_ranks(layout.world_size, record, layout, BF16) for layout in layouts)
+    traces = [[part for part, _ in ranks] for ranks in (first, second)]
+    losses = [joined([loss for _, loss in ranks]) for ranks in (first, second)]
 
-        diff = mrr.diff_traces(*traces, name_a="TP2 x PP2", name_b="the other layout")
-        print(diff)
-        print(f"loss difference, each with its own routes   {gap(*losses):.1e}")
-        if diff.same:
-            print("verdict: routing is the same; nothing to replay")
-            return 0
+    diff = mrr.diff_traces(*traces, name_a="TP2 x PP2", name_b="the other layout")
+    print(diff)
+    print(f"loss difference, each with its own routes   {gap(*losses):.1e}")
+    if diff.same:
+        print("verdict: routing is the same; nothing to replay")
+        return 0
 
-        merged = mrr.merge_traces(traces[0])
-        in_bf16 = gap(losses[0], joined(others.run(replay, other_layout, BF16, merged)))
-        fp32 = [
-            joined(pool.run(replay, layout, {}, merged)) for pool, layout in ((four, TP2_PP2), (others, other_layout))
-        ]
-        print(f"loss difference, the same routes in bf16    {in_bf16:.1e}")
-        in_fp32 = gap(*fp32)
-        print(f"loss difference, the same routes in fp32    {in_fp32:.1e}")
-        first_place = diff.first_by_layer
-        assert first_place is not None, "they differ"
-        print(
-            f"verdict: routing differs in {diff.decisions_different} of {diff.decisions} decisions, first in layer "
-            f"{first_place.layer_number}; with the same routes what is left is "
-            + ("arithmetic" if in_fp32 < 1e-5 else f"NOT arithmetic alone: {in_fp32} in fp32")
-        )
+    merged = mrr.merge_traces(traces[0])
+    in_bf16 = gap(losses[0], joined(run_ranks(other_layout.world_size, replay, other_layout, BF16, merged)))
+    fp32 = [joined(run_ranks(layout.world_size, replay, layout, {}, merged)) for layout in layouts]
+    print(f"loss difference, the same routes in bf16    {in_bf16:.1e}")
+    in_fp32 = gap(*fp32)
+    print(f"loss difference, the same routes in fp32    {in_fp32:.1e}")
+    first_place = diff.first_by_layer
+    assert first_place is not None, "they differ"
+    print(
+        f"verdict: routing differs in {diff.decisions_different} of {diff.decisions} decisions, first in layer "
+        f"{first_place.layer_number}; with the same routes what is left is "
+        + ("arithmetic" if in_fp32 < 1e-5 else f"NOT arithmetic alone: {in_fp32} in fp32")
+    )
     return 1
 
 

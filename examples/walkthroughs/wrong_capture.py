@@ -16,7 +16,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.diagnostics.live import LiveReport, merge_live_reports
-from megatron_router_replay.testing import GlooWorkers, ParallelSizes
+from megatron_router_replay.testing import ParallelSizes, run_ranks
 
 PP2 = ParallelSizes(pp_size=2)
 
@@ -68,19 +68,18 @@ def replay_and_compare(trace: mrr.RoutingTrace) -> LiveReport:
 def main() -> int:
     faults = {"no fault": lambda trace: trace} if "--right" in sys.argv else FAULTS
     found = 0
-    with GlooWorkers(2) as workers:
-        right = mrr.merge_traces(workers.run(record))
-        for name, plant in faults.items():
-            capture = plant(right)
-            diff = mrr.diff_traces(right, capture, name_a="the trainer", name_b="the engine")
-            live = merge_live_reports(workers.run(replay_and_compare, capture))
-            print(f"\nplanted: {name}")
-            for source, findings in (("diff", diff.findings), ("live", live.findings)):
-                for finding in findings:
-                    print(f"  {source}: {finding}")
-                found += len(findings)
-            if "--right" in sys.argv:
-                print(live)
+    right = mrr.merge_traces(run_ranks(2, record))
+    for name, plant in faults.items():
+        capture = plant(right)
+        diff = mrr.diff_traces(right, capture, name_a="the trainer", name_b="the engine")
+        live = merge_live_reports(run_ranks(2, replay_and_compare, capture))
+        print(f"\nplanted: {name}")
+        for source, findings in (("diff", diff.facts), ("live", live.findings)):
+            for finding in findings:
+                print(f"  {source}: {finding}")
+            found += len(findings)
+        if "--right" in sys.argv:
+            print(live)
     print("\nverdict: " + (f"{found} findings" if found else "nothing wrong with the capture"))
     return 1 if found else 0
 

@@ -1,41 +1,46 @@
-"""Record which experts a PyTorch MoE uses while it generates -> CapturedRoutes of each request, in every public shape.
+"""Record which experts a PyTorch MoE uses while it generates -> one RoutingTrace a sequence.
 
-For engines that do not offer it: `transformers`, a loop of your own, Megatron inference. One forward's routes go
+For what reports no routes itself: `transformers`, or a loop of your own. `generate()` needs two lines:
 
-    routers' own ids (compiled code: a live buffer) -> one copy for all layers -> log of steps on the host (own stream)
-        -> per-request arrays -> CapturedRoutes
+    with mrr.capture.watch(model) as seen:
+        sequences = model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=64)
+    trace = seen.trace(sequences, mask, pad_token_id=0)  # one sample a row
 
-A sampling loop tells the capturer whose tokens each forward holds, and takes the routes when a request ends:
+A sampling loop of your own tells a Capturer whose tokens each forward holds:
 
-    capturer = create_capturer(model, enable=True, max_num_tokens=4096)
+    capturer = Capturer(model, max_num_tokens=4096)
     capturer.add_request("a", num_prompt_tokens=len(prompt))
-    with capturer.forward(["a"], token_positions(attention_mask)):     # prefill; then one token a step: forward(["a"], [7])
+    with capturer.forward(["a"], token_positions(attention_mask)):  # prefill; then one token a step: forward(["a"], [7])
         model(...)
-    captured = capturer.finish("a", token_ids=prompt + output)         # .trace(), .split(), .base64_int32()
+    trace = capturer.finish("a", prompt + output)
 
-What is announced is compared with what runs: the number of tokens and of calls at every router, the shape of input_ids, their
-attention_mask, and at the end every token that the model ran with the finished sequence. A left-padded batch announced as if
-it were not, rows that nobody announced, a second forward, or a batch that was reordered (beam search) raise CaptureError.
+Every router writes into one device buffer, also from compiled code and CUDA graphs. After the forward one copy brings
+the step to the host, where its rows are sorted into the requests. A model without a capturer has no hook.
+
+What was announced is compared with what ran: the tokens and calls of every router, the shape of input_ids, attention_mask,
+and every token of the finished sequence. A batch padded or reordered otherwise than announced raises CaptureError.
 
 Source: the design of vLLM 0.21's routed experts replay and of SGLang's capturer; the code is our own.
 """
 
-from megatron_router_replay.capture.create import create_capturer
-from megatron_router_replay.capture.errors import CaptureError
-from megatron_router_replay.capture.interface import RoutedExpertsCapturer
-from megatron_router_replay.capture.output import CapturedRoutes, vllm_response
-from megatron_router_replay.capture.routers import RouterSite, find_router_sites
-from megatron_router_replay.capture.seam import write_routes
-from megatron_router_replay.capture.steps import token_positions
+import sys
+from types import ModuleType
+from typing import Any
 
-__all__ = [
-    "CaptureError",
-    "CapturedRoutes",
-    "RoutedExpertsCapturer",
-    "RouterSite",
-    "create_capturer",
-    "find_router_sites",
-    "token_positions",
-    "vllm_response",
-    "write_routes",
-]
+from megatron_router_replay.capture.capturer import Capturer
+from megatron_router_replay.capture.forward import token_positions
+from megatron_router_replay.capture.routers import CaptureError, RouterSite
+from megatron_router_replay.capture.watched import watch
+
+__all__ = ["CaptureError", "Capturer", "RouterSite", "token_positions", "watch"]
+
+
+class _NoFunction(ModuleType):
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        raise CaptureError(
+            "mrr.capture is a package, not a function: mrr.capture.watch(model) records a model that generates, "
+            "mrr.record(model) one of Megatron-Core."
+        )
+
+
+sys.modules[__name__].__class__ = _NoFunction

@@ -1,86 +1,120 @@
-"""The device memory of a capture, allocated once and never moved: what compiled code writes to, and one step's head.
+"""The device memory of a capture: every router writes its ids there, in eager code, compiled code and CUDA graphs.
 
-Eager routers hand their tensors over and nothing is written here. Compiled code and CUDA graphs run none of our Python, so
-they write: each layer has a view of the routes and a stamp. Their graphs hold these addresses, so they write to the live
-buffer in every replay, not to a copy made while tracing. A stamp counts the calls and rows of its layer since
-begin_forward: whatever bypasses the capture (a fused kernel, a layer that did not run or ran twice, a router that saw other
-tokens) is found.
+It is allocated once and never moves, because graphs hold its addresses: each replay writes to the live buffer. A stamp counts
+the calls and rows of its layer since the forward was announced. So whatever bypasses the capture is found: a fused kernel, a
+layer that did not run or ran twice, a router that saw a different number of tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-from megatron_router_replay.capture.errors import CaptureError
-from megatron_router_replay.ids import index_dtype
+from megatron_router_replay.capture.routers import CaptureError, RouterSite
 
-CALL = 1 << 32
+CALL = 1 << 24
 """What one call adds to its layer's stamp, besides its number of rows."""
 
 UNSEEN, MASKED = -1, -2
 """In place of a token id: the model's input_ids were not seen; its attention_mask hides the token."""
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
 
 class RoutingBuffer:
-    """The routes that compiled code writes in one forward, with stamps and token ids of that forward.
+    """The routes, stamps and token ids of one forward, as int32: an id that is no expert's is still seen as such.
 
     Args:
         num_layers, max_num_tokens, topk: L, N, K.
-        num_experts: experts in each layer; decides the dtype.
         device: where the routers run.
-        dtype: uint8 or int16; None: the smaller that holds every id.
-
-    Raises:
-        CaptureError: dtype cannot hold the ids.
     """
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        max_num_tokens: int,
-        topk: int,
-        num_experts: int,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        fitting = index_dtype(num_experts)
-        if dtype is None:
-            dtype = fitting
-        if dtype not in (fitting, torch.int16):
-            raise CaptureError(
-                f"cannot keep ids of num_experts={num_experts} in {dtype}: leave dtype out for {fitting}."
-            )
-        self.tensor = torch.zeros((num_layers, max_num_tokens, topk), dtype=dtype, device=device)
-        self.views = tuple(self.tensor[i] for i in range(num_layers))
-        # Stamps and token ids side by side go to the host in one copy.
-        self.head = torch.zeros(num_layers + max_num_tokens, dtype=torch.int64, device=device)
-        self.stamps, self.token_ids = self.head[:num_layers], self.head[num_layers:]
-        self.stamp_views = tuple(self.stamps[i : i + 1] for i in range(num_layers))
-        # Cold, a torch call takes 30 us and more of a decode step, however little it writes; a memoryview a fifth of that.
-        self.host_head = host_memory(self.head) if device.type == "cpu" else None
-        self._no_calls = host_memory(torch.zeros(num_layers, dtype=torch.int64))
-        if device.type == "cuda":
+    def __init__(self, *, num_layers: int, max_num_tokens: int, topk: int, device: torch.device) -> None:
+        self.max_num_tokens, self.topk = max_num_tokens, topk
+        with torch.inference_mode(False):  # what is created in inference mode cannot be written outside
+            self.routes = torch.zeros((num_layers, max_num_tokens, topk), dtype=torch.int32, device=device)
+            self.head = torch.zeros(num_layers + max_num_tokens, dtype=torch.int32, device=device)
+            self.stamps, self.token_ids = self.head[:num_layers], self.head[num_layers:]
+            self._layers = self._slots = self.routes.unbind()
+            self._layer_stamps = self.stamps.unsqueeze(1).unbind()
+        self.is_open = True
+        self.num_announced: int | None = None
+        self.eager_stamps = [0] * num_layers
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
             # Else CUDA graphs of torch.compile copy the tensor they mutate, or are skipped because of the mutation.
-            for tensor in (self.tensor, *self.views, *self.stamp_views):
+            for tensor in (self.routes, *self._layers, *self._layer_stamps):
                 torch._dynamo.mark_static_address(tensor)
 
-    def clear_stamps(self) -> None:
-        """Count the calls and rows of every layer from 0."""
-        if self.host_head is not None:
-            self.host_head[: len(self._no_calls)] = self._no_calls
-        else:
-            self.stamps.zero_()
+    def hook(self, layer_index: int, site: RouterSite) -> Callable[[nn.Module, Any, Any], None]:
+        """Return the forward hook that writes one router's ids."""
 
-    @property
-    def max_num_tokens(self) -> int:
-        return int(self.tensor.shape[1])
+        def write_ids(module: nn.Module, args: Any, output: Any) -> None:
+            # A deep copy of the model carries this hook, too.
+            if module is site.module and self._is_wanted():
+                self._write(layer_index, site, site.select(module, args, output))
 
+        return write_ids
 
-def host_memory(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor on the CPU."""
-    array: Any = tensor.numpy()
-    return memoryview(array)
+    def begin(self, num_tokens: int) -> None:
+        """Count the calls and rows of every layer from 0; eager routers write until `end`."""
+        self.stamps.zero_()
+        self.eager_stamps = [0] * len(self._layers)
+        if len(self._slots[0]) != num_tokens:
+            self._slots = self.routes[:, :num_tokens].unbind()
+        self.num_announced = num_tokens
+
+    def end(self) -> None:
+        """Let eager routers write no more."""
+        self.num_announced = None
+
+    def step_size(self, num_tokens: int) -> int:
+        """Return how many int32 `gather` writes."""
+        num_layers = len(self._layers)
+        return num_layers + num_tokens + num_layers * num_tokens * self.topk
+
+    def gather(self, destination: Tensor, num_tokens: int) -> None:
+        """Write a step side by side: stamps [L], token ids [num_tokens], routes [L, num_tokens, K]."""
+        num_layers = len(self._layers)
+        end = num_layers + num_tokens
+        destination[:end].copy_(self.head[:end])
+        destination[end:].view(num_layers, num_tokens, self.topk).copy_(self.routes[:, :num_tokens])
+
+    def _is_graph(self) -> bool:
+        return is_compiling() or (self._on_gpu and torch.cuda.is_current_stream_capturing())
+
+    def _is_wanted(self) -> bool:
+        # Dynamo asks once, while it traces: compiled code always writes, so that no guard depends on what is announced.
+        return self.is_open and (self._is_graph() or self.num_announced is not None)
+
+    def _write(self, layer_index: int, site: RouterSite, topk_indices: Tensor) -> None:
+        """Write [..., topk] ids of the forward's tokens, in the order of the batch.
+
+        Raises:
+            CaptureError: no integers, or a shape that was not announced.
+        """
+        if topk_indices.dtype not in _INTEGERS:
+            raise CaptureError(
+                f"layer_number {site.layer_number} handed over {topk_indices.dtype}: expected integer expert ids."
+            )
+        rows = topk_indices if topk_indices.dim() == 2 else topk_indices.flatten(0, -2)
+        num_rows, is_graph = rows.shape[0], self._is_graph()
+        if rows.shape[1] != self.topk or not (is_graph or num_rows == self.num_announced):
+            raise CaptureError(
+                f"layer_number {site.layer_number} routed {num_rows} tokens to {rows.shape[1]} experts each, "
+                f"{self.num_announced} tokens were announced and topk is {self.topk}. Announce all rows of the batch, None "
+                "for those that are nobody's; a part of them, as under sequence parallelism, cannot be captured."
+            )
+        if not is_graph:
+            # Between two matrix products each operation takes 30 us and more, so eager calls are counted in Python.
+            self._slots[layer_index].copy_(rows)
+            self.eager_stamps[layer_index] += CALL + num_rows
+            return
+        # A larger forward is none that was announced (that raises): training on the same model, say.
+        if num_rows <= self.max_num_tokens:
+            self._layers[layer_index][:num_rows].copy_(rows)
+        self._layer_stamps[layer_index].add_(CALL + num_rows)

@@ -1,12 +1,14 @@
-"""The steps whose routes are on their way to the host: kept side by side and sorted into requests many at a time.
+"""The rows of requests on the host, and the steps on their way there, which are sorted into them many at a time.
 
-On a GPU each step is one asynchronous copy into pinned memory on a stream of its own; on a CPU the routers' ids are collected
-there directly. Sorting a step by itself would cost some Python for each request of each step, so a decode step waits here
-until the log is full, the batch changes its size, or a request ends.
+On a GPU each step is one asynchronous copy into pinned memory on a stream of its own. Sorting a step by itself would cost
+some Python for each request of each step, so steps wait here until the memory is full or a request ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,104 +16,179 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_router_replay.capture.buffer import RoutingBuffer, host_memory
-from megatron_router_replay.capture.recorder import StepRecorder
-
-_MAX_STEPS = 64
-"""Enough that sorting costs little a step, and no request's routes stay here for long."""
+from megatron_router_replay.capture.buffer import CALL, MASKED, UNSEEN, RoutingBuffer
+from megatron_router_replay.capture.forward import Forward
+from megatron_router_replay.capture.routers import CaptureError
 
 _MIN_TOKENS = 2048
 """Room for so many tokens at least: 32 decode steps of 64 requests."""
 
+_FIRST_ROWS = 32
+"""Rows that a request's generation gets at least; always a power of two, so that it is copied seldom."""
+
+Array = NDArray[Any]
+
+
+def row_dtype(num_layers: int, topk: int, ids: type[np.integer[Any]]) -> np.dtype[Any]:
+    """Return what is kept of a token: its routes, the token that the model ran, whether any forward wrote the row."""
+    return np.dtype([("routes", ids, (num_layers, topk)), ("token_id", np.int32), ("is_written", np.bool_)])
+
+
+@dataclass(slots=True, eq=False)
+class RequestRows:
+    """One request.
+
+    Args:
+        request_id: the caller's.
+        number: counts requests; in a step it stands for this one.
+        prompt: rows of `row_dtype`; the same array for requests that share their prompt.
+        num_cached_tokens: leading positions that come from a prefix cache and are never forwarded.
+    """
+
+    request_id: Hashable
+    number: int
+    prompt: Array
+    num_cached_tokens: int
+    generation: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generation = self.prompt[:0]
+
+    def write(self, tokens: Array) -> None:
+        """Store tokens of forwards, each with position, token_id and routes; what comes later replaces what came before."""
+        rows = np.ones(len(tokens), self.prompt.dtype)
+        rows["routes"], rows["token_id"] = tokens["routes"], tokens["token_id"]
+        in_prompt = tokens["position"] < len(self.prompt)
+        self.prompt[tokens["position"][in_prompt]] = rows[in_prompt]
+        behind = tokens["position"][~in_prompt] - len(self.prompt)
+        end = int(behind.max(initial=-1)) + 1
+        if end > len(self.generation):
+            self.generation = _resized(self.generation, max(1 << (end - 1).bit_length(), _FIRST_ROWS))
+        self.generation[behind] = rows[~in_prompt]
+
+    def rows(self, num_rows: int) -> Array:
+        """Return a copy of the first rows; those that no forward wrote are marked."""
+        return _resized(np.concatenate([self.prompt, self.generation])[:num_rows], num_rows)
+
+
+def _resized(rows: Array, num_rows: int) -> Array:
+    larger = np.zeros(num_rows, rows.dtype)
+    larger[: len(rows)] = rows
+    return larger
+
 
 class StepLog:
-    """Host memory for consecutive steps of the same number of tokens.
+    """Host memory for consecutive steps.
 
     Args:
         buffer: the device memory that is copied from.
+        layer_numbers, num_experts: of the routes.
     """
 
-    def __init__(self, buffer: RoutingBuffer) -> None:
+    def __init__(self, buffer: RoutingBuffer, layer_numbers: Sequence[int], num_experts: int) -> None:
         self._buffer = buffer
-        self._num_layers, max_num_tokens, self._topk = buffer.tensor.shape
-        device = buffer.tensor.device
-        on_gpu = device.type == "cuda"
-        self._max_tokens = max(max_num_tokens, _MIN_TOKENS)
-        self._routes_memory = _allocate(self._max_tokens * self._num_layers * self._topk, pinned=on_gpu)
-        self._heads_memory = _allocate(_MAX_STEPS * self._num_layers + self._max_tokens, pinned=on_gpu)
-        # On a GPU all layers are collected there first: one kernel, then one copy.
-        self._collected = torch.empty(buffer.tensor.numel(), dtype=torch.int64, device=device) if on_gpu else None
-        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._room = 0
-        self._num_tokens = 0
-        self.num_steps = 0
-        self._reshape(1)
+        self._layer_numbers = np.asarray(layer_numbers)
+        self._num_experts = num_experts
+        shape = (len(layer_numbers), buffer.topk)
+        fields = [("number", np.int64), ("position", np.int64), ("token_id", np.int32), ("routes", np.int32, shape)]
+        self._token_dtype = np.dtype(fields)
+        self._steps: list[tuple[Forward, Tensor]] = []
+        self._used = 0
+        device, max_num_tokens = buffer.head.device, buffer.max_num_tokens
+        self._on_gpu = device.type == "cuda"
+        with torch.inference_mode(False):
+            size = buffer.step_size(max(max_num_tokens, _MIN_TOKENS))
+            self._memory = torch.empty(size, dtype=torch.int32, pin_memory=self._on_gpu)
+            if self._on_gpu:
+                self._staging = torch.empty(buffer.step_size(max_num_tokens), dtype=torch.int32, device=device)
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Return whether a step of `num_tokens` tokens can follow those that are kept."""
-        return self.num_steps == 0 or (num_tokens == self._num_tokens and self.num_steps < self._room)
+    def has_room(self, forward: Forward) -> bool:
+        """Return whether another step fits."""
+        return self._used + self._buffer.step_size(len(forward.numbers)) <= len(self._memory)
 
-    def append(self, recorder: StepRecorder, num_tokens: int) -> None:
-        """Copy a step's routes, stamps and token ids behind the forward, without waiting for either.
-
-        Raises:
-            CaptureError: the recorder's; nothing is appended.
-        """
-        if num_tokens != self._num_tokens:
-            assert self.num_steps == 0, "take() comes before steps of another size"
-            self._reshape(num_tokens)
-        routes, head = self._places[self.num_steps]
-        if self._stream is None or self._copied is None:
-            recorder.collect(routes, self._buffer.tensor)
-            if self._host_head is not None:
-                head[:] = self._host_head
-            else:
-                head.copy_(self._head)
+    def append(self, forward: Forward) -> None:
+        """Copy what the buffer holds of a step behind its forward, without waiting for either."""
+        num_tokens = len(forward.numbers)
+        size = self._buffer.step_size(num_tokens)
+        memory = self._memory[self._used : self._used + size]
+        if not self._on_gpu:
+            self._buffer.gather(memory, num_tokens)
         else:
-            recorder.collect(self._device_routes, self._buffer.tensor)
-            self._stream.wait_stream(torch.cuda.current_stream(self._device_routes.device))
+            current = torch.cuda.current_stream(self._staging.device)
+            # The staging memory is free when the step before has left it, a whole forward ago.
+            current.wait_event(self._copied)
+            self._buffer.gather(self._staging[:size], num_tokens)
+            self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                routes.copy_(self._device_routes, non_blocking=True)
-                head.copy_(self._head, non_blocking=True)
+                memory.copy_(self._staging[:size], non_blocking=True)
                 self._copied.record()
-        self.num_steps += 1
+        forward.eager_stamps = self._buffer.eager_stamps
+        self._used += size
+        self._steps.append((forward, memory))
 
-    def hold_device(self) -> None:
-        """Keep the kernels that the current stream gets from now on from overwriting what is still being copied."""
-        if self._copied is not None and self.num_steps:
-            torch.cuda.current_stream(self._buffer.tensor.device).wait_event(self._copied)
-
-    def take(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Wait for the copies and return the steps; the log is empty then, and the arrays hold until the next append.
-
-        Returns:
-            (routes [steps, num_layers, num_tokens, topk], stamps [steps, num_layers], token_ids [steps, num_tokens]).
-        """
-        if self._copied is not None and self.num_steps:
+    def clear(self) -> list[tuple[Forward, Tensor]]:
+        """Wait for the copies and return the steps; their memory holds until the next append."""
+        if self._on_gpu:
             self._copied.synchronize()
-        num_steps, self.num_steps = self.num_steps, 0
-        heads: NDArray[Any] = self._heads[:num_steps].numpy()
-        return self._routes[:num_steps].numpy(), heads[:, : self._num_layers], heads[:, self._num_layers :]
+        steps, self._steps, self._used = self._steps, [], 0
+        return steps
 
-    def _reshape(self, num_tokens: int) -> None:
-        """Divide the memory into steps of `num_tokens` tokens; the views are made once for many steps."""
-        self._num_tokens = num_tokens
-        self._room = min(self._max_tokens // max(num_tokens, 1), _MAX_STEPS)
-        shape = (self._num_layers, num_tokens, self._topk)
-        size, head = self._num_layers * num_tokens * self._topk, self._num_layers + num_tokens
-        self._routes = self._routes_memory[: self._room * size].view(self._room, *shape)
-        self._heads = self._heads_memory[: self._room * head].view(self._room, head)
-        self._head = self._buffer.head[:head]
-        heads: list[Any] = list(self._heads.unbind())
-        self._host_head = None
-        if self._buffer.host_head is not None:
-            heads = [host_memory(place) for place in heads]
-            self._host_head = self._buffer.host_head[:head]
-        self._places = list(zip(self._routes.unbind(), heads))
-        if self._collected is not None:
-            self._device_routes = self._collected[:size].view(shape)
+    def sort(self, requests: Mapping[int, RequestRows]) -> list[CaptureError]:
+        """Write the rows of all steps to their requests; return an error for each step or request that does not add up.
 
+        Args:
+            requests: those that run, by number; rows of others are dropped.
+        """
+        errors: list[CaptureError] = []
+        parts = [np.zeros(0, self._token_dtype)]
+        for forward, memory in self.clear():
+            num_tokens = len(forward.numbers)
+            stamps, token_ids, routes = np.split(memory.numpy(), np.cumsum([len(self._layer_numbers), num_tokens]))
+            tokens = np.zeros(num_tokens, self._token_dtype)
+            tokens["number"], tokens["position"] = forward.numbers, forward.positions
+            tokens["token_id"] = token_ids if forward.has_token_ids else UNSEEN
+            tokens["routes"] = routes.reshape(len(stamps), num_tokens, -1).swapaxes(0, 1)
+            tokens = tokens[np.isin(tokens["number"], list(requests))]
+            stamps = stamps + np.asarray(forward.eager_stamps)
+            wrong = np.flatnonzero(stamps != CALL + num_tokens)
+            if not wrong.size:
+                parts.append(tokens)
+            elif len(tokens):
+                names = [requests[number].request_id for number in dict.fromkeys(tokens["number"].tolist())]
+                errors.append(self._stamp_error(names, self._layer_numbers[wrong], int(stamps[wrong[0]]), num_tokens))
+        tokens = np.concatenate(parts)
+        # Stable: where a position was run again, the later row is written later.
+        tokens = tokens[np.argsort(tokens["number"], kind="stable")]
+        for start, end in pairwise(np.flatnonzero(np.diff(tokens["number"], prepend=-1, append=-1))):
+            request, own = requests[int(tokens["number"][start])], tokens[start:end]
+            is_expert = (own["routes"] >= 0) & (own["routes"] < self._num_experts)
+            is_exact = is_expert.all(axis=(1, 2)) & (own["token_id"] != MASKED)
+            if not is_exact.all():
+                errors.append(self._token_error(request.request_id, own[~is_exact], is_expert[~is_exact]))
+            request.write(own[is_exact])
+        return errors
 
-def _allocate(size: int, *, pinned: bool) -> Tensor:
-    return torch.empty(size, dtype=torch.int64, pin_memory=pinned)
+    def _stamp_error(self, names: list[Any], layers: Array, stamp: int, num_tokens: int) -> CaptureError:
+        """Say which layers did not run once on all tokens."""
+        calls, num_rows = divmod(stamp, CALL)
+        return CaptureError(
+            f"requests {names}: layers {layers.tolist()} routed {num_rows} tokens in {calls} calls in a forward that was "
+            f"announced with {num_tokens} tokens. Announce every forward by itself, and all rows of the batch: None or "
+            "position -1 for those that pad it. A fused kernel routes unseen, as does a graph recorded before the capturer."
+        )
+
+    def _token_error(self, name: Any, tokens: Array, is_expert: Array) -> CaptureError:
+        """Say why tokens of a request have no route: the mask hides them, or the first has an id that is no expert's."""
+        if num_masked := int((tokens["token_id"] == MASKED).sum()):
+            return CaptureError(
+                f"request {name!r}: attention_mask hides {num_masked} tokens that were announced. Announce a padded batch "
+                "with token_positions(attention_mask)."
+            )
+        layer, slot = np.argwhere(~is_expert[0])[0]
+        return CaptureError(
+            f"request {name!r}: expert id {tokens['routes'][0, layer, slot]} in layer_number {self._layer_numbers[layer]}, "
+            f"position {tokens['position'][0]}: num_experts is {self._num_experts}. Read the ids before the dispatch side "
+            "changes them."
+        )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from megatron_router_replay.capture.errors import CaptureError
+from megatron_router_replay.errors import RouterReplayError
+
+
+class CaptureError(RouterReplayError, ValueError):
+    """Routes cannot be captured as asked, or some of a request's tokens have none."""
+
 
 Select = Callable[[nn.Module, Any, Any], Tensor]
 """(module, forward arguments, forward output) -> chosen ids [num_tokens, topk]; traced by torch.compile with the model."""
@@ -21,17 +25,17 @@ class RouterSite:
     """One place where experts are chosen.
 
     Args:
-        module: the router, or the MoE layer that calls `write_routes(self, topk_indices)` itself.
+        module: the router, or any module whose forward shows what was chosen.
         layer_number: Megatron's, from 1: hidden layer i of a Hugging Face model is layer_number i + 1.
         num_experts, topk: routed experts of the layer, and how many of them a token takes.
-        select: reads the chosen ids off a forward of `module`; None: the module calls `write_routes`.
+        select: reads the chosen ids off a forward of `module`.
     """
 
     module: nn.Module
     layer_number: int
     num_experts: int
     topk: int
-    select: Select | None
+    select: Select
 
 
 def select_transformers(module: nn.Module, args: Any, output: Any) -> Tensor:
@@ -44,23 +48,11 @@ def select_transformers(module: nn.Module, args: Any, output: Any) -> Tensor:
     return indices
 
 
-def select_megatron(module: nn.Module, args: Any, output: Any) -> Tensor:
-    """Return the ids that a Megatron-Core TopKRouter chose, by falling probability.
-
-    Source: Megatron-Core 0.16.1, TopKRouter.forward returns (probs, routing_map), both [num_tokens, num_experts].
-    """
-    probs, routing_map = output
-    # Where a chosen expert's probability is 0, topk of probs alone could name one that was not chosen.
-    ranked = torch.where(routing_map, probs, torch.full_like(probs, -1.0))
-    return ranked.topk(module.topk, dim=-1).indices  # type: ignore[arg-type]
-
-
 def find_router_sites(model: nn.Module) -> list[RouterSite]:
-    """Return the routers of a transformers or Megatron-Core model by layer; multi-token-prediction layers are left out.
+    """Return the routers of a transformers model by layer; multi-token-prediction layers are left out.
 
     Raises:
-        CaptureError: no router is known here, a layer has experts and none that is, two routers are of one layer, or a
-            router drops tokens.
+        CaptureError: no router is known here, a layer has experts and none that is, or two routers are of one layer.
     """
     sites: dict[int, RouterSite] = {}
     for name, module in model.named_modules():
@@ -91,14 +83,13 @@ def _is_router(module: nn.Module) -> bool:
 
 
 def _site(name: str, module: Any) -> RouterSite:
-    if type(module).__module__.startswith("megatron."):
-        return _megatron_site(name, module)
     parts = name.split(".")
     numbers = [int(after) for before, after in pairwise(parts) if before == "layers" and after.isdigit()]
     num_experts, topk = getattr(module, "num_experts", None), getattr(module, "top_k", None)
     if not numbers or not isinstance(num_experts, int) or not isinstance(topk, int):
         raise CaptureError(
-            f"{name} ({type(module).__name__}) does not tell its layer, num_experts or top_k: pass routers=[RouterSite(...)]."
+            f"{name} ({type(module).__name__}) does not tell its layer, num_experts or top_k: pass "
+            "routers=[RouterSite(...)]. Record a Megatron-Core model with megatron_router_replay.record."
         )
     return RouterSite(
         module=module,
@@ -109,19 +100,22 @@ def _site(name: str, module: Any) -> RouterSite:
     )
 
 
-def _megatron_site(name: str, module: Any) -> RouterSite:
-    config = module.config
-    if config.moe_expert_capacity_factor is not None:
+def check_sites(sites: Sequence[RouterSite]) -> tuple[int, int]:
+    """Return (num_experts, topk) of all sites.
+
+    Raises:
+        CaptureError: there is none, they differ, or two are of one layer.
+    """
+    if not sites:
+        raise CaptureError("there is no router to capture: routers=[] was passed.")
+    kinds = {(site.num_experts, site.topk) for site in sites}
+    numbers = [site.layer_number for site in sites]
+    if len(kinds) != 1 or len(set(numbers)) != len(numbers) or min(numbers) < 1:
         raise CaptureError(
-            f"{name}: with moe_expert_capacity_factor={config.moe_expert_capacity_factor} its output lacks the experts of "
-            "dropped tokens. Generate without a capacity, or record with megatron_router_replay.record."
+            f"all layers must have the same num_experts and topk and numbers of their own, from 1; got (num_experts, topk) "
+            f"{sorted(kinds)} in layers {numbers}."
         )
-    if module.layer_number is None:
-        raise CaptureError(f"{name} has no layer_number: build the model with Megatron's layer specs.")
-    return RouterSite(
-        module=module,
-        layer_number=int(module.layer_number),
-        num_experts=int(config.num_moe_experts),
-        topk=int(module.topk),
-        select=select_megatron,
-    )
+    num_experts, topk = kinds.pop()
+    if not 1 <= topk <= num_experts:
+        raise CaptureError(f"topk={topk} must lie in 1..num_experts={num_experts}.")
+    return num_experts, topk

@@ -8,12 +8,8 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from megatron_router_replay.cli.commands import app
-
-__all__ = ["app", "run"]
+__all__ = ["run"]
 
 INTERRUPTED = 130
 """As shells report a program that Ctrl-C ended."""
@@ -30,7 +26,7 @@ def run() -> None:
         if error.name not in ("typer", "rich"):
             raise
         raise SystemExit(
-            f"router-replay needs {error.name}: pip install 'megatron-router-replay[demo]' brings it."
+            f"router-replay needs {error.name}: pip install 'megatron-router-replay[cli]' brings it."
         ) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
@@ -47,11 +43,3 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
             os._exit(INTERRUPTED)
         frame = frame.f_back
     raise KeyboardInterrupt
-
-
-def __getattr__(name: str) -> Any:
-    if name != "app":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_router_replay.cli.commands import app
-
-    return app

@@ -13,9 +13,6 @@ from megatron_router_replay.cli.demo import demo
 from megatron_router_replay.cli.diff import diff
 from megatron_router_replay.cli.doctor import doctor
 from megatron_router_replay.cli.inspect import inspect
-from megatron_router_replay.cli.plot import plot
-from megatron_router_replay.cli.request import request
-from megatron_router_replay.cli.runlog import verify_run
 
 app = typer.Typer(
     help="Record and replay which experts a Mixture-of-Experts model uses.",
@@ -41,7 +38,7 @@ def main(
     """Record and replay which experts a Mixture-of-Experts model uses."""
 
 
-for command in (inspect, diff, plot, convert, request, doctor, verify_run, demo):
+for command in (demo, doctor, inspect, diff, convert):
     # Lines of a docstring's paragraph are joined: typer would keep each break.
     paragraphs = (getdoc(command) or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from megatron_router_replay.cli.output import Json, Out, Step, bad_input, check_out, emit
+from megatron_router_replay.cli.output import Json, Out, Step, check_out, emit, reporting_errors
 from megatron_router_replay.errors import StoreError
 
 
-class Engine(str, Enum):
-    """Whose payload a file holds."""
-
-    vllm = "vllm"
-    sglang = "sglang"
-    sglang_jax = "sglang_jax"
-    megatron = "megatron"
-    megatron_trace = "megatron_trace"
-    tensorrt_llm = "tensorrt_llm"
-    array = "array"
-
-
 def convert(
-    source: Annotated[Path, typer.Argument(help="A payload, trace file, folder, npz or envelope.", metavar="IN")],
-    target: Annotated[Path, typer.Argument(help="What to write: .safetensors, .npz or .json.", metavar="OUT")],
-    engine: Annotated[
-        Engine | None,
-        typer.Option(help=f"The payload's engine: {', '.join(each.value for each in Engine)}.", metavar="NAME"),
-    ] = None,
+    source: Annotated[
+        Path, typer.Argument(help="A payload (.json, .npy), or a folder of the ranks' parts.", metavar="IN")
+    ],
+    target: Annotated[Path, typer.Argument(help="The trace file to write, .safetensors.", metavar="OUT")],
+    engine: Annotated[str, typer.Option(help="The payload's engine, as mrr.engines calls it.", metavar="NAME")] = "",
     model: Annotated[
         Path | None, typer.Option(help="The model's Hugging Face config.json or its folder.", metavar="PATH")
     ] = None,
     key: Annotated[
         str,
-        typer.Option(help="Where the payload is in the file, as in response.choices or an npz's name.", metavar="KEY"),
+        typer.Option(help="Where the payload is in a JSON file, as in response.choices.", metavar="KEY"),
     ] = "",
     token_ids: Annotated[
         Path | None, typer.Option(help="JSON list of token ids, one list a sample.", metavar="FILE")
@@ -52,32 +38,33 @@ def convert(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Turn engine payloads, trace files, npz files and JSON envelopes into each other.
+    """Turn an engine's payload, or a folder of ranks' parts, into one trace file.
 
-    What OUT becomes follows from its ending. An engine's payload (a response saved as JSON, or an array in an npz)
-    needs --engine and --model. Megatron-Core's own routing trace (--engine megatron_trace) is a folder, or the file of
-    one rank. The trace must fit in memory.
+    A payload (a response saved as JSON, or an array saved by numpy as .npy) needs --engine and --model. Megatron-Core's
+    own routing trace (--engine megatron_trace) is a folder, or the file of one rank. The trace must fit in memory.
     """
-    with bad_input():
-        from megatron_router_replay.cli.files import KINDS, PayloadOptions, read_any, write_any
+    with reporting_errors():
+        from megatron_router_replay.cli.files import read_any
+        from megatron_router_replay.store import save_trace
 
         check_out(out)
-        if target.suffix not in KINDS:
-            raise StoreError(f"cannot write {target}: its ending must be one of {', '.join(KINDS)}.")
+        if target.suffix != ".safetensors":
+            raise StoreError(f"cannot write {target}: a trace file ends in .safetensors.")
         if target.exists() and not force:
             raise StoreError(f"{target} exists: --force replaces it.")
         if not target.absolute().parent.is_dir():
             raise StoreError(f"cannot write {target}: its folder does not exist.")
-        options = PayloadOptions(
-            engine=None if engine is None else engine.value,
+        trace = read_any(
+            source,
+            engine=engine,
             model=model,
             key=key,
             token_ids=token_ids,
             axes=axes.split(","),
             layer_numbers=_integers(layers),
+            step=step,
         )
-        trace = read_any(source, options, step=step)
-        write_any(trace, target)
+        save_trace(trace, target)
     values: dict[str, Any] = {
         "path": str(target),
         "num_tokens": trace.num_tokens,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megatron_router_replay.cli.output import Json, Out, bad_input, check_out, emit
+from megatron_router_replay.cli.output import Json, Out, check_out, emit, reporting_errors, say
 from megatron_router_replay.tables import Table
 
 if TYPE_CHECKING:
@@ -16,33 +16,14 @@ if TYPE_CHECKING:
 
 def demo(as_json: Json = False, out: Out = None) -> None:
     """Replay a real vLLM response in Megatron-Core: 2 processes, pipeline parallel, full recompute, on this CPU."""
-    with bad_input():
+    with reporting_errors():
         check_out(out)
-        result = _run()
+        from megatron_router_replay.demo import run_demo
+
+        result = run_demo(say)
     emit(_text(result), asdict(result), as_json=as_json, out=out)
     exact = result.differ_with_replay == 0 and result.recomputes_identical == result.recomputes_checked > 0
     raise typer.Exit(0 if exact else 1)
-
-
-def _run() -> DemoResult:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from megatron_router_replay.demo import run_demo
-    from megatron_router_replay.demo.run import STAGES
-
-    progress = Progress(
-        TextColumn("{task.description:<42}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)
-    )
-    with progress:
-        task = progress.add_task("", total=len(STAGES))
-
-        def on_stage(stage: str) -> None:
-            progress.update(task, description=stage, completed=STAGES.index(stage))
-
-        result = run_demo(on_stage)
-        progress.update(task, description="done", completed=len(STAGES))
-    return result
 
 
 def _text(result: DemoResult) -> str:
@@ -68,7 +49,6 @@ def _text(result: DemoResult) -> str:
             ("token positions replayed", "", f"{result.rows_replayed:,}"),
             ("  routed live (last token of each sample)", "", f"{result.rows_live:,}"),
             ("  padding", "", f"{result.rows_padding:,}"),
-            ("seconds per step (median)", f"{result.step_seconds_without:.3f}", f"{result.step_seconds_with:.3f}"),
         ],
     )
     return "routes of vLLM 0.30.0 (bf16), replayed in Megatron-Core (fp32, PP2, recompute)\n" + table.text()

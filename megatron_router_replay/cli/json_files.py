@@ -11,6 +11,8 @@ from typing import Any
 from megatron_router_replay.errors import StoreError
 
 _MAX_SHOWN = 12
+_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+"""What JSON calls a value."""
 
 
 def load_json(path: Path) -> Any:
@@ -29,23 +31,38 @@ def load_json(path: Path) -> Any:
         raise StoreError(f"cannot read {path}: {error}.") from None
 
 
-def at_key(content: Any, key: str, path: Path) -> Any:
-    """Return what lies at a dotted key, such as response.choices or 0.response.
+def load_payload(path: Path, key: str) -> Any:
+    """Return the payload at a dotted key of a JSON file, such as response.choices or 0.response.
 
     Raises:
-        StoreError: nothing lies there; the message names the keys that there are.
+        StoreError: nothing lies there, and the message names the keys that there are; or what does is surely no payload: a
+            server's error, JSON inside a text, a plain value.
     """
-    walked: list[str] = []
+    content, walked = load_json(path), "its top"
     for part in key.split(".") if key else []:
-        where = ".".join(walked) or "its top"
         if isinstance(content, dict) and part in content:
             content = content[part]
         # At most 18 digits, more than any list has: int() of thousands of them raises.
         elif isinstance(content, list) and re.fullmatch("[0-9]{1,18}", part) and int(part) < len(content):
             content = content[int(part)]
         else:
-            raise StoreError(f"{path} has nothing at {key!r}: {part!r} is not at {where}, {_what_is(content, part)}.")
-        walked.append(part)
+            raise StoreError(f"{path} has nothing at {key!r}: {part!r} is not at {walked}, {_what_is(content, part)}.")
+        walked = part if walked == "its top" else f"{walked}.{part}"
+    if isinstance(content, str):
+        inner = content.lstrip()[:1]
+        hint = " that holds JSON: it was encoded twice, so save the object itself" if inner in "{[" and inner else ""
+        raise StoreError(f"{path} holds a text{hint}, expected an object or a list.")
+    if not isinstance(content, (dict, list)):
+        raise StoreError(f"{path} holds {_KINDS.get(type(content), 'null')}, expected an object or a list.")
+    if isinstance(content, dict) and "choices" not in content and "meta_info" not in content:
+        refusal = content.get("error") or content.get("detail")
+        if refusal:
+            text = refusal.get("message", refusal) if isinstance(refusal, dict) else refusal
+            raise StoreError(f"{path} holds an error of the server, no routes: {str(text)[:300]}")
+        if isinstance(content.get("response"), (dict, list)) and not key:
+            raise StoreError(
+                f"{path} holds its payload below a key: --key response reads it. It has {_shown(list(content))}."
+            )
     return content
 
 
@@ -53,49 +70,15 @@ def _what_is(content: Any, wanted: str) -> str:
     if isinstance(content, dict):
         names = [str(name) for name in content]
         close = get_close_matches(wanted, names, n=1)
-        return f"which has {shown(names)}" + (f"; did you mean {close[0]!r}?" if close else "")
+        return f"which has {_shown(names)}" + (f"; did you mean {close[0]!r}?" if close else "")
     if isinstance(content, list):
         return f"which is a list of {len(content)}: 0 is its first entry"
-    return f"which is {kind_of(content)}"
+    return f"which is {_KINDS.get(type(content), 'null')}"
 
 
-def shown(names: list[str]) -> str:
-    """Return some names for a message."""
+def _shown(names: list[str]) -> str:
     listed = ", ".join(repr(name[:60]) for name in names[:_MAX_SHOWN]) + (", ..." if len(names) > _MAX_SHOWN else "")
     return listed or "no keys"
-
-
-def kind_of(content: Any) -> str:
-    """Return what JSON calls a value."""
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(content), "null")
-
-
-def check_payload(content: Any, path: Path) -> None:
-    """Refuse what is surely no payload, and say what it is.
-
-    Raises:
-        StoreError: a server's error, JSON inside a text, or a plain value.
-    """
-    if isinstance(content, str):
-        inner = content.lstrip()[:1]
-        hint = " that holds JSON: it was encoded twice, so save the object itself" if inner in "{[" and inner else ""
-        raise StoreError(f"{path} holds a text{hint}, expected an object or a list.")
-    if not isinstance(content, (dict, list)):
-        raise StoreError(f"{path} holds {kind_of(content)}, expected an object or a list.")
-    if isinstance(content, dict) and content.get("error") and "choices" not in content and "meta_info" not in content:
-        error = content["error"]
-        text = error.get("message", error) if isinstance(error, dict) else error
-        raise StoreError(f"{path} holds an error of the server, no routes: {str(text)[:300]}")
-    if isinstance(content, dict) and isinstance(content.get("detail"), (str, list)) and "choices" not in content:
-        raise StoreError(f"{path} holds a refusal of the server, no routes: {str(content['detail'])[:300]}")
 
 
 def load_token_ids(path: Path) -> list[list[int]]:
@@ -105,18 +88,12 @@ def load_token_ids(path: Path) -> list[list[int]]:
         StoreError: anything else.
     """
     content = load_json(path)
+    samples: list[Any] = content if isinstance(content, list) and content else [None]
     # `type`, not isinstance: true and false are integers to Python, and no token ids.
-    right = (
-        isinstance(content, list)
-        and bool(content)
-        and all(isinstance(sample, list) and all(type(token) is int for token in sample) for sample in content)
-    )
-    if not right:
-        what = "an empty list" if content == [] else "something else"
-        if isinstance(content, list) and content and all(type(token) is int for token in content):
-            what = "one flat list: put it into another list"
-        raise StoreError(f"the token ids in {path} must be a list with one list of integers a sample; it is {what}.")
-    flat = [token for sample in content for token in sample]
-    if flat and not -(2**31) <= min(flat) <= max(flat) < 2**31:
-        raise StoreError(f"the token ids in {path} reach {max(flat, key=abs)}, which no vocabulary has.")
-    return list(content)
+    if not all(isinstance(sample, list) and all(type(token) is int for token in sample) for sample in samples):
+        flat = ", not one flat list" if all(type(token) is int for token in samples) else ""
+        raise StoreError(f"the token ids in {path} must be a list with one list of integers a sample{flat}.")
+    most = max((token for sample in samples for token in sample), key=abs, default=0)
+    if not -(2**31) <= most < 2**31:
+        raise StoreError(f"the token ids in {path} reach {most}, which no vocabulary has.")
+    return samples

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
 
 from megatron_router_replay.cli import INTERRUPTED
 from megatron_router_replay.errors import RouterReplayError
-from megatron_router_replay.tables import printable as printable
+from megatron_router_replay.tables import printable, replace_text
 
 BAD_INPUT = 2
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -24,7 +23,7 @@ Step = Annotated[int | None, typer.Option(help="The step, if the folder holds se
 
 
 @contextmanager
-def bad_input() -> Iterator[None]:
+def reporting_errors() -> Iterator[None]:
     """Turn whatever an input can cause into one message on stderr and exit code 2."""
     try:
         yield
@@ -44,16 +43,13 @@ def bad_input() -> Iterator[None]:
                 f"router-replay needs {missing}, which is not installed; router-replay doctor names what is missing.",
                 error,
             )
-        text = (
-            f"{type(error).__name__}: {error}. This is a fault of router-replay, which should have said what is wrong"
-        )
-        fail(f"{text} with the input; please report it with the command.", error)
+        fault = "This is a fault of router-replay, which should have said what is wrong with the input"
+        fail(f"{type(error).__name__}: {error}. {fault}; please report it with the command.", error)
 
 
 def fail(message: str, cause: BaseException | None = None) -> None:
     """Print an error on stderr and leave with exit code 2."""
-    width = get_terminal_size().columns if sys.stderr.isatty() else None
-    typer.echo(_encodable(wrap(f"error: {printable(message)}", width=width), sys.stderr), err=True)
+    say(f"error: {printable(message)}")
     raise typer.Exit(BAD_INPUT) from cause
 
 
@@ -78,49 +74,34 @@ def check_out(out: Path | None) -> None:
         fail(f"cannot write {out}: it is a folder.")
 
 
-def emit(text: str, values: Any, *, as_json: bool, out: Path | None = None, fold: bool = True) -> None:
-    """Print one of the two on stdout, and write the JSON to `out`; text is folded at the width of a terminal only."""
+def emit(text: str, values: Any, *, as_json: bool, out: Path | None = None) -> None:
+    """Print one of the two on stdout, and write the JSON to `out`."""
     content = json.dumps(values, indent=2)
     if out is not None:
         try:
-            out.write_text(content + "\n", encoding="utf-8")
+            replace_text(out, content + "\n")
         except OSError as error:
             fail(f"cannot write {out}: {error}.", error)
-    if as_json:
+    if not as_json:
+        content = _shown(text, sys.stdout)
+    try:
         typer.echo(content)
-        return
-    width = get_terminal_size().columns if fold and sys.stdout.isatty() else None
+        sys.stdout.flush()
+    except OSError as error:  # a full disk, or a pipe that nobody reads any more
+        # What is left in the buffer would fail once more when Python shuts down, and change the exit code.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        fail(f"cannot write the result to stdout: {error}.", error)
+
+
+def say(text: str) -> None:
+    """Print a remark on stderr."""
+    with suppress(OSError):  # nobody reads it; the exit code says what matters
+        typer.echo(_shown(text, sys.stderr), err=True)
+
+
+def _shown(text: str, stream: Any) -> str:
+    """Return text that a stream can write and a terminal shows as it is: `ü` where it knows ASCII only is escaped."""
     lines = "\n".join(printable(line) for line in text.split("\n"))
-    typer.echo(_encodable(wrap(lines, width=width), sys.stdout))
-
-
-def _encodable(text: str, stream: Any) -> str:
-    """Return text that a stream can write, whatever its encoding: `ü` in a terminal that knows ASCII only is escaped."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def wrap(text: str, *, width: int | None) -> str:
-    """Fold long lines at words, behind their own indentation; None: as they are."""
-    if width is None:
-        return text
-    folded = []
-    for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        # Words are never broken: what a person copies from here is a path or an option.
-        folded += textwrap.wrap(
-            line, width=max(40, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        ) or [""]
-    return "\n".join(folded)
-
-
-def numbers(values: Sequence[int]) -> str:
-    """Return "2..5, 9" for [2, 3, 4, 5, 9]."""
-    # Not `neighbour_runs`: a file's layer numbers may be larger than numpy's integers, which a command must still print.
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    return ", ".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return lines.encode(encoding, "backslashreplace").decode(encoding)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -37,18 +36,6 @@ class StepResult:
     report: dict[str, Any] = field(default_factory=dict)
 
 
-def build(checkpoint: str, layout: ParallelSizes) -> list[Any]:
-    """Return this rank's chunks of the checkpoint, with full activation recompute."""
-    layout.initialize()
-    return load_qwen3_moe(
-        checkpoint,
-        layout,
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=1,
-    )
-
-
 def watched_step(
     checkpoint: str,
     layout: ParallelSizes,
@@ -57,7 +44,10 @@ def watched_step(
     num_rows: int,
 ) -> StepResult:
     """Run one step, with the routes replayed or (trace None) live, and return what left the routers."""
-    chunks = build(checkpoint, layout)
+    layout.initialize()
+    chunks = load_qwen3_moe(
+        checkpoint, layout, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
     maps: dict[tuple[int, bool], list[Tensor]] = defaultdict(list)
 
     def watch(router: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -67,8 +57,9 @@ def watched_step(
     with ExitStack() as stack:
         for router in _routers(chunks):
             stack.callback(router.register_forward_hook(watch).remove)
-        losses, report = step(chunks, layout, microbatches, trace)
-    result = StepResult(report=report)
+        session = None if trace is None else stack.enter_context(mrr.replay(chunks, trace))
+        losses = run_schedule(chunks, layout, microbatches, forward_step=partial(forward_step, session=session))
+    result = StepResult(report={} if session is None else session.report.to_dict())
     # Hooks on Megatron's own routers: what they see does not pass through the bookkeeping that it is to prove.
     for (layer, is_recompute), of_layer in maps.items():
         if is_recompute:
@@ -87,33 +78,6 @@ def watched_step(
             rows = microbatch["routing_rows"]
             result.logprobs[rows[rows >= 0]] = -loss[rows >= 0]
     return result
-
-
-def timed_steps(
-    checkpoint: str, layout: ParallelSizes, microbatches: list[Microbatch], trace: mrr.RoutingTrace, repeats: int
-) -> tuple[list[float], list[float]]:
-    """Return seconds of `repeats` steps without and with replay, taken in turns in one process."""
-    chunks = build(checkpoint, layout)
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(-1, repeats):  # the first round warms up
-        for its_seconds, its_trace in zip(seconds, (None, trace)):
-            torch.distributed.barrier()
-            start = time.perf_counter()
-            step(chunks, layout, microbatches, its_trace)
-            if repeat >= 0:
-                its_seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-def step(
-    chunks: list[Any], layout: ParallelSizes, microbatches: list[Microbatch], trace: mrr.RoutingTrace | None
-) -> tuple[list[Tensor], dict[str, Any]]:
-    """Forward and backward of all micro-batches; (per-token losses [b, s] a micro-batch on the last stage, report)."""
-    if trace is None:
-        return run_schedule(chunks, layout, microbatches, forward_step=partial(forward_step, session=None)), {}
-    with mrr.replay(chunks, trace) as session:
-        losses = run_schedule(chunks, layout, microbatches, forward_step=partial(forward_step, session=session))
-    return losses, session.report.to_dict()
 
 
 def forward_step(data_iterator: Iterator[Microbatch], model: Any, *, session: Any) -> tuple[Tensor, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,22 +14,14 @@ from torch import Tensor
 
 from megatron_router_replay import engines
 from megatron_router_replay.demo.checkpoint import write_checkpoint
-from megatron_router_replay.demo.ranks import timed_steps, watched_step
+from megatron_router_replay.demo.ranks import watched_step
 from megatron_router_replay.diagnostics import logprob_mismatch
 from megatron_router_replay.layout import collate_padded
-from megatron_router_replay.testing import GlooWorkers, ParallelSizes
+from megatron_router_replay.testing import ParallelSizes, run_ranks
 from megatron_router_replay.trace import RoutingTrace
 
 LAYOUT = ParallelSizes(pp_size=2)
 SAMPLES_PER_MICROBATCH = 2
-TIMED_STEPS = 5
-STAGES = (
-    "reading what vLLM returned",
-    "starting 2 processes, pipeline parallel",
-    "training step without replay",
-    "training step with replay",
-    "timing both in turns",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +36,6 @@ class DemoResult:
         logprob_gap_without, logprob_gap_with: mean |difference| of the generated tokens' log-probs to the engine's, nats.
         kl_without, kl_with: mean k3 estimate of KL(engine || trainer) over the same tokens, nats.
         rows_replayed, rows_live, rows_padding: token positions of the step, as its first stage saw them.
-        step_seconds_without, step_seconds_with: median seconds of a step.
     """
 
     prompts: int
@@ -62,33 +52,26 @@ class DemoResult:
     logprob_gap_with: float
     kl_without: float
     kl_with: float
-    step_seconds_without: float
-    step_seconds_with: float
 
 
 def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult:
     """Replay the shipped response of a real vLLM in Megatron-Core on 2 processes.
 
     Args:
-        on_stage: called with each of STAGES when it begins.
+        on_stage: called with the name of each stage when it begins.
     """
-    on_stage(STAGES[0])
+    on_stage("reading what vLLM returned")
     response = load_response()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(folder)
         trace = engines.vllm.decode_batch(response, model=checkpoint)
         microbatches = make_microbatches(trace, prompt_lengths(response))
-        with GlooWorkers(LAYOUT.world_size) as workers:
-            on_stage(STAGES[1])
-            workers.run(_nothing)
-            on_stage(STAGES[2])
-            live = workers.run(watched_step, checkpoint, LAYOUT, microbatches, None, len(trace))
-            on_stage(STAGES[3])
-            replayed = workers.run(watched_step, checkpoint, LAYOUT, microbatches, trace, len(trace))
-            on_stage(STAGES[4])
-            seconds = workers.run(timed_steps, checkpoint, LAYOUT, microbatches, trace, TIMED_STEPS)
+        size = LAYOUT.world_size
+        on_stage("training step without replay, on 2 processes, pipeline parallel")
+        live = run_ranks(size, watched_step, checkpoint, LAYOUT, microbatches, None, len(trace))
+        on_stage("training step with replay")
+        replayed = run_ranks(size, watched_step, checkpoint, LAYOUT, microbatches, trace, len(trace))
     engine_logprobs = logprobs_by_row(response)
-    without, with_replay = seconds[-1]
     mismatch = [logprob_mismatch(ranks[-1].logprobs, engine_logprobs) for ranks in (live, replayed)]
     return DemoResult(
         prompts=len(response["choices"]),
@@ -105,8 +88,6 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
         logprob_gap_with=mismatch[1].abs_difference,
         kl_without=mismatch[0].k3,
         kl_with=mismatch[1].k3,
-        step_seconds_without=statistics.median(without),
-        step_seconds_with=statistics.median(with_replay),
     )
 
 
@@ -165,7 +146,3 @@ def count_different(ranks: list[Any], trace: RoutingTrace) -> int:
             expected = torch.zeros_like(used).scatter(1, trace.layer(layer).to(torch.int64), True)
             different += int((used != expected)[trace.replay_mask].any(dim=1).sum())
     return different
-
-
-def _nothing() -> None:
-    """What a pool runs to be started."""

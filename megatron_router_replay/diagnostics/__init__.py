@@ -1,8 +1,9 @@
-"""Traces -> what differs, by how much, and what it looks like: diff, metrics, plots, reports; a live comparison too.
+"""Traces -> what differs, by how much, and where it comes from: diff, page, metrics; a live comparison too.
 
 The words of all of them: a *decision* is what the router of one layer chose for one row (token). Two traces *agree* on a
 decision if both name the same set of experts, in whatever order; otherwise the decision *differs*. The *agreement* is the
-share of decisions that agree. A decision's *overlap* is how many experts both name; as a share, of topk.
+share of decisions that agree. A decision's *overlap* is how many experts both name; as a share, of topk. Two decisions are
+*near* if they share more than half of their experts.
 
 Importing this package loads none of its modules, so that a session can compare with the live router without loading the rest.
 """
@@ -12,55 +13,41 @@ from typing import TYPE_CHECKING
 from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatron_router_replay.diagnostics.diff import TraceDiff, diff_traces
-    from megatron_router_replay.diagnostics.differences import Difference
-    from megatron_router_replay.diagnostics.finding import Finding
-    from megatron_router_replay.diagnostics.load import imbalance
+    from megatron_router_replay.diagnostics.counting import Difference
+    from megatron_router_replay.diagnostics.diff import diff_traces
+    from megatron_router_replay.diagnostics.fact import Fact, imbalance
     from megatron_router_replay.diagnostics.metrics import (
         LogprobMismatch,
         MismatchByRoutes,
-        expert_load,
         logprob_mismatch,
         mismatch_by_routes,
         route_checksums,
-        router_margin,
-        routes_differ,
     )
     from megatron_router_replay.diagnostics.source import open_source
-
-_LAZY = {
-    "Difference": "differences",
-    "Finding": "finding",
-    "LogprobMismatch": "metrics",
-    "MismatchByRoutes": "metrics",
-    "TraceDiff": "diff",
-    "diff_traces": "diff",
-    "expert_load": "metrics",
-    "imbalance": "load",
-    "logprob_mismatch": "metrics",
-    "mismatch_by_routes": "metrics",
-    "open_source": "source",
-    "route_checksums": "metrics",
-    "router_margin": "metrics",
-    "routes_differ": "metrics",
-}
-"""Public name -> the module that has it."""
+    from megatron_router_replay.diagnostics.trace_diff import TraceDiff
 
 __all__ = [
     "Difference",
-    "Finding",
+    "Fact",
     "LogprobMismatch",
     "MismatchByRoutes",
     "TraceDiff",
     "diff_traces",
-    "expert_load",
     "imbalance",
     "logprob_mismatch",
     "mismatch_by_routes",
     "open_source",
     "route_checksums",
-    "router_margin",
-    "routes_differ",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _LAZY)
+_MODULES = {
+    "Difference": "counting",
+    "Fact": "fact",
+    "TraceDiff": "trace_diff",
+    "diff_traces": "diff",
+    "imbalance": "fact",
+    "open_source": "source",
+}
+"""Public name -> the module that has it; every other name is in `metrics`."""
+
+__getattr__, __dir__ = lazy_names(__name__, {name: _MODULES.get(name, "metrics") for name in __all__})

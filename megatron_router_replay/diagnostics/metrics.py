@@ -1,22 +1,24 @@
-"""Numbers over routes and log-probs: mismatch between two engines, expert load, checksums that ranks and runs compare."""
+"""Numbers over routes and log-probs: mismatch between two engines, checksums that ranks and runs compare."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_router_replay.diagnostics.compare import shared_experts
-from megatron_router_replay.diagnostics.source import TraceLike, block_rows, open_source
+from megatron_router_replay.diagnostics.counting import shared_experts
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.trace import RoutingTrace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobMismatch:
-    """How far a trainer's log-probs are from those of the engine that sampled the tokens; nats, 0.0 without tokens.
+    """The distance of a trainer's log-probs from those of the engine, in nats.
+
+    The engine is the one that sampled the tokens. Without tokens every number is 0.0.
 
     Args:
         tokens: tokens counted.
@@ -24,7 +26,6 @@ class LogprobMismatch:
         k3: mean of r - 1 - log r: the same KL, never negative, less noisy.
         abs_difference: mean of |log r|. max_difference: its maximum.
         ratio_above_2: share of tokens with r > 2 or r < 1/2.
-        pearson: correlation of the two probabilities; 1.0 is best, 0.0 where one of them does not vary.
 
     Source: J. Schulman, "Approximating KL Divergence" (k1, k3).
     """
@@ -35,7 +36,6 @@ class LogprobMismatch:
     abs_difference: float
     max_difference: float
     ratio_above_2: float
-    pearson: float
 
     def metrics(self, prefix: str = "mismatch/") -> dict[str, float]:
         """Return the numbers for a training logger."""
@@ -61,9 +61,7 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
     trainer, engine = trainer[counted], engine[counted]
     tokens = trainer.numel()
     if not tokens:
-        return LogprobMismatch(
-            tokens=0, k1=0.0, k3=0.0, abs_difference=0.0, max_difference=0.0, ratio_above_2=0.0, pearson=0.0
-        )
+        return LogprobMismatch(tokens=0, k1=0.0, k3=0.0, abs_difference=0.0, max_difference=0.0, ratio_above_2=0.0)
     log_ratio = trainer - engine
     distance = log_ratio.abs()
     return LogprobMismatch(
@@ -73,15 +71,8 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
         k3=float((torch.expm1(log_ratio) - log_ratio).mean()),
         abs_difference=float(distance.mean()),
         max_difference=float(distance.max()),
-        ratio_above_2=float((distance > torch.log(torch.tensor(2.0, dtype=torch.float64))).double().mean()),
-        pearson=_pearson(trainer.exp(), engine.exp()),
+        ratio_above_2=float((distance > math.log(2)).double().mean()),
     )
-
-
-def _pearson(trainer: Tensor, engine: Tensor) -> float:
-    trainer, engine = trainer - trainer.mean(), engine - engine.mean()
-    norm = float(trainer.norm() * engine.norm())
-    return float((trainer @ engine) / norm) if norm > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +92,6 @@ class MismatchByRoutes:
     earlier_routes: LogprobMismatch
     different_routes: LogprobMismatch
 
-    def metrics(self, prefix: str = "mismatch/") -> dict[str, float]:
-        """Return the numbers for a training logger."""
-        groups = ("all_tokens", "same_routes", "earlier_routes", "different_routes")
-        return {key: value for name in groups for key, value in getattr(self, name).metrics(f"{prefix}{name}/").items()}
-
 
 def mismatch_by_routes(trainer: Tensor, engine: Tensor, *, a: RoutingTrace, b: RoutingTrace) -> MismatchByRoutes:
     """Tell "same routes, different scores" from "different routes".
@@ -120,7 +106,7 @@ def mismatch_by_routes(trainer: Tensor, engine: Tensor, *, a: RoutingTrace, b: R
     """
     if trainer.shape != (len(a),):
         raise TraceError(f"log-probs must be [{len(a)}], one a row of the traces, got {list(trainer.shape)}.")
-    different = routes_differ(a, b)
+    different = _routes_differ(a, b)
     lengths = a.sequence_lengths or b.sequence_lengths or (len(a),)
     # Attention reads earlier rows: a token behind a row that differs saw other hidden states though its own routes agree.
     earlier = torch.cat([part.cumsum(0) > 0 for part in torch.split(different, list(lengths))]) & ~different
@@ -133,7 +119,7 @@ def mismatch_by_routes(trainer: Tensor, engine: Tensor, *, a: RoutingTrace, b: R
     return MismatchByRoutes(**{name: logprob_mismatch(trainer, engine, mask=mask) for name, mask in masks.items()})
 
 
-def routes_differ(a: RoutingTrace, b: RoutingTrace) -> Tensor:
+def _routes_differ(a: RoutingTrace, b: RoutingTrace) -> Tensor:
     """Return which rows used another set of experts in some layer, [num_tokens] bool; rows without a route did not.
 
     Raises:
@@ -142,38 +128,8 @@ def routes_differ(a: RoutingTrace, b: RoutingTrace) -> Tensor:
     for name in ("num_tokens", "layer_numbers", "num_experts", "topk"):
         if getattr(a, name) != getattr(b, name):
             raise TraceError(f"cannot compare traces with {name} {getattr(a, name)} and {getattr(b, name)}.")
-    different = torch.zeros(len(a), dtype=torch.bool)
-    step = max(1, (16 << 20) // max(1, a.num_layers * a.topk))
-    for start in range(0, len(a), step):
-        rows = slice(start, start + step)
-        overlap, _ = shared_experts(a.topk_indices[rows].cpu(), b.topk_indices[rows].cpu())
-        different[rows] = (overlap < a.topk).any(dim=1)
-    return different & a.replay_mask.cpu() & b.replay_mask.cpu()
-
-
-def expert_load(trace: TraceLike, *, step: int | None = None, layer_numbers: Sequence[int] | None = None) -> Tensor:
-    """Return how many tokens each expert got, [num_layers, num_experts] int64; rows without a route are left out.
-
-    Args:
-        trace: a trace, or a file or folder, which is read in blocks.
-        step: the step, where it is the folder of a `TraceStore` with several.
-        layer_numbers: the layers to count, increasing; None: all of the trace.
-    """
-    with open_source(trace, step=step) as source:
-        layers = source.layer_numbers if layer_numbers is None else layer_numbers
-        load = torch.zeros(len(layers), source.num_experts, dtype=torch.int64)
-        size = block_rows(source)
-        for start in range(0, source.num_tokens, size):
-            add_load(load, source.read(start, start + size, layers))
-    return load
-
-
-def add_load(load: Tensor, block: RoutingTrace) -> None:
-    """Add a block's counts to load [num_layers, num_experts] int64."""
-    all_routed = bool(block.replay_mask.all())
-    for i in range(block.num_layers):
-        chosen = block.topk_indices[:, i] if all_routed else block.topk_indices[:, i][block.replay_mask]
-        load[i] += torch.bincount(chosen.reshape(-1), minlength=block.num_experts)
+    overlap, _ = shared_experts(a.topk_indices.cpu(), b.topk_indices.cpu())
+    return (overlap < a.topk).any(dim=1) & a.replay_mask.cpu() & b.replay_mask.cpu()
 
 
 def route_checksums(trace: RoutingTrace, *, microbatches: Sequence[Tensor] | None = None) -> Tensor:
@@ -202,34 +158,8 @@ def route_checksums(trace: RoutingTrace, *, microbatches: Sequence[Tensor] | Non
 
 def _mix(values: Tensor) -> Tensor:
     """splitmix64's finaliser in wrapping int64 arithmetic."""
-    values = values + _signed(0x9E3779B97F4A7C15)
-    values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)
-    values = (values ^ _shifted(values, 27)) * _signed(0x94D049BB133111EB)
-    return values ^ _shifted(values, 31)
-
-
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def router_margin(scores: Tensor, topk: int) -> Tensor:
-    """Return how far each token's last chosen expert was from the next one, [num_tokens] float32; small margins flip.
-
-    Args:
-        scores: [num_tokens, num_experts], what the router takes the top-k of (with an expert bias, if it has one).
-        topk: below num_experts.
-
-    Raises:
-        TraceError: there is no next expert.
-    """
-    if scores.dim() != 2 or not 1 <= topk < scores.shape[1]:
-        raise TraceError(
-            f"cannot take the margin of top-{topk} of scores {list(scores.shape)}: they must be [num_tokens, num_experts] "
-            "with more experts than are chosen."
-        )
-    best = scores.detach().float().topk(topk + 1, dim=1).values
-    return best[:, topk - 1] - best[:, topk]
+    values = values + (0x9E3779B97F4A7C15 - (1 << 64))
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1)):
+        # A signed shift brings copies of the sign, which the mask takes away.
+        values = (values ^ (values >> bits & (1 << 64 - bits) - 1)) * factor
+    return values

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Union
+from typing import Union
 
-import numpy as np
-
-from megatron_router_replay.diagnostics.plain import plain_record
 from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.header import TraceHeader
 from megatron_router_replay.store import TraceStore, merge_traces
 from megatron_router_replay.store.atomic import naming
-from megatron_router_replay.store.reader import Reader, checked_trace
+from megatron_router_replay.store.reader import Reader
 from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace.header import TraceHeader
 
 PathLike = Union[str, "os.PathLike[str]"]
 TraceLike = RoutingTrace | PathLike | Sequence[RoutingTrace | PathLike]
@@ -55,10 +51,6 @@ class Provenance:
     step: int | None = None
     written: str = ""
     weight_versions: tuple[int, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values that `json.dumps` takes."""
-        return plain_record(self)
 
 
 class TraceSource(ABC):
@@ -93,7 +85,7 @@ class _Memory(TraceSource):
         self._trace = trace
 
     def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
-        rows = self._trace.slice_rows(min(start, self.num_tokens), min(stop, self.num_tokens)).to("cpu")
+        rows = self._trace[start:stop].to("cpu")
         return rows if layer_numbers is None else rows.select_layers(layer_numbers)
 
 
@@ -108,24 +100,18 @@ class _File(TraceSource):
         super().__init__(str(path), provenance, self._reader.header)
 
     def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
-        # Layers lie one behind the other in a file, so only those that are wanted are touched.
-        wanted = self.layer_numbers if layer_numbers is None else tuple(sorted(layer_numbers))
         with naming(self._path, "read"):
-            # A jump touches a new place in every layer, and the system may map 2 MB around each.
+            # Pages that were read count as this process's memory until the file is mapped anew. A jump touches a new
+            # place in every layer, and the system may map 2 MB around each.
             if self._mapped >= _MAPPED_BYTES or start != self._next:
-                self._map_again()
+                before, self._mapped, self._reader = self._reader.crc32, 0, Reader.open(self._path)
+                if before != self._reader.crc32:
+                    raise StoreError("it was replaced by another file while it was read.")
             self._next = stop
-            indices, others = self._reader.read(wanted, min(start, self.num_tokens), min(stop, self.num_tokens))
-            self._mapped += indices.nbytes
-            return checked_trace(self._reader.header, wanted, indices, others, whole=False)
-
-    def _map_again(self) -> None:
-        """Map the file anew once in a while: pages that were read count as this process's memory until then."""
-        before, self._mapped = self._reader, 0
-        self._reader = Reader.open(self._path)
-        same = [np.array_equal(table, self._reader.checksums.get(name, ())) for name, table in before.checksums.items()]
-        if before.header != self._reader.header or not all(same):
-            raise StoreError("it was replaced by another file while it was read.")
+            rows = slice(min(start, self.num_tokens), min(stop, self.num_tokens))
+            block = self._reader.load(layer_numbers=layer_numbers, rows=rows)
+            self._mapped += block.topk_indices.nbytes
+            return block
 
 
 class _Parts(TraceSource):
@@ -152,67 +138,51 @@ class _Parts(TraceSource):
         return merged if layer_numbers is None else merged.select_layers(layer_numbers)
 
 
-@contextmanager
-def open_source(trace: TraceLike, *, name: str = "the trace", step: int | None = None) -> Iterator[TraceSource]:
-    """Open a trace for reading by blocks; use it inside the `with` block.
+def open_source(trace: TraceLike, *, name: str = "the trace", step: int | None = None) -> TraceSource:
+    """Open a trace for reading by blocks.
 
     Args:
+        name: what messages call a trace in memory, or a list of parts.
         step: which step of a `TraceStore`'s folder; not needed if it has one.
 
     Raises:
         StoreError: a file or folder is missing, damaged or holds no trace.
+        TraceError: an empty list of parts, or something else, such as a reply that was not decoded.
     """
-    yield _open(trace, name, step)
-
-
-def _open(trace: TraceLike, name: str, step: int | None) -> TraceSource:
     if isinstance(trace, RoutingTrace):
         return _Memory(trace, name)
     if not isinstance(trace, (str, os.PathLike)):
-        if not trace:
-            raise TraceError(f"{name} is an empty list of parts.")
-        return _Parts([_open(part, f"part {i} of {name}", step) for i, part in enumerate(trace)], name)
+        if not isinstance(trace, Sequence) or not trace:
+            what = "an empty list of parts" if isinstance(trace, Sequence) else f"a {type(trace).__name__}"
+            raise TraceError(f"{name} is {what}: give a RoutingTrace, the path of one, or a list of such parts.")
+        return _Parts([open_source(part, name=f"part {i} of {name}", step=step) for i, part in enumerate(trace)], name)
     path = Path(trace)
     if not path.is_dir():
         return _File(path)
+    step, files = _folder(path, step)
     # A folder of one part keeps the file's own blocks; merging would read every layer of it.
-    parts: list[TraceSource] = [_File(part) for part in part_files(path, step)]
+    parts: list[TraceSource] = [_File(part) for part in files]
     source = parts[0] if len(parts) == 1 else _Parts(parts, str(path))
-    source.provenance = replace(source.provenance, path=str(path), step=chosen_step(path, step))
+    source.provenance = replace(source.provenance, path=str(path), step=step)
     return source
 
 
-def part_files(folder: Path, step: int | None) -> list[Path]:
-    """Return the trace files of a folder: of one step of a `TraceStore`, or all of a folder without steps.
-
-    Raises:
-        StoreError: no trace file, or several steps of which none was chosen.
-    """
-    chosen = chosen_step(folder, step)
-    if chosen is not None:
-        return [part.path for part in TraceStore(folder).parts(chosen)]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise StoreError(f"cannot read {folder}: the folder holds no trace file (*.safetensors).")
-    return files
-
-
-def chosen_step(folder: Path, step: int | None) -> int | None:
-    """Return the step of a `TraceStore`'s folder that is meant; None if the folder holds no steps.
-
-    Raises:
-        StoreError: there is no such step, or several and none was chosen.
-    """
-    steps = TraceStore(folder).steps()
+def _folder(folder: Path, step: int | None) -> tuple[int | None, list[Path]]:
+    """Return the step of a `TraceStore` that is meant and its files; or None and all files of a folder without steps."""
+    store = TraceStore(folder)
+    steps = store.steps()
     if not steps:
-        return None
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise StoreError(f"cannot read {folder}: the folder holds no trace file (*.safetensors).")
+        return None, files
     if step is None and len(steps) > 1:
         shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
         raise StoreError(f"{folder} holds {len(steps)} steps ({shown}): say which.")
     chosen = steps[0] if step is None else step
     if chosen not in steps:
         raise StoreError(f"{folder} has no step {chosen}; it has {steps[0]}..{steps[-1]}.")
-    return chosen
+    return chosen, [part.path for part in store.parts(chosen)]
 
 
 def block_rows(*sources: TraceSource) -> int:

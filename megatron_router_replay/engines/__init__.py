@@ -1,12 +1,14 @@
-"""What inference engines return -> RoutingTrace: one module per engine, none of which imports its engine.
+"""What inference engines return -> RoutingTrace, without importing an engine.
 
-Each module has `decode` for one sample and `decode_batch` for several, with the same options (`DecodeOptions`); its docstring
-says which forms of result it reads. For example `vllm.decode(output, model="path/of/the/checkpoint")`, or
-`sglang.decode_batch(response, model=info, token_ids=ids)`. `RoutingSegments` joins the turns of a conversation and resumed
-generations. `megatron_trace.decode` reads the files of Megatron-Core's own routing trace.
+Each of `vllm`, `sglang`, `sglang_jax`, `megatron`, `tensorrt_llm`, `lmdeploy`, `atom`, `nemo_gym` and `transformers` is a
+`Decoder`: it has `decode` for one sample and `decode_batch` for several, with the same options (`DecodeOptions`). For
+example `vllm.decode(output, model="path/of/the/checkpoint")`, or `sglang.decode_batch(response, model=info, token_ids=ids)`.
+`array` decodes any array with named axes, `megatron_trace` the files of Megatron-Core's own routing trace. `RoutingSegments`
+joins the turns of a conversation and resumed generations, `join_prefill_decode` what two servers have routed of one request.
 
-How it reads: `front` is the one decode, `options` what a caller may say, `reply` and `responses` what a response holds,
-`tokens` whose rows they are, `weights` who chose them, `payload` the wire formats, `assemble` and `checks` the rows.
+How it reads: `servers` says where an engine has its fields and how its arrays are laid out, `reader` makes replies of
+results, `tokens` says whose rows they are and which weights chose them, `payload` knows the wire formats, `rows` how many
+rows are legal, `row_check` what a route is, and `decoder` calls them.
 
 Importing this package loads none of its modules: a session needs what a model is, and no decoder.
 """
@@ -16,27 +18,33 @@ from typing import TYPE_CHECKING
 from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatron_router_replay.engines import (
-        array,
+    from megatron_router_replay.engines import array, megatron_trace
+    from megatron_router_replay.engines.forward_hooks import transformers
+    from megatron_router_replay.engines.model_info import ModelRoutingInfo
+    from megatron_router_replay.engines.options import DecodeOptions
+    from megatron_router_replay.engines.segments import RoutingSegments, join_prefill_decode
+    from megatron_router_replay.engines.servers import (
+        atom,
+        lmdeploy,
         megatron,
-        megatron_trace,
+        nemo_gym,
         sglang,
         sglang_jax,
         tensorrt_llm,
-        transformers,
         vllm,
     )
-    from megatron_router_replay.engines.model_info import ModelRoutingInfo
-    from megatron_router_replay.engines.options import DecodeOptions
-    from megatron_router_replay.engines.segments import RoutingSegments
 
 __all__ = [
     "DecodeOptions",
     "ModelRoutingInfo",
     "RoutingSegments",
     "array",
+    "atom",
+    "join_prefill_decode",
+    "lmdeploy",
     "megatron",
     "megatron_trace",
+    "nemo_gym",
     "sglang",
     "sglang_jax",
     "tensorrt_llm",
@@ -44,7 +52,15 @@ __all__ = [
     "vllm",
 ]
 
-_CLASSES = {"DecodeOptions": "options", "ModelRoutingInfo": "model_info", "RoutingSegments": "segments"}
-"""Class -> the module that has it; every other public name is a module."""
+_MODULES = {
+    "DecodeOptions": "options",
+    "ModelRoutingInfo": "model_info",
+    "RoutingSegments": "segments",
+    "array": "array",
+    "join_prefill_decode": "segments",
+    "megatron_trace": "megatron_trace",
+    "transformers": "forward_hooks",
+}
+"""Name -> the module that has it, or that it is; every other public name is one of `servers`."""
 
-__getattr__, __dir__ = lazy_names(__name__, {name: _CLASSES.get(name, name) for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__, {name: _MODULES.get(name, "servers") for name in __all__})

@@ -27,19 +27,20 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_router_replay.engines.assemble import build_trace
+from megatron_router_replay.checks import shown
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions
-from megatron_router_replay.engines.payload import Array, Source, as_array, short_repr
-from megatron_router_replay.engines.reply import is_count, says
-from megatron_router_replay.engines.rows import RowLayout, SampleRows
+from megatron_router_replay.engines.payload import Array, Source, as_array
+from megatron_router_replay.engines.reply import is_count
+from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
@@ -48,8 +49,7 @@ _ENGINE = "Megatron trace"
 _FILE = re.compile(r"router_trace_rank([0-9]{1,9})\.jsonl")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Record:
+class _Record(NamedTuple):
     """One line: the routes of one router in one forward."""
 
     step: int
@@ -99,12 +99,7 @@ def decode(
     samples = [
         SampleRows(
             source=Source(engine=_ENGINE, field="top_indices", sample=name),
-            layout=RowLayout(
-                parts=(rows,),
-                moe_columns=tuple(range(len(numbers))),
-                may_have_last_row=True,
-                last_row_is_route=True,
-            ),
+            layout=RowLayout(parts=(rows,), columns=tuple(range(len(numbers))), last_row="route"),
             tokens=SampleTokens(num_tokens=len(rows), num_prompt_tokens=None, token_ids=None),
             options=DecodeOptions(allow_constant_layers=allow_constant_layers, sample_id=name),
         )
@@ -152,35 +147,27 @@ def _parsed(path: Path, source: Source) -> Iterator[Any]:
 def _record(line: Any, model: ModelRoutingInfo, source: Source) -> _Record | None:
     """Return the routes of a line, None for an MTP layer."""
     if not isinstance(line, Mapping) or "top_indices" not in line:
-        raise source.error(f"has the line {short_repr(line)}, which has no top_indices.")
-    numbers: dict[str, int] = {}
-    for name in ("step", "layer", "rank", "num_tokens", "topk"):
-        value = line.get(name)
-        if not is_count(value):
-            raise source.error(f"has a line with {name}={short_repr(value)}, expected an integer of 0 or more.")
-        numbers[name] = value
-    block = line.get("block")
-    if says(block, "mtp"):
-        return None
-    if block is not None and not says(block, "decoder"):
-        raise source.error(f"has a line of the block {short_repr(block)}, expected 'decoder' or 'mtp'.")
-    where = f"step {numbers['step']}, layer {numbers['layer']}"
-    indices = as_array(line["top_indices"], source=source)
-    if numbers["num_tokens"] == 0:  # an empty list has one axis
-        indices = np.zeros((0, model.topk), np.int32)
-    if indices.shape != (numbers["num_tokens"], numbers["topk"]) and numbers["num_tokens"]:
+        raise source.error(f"has the line {shown(line)}, which has no top_indices.")
+    step, layer, rank, num_tokens, topk = (line.get(name) for name in ("step", "layer", "rank", "num_tokens", "topk"))
+    if not (is_count(step) and is_count(layer) and is_count(rank) and is_count(num_tokens) and is_count(topk)):
+        counts = ", ".join(map(shown, (step, layer, rank, num_tokens, topk)))
         raise source.error(
-            f"{where} states {numbers['num_tokens']} tokens of top-{numbers['topk']} and has {list(indices.shape)}."
+            f"has a line with step, layer, rank, num_tokens, topk {counts}: expected integers of 0 or more."
         )
-    if numbers["topk"] != model.topk:
-        raise source.error(f"{where} is top-{numbers['topk']}, the model's topk is {model.topk}.")
-    return _Record(
-        step=numbers["step"],
-        layer=numbers["layer"],
-        rank=numbers["rank"],
-        names_layer_number=block is None,
-        indices=indices,
-    )
+    block = line.get("block")
+    if block is not None and not (isinstance(block, str) and block in ("decoder", "mtp")):
+        raise source.error(f"has a line of the block {shown(block)}, expected 'decoder' or 'mtp'.")
+    if block == "mtp":
+        return None
+    where = f"step {step}, layer {layer}"
+    indices = as_array(line["top_indices"], source=source)
+    if num_tokens == 0:  # an empty list has one axis
+        indices = np.zeros((0, topk), np.int32)
+    if indices.shape != (num_tokens, topk):
+        raise source.error(f"{where} states {num_tokens} tokens of top-{topk} and has {list(indices.shape)}.")
+    if topk != model.topk:
+        raise source.error(f"{where} is top-{topk}, the model's topk is {model.topk}.")
+    return _Record(step=step, layer=layer, rank=rank, names_layer_number=block is None, indices=indices)
 
 
 def _layer_numbers(
@@ -223,10 +210,9 @@ def _forwards(records: Sequence[_Record], layers: Sequence[int], source: Source)
         if last is None or record.layer <= last.layer or record.step != last.step:
             runs.append([])
         runs[-1].append(record)
-    count: dict[int, int] = {}
+    count: Counter[int] = Counter()
     for run in runs:
-        step = run[0].step
-        seen = [record.layer for record in run]
+        step, seen = run[0].step, [record.layer for record in run]
         if seen != list(layers):
             raise source.error(
                 f"step {step} has a forward over the layers {seen}, of {list(layers)}. Was it cut, or are these recomputes? "
@@ -234,6 +220,5 @@ def _forwards(records: Sequence[_Record], layers: Sequence[int], source: Source)
             )
         if len({len(record.indices) for record in run}) > 1:
             raise source.error(f"step {step} has a forward of {[len(r.indices) for r in run]} tokens in its layers.")
-        name = f"step {step}, forward {count.get(step, 0)}"
-        count[step] = count.get(step, 0) + 1
-        yield name, np.stack([record.indices for record in run], axis=1)
+        yield f"step {step}, forward {count[step]}", np.stack([record.indices for record in run], axis=1)
+        count[step] += 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypedDict
 
 import torch
 
-from megatron_router_replay.engines.payload import Array, short_repr
+from megatron_router_replay.checks import as_integer
+from megatron_router_replay.engines.payload import Array
 from megatron_router_replay.errors import PayloadError
 
 TokenIds = Sequence[int] | torch.Tensor | Array
@@ -17,6 +17,11 @@ TokenIds = Sequence[int] | torch.Tensor | Array
 
 WeightVersion = int | Mapping[str, int]
 """The caller's number for the weights that chose the routes, or its number for each of the engine's names."""
+
+Missing = Literal["raise", "live"]
+
+Allocate = Callable[[int], Array]
+"""Number of bytes -> that much uninitialised memory, [nbytes] uint8, aligned for any integer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,37 +34,57 @@ class DecodeOptions:
         num_tokens: S, where the ids are not known at all; the trace then cannot prove that it fits its tokens.
         start: the token that the first row belongs to: what the request said in `routed_experts_prompt_start` (vLLM) or
             `routed_experts_start_len` (SGLang).
+        ignore_before: rows of tokens before this one are not looked at and have no route: those that a decode server sends
+            of a prompt that another server has routed.
         version: the engine's release, for the payloads that do not say it ("0.21" for arrays of that vLLM).
-        allow_surplus_rows: drop rows behind the last token (speculative decoding that ran past a stop: vLLM 0.22 to
-            0.31, SGLang up to 0.5.12) instead of refusing them. A lost token can then no longer be told.
-        allow_constant_layers: believe a layer that sends all tokens to the same experts.
+        missing: what becomes of rows that are there and hold no route: -1, filler, an expert twice. "raise", or "live": the
+            live router decides these tokens, and the log says how many they are.
+        allow_surplus_rows: drop up to 8 rows behind the last token (speculative decoding that ran past a stop: vLLM 0.22
+            to 0.31, SGLang up to 0.5.12) instead of refusing them. A lost token can then no longer be told.
+        allow_constant_layers: believe layers and rows that repeat beyond chance; see `engines.row_check`.
         weight_version: of the weights that chose the routes, stored with every token; a mapping gives the number of each
             version that the reply names. A reply that names integers is stamped without it.
         sample_id: stored in the trace.
 
     Raises:
-        PayloadError: start or num_tokens is not an integer of 0 or more.
+        PayloadError: start, ignore_before or num_tokens is not an integer of 0 or more, or missing is another word.
     """
 
     token_ids: TokenIds | None = None
     prompt_token_ids: TokenIds | None = None
     num_tokens: int | None = None
     start: int = 0
+    ignore_before: int = 0
     version: str | None = None
+    missing: Missing = "raise"
     allow_surplus_rows: bool = False
     allow_constant_layers: bool = False
     weight_version: WeightVersion | None = None
     sample_id: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("start", "num_tokens"):
-            value: Any = getattr(self, name)
-            if value is None and name == "num_tokens":
-                continue
-            try:
-                number = -1 if isinstance(value, bool) else operator.index(value)
-            except TypeError:
-                number = -1
-            if number < 0:
-                raise PayloadError(f"{name}={short_repr(value)} must be an integer of 0 or more.")
-            object.__setattr__(self, name, number)
+        for name in ("start", "ignore_before") if self.num_tokens is None else ("start", "ignore_before", "num_tokens"):
+            object.__setattr__(self, name, as_integer(name, getattr(self, name), least=0, error=PayloadError))
+        if self.missing not in ("raise", "live"):
+            raise PayloadError(f"missing={self.missing!r} must be 'raise' or 'live'.")
+
+
+class SharedOptions(TypedDict, total=False):
+    """The fields of `DecodeOptions` that all samples of a batch have in common."""
+
+    version: str | None
+    missing: Missing
+    allow_surplus_rows: bool
+    allow_constant_layers: bool
+    weight_version: WeightVersion | None
+
+
+class SampleOptions(SharedOptions, total=False):
+    """The fields of `DecodeOptions`, as keywords of `decode`."""
+
+    token_ids: TokenIds | None
+    prompt_token_ids: TokenIds | None
+    num_tokens: int | None
+    start: int
+    ignore_before: int
+    sample_id: str | None

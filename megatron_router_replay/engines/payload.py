@@ -1,13 +1,11 @@
 """The wire formats of routed experts -> numpy arrays, without trusting a byte of them.
 
-Every reader knows the number of rows that it expects and the columns that a row has, and refuses a payload that is too
-large before it decodes or allocates anything for it. Arrays are returned as sent, in their own narrow dtype and without
-a copy where the format allows; `assemble` checks their content. base64 is decoded by `pybase64` where it is installed
-(several times faster), else by the standard library; both accept the same strings.
+Every reader knows how many ids it expects, and refuses a payload that is too large before it decodes or allocates anything
+for it. Arrays are returned as sent, in their own narrow dtype and without a copy where the format allows; `rows` checks them.
 
 - base64 of a `.npy` file, version 1.0, one integer array [rows, layers, topk] (vLLM 0.22 and later);
-- base64 of raw little-endian int32 in C order, without a shape (SGLang, sglang-jax);
-- nested lists [rows][layers][topk] (JSON of vLLM 0.21);
+- base64 of raw little-endian integers in C order, without a shape (SGLang, sglang-jax; NeMo Gym states it);
+- nested lists [rows][layers][topk] (JSON of vLLM 0.21 and Megatron-Core);
 - numpy arrays, torch tensors, anything with `__array__` (python objects of every engine).
 """
 
@@ -18,7 +16,6 @@ import re
 from array import array as int_array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -26,14 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_router_replay.base64_text import decode_base64 as decode_strictly
 from megatron_router_replay.errors import PayloadError
 
 Array = npt.NDArray[Any]
-
-try:
-    _pybase64: Any = import_module("pybase64")
-except ImportError:
-    _pybase64 = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +45,6 @@ class Source:
         return PayloadError(f"{self}: {text}")
 
 
-def short_repr(value: Any, length: int = 60) -> str:
-    """Return how a value of a payload looks, for a message; python refuses to write integers of thousands of digits."""
-    try:
-        return (value if isinstance(value, str) else repr(value))[:length]
-    except ValueError:
-        return f"a {type(value).__name__} that cannot be written out"
-
-
 _NPY_MAGIC = b"\x93NUMPY\x01\x00"
 # As numpy.save writes it. Not evaluated as a literal, as numpy reads it: a deep one would end the process.
 _NPY_HEADER = re.compile(
@@ -75,23 +60,18 @@ def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes
     Raises:
         PayloadError: longer than `max_bytes` allows, or not base64.
     """
-    # Four characters hold three bytes.
-    if len(text) > 4 * (max_bytes // 3 + 1):
+    most = 4 * (max_bytes // 3 + 1)  # four characters hold three bytes
+    if len(text) > most:
         raise source.error(
-            f"{len(text)} base64 characters, at most {4 * (max_bytes // 3 + 1)} can belong to these tokens. "
+            f"{len(text)} base64 characters, at most {most} can belong to these tokens. "
             "Are the token ids those of this sample, and the model's layers and topk right?"
         )
-    padding = text[-2:].count("=") if isinstance(text, str) else text[-2:].count(b"=")
     try:
-        raw: bytes = binascii.a2b_base64(text) if _pybase64 is None else _pybase64.b64decode(text, validate=True)
+        return decode_strictly(text)
     except (binascii.Error, ValueError) as error:
-        raise source.error(f"not base64: {error}. Was the string cut on its way?") from error
-    # a2b_base64 skips foreign characters without a word; each one skipped makes the result shorter than this.
-    if len(text) % 4 or len(raw) != len(text) // 4 * 3 - padding:
         raise source.error(
-            f"{len(text)} characters of base64 gave {len(raw)} bytes: the string holds foreign characters or was cut."
-        )
-    return raw
+            f"not base64: {error}. Was the string cut on its way, or does it hold foreign characters?"
+        ) from error
 
 
 def parse_npy(raw: bytes, *, source: Source) -> Array:
@@ -106,11 +86,10 @@ def parse_npy(raw: bytes, *, source: Source) -> Array:
     """
     if raw[:8] != _NPY_MAGIC or len(raw) < 10:
         raise source.error(f"starts with {raw[:8]!r}, not with the magic of a version 1.0 .npy file.")
-    header_bytes = int.from_bytes(raw[8:10], "little")
-    header = raw[10 : 10 + header_bytes]
-    match = _NPY_HEADER.fullmatch(header) if header_bytes <= MAX_NPY_HEADER else None
+    start = 10 + int.from_bytes(raw[8:10], "little")
+    match = _NPY_HEADER.fullmatch(raw[10:start]) if start <= 10 + MAX_NPY_HEADER else None
     if match is None:
-        raise source.error(f"the .npy header {header[:120]!r} is not that of an integer array [rows, layers, topk].")
+        raise source.error(f"the .npy header {raw[10:130]!r} is not that of an integer array [rows, layers, topk].")
     dtype = np.dtype(match[1].decode())
     shape = tuple(int(size) for size in match.groups()[2:])
     # Integers of python, which do not wrap: sizes of twelve digits may not come out as the right number of bytes.
@@ -118,28 +97,28 @@ def parse_npy(raw: bytes, *, source: Source) -> Array:
     # One size of 0 would make any others agree with no data.
     if max(shape) > len(raw) and not data_bytes:
         raise source.error(f"the .npy header promises the impossible shape {list(shape)}.")
-    if len(raw) - 10 - header_bytes != data_bytes:
+    if len(raw) - start != data_bytes:
         raise source.error(
-            f"the .npy header promises {list(shape)} {dtype} = {data_bytes} bytes, "
-            f"{len(raw) - 10 - header_bytes} follow. Was the payload cut?"
+            f"the .npy header promises {list(shape)} {dtype} = {data_bytes} bytes, {len(raw) - start} follow. "
+            "Was the payload cut?"
         )
-    flat = np.frombuffer(raw, dtype, offset=10 + header_bytes)
-    return flat.reshape(shape, order="F" if match[2] == b"True" else "C")
+    return np.frombuffer(raw, dtype, offset=start).reshape(shape, order="F" if match[2] == b"True" else "C")
 
 
-def parse_int32(raw: bytes, *, source: Source, num_columns: int, topk: int) -> Array:
-    """Return raw little-endian int32 as [rows, num_columns, topk], a read-only view.
+def parse_raw(raw: bytes, *, dtype: str, source: Source, num_columns: int, topk: int) -> Array:
+    """Return raw little-endian integers as [rows, num_columns, topk], a read-only view.
 
     Raises:
         PayloadError: the bytes are not a whole number of rows.
     """
-    row_bytes = 4 * num_columns * topk
+    item = np.dtype(dtype).newbyteorder("<")
+    row_bytes = item.itemsize * num_columns * topk
     if len(raw) % row_bytes:
         raise source.error(
-            f"{len(raw)} bytes are {len(raw) / row_bytes:.3f} rows of {num_columns} layers x top-{topk} int32. "
+            f"{len(raw)} bytes are {len(raw) / row_bytes:.3f} rows of {num_columns} layers x top-{topk} {dtype}. "
             "Is the model's config the served one?"
         )
-    return np.frombuffer(raw, np.dtype("<i4")).reshape(-1, num_columns, topk)
+    return np.frombuffer(raw, item).reshape(-1, num_columns, topk)
 
 
 def as_array(value: Any, *, source: Source) -> Array:
@@ -151,34 +130,33 @@ def as_array(value: Any, *, source: Source) -> Array:
     Raises:
         PayloadError: not integers, or ragged.
     """
+    if isinstance(value, (list, tuple)):
+        return _from_lists(value, source)
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool or value.is_quantized:
             raise source.error(f"must hold integers, got {value.dtype}.")
         return np.asarray(value.numpy())
-    if isinstance(value, (list, tuple)):
-        return _from_lists(value, source)
-    if hasattr(value, "__array__"):
-        converted: Array = np.asarray(value)
-        if converted.dtype.kind not in "iu":
-            raise source.error(f"must hold integers, got {converted.dtype}.")
-        return converted
-    raise source.error(f"cannot read routes from {type(value).__name__}: expected an array, base64 or nested lists.")
+    if not hasattr(value, "__array__"):
+        raise source.error(
+            f"cannot read routes from {type(value).__name__}: expected an array, base64 or nested lists."
+        )
+    converted: Array = np.asarray(value)
+    if converted.dtype.kind not in "iu":
+        raise source.error(f"must hold integers, got {converted.dtype}.")
+    return converted
 
 
 def as_token_ids(value: Any, *, source: Source) -> Array:
-    """Return token ids as [num_tokens] int32.
+    """Return token ids as [num_tokens] int32, a copy.
 
     Raises:
         PayloadError: not one-dimensional integers of int32.
     """
-    if isinstance(value, (str, bytes, Mapping)):
-        raise source.error(f"token ids must be integers, got {type(value).__name__}.")
     if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
-        try:
-            value = list(value)
-        except TypeError:
-            raise source.error(f"token ids must be integers, got {type(value).__name__}.") from None
+        if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+            raise source.error(f"token ids must be integers, got {type(value).__name__}.")
+        value = list(value)
     if isinstance(value, (list, tuple)):
         return _as_int32(value, source)
     ids = as_array(value, source=source)
@@ -212,8 +190,7 @@ def _from_lists(value: Sequence[Any], source: Source) -> Array:
         if len({item.shape for item in arrays}) > 1:
             raise source.error(f"rows differ in shape: {sorted({item.shape for item in arrays})[:4]}.")
         return np.stack(arrays)
-    shape = [len(value)]
-    flat: Sequence[Any] = value
+    shape, flat = [len(value)], value
     while flat and set(map(type, flat)) <= {list, tuple}:
         lengths = set(map(len, flat))
         if len(lengths) != 1 or len(shape) >= 3:

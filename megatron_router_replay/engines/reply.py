@@ -1,21 +1,22 @@
-"""One generated sequence as an engine sent it, and the counts that its response states of it.
+"""One generated sequence as an engine sent it, what its response states of it, and what is no reply at all.
 
-Every engine's module turns its forms of response into these; `front` does the rest for all of them.
+`reader` turns every engine's forms of response into these; `decoder` does the rest for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
-from megatron_router_replay.engines.payload import Source, short_repr
+from megatron_router_replay.checks import shown
+from megatron_router_replay.engines.payload import Source
+from megatron_router_replay.errors import PayloadError
 
 Kind = Literal["prompt", "output", "all"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StatedCount:
+class StatedCount(NamedTuple):
     """A number of tokens that a response states: of the prompt, of the output, or of both."""
 
     name: str
@@ -36,8 +37,7 @@ class Usage:
     largest_prompt: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightSpan:
+class WeightSpan(NamedTuple):
     """Output tokens start..end - 1 were sampled by the weights that the engine calls `version`."""
 
     version: str
@@ -53,6 +53,7 @@ class Reply:
         routed_experts: in whatever form the engine sends it; None where the response has none.
         prompt_routed_experts: of vLLM 0.21, which sends the prompt's routes apart.
         prompt_is_proven: False: the response's prompt routes are not proven to be of this sequence's prompt.
+        raw_dtype: what the reply says of routed experts that are sent as bytes, or None.
         aborted: the engine gave the request up; without any output it then has no routes.
         counts: what the response states of this sequence.
         usage: what it states of all its sequences together; the replies of one response share the object.
@@ -66,6 +67,7 @@ class Reply:
     prompt_is_proven: bool = True
     prompt_token_ids: Any = None
     output_token_ids: Any = None
+    raw_dtype: Any = None
     aborted: bool = False
     counts: tuple[StatedCount, ...] = ()
     usage: Usage | None = None
@@ -86,11 +88,6 @@ def get_field(item: Any, name: str) -> Any:
 def first_known(*values: Any) -> Any:
     """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
-
-
-def says(value: Any, word: str) -> bool:
-    """Return whether a field holds this word; one that holds an array has no truth value to compare by."""
-    return isinstance(value, str) and value == word
 
 
 MAX_COUNT = 1 << 48
@@ -114,12 +111,12 @@ def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: 
         if value is None:
             continue
         if not is_count(value):
-            raise source.error(f"{prefix}.{name} is {short_repr(value)}, it must be an integer of 0 or more.")
-        counts.append(StatedCount(name=f"{prefix}.{name}", kind=kind, value=value))
+            raise source.error(f"{prefix}.{name} is {shown(value)}, it must be an integer of 0 or more.")
+        counts.append(StatedCount(f"{prefix}.{name}", kind, value))
     return tuple(counts)
 
 
-USAGE: Mapping[str, Kind] = {"prompt_tokens": "prompt", "completion_tokens": "output", "total_tokens": "all"}
+_USAGE: Mapping[str, Kind] = {"prompt_tokens": "prompt", "completion_tokens": "output", "total_tokens": "all"}
 
 
 def read_usage(
@@ -130,7 +127,7 @@ def read_usage(
     Raises:
         PayloadError: a count is no integer, or they contradict each other.
     """
-    counts = read_counts(get_field(response, "usage"), USAGE, prefix="usage", source=source)
+    counts = read_counts(get_field(response, "usage"), _USAGE, prefix="usage", source=source)
     values = {count.kind: count.value for count in counts}
     if len(values) == 3 and values["prompt"] + values["output"] != values["all"]:
         raise source.error(
@@ -143,55 +140,36 @@ def read_usage(
     return (), Usage(source=source, counts=counts, largest_prompt=largest_prompt) if counts else None
 
 
-def check_usage(
-    usage: Usage, prompts: Sequence[int | None], outputs: Sequence[int | None], totals: Sequence[int | None]
-) -> None:
-    """Raise unless the counts of a response are those of its choices, as far as theirs are known.
-
-    Args:
-        prompts, outputs, totals: of each choice, in the order of their indexes.
-
-    Source: vLLM 0.30, SGLang 0.5.23 (captures of n = 2 and of two prompts): choices of one prompt are neighbours.
-    """
-    stated = {count.kind: count for count in usage.counts}
-    prompt, output = stated.get("prompt"), stated.get("output")
-    known_prompts, known_outputs, known_totals = _known(prompts), _known(outputs), _known(totals)
-    if output and known_outputs is not None:
-        _agree(usage, output, {sum(known_outputs)})
-    if prompt and known_prompts is not None:
-        _agree(usage, prompt, _prompt_sums(known_prompts, largest=usage.largest_prompt))
-    elif prompt and output and known_totals is not None and not usage.largest_prompt:
-        # Each choice repeats its prompt, the count has it once for every n choices.
-        repeated = sum(known_totals) - output.value
-        _agree(usage, prompt, {repeated // n for n in _divisors(len(totals)) if repeated % n == 0})
-
-
-def _known(values: Sequence[int | None]) -> list[int] | None:
-    known = [value for value in values if value is not None]
-    return known if len(known) == len(values) else None
-
-
-def _prompt_sums(prompts: list[int], *, largest: bool) -> set[int]:
-    """Return what a response may state of its prompts: n choices of each, for every n that their lengths allow."""
-    if largest:
-        return {max(prompts)}
-    # Nothing says whether four choices are of one prompt, two or four; choices of one prompt are neighbours.
-    sums = set()
-    for n in _divisors(len(prompts)):
-        groups = [set(prompts[i : i + n]) for i in range(0, len(prompts), n)]
-        if all(len(group) == 1 for group in groups):
-            sums.add(sum(group.pop() for group in groups))
-    return sums
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _agree(usage: Usage, count: StatedCount, right: set[int]) -> None:
-    if count.value not in right:
-        counted = " or ".join(map(str, sorted(right)))
-        raise usage.source.error(
-            f"{count.name}={count.value}, but the tokens of its choices make {counted}: these are not the tokens that the "
-            "engine counted. Is a choice or part of one lost, or a BOS token?"
+def refuse_non_reply(result: Any, engine: str) -> None:
+    """Raise PayloadError, with the server's own words, where a caller holds something else than a reply."""
+    words = None
+    if result is None:
+        words = "the result is None, so its routes are missing, though the model has MoE layers. Did the request fail?"
+    elif isinstance(result, Mapping) and not {"choices", "outputs", "meta_info"} & set(result):
+        kind = result.get("object")
+        stated = first_known(
+            *(result.get(name) for name in ("error", "detail")),
+            result.get("message") if isinstance(kind, str) and kind == "error" else None,
         )
+        if stated is not None:
+            stated = stated.get("message", stated) if isinstance(stated, Mapping) else stated
+            words = f"the server answered with an error: {shown(stated, 300)}. There is no reply to decode."
+    elif isinstance(result, (str, bytes)):
+        text = (result if isinstance(result, str) else result[:200].decode("latin-1"))[:200].lstrip()
+        if text.startswith(('{"', '[{"', "data:")):
+            words = (
+                f"the result is the JSON text {shown(text, 60)}: parse it first, json.loads(...), of a stream each chunk by "
+                "itself."
+            )
+        elif text.startswith("<") or (" " in text.strip() and text.isprintable()):
+            words = f"the result is the text {shown(text, 120)}, no reply. Did the request fail?"
+    elif hasattr(result, "__await__"):
+        words = f"the result is a {type(result).__name__} that was not awaited: pass what it returns."
+    else:
+        status = getattr(result, "status_code", getattr(result, "status", None))
+        if type(status) is int and any(callable(getattr(result, name, None)) for name in ("json", "read")):
+            body = getattr(result, "text", "")
+            said = f", {shown(body, 200)}" if status >= 400 and isinstance(body, str) and body else ""
+            words = f"the result is an HTTP response (status {status}{said}), not its content: pass response.json()."
+    if words is not None:
+        raise PayloadError(f"{engine}: {words}")

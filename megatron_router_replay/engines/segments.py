@@ -1,4 +1,4 @@
-"""The turns of a conversation, or the parts of an interrupted rollout -> one RoutingTrace.
+"""The turns of a conversation, the parts of an interrupted rollout, or two servers' halves of a request -> one RoutingTrace.
 
 Every turn sends the whole conversation so far and gets routes for some of it. What is kept, token by token:
 
@@ -8,22 +8,26 @@ Every turn sends the whole conversation so far and gets routes for some of it. W
 - The last token of a turn has no route until the next turn prefills it; that real route replaces the missing one.
 - Tokens between two parts that nobody sent routes for stay missing: the live router decides.
 
-Rows are copied into memory that doubles when full, so n turns copy O(all tokens) bytes, not O(n * all tokens).
+Rows are copied into memory that doubles when full, so n turns copy O(all tokens) bytes, not O(n * all tokens). Sequences are
+not compared with one another here: `concat_traces` does that where they are joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
+from megatron_router_replay.checks import as_integer
+from megatron_router_replay.engines.decoder import Decoder
+from megatron_router_replay.engines.model_info import ModelLike
+from megatron_router_replay.engines.options import DecodeOptions, SharedOptions, TokenIds
+from megatron_router_replay.engines.tokens import resolve_tokens
 from megatron_router_replay.errors import PayloadError, TraceError
-from megatron_router_replay.ids import spread_experts
-from megatron_router_replay.left_live import check_nothing_left_out
 from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace.ids import spread_experts
 
 _MIN_COMPARED = 64
 """Decisions that an overlap must have before its disagreement says anything."""
@@ -38,7 +42,7 @@ class Overlap:
 
 
 class RoutingSegments:
-    """Joins traces of the same growing sequence; `append` them in the order they were generated.
+    """Joins the traces of one growing sequence; `append` them in order.
 
     Args:
         max_disagreement: share of decisions of one weight version that may differ where two segments overlap. Two
@@ -51,8 +55,7 @@ class RoutingSegments:
     def __init__(self, *, max_disagreement: float = 0.25) -> None:
         self.max_disagreement = max_disagreement
         self.overlap = Overlap(compared=0, differing=0)
-        # What the segments of a sequence have in common; empty as long as there is none.
-        self._model: dict[str, Any] = {}
+        self._first: RoutingTrace | None = None
         self._length = 0
         self._next_start = 0
         # By the names that a trace gives them, on the CPU; memory for more tokens than `_length`.
@@ -86,14 +89,17 @@ class RoutingSegments:
                 many different routes, only some segments with token ids or a weight version, or rows that were left live by
                 choice.
         """
+        start = as_integer("RoutingSegments: start", start, least=0, error=PayloadError)
+        if not isinstance(trace, RoutingTrace):
+            raise PayloadError(f"RoutingSegments: cannot append a {type(trace).__name__}: decode the reply first.")
         trace = trace.to("cpu")
         new = self._check(trace, start, weight_version)
         old, end = self._length, start + len(trace)
         shared = max(0, min(old, end) - start)
-        self._compare(new, trace.layer_numbers, start, shared)
+        self._compare(new, trace, start, shared)
         # From here on nothing can fail: a segment that is refused has changed nothing but `overlap`.
-        if not self._model:
-            self._model = {name: getattr(trace, name) for name in ("layer_numbers", "num_experts", "topk")}
+        if self._first is None:
+            self._first = trace[:0]
             self._rows = {name: values[:0].clone() for name, values in new.items()}
         self._reserve(max(end, old))
         if start > old:
@@ -104,9 +110,8 @@ class RoutingSegments:
                 self._rows["weight_version"][old:start] = -1
         # The first generation wins: of rows that both have, only those without a route so far take the new one.
         rows = (new["replay_mask"][:shared] & ~self._rows["replay_mask"][start : start + shared]).nonzero()[:, 0]
-        tokens = start + rows
         for name, values in self._rows.items():
-            values[tokens] = new[name][rows]
+            values[start + rows] = new[name][rows]
             values[start + shared : end] = new[name][shared:]
         self._length = max(end, old)
         missing = (~self._rows["replay_mask"][self._next_start : self._length]).nonzero()
@@ -120,11 +125,11 @@ class RoutingSegments:
         Raises:
             PayloadError: nothing was appended.
         """
-        if not self._model:
+        if self._first is None:
             raise PayloadError("RoutingSegments: nothing was appended, so there is no trace.")
         return RoutingTrace.from_checked(
-            layer_numbers=self._model["layer_numbers"],
-            num_experts=self._model["num_experts"],
+            layer_numbers=self._first.layer_numbers,
+            num_experts=self._first.num_experts,
             sequence_lengths=(self._length,),
             sample_ids=None if sample_id is None else (sample_id,),
             **{name: values[: self._length].clone() for name, values in self._rows.items()},
@@ -132,67 +137,55 @@ class RoutingSegments:
 
     def _check(self, trace: RoutingTrace, start: int, weight_version: int | None) -> dict[str, Tensor]:
         """Raise unless the trace belongs to this sequence; return its tensors, a row a token each, by their names."""
-        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-            raise PayloadError(f"RoutingSegments: start={start!r} must be an integer of 0 or more.")
         try:
             # A later turn's route would take the place of a row that somebody left out.
-            check_nothing_left_out(trace.left_live, "append a segment", "the joined trace")
+            trace.check_nothing_left_out("append a segment")
         except TraceError as error:
             raise PayloadError(f"RoutingSegments: {error}") from None
         if trace.weight_version is not None and weight_version is not None:
             raise PayloadError("RoutingSegments: the trace carries weight versions; do not give another.")
-        new = {"topk_indices": trace.topk_indices, "replay_mask": trace.replay_mask}
-        if trace.token_ids is not None:
-            new["token_ids"] = trace.token_ids
         versions = trace.weight_version
         if weight_version is not None:
             versions = torch.full((len(trace),), weight_version, dtype=torch.int32)
-        if versions is not None:
-            new["weight_version"] = torch.where(trace.replay_mask, versions, -1)
-        if not self._model:
-            if start and trace.token_ids is not None:
-                raise PayloadError(
-                    f"RoutingSegments: the token ids of 0..{start - 1}, before this segment, are unknown."
-                )
-            return new
-        for name, value in self._model.items():
-            if getattr(trace, name) != value:
-                raise PayloadError(
-                    f"RoutingSegments: a segment with {name}={getattr(trace, name)} behind one with {value}: they are of "
-                    "different models."
-                )
-        for name, words in (("token_ids", "token ids"), ("weight_version", "weight versions")):
-            if (name in self._rows) != (name in new):
-                raise PayloadError(f"RoutingSegments: only some segments have {words}; give all of them or none.")
-        if "token_ids" in new:
-            self._check_token_ids(new["token_ids"], start)
-        return new
-
-    def _check_token_ids(self, token_ids: Tensor, start: int) -> None:
-        if start > self._length:
+        new = {"topk_indices": trace.topk_indices, "replay_mask": trace.replay_mask}
+        new |= {} if trace.token_ids is None else {"token_ids": trace.token_ids}
+        new |= {} if versions is None else {"weight_version": torch.where(trace.replay_mask, versions, -1)}
+        if start > self._length and trace.token_ids is not None:
             raise PayloadError(
                 f"RoutingSegments: a segment starts at token {start}, only {self._length} are known: append the trace of "
                 "the whole turn, whose rows without a route carry their token ids."
             )
-        shared = min(self._length - start, len(token_ids))
-        earlier, new = self._rows["token_ids"][start : start + shared], token_ids[:shared]
-        if torch.equal(earlier, new):
-            return
-        row = int((earlier != new).nonzero()[0])
-        raise PayloadError(
-            f"RoutingSegments: token {start + row} is {int(new[row])}, an earlier segment had {int(earlier[row])} there. "
-            "Was the history edited or tokenised anew between turns? Send the ids of the earlier turns, or begin a new "
-            "RoutingSegments."
-        )
+        if self._first is None:
+            return new
+        for name in ("layer_numbers", "num_experts", "topk"):
+            if getattr(trace, name) != getattr(self._first, name):
+                raise PayloadError(
+                    f"RoutingSegments: a segment with {name}={getattr(trace, name)} behind one with "
+                    f"{getattr(self._first, name)}: they are of different models."
+                )
+        for name, words in (("token_ids", "token ids"), ("weight_version", "weight versions")):
+            if (name in self._rows) != (name in new):
+                raise PayloadError(f"RoutingSegments: only some segments have {words}; give all of them or none.")
+        if trace.token_ids is not None:
+            shared = min(self._length - start, len(trace))
+            earlier, again = self._rows["token_ids"][start : start + shared], trace.token_ids[:shared]
+            if not torch.equal(earlier, again):
+                row = int((earlier != again).nonzero()[0])
+                raise PayloadError(
+                    f"RoutingSegments: token {start + row} is {int(again[row])}, an earlier segment had {int(earlier[row])} "
+                    "there. Was the history edited or tokenised anew between turns? Send the ids of the earlier turns, or "
+                    "begin a new RoutingSegments."
+                )
+        return new
 
-    def _compare(self, new: dict[str, Tensor], layer_numbers: Sequence[int], start: int, shared: int) -> None:
+    def _compare(self, new: dict[str, Tensor], trace: RoutingTrace, start: int, shared: int) -> None:
         """Count the decisions on which two forwards of the same tokens differ; raise if they are of other tokens."""
         both = (self._rows["replay_mask"][start : start + shared] & new["replay_mask"][:shared]).nonzero()[:, 0]
         if not len(both):
             return
-        earlier_routes = self._rows["topk_indices"][start + both].sort(dim=2)[0]
+        earlier = self._rows["topk_indices"][start + both].sort(dim=2)[0]
         routes = new["topk_indices"][both].sort(dim=2)[0]
-        differing = (earlier_routes != routes).any(dim=2)
+        differing = (earlier != routes).any(dim=2)
         self.overlap = Overlap(
             compared=self.overlap.compared + differing.numel(),
             differing=self.overlap.differing + int(differing.sum()),
@@ -201,15 +194,15 @@ class RoutingSegments:
         same_weights = torch.ones(len(both), dtype=torch.bool)
         if "weight_version" in new:
             same_weights = self._rows["weight_version"][start + both] == new["weight_version"][both]
-        decisions = int(same_weights.sum()) * len(layer_numbers)
+        decisions = int(same_weights.sum()) * trace.num_layers
         wrong = int(differing[same_weights].sum())
         if decisions >= _MIN_COMPARED and wrong > self.max_disagreement * decisions:
             row, layer = (int(i) for i in (differing & same_weights.unsqueeze(1)).nonzero()[0])
             raise PayloadError(
                 f"RoutingSegments: {wrong} of {decisions} decisions on tokens {start + int(both[0])}.."
                 f"{start + int(both[-1])} differ from those of an earlier segment with the same weights, first token "
-                f"{start + int(both[row])}, layer_number {layer_numbers[layer]}: {routes[row, layer].tolist()} after "
-                f"{earlier_routes[row, layer].tolist()}. These are routes of other tokens: is the segment's start right?"
+                f"{start + int(both[row])}, layer_number {trace.layer_numbers[layer]}: {routes[row, layer].tolist()} after "
+                f"{earlier[row, layer].tolist()}. These are routes of other tokens: is the segment's start right?"
             )
 
     def _reserve(self, length: int) -> None:
@@ -221,3 +214,68 @@ class RoutingSegments:
             grown = values.new_empty((max(length, 2 * room), *values.shape[1:]))
             grown[: self._length] = values[: self._length]
             self._rows[name] = grown
+
+
+def join_prefill_decode(
+    prefill_reply: Any,
+    decode_reply: Any,
+    *,
+    engine: Decoder,
+    model: ModelLike,
+    prompt_token_ids: TokenIds | None = None,
+    sample_id: str | None = None,
+    **options: Unpack[SharedOptions],
+) -> RoutingTrace:
+    """Return the routes of one request whose prompt was routed by one server and whose output by another.
+
+    The decode server got the prompt's keys and values from the prefill server, so its own rows of the prompt are rubbish
+    (zeros, or those of an earlier request). A proxy keeps both replies:
+
+        prefill_reply = await post(prefill_url, body | {"max_tokens": 1})           # P rows, one for each prompt token
+        decode_reply = await post(decode_url, body | {"kv_transfer_params": ...})   # S - 1 rows, the last G - 1 count
+        trace = join_prefill_decode(prefill_reply, decode_reply, engine=engines.vllm, model=checkpoint)
+
+    Only ids tell that two replies are of one request, so both must have those of their prompt, or take `prompt_token_ids`.
+
+    Args:
+        prefill_reply: of the prefill server, with a row for every token of the prompt: ask for one output token.
+        decode_reply: of the decode server. What it says of the prompt's routes is not looked at.
+        engine: what decodes both, such as `engines.vllm`.
+        model, options: as for `engine.decode`.
+        prompt_token_ids: where the replies do not have them.
+
+    Returns:
+        [S, MoE layers, topk]: the prompt's rows from the prefill server, the others from the decode server.
+
+    Raises:
+        PayloadError: as `decode`; the replies have different prompts, or a prompt row is missing in the prefill reply.
+    """
+    replies = [engine.read(reply, batch=False) for reply in (prefill_reply, decode_reply)]
+    if [len(of_reply) for of_reply in replies] != [1, 1]:
+        raise PayloadError(f"{engine.name}: each reply must hold one choice, these hold {[len(r) for r in replies]}.")
+    given = DecodeOptions(prompt_token_ids=prompt_token_ids, **options)
+    prefill, decode = (resolve_tokens(of_reply[0], given) for of_reply in replies)
+    length = prefill.num_prompt_tokens
+    if length is None or prefill.token_ids is None or decode.token_ids is None:
+        raise PayloadError(
+            f"{engine.name}: nothing proves that the two replies are of one request: have both return token ids, or pass "
+            "prompt_token_ids=..."
+        )
+    if length != decode.num_prompt_tokens:
+        raise PayloadError(
+            f"{engine.name}: the prefill reply has a prompt of {length} tokens, the decode reply of "
+            f"{decode.num_prompt_tokens}: they are of different requests."
+        )
+    first = engine.decode(prefill_reply, model=model, prompt_token_ids=prompt_token_ids, **options)[:length]
+    missing = (~first.replay_mask).nonzero()
+    if len(missing) and given.missing != "live":
+        raise PayloadError(
+            f"{engine.name}: the prefill reply has no route of prompt token {int(missing[0])}: ask the prefill server for "
+            "one output token (max_tokens=1), so that it sends the prompt's last row too."
+        )
+    segments = RoutingSegments()
+    segments.append(first)
+    segments.append(
+        engine.decode(decode_reply, model=model, prompt_token_ids=prompt_token_ids, ignore_before=length, **options)
+    )
+    return segments.trace(sample_id=sample_id)

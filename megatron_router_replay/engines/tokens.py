@@ -1,19 +1,36 @@
-"""Whose rows these are: the tokens of a sample, put together from the caller and the reply and compared.
+"""Whose rows these are, and which weights chose them: put together from the caller and the reply, and compared.
 
 Nothing in an array of routes says which tokens it is of, so whatever else says it must agree: token ids with token ids, and
 every count that a reply states with the number of ids that are used.
+
+A weight span says which version *sampled* the output tokens start..end - 1. Output token j was sampled by the forward of
+the token before it, and that forward chose that token's route: row P - 1 + j has the version of output token j. Rows of the
+prompt come from the prefill, which sampled output token 0. The last token was never forwarded and keeps the last version.
+
+Source: of the spans, SGLang 0.5.23, srt.utils.weight_versions; vLLM 0.32 sends the same fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from megatron_router_replay.engines.options import DecodeOptions
+from megatron_router_replay.checks import as_integer, shown
+from megatron_router_replay.engines.options import DecodeOptions, WeightVersion
 from megatron_router_replay.engines.payload import Array, Source, as_token_ids
-from megatron_router_replay.engines.reply import Kind, Reply, StatedCount
+from megatron_router_replay.engines.reply import (
+    MAX_COUNT,
+    Kind,
+    Reply,
+    StatedCount,
+    Usage,
+    WeightSpan,
+    get_field,
+    is_count,
+)
 
 _NOUNS: dict[Kind, str] = {"prompt": "prompt tokens", "output": "output tokens", "all": "tokens"}
 
@@ -27,10 +44,6 @@ class SampleTokens:
     token_ids: Array | None
 
     @property
-    def num_output_tokens(self) -> int | None:
-        return None if self.num_prompt_tokens is None else self.num_tokens - self.num_prompt_tokens
-
-    @property
     def nothing_generated(self) -> bool:
         return self.num_prompt_tokens == self.num_tokens
 
@@ -41,51 +54,46 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
     Raises:
         PayloadError: the number of tokens cannot be told, or two sources disagree; the message names both.
     """
-    source = reply.source
     prompt, output, ids = _token_ids(reply, options)
     # Ids come first: of two counts that differ, a message then calls the stated one wrong.
-    counts: list[StatedCount] = []
-    if ids is not None:
-        counts.append(StatedCount(name="the token ids", kind="all", value=len(ids)))
-    if prompt is not None:
-        counts.append(StatedCount(name="the prompt's ids", kind="prompt", value=len(prompt)))
-    if output is not None:
-        counts.append(StatedCount(name="the ids of the response's output", kind="output", value=len(output)))
+    known: list[tuple[str, Kind, Any]] = [
+        ("the token ids", "all", ids),
+        ("the prompt's ids", "prompt", prompt),
+        ("the ids of the response's output", "output", output),
+    ]
+    counts = [StatedCount(name, kind, len(values)) for name, kind, values in known if values is not None]
     if options.num_tokens is not None:
-        counts.append(StatedCount(name="num_tokens", kind="all", value=options.num_tokens))
+        counts.append(StatedCount("num_tokens", "all", options.num_tokens))
     counts += reply.counts
     if reply.weight_spans:
-        spans_end = reply.weight_spans[-1].end
-        counts.append(StatedCount(name="weight_versions[-1].end", kind="output", value=spans_end))
-    known = _agreed(counts, source)
-    total = known.get("all")
-    if total is None:
-        raise source.error(
+        counts.append(StatedCount("weight_versions[-1].end", "output", reply.weight_spans[-1].end))
+    agreed = _agreed(counts, reply.source)
+    if "all" not in agreed:
+        raise reply.source.error(
             "cannot tell how many tokens these rows belong to: pass token_ids=... (prompt and output), or "
             "prompt_token_ids=... where the response has the output, or num_tokens=... if ids are unknown."
         )
-    num_prompt = known.get("prompt")
-    return SampleTokens(
-        num_tokens=total.value, num_prompt_tokens=None if num_prompt is None else num_prompt.value, token_ids=ids
-    )
+    num_prompt = agreed["prompt"].value if "prompt" in agreed else None
+    return SampleTokens(num_tokens=agreed["all"].value, num_prompt_tokens=num_prompt, token_ids=ids)
 
 
 def _token_ids(reply: Reply, options: DecodeOptions) -> tuple[Array | None, Array | None, Array | None]:
     """Return the ids of prompt, output and both, each None where unknown; copies, never a buffer of the caller."""
     source = reply.source
-    prompt = None if options.prompt_token_ids is None else as_token_ids(options.prompt_token_ids, source=source)
-    if reply.prompt_token_ids is not None:
-        sent = as_token_ids(reply.prompt_token_ids, source=source)
-        if prompt is not None and not np.array_equal(prompt, sent):
-            raise source.error(
-                f"prompt_token_ids ({len(prompt)}) are not the prompt of the response ({len(sent)} ids)."
-            )
-        prompt = sent
-    output = None if reply.output_token_ids is None else as_token_ids(reply.output_token_ids, source=source)
-    if options.token_ids is None:
-        both = None if prompt is None or output is None else np.concatenate([prompt, output])
-        return prompt, output, both
-    ids = as_token_ids(options.token_ids, source=source)
+    given, sent, output, ids = (
+        None if value is None else as_token_ids(value, source=source)
+        for value in (
+            options.prompt_token_ids,
+            reply.prompt_token_ids,
+            reply.output_token_ids,
+            options.token_ids,
+        )
+    )
+    if given is not None and sent is not None and not np.array_equal(given, sent):
+        raise source.error(f"prompt_token_ids ({len(given)}) are not the prompt of the response ({len(sent)} ids).")
+    prompt = given if sent is None else sent
+    if ids is None:
+        return prompt, output, None if prompt is None or output is None else np.concatenate([prompt, output])
     # Ids of the re-tokenised text may be as many and not the same, so they are compared one by one.
     if prompt is not None and not np.array_equal(ids[: len(prompt)], prompt):
         raise source.error(f"token_ids ({len(ids)}) do not begin with the prompt of the response ({len(prompt)} ids).")
@@ -109,20 +117,164 @@ def _agreed(counts: list[StatedCount], source: Source) -> dict[Kind, StatedCount
                 "tokens that the engine counted. Is a chunk of the stream lost, or a BOS token?"
             )
     # Two counts make the third: a reply that states all three may contradict itself.
-    for kind, count in _following(known):
+    for count in _following(known):
         if count.value < 0:
-            raise source.error(f"{count.name} leaves {count.value} {_NOUNS[kind]}.")
-        if known.setdefault(kind, count).value != count.value:
-            raise source.error(f"{known[kind].name}={known[kind].value}, but {count.name} make {count.value}.")
+            raise source.error(f"{count.name} leaves {count.value} {_NOUNS[count.kind]}.")
+        if known.setdefault(count.kind, count).value != count.value:
+            raise source.error(
+                f"{known[count.kind].name}={known[count.kind].value}, but {count.name} make {count.value}."
+            )
     return known
 
 
-def _following(known: dict[Kind, StatedCount]) -> Iterator[tuple[Kind, StatedCount]]:
+def _following(known: dict[Kind, StatedCount]) -> Iterator[StatedCount]:
     prompt, output, both = known.get("prompt"), known.get("output"), known.get("all")
     if prompt is not None and output is not None:
         name = f"{prompt.name} ({prompt.value}) and {output.name} ({output.value})"
-        yield "all", StatedCount(name=name, kind="all", value=prompt.value + output.value)
+        yield StatedCount(name, "all", prompt.value + output.value)
     elif both is not None and (part := prompt or output) is not None:
-        other: Kind = "output" if prompt is not None else "prompt"
         name = f"{part.name}={part.value} of {both.name} ({both.value})"
-        yield other, StatedCount(name=name, kind=other, value=both.value - part.value)
+        yield StatedCount(name, "output" if prompt is not None else "prompt", both.value - part.value)
+
+
+def check_usages(replies: Sequence[Reply], tokens: Mapping[int, SampleTokens]) -> None:
+    """Raise unless the counts of each response with several choices are those of its choices, as far as these are known.
+
+    Args:
+        tokens: of each reply that is decoded; the others only have their ids.
+
+    Source: vLLM 0.30, SGLang 0.5.23 (captures of n = 2 and of two prompts): choices of one prompt are neighbours.
+    """
+    # The replies of one response share the object, and two responses may have equal ones.
+    responses: dict[int, tuple[Usage, list[int]]] = {}
+    for i, reply in enumerate(replies):
+        if reply.usage is not None:
+            responses.setdefault(id(reply.usage), (reply.usage, []))[1].append(i)
+    for usage, members in responses.values():
+        sizes: list[tuple[int | None, int | None, int | None]] = []
+        for i in members:
+            prompt, output = (
+                len(ids) if hasattr(ids, "__len__") else None
+                for ids in (replies[i].prompt_token_ids, replies[i].output_token_ids)
+            )
+            total = None
+            if i in tokens:
+                prompt, total = tokens[i].num_prompt_tokens, tokens[i].num_tokens
+                output = None if prompt is None else total - prompt
+            sizes.append((prompt, output, total))
+        _check_usage(usage, *zip(*sizes))
+
+
+def _check_usage(usage: Usage, *sizes: Sequence[int | None]) -> None:
+    """Raise unless the counts of a response are those of its choices, in the order of their indexes.
+
+    Args:
+        sizes: of each choice's prompt, of its output, of both.
+    """
+    prompts, outputs, totals = ([n for n in column if n is not None] for column in sizes)
+    num_choices = len(sizes[0])
+    # Nothing says whether four choices are of one prompt, two or four; choices of one prompt are neighbours.
+    divisors = [n for n in range(1, num_choices + 1) if num_choices % n == 0]
+    stated, right = {count.kind: count for count in usage.counts}, dict[Kind, set[int]]()
+    if len(outputs) == num_choices:
+        right["output"] = {sum(outputs)}
+    if len(prompts) == num_choices:
+        by_repeats = {n: [size for size in prompts[::n] for _ in range(n)] for n in divisors}
+        sums = {sum(prompts[::n]) for n, repeated in by_repeats.items() if repeated == prompts}
+        right["prompt"] = {max(prompts)} if usage.largest_prompt else sums
+    elif len(totals) == num_choices and "output" in stated and not usage.largest_prompt:
+        # Each choice repeats its prompt, the count has it once for every n choices.
+        repeats = sum(totals) - stated["output"].value
+        right["prompt"] = {repeats // n for n in divisors if repeats % n == 0}
+    for kind, values in right.items():
+        if kind in stated and stated[kind].value not in values:
+            raise usage.source.error(
+                f"{stated[kind].name}={stated[kind].value}, but the tokens of its choices make "
+                f"{' or '.join(map(str, sorted(values)))}: these are not the tokens that the engine counted. Is a choice or "
+                "part of one lost, or a BOS token?"
+            )
+
+
+def read_spans(value: Any, *, source: Source) -> tuple[WeightSpan, ...]:
+    """Return `weight_versions` of a reply: dicts or objects with version, start and end; () where there is none.
+
+    Raises:
+        PayloadError: not a list of such spans, or they do not follow one another from 0 on.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise source.error(f"weight_versions is {type(value).__name__}, expected a list of spans.")
+    spans: list[WeightSpan] = []
+    for item in value:
+        version, start, end = (get_field(item, name) for name in ("version", "start", "end"))
+        named = type(version) is str or (type(version) is int and abs(version) < MAX_COUNT)
+        if not (named and is_count(start) and is_count(end)):
+            raise source.error("weight_versions has a span without version, start or end, or with others than numbers.")
+        before = spans[-1].end if spans else 0
+        if start != before or end < start:
+            raise source.error(
+                f"weight_versions has a span {start}..{end} behind {before} tokens: spans must follow one another. Is a "
+                "part of the output lost?"
+            )
+        spans.append(WeightSpan(str(version), start, end))
+    return tuple(spans)
+
+
+def stamp_versions(reply: Reply, tokens: SampleTokens, given: WeightVersion | None) -> Array | None:
+    """Return the version of each token, [num_tokens] int32; None where nobody gives one that is a number.
+
+    Args:
+        given: the caller's number, or the number of each name.
+
+    Raises:
+        PayloadError: the reply's versions changed and `given` says one number that is none of them, or they cannot be
+            numbers; a name that is not in the mapping.
+    """
+    source, spans = reply.source, reply.weight_spans
+    names = list(dict.fromkeys(span.version for span in spans))
+    if not names and reply.weight_name is not None:
+        names = [reply.weight_name]
+    if isinstance(given, Mapping):
+        missing = [name for name in names if name not in given]
+        if missing or not names:
+            raise source.error(
+                f"weight_version names {sorted(map(str, given))[:8]}, but the reply was made by "
+                f"{missing or 'weights that it does not name'}."
+            )
+        numbers = {name: given[name] for name in names}
+    elif len(names) <= 1 and given is not None:
+        return _filled(tokens.num_tokens, given, source)
+    else:
+        numbers = _as_numbers(names, given, source) if spans else {}
+    if not numbers:
+        return None
+    num_output = spans[-1].end if spans else 0
+    if len(names) == 1 or num_output == 0:
+        return _filled(tokens.num_tokens, numbers[names[0]], source)
+    assert tokens.num_prompt_tokens is not None, "spans state the output, and how many tokens there are is known"
+    by_output = np.concatenate([_filled(span.end - span.start, numbers[span.version], source) for span in spans])
+    # Row i sampled output token i - (P - 1); rows before and behind these take the nearest version.
+    sampled = np.arange(tokens.num_tokens) - (tokens.num_prompt_tokens - 1)
+    stamped: Array = by_output[np.clip(sampled, 0, num_output - 1)]
+    return stamped
+
+
+def _as_numbers(names: Sequence[str], given: int | None, source: Source) -> dict[str, int]:
+    """Return the integers that the names of an engine are; {} if they are none and the caller gives no number."""
+    # Ten digits hold every integer of 32 bits; a name that is longer is a name.
+    if all(len(name) <= 11 and name.isascii() and name.removeprefix("-").isdigit() for name in names):
+        numbers = {name: int(name) for name in names}
+        if given is None or given in numbers.values():
+            return numbers
+    elif given is None:
+        return {}
+    raise source.error(
+        f"weight_version={shown(given)}, but the weights of this reply changed, from version to version {list(names)}. "
+        f"Pass weight_version={{{names[0]!r}: ..., ...}}, your number for each."
+    )
+
+
+def _filled(size: int, version: int, source: Source) -> Array:
+    number = as_integer("weight_version", version, least=-(2**31), most=2**31 - 1, error=source.error)
+    return np.full(size, number, np.int32)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.layout.context_parallel import Style, split_context_parallel
 from megatron_router_replay.layout.rows import PADDING_ROW, Side, number_rows, pack_sequences, pad_sequences
+from megatron_router_replay.layout.split import Style, split_context_parallel
 
 _Laid = TypeVar("_Laid")
 
@@ -115,7 +115,7 @@ def _checked_length(index: int, sample: Sample, first: Sample) -> int:
     lengths = {name: values.shape[0] for name, values in sample.items()}
     if "input_ids" not in lengths or set(lengths) != set(first) or len(set(lengths.values())) != 1:
         raise LayoutError(
-            f"sample {index} has fields of lengths {lengths}, sample 0 has fields {sorted(first)}: every sample needs "
-            "the same fields, input_ids among them, one value a token."
+            f"sample {index} has fields of lengths {lengths}. Every sample needs the fields of sample 0, {sorted(first)}, "
+            "with input_ids among them and one value a token in each."
         )
     return lengths["input_ids"]

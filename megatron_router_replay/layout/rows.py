@@ -1,7 +1,7 @@
 """Sequences of any length into one padded batch [b, s] or one packed row [1, total] (THD).
 
-`pad_sequences` and `pack_sequences` lay out any per-token values; `pad_rows` and `pack_rows` lay out the trace rows
-themselves, for pipelines that only know the lengths.
+`pad_sequences` and `pack_sequences` lay out any per-token values; the trace rows themselves are
+`pad_sequences(number_rows(lengths), fill=PADDING_ROW)`. `check_tokens` proves that they still match the tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_router_replay.checks import as_integer
 from megatron_router_replay.errors import LayoutError
 
 PADDING_ROW = -1
@@ -36,76 +37,17 @@ class Packed(NamedTuple):
     cu_seqlens_padded: Tensor
 
 
-def pad_rows(
-    sequence_lengths: Sequence[int],
-    *,
-    seq_length: int | None = None,
-    side: Side = "right",
-    multiple: int = 1,
-    row_starts: Sequence[int] | None = None,
-) -> Tensor:
-    """Return the trace row of each position of a padded batch, -1 on padding.
-
-    Args:
-        sequence_lengths: tokens of each sequence.
-        row_starts: the trace row of each sequence's first token; by default the sequences follow one another from 0.
-        seq_length, side, multiple: as for `pad_sequences`.
+def number_rows(sequence_lengths: Sequence[int]) -> list[Tensor]:
+    """Number the trace rows of sequences, which follow one another from row 0.
 
     Returns:
-        [b, s] int64.
+        [length] int64 for each sequence.
 
     Raises:
-        LayoutError: as `pad_sequences`; a length or start is negative.
+        LayoutError: a length is negative or no integer.
     """
-    sequences = number_rows(sequence_lengths, row_starts=row_starts)
-    return pad_sequences(sequences, fill=PADDING_ROW, seq_length=seq_length, side=side, multiple=multiple)
-
-
-def pack_rows(
-    sequence_lengths: Sequence[int],
-    *,
-    sequence_multiple: int = 1,
-    total_multiple: int = 1,
-    total_length: int | None = None,
-    row_starts: Sequence[int] | None = None,
-) -> Packed:
-    """Return the trace row of each position of a packed row, -1 on padding, with cu_seqlens.
-
-    Args:
-        sequence_lengths: tokens of each sequence.
-        row_starts: the trace row of each sequence's first token; by default the sequences follow one another from 0.
-        sequence_multiple, total_multiple, total_length: as for `pack_sequences`.
-
-    Returns:
-        values [1, total] int64, cu_seqlens and cu_seqlens_padded [num_seqs + 1] int32.
-
-    Raises:
-        LayoutError: as `pack_sequences`; a length or start is negative.
-    """
-    return pack_sequences(
-        number_rows(sequence_lengths, row_starts=row_starts),
-        fill=PADDING_ROW,
-        sequence_multiple=sequence_multiple,
-        total_multiple=total_multiple,
-        total_length=total_length,
-    )
-
-
-def number_rows(sequence_lengths: Sequence[int], *, row_starts: Sequence[int] | None = None) -> list[Tensor]:
-    """Return the trace rows of each sequence, [length] int64.
-
-    Raises:
-        LayoutError: a length or start is negative, or there is not one start a sequence.
-    """
-    lengths = [int(length) for length in sequence_lengths]
-    if row_starts is None:
-        row_starts = [end - length for end, length in zip(accumulate(lengths), lengths)]
-    if len(row_starts) != len(lengths) or any(value < 0 for value in (*lengths, *row_starts)):
-        raise LayoutError(
-            f"cannot number the rows of sequences of lengths {lengths} from {list(row_starts)}: "
-            "give one start a sequence, none negative."
-        )
-    return [torch.arange(start, start + length) for start, length in zip(row_starts, lengths)]
+    lengths = [as_integer("a sequence length", length, least=0, error=LayoutError) for length in sequence_lengths]
+    return [torch.arange(end - length, end) for end, length in zip(accumulate(lengths), lengths)]
 
 
 def pad_sequences(
@@ -188,21 +130,39 @@ def pack_sequences(
     return Packed(row.unsqueeze(0), _cumulative(lengths), cu_seqlens_padded)
 
 
-def pad_to_multiple(values: Tensor, *, multiple: int, fill: float) -> Tensor:
-    """Return [b, s, ...] with `fill` behind each sequence so that s is a multiple; the same tensor if it is one.
+def check_tokens(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
+    """Raise unless every position that has a row holds the token that the row was recorded for.
 
-    For a packed row whose cu_seqlens_padded is already fixed, this adds positions that belong to no sequence; give
-    `total_multiple` when packing instead.
+    Args:
+        rows: [b, s] integer, the trace row of each position, -1 on padding.
+        input_ids: [b, s] integer.
+        token_ids: [num_tokens] integer, `trace.token_ids`; -1 where the token is unknown (see `merge_traces`).
 
     Raises:
-        LayoutError: multiple is below 1, or values has fewer than two dimensions.
+        LayoutError: shapes differ, a row lies outside the trace, or a token differs; names the first position.
     """
-    if values.dim() < 2:
-        raise LayoutError(f"cannot pad values of shape {list(values.shape)}: they must be [b, s, ...].")
-    missing = _round_up(values.shape[1], multiple) - values.shape[1]
-    if not missing:
-        return values
-    return torch.cat([values, values.new_full((values.shape[0], missing, *values.shape[2:]), fill)], dim=1)
+    if rows.shape != input_ids.shape:
+        raise LayoutError(
+            f"routing_rows are {list(rows.shape)}, input_ids {list(input_ids.shape)}: one row a position."
+        )
+    outside = (rows < -1) | (rows >= token_ids.shape[0])
+    if bool(outside.any()):
+        at = outside.nonzero()[0].tolist()
+        raise LayoutError(
+            f"routing_rows{at} is {int(rows[tuple(at)])}: the trace has rows 0..{token_ids.shape[0] - 1}, "
+            "padding is -1."
+        )
+    if not bool((rows >= 0).any()):
+        return  # nothing to compare, and a trace without rows could not be indexed
+    expected = token_ids.to(rows.device)[rows.clamp(min=0).to(torch.int64)]
+    wrong = (rows >= 0) & (expected != -1) & (expected != input_ids.to(rows.device))
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        raise LayoutError(
+            f"input_ids{at} is {int(input_ids[tuple(at)])}, but its routing row {int(rows[tuple(at)])} was recorded "
+            f"for token {int(expected[tuple(at)])} ({int(wrong.sum())} of {int((rows >= 0).sum())} positions differ): "
+            "tokens and routing_rows were not moved by the same code."
+        )
 
 
 def _first(sequences: Sequence[Tensor]) -> Tensor:

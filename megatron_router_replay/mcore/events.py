@@ -39,8 +39,13 @@ def log_ended(report: SessionReport) -> None:
             report.rows_replayed,
             expected,
         )
+    if report.rows_repeated:
+        _LOG.warning(
+            "%d rows were named twice in a micro-batch: do routing_rows start anew in each sample? Their tokens share routes",
+            report.rows_repeated,
+        )
 
 
 def log_failed(kind: str, error: BaseException) -> None:
-    """Say that a session was left by an exception: the model is restored, nothing was verified."""
-    _LOG.info("%s session was left by %s; the model is restored, nothing was verified", kind, type(error).__name__)
+    """Say that a session was left by an exception: the routers are released, nothing was verified."""
+    _LOG.info("%s session was left by %s; the routers are released, nothing was verified", kind, type(error).__name__)

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch import nn
 
-from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.errors import LayoutError, listed
 from megatron_router_replay.mcore.patterns import num_decoder_layers
 
 
@@ -45,11 +45,11 @@ def as_chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     Raises:
         LayoutError: none are given, or one twice.
     """
-    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
     if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise LayoutError(
             "model_chunks must be a model or a list of its chunks on this rank, "
-            f"got {[type(chunk).__name__ for chunk in chunks]}."
+            f"got {listed(sorted({type(chunk).__name__ for chunk in chunks}))}. The model comes first, then the trace."
         )
     inner = [id(unwrap(chunk)) for chunk in chunks]
     if len(set(inner)) != len(inner):
@@ -96,12 +96,38 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def wrappers(module: nn.Module) -> list[nn.Module]:
-    """Return the module and everything it wraps, outermost first."""
+    """Return the module and everything it wraps, outermost first.
+
+    A wrapper is what has its model as `module`, and what has no config beside a single child with routers (an actor-critic).
+    """
     chain = [module]
-    # torch.compile's wrapper answers for the attributes of what it wraps, so its own comes first.
-    while isinstance(inner := getattr(chain[-1], "_orig_mod", getattr(chain[-1], "module", None)), nn.Module):
+    while True:
+        # torch.compile's wrapper answers for the attributes of what it wraps, so its own comes first.
+        inner = getattr(chain[-1], "_orig_mod", getattr(chain[-1], "module", None))
+        if not isinstance(inner, nn.Module) and not hasattr(chain[-1], "config"):
+            routing = [child for child in chain[-1].children() if any(isinstance(m, Router) for m in child.modules())]
+            inner = routing[0] if len(routing) == 1 and hasattr(routing[0], "forward") else None
+            # Down to something that has a config, or not at all: the layers of a model are no models.
+            if inner is not None and not any(hasattr(level, "config") for level in wrappers(inner)):
+                inner = None
+        if not isinstance(inner, nn.Module):
+            return chain
         chain.append(inner)
-    return chain
+
+
+def check_whole_pipeline(modules: Sequence[nn.Module]) -> None:
+    """Raise unless all virtual pipeline stages of this rank are there.
+
+    Raises:
+        LayoutError: some chunks of a virtual pipeline are missing; their routers would run live, in silence.
+    """
+    for module in modules:
+        size = getattr(getattr(unwrap(module), "config", None), "virtual_pipeline_model_parallel_size", None) or 1
+        if len(modules) < size:
+            raise LayoutError(
+                f"{len(modules)} model chunks were given, but this rank has {size} (virtual_pipeline_model_parallel_size): "
+                "pass the whole list of chunks, as get_model returns it, not model[0]."
+            )
 
 
 def find_routers(chunk: nn.Module) -> list[FoundRouter]:
@@ -123,8 +149,10 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
         if isinstance(module, MultiTokenPredictionLayer):
             mtp_layer = module
         elif isinstance(module, BaseMoELayer):
-            # A router that an MoE layer uses without being a Router is found too: it must be refused, not overlooked.
-            routers[id(module.router)] = module.router
+            # A router that an MoE layer uses without being a Router is found too: it must be refused, not overlooked. One
+            # that wraps a Router (PEFT's) calls it, and the seam is inside.
+            if not _wraps_router(module.router):
+                routers[id(module.router)] = module.router
         elif isinstance(module, Router):
             routers[id(module)] = module
         places[id(module)] = path, mtp_layer
@@ -144,6 +172,18 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
         if one.layer_number == other.layer_number:
             raise LayoutError(f"{one} and {other} have the same layer_number; a layer has one router.")
     return found
+
+
+def _wraps_router(module: nn.Module) -> bool:
+    inner = [each for each in module.modules() if isinstance(each, Router)]
+    return not isinstance(module, Router) and len(inner) == 1
+
+
+def router_wrappers(chunk: nn.Module) -> dict[Any, nn.Module]:
+    """Return router -> the module that an MoE layer calls in its place."""
+    layers = [module for module in unwrap(chunk).modules() if isinstance(module, BaseMoELayer)]
+    around = [layer.router for layer in layers if _wraps_router(layer.router)]
+    return {next(each for each in module.modules() if isinstance(each, Router)): module for module in around}
 
 
 def _number_in_mtp_block(mtp_layer: Any, router: Any) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, check_has_experts, find_routers, unwrap
+from megatron_router_replay.mcore.microbatches import Check
 from megatron_router_replay.mcore.patterns import main_pattern, mtp_pattern, num_decoder_layers
 
 
@@ -73,6 +76,7 @@ def check_trace_layers(
     *,
     routers: Sequence[FoundRouter] | None = None,
     mtp: bool = False,
+    hashed: Collection[int] = (),
 ) -> None:
     """Raise unless a trace's layers can be those of the model: routes for each of its routers, none for anything else.
 
@@ -81,6 +85,7 @@ def check_trace_layers(
         model_chunks: the model or its chunks on this rank.
         routers: those of all chunks, where the caller has looked for them already.
         mtp: multi-token-prediction layers need routes too.
+        hashed: layers that a table of token ids routes: the trace may have routes for them.
 
     Raises:
         TraceError: a router of this rank has no routes, a layer of this rank with routes is dense, or there are routes for a
@@ -92,7 +97,7 @@ def check_trace_layers(
     if routers is None:
         routers = [found for chunk in chunks for found in find_routers(chunk)]
     for found in routers:
-        if found.layer_number not in given and (mtp or not found.is_mtp):
+        if found.layer_number not in given | set(hashed) and (mtp or not found.is_mtp):
             raise TraceError(
                 f"{found} has no routes: the trace has layers {sorted(given)}. Layer numbers are Megatron's, from 1, and "
                 f"count dense layers too.{_how_to_renumber(layer_numbers, chunks)}"
@@ -156,3 +161,58 @@ def _decoder_layers(model: nn.Module) -> set[int]:
     layers = [*getattr(getattr(model, "decoder", None), "layers", ())]
     layers += [module for module in modules if isinstance(module, TransformerLayer) and id(module) not in in_mtp]
     return {layer.layer_number for layer in layers if hasattr(layer, "layer_number")}
+
+
+def route_columns(model: nn.Module, config: Any, count: int, layer_numbers: Sequence[int] | None) -> dict[int, int]:
+    """Return Megatron's number of each MoE layer -> its column of fed routes; the whole model's on every stage.
+
+    Args:
+        model: the innermost model of a chunk.
+        config: of one of its routers.
+        count: columns of the routes.
+        layer_numbers: of the columns; None: all layers of the model or its MoE layers.
+
+    Raises:
+        LayoutError: there are as many columns as nothing has.
+    """
+    if layer_numbers is not None:
+        if len(set(layer_numbers)) != count:
+            raise LayoutError(
+                f"routes have {count} layers, layer_numbers={list(layer_numbers)} names {len(layer_numbers)}."
+            )
+        return {int(number): column for column, number in enumerate(layer_numbers)}
+    source: Any = model if getattr(model, "config", None) is not None else SimpleNamespace(config=config)
+    total, routing = num_decoder_layers(source), _moe_layers(source)
+    if count == len(routing):
+        return {number: column for column, number in enumerate(routing)}
+    if count != total:
+        raise LayoutError(
+            f"routes have {count} layers; the model has {total}, of which {len(routing)} route: say layer_numbers=, "
+            "Megatron's number of each (never the count of this pipeline stage). stamped=True takes one layer off, which "
+            "mrr.stamp adds: were they stamped?"
+        )
+    return {number: number - 1 for number in routing}
+
+
+def check_hashed_routes(found: FoundRouter, routes: Tensor, tokens: Tensor, check: Check) -> None:
+    """Compare routes of a hash layer with the layer's table; rows of zeros or -1 are filler.
+
+    Args:
+        found: the hash layer's router.
+        routes: [b, s, topk].
+        tokens: [b, s], below 0 where the token is not known.
+
+    Source: SGLang sends zeros for such layers; vLLM may send the table's experts.
+    """
+    table = getattr(found.router, "tid2eid", None)
+    if table is None:
+        return
+    routes = routes.to(torch.int64)
+    expected = table.to(routes.device)[tokens.clamp(min=0).to(routes.device)].to(torch.int64)
+    filler = (routes <= 0).all(dim=-1)
+    differ = (routes.sort(dim=-1).values != expected.sort(dim=-1).values).any(dim=-1)
+    check(
+        (differ & ~filler & (tokens >= 0).to(routes.device)).any(),
+        f"{found} is routed by its table of token ids, and the routes given for it are not the table's: they are of other "
+        "tokens, or of another model.",
+    )

@@ -9,15 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.ids import index_dtype
+from megatron_router_replay.mcore import microbatches as micro
+from megatron_router_replay.mcore.balance import Tokens
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.find import unwrap
-from megatron_router_replay.mcore.ledger import Microbatch
-from megatron_router_replay.mcore.session import MicrobatchInputs, Models, Session
-from megatron_router_replay.mcore.targets import check_padding
-from megatron_router_replay.merge import merge_traces
-from megatron_router_replay.routes import MicrobatchRoutes
+from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs
+from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
+from megatron_router_replay.mcore.seam import Decision
+from megatron_router_replay.mcore.session import HeldRouter, Models, Session, open_session
 from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace.ids import index_dtype
+from megatron_router_replay.trace.merge import merge_traces
 
 _MAX_ROWS = 1 << 31
 """A row beyond is no token's of one step, but a number that means something else: the trace would be larger than a disk."""
@@ -31,18 +33,19 @@ class RecordSession(Session):
 
     def __init__(self, model_chunks: Models, *, mtp: bool, verify: bool, group: dist.ProcessGroup | None) -> None:
         super().__init__(model_chunks, mtp=mtp, verify=verify, group=group)
-        # (rows [n], routes of each layer [n, topk], token ids [n] or None) of each micro-batch
-        self._recorded: dict[int, list[tuple[Tensor, list[Tensor], Tensor | None]]] = {
+        # (rows [n], routes [n, layers, topk], token ids [n] or None) of each micro-batch, on their way to the host
+        self._recorded: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {
             chunk.index: [] for chunk in self._chunks
         }
+        self._highest: list[Tensor] = []  # row of each micro-batch that was queued
+        self._copied: dict[Any, torch.cuda.Event] = {}  # stream -> after which what it copied to the host is there
         self._length: int | None = None  # rows of the whole batch, agreed upon when the session is closed
 
-    def _queue(self, inputs: MicrobatchInputs, routes: MicrobatchRoutes | None) -> None:
-        chunk, rows = inputs.chunk, inputs.rows
-        assert chunk.ledger is not None, "the chunk has routers to record"
+    def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
         if routes is not None:
             raise LayoutError("prefetched routes are for a replay of their trace; a recording takes routing_rows.")
-        check_padding(rows, inputs.padding, self._check)
+        rows = inputs.rows
+        micro.check_padding(rows, inputs.padding, self._check)
         if inputs.trained is not None:
             self._check(
                 (inputs.trained & (rows < 0)).any(),
@@ -50,34 +53,67 @@ class RecordSession(Session):
             )
         view = chunk.router_view(rows)
         self._may_be_unrouted(rows, _MAX_ROWS)  # last: rows that are refused shall not lengthen the trace
-        at_padding = None if inputs.padding is None else chunk.router_view(inputs.padding)
-        padding = rows.new_zeros(()) if at_padding is None else at_padding.sum()
-        chunk.ledger.queue(
+        if rows.numel():
+            # Of the whole batch: this rank may route a part of it.
+            self._highest.append(self._to_host(rows.max()))
+        padding = None if inputs.padding is None else chunk.router_view(inputs.padding)
+        chunk.queue.queue(
             Microbatch(
-                chunk.ledger.num_queued,
-                len(chunk.in_trace),
-                shape=chunk.router_shape(rows),
-                rows=rows,
-                router_rows=view,
+                shape=chunk.router_shape((rows.shape[0], rows.shape[1])),
+                batch_shape=(rows.shape[0], rows.shape[1]),
+                counts=micro.count_rows(view.numel(), view >= -1 if padding is None else ~padding, padding),
+                num_routers=len(chunk.taking_part),
+                rows=view,
                 token_ids=inputs.token_ids,
-                is_token=chunk.is_token(at_padding),
-                counts=torch.stack([torch.zeros_like(padding), view.numel() - padding, padding]),
+                is_token=None if padding is None else micro.to_device(~padding, chunk.device),
             )
         )
 
-    def _check_input(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor) -> None:
-        super()._check_input(chunk, microbatch, input_ids)
-        if microbatch.token_ids is None:
-            # A copy: trainers reuse the buffer, and this is kept until the trace is asked for.
-            microbatch.token_ids = input_ids.to(torch.int64, copy=True).view(microbatch.rows.shape)
+    def _decide(self, held: HeldRouter, microbatch: Microbatch, tokens: Tokens) -> Decision:
+        return Decision(
+            held.found.router, held.counter, dtype=held.dtype, holder=self, tokens=tokens, queued=microbatch
+        )
 
-    def _microbatch_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        super()._microbatch_done(chunk, microbatch)
-        assert microbatch.router_rows is not None, "a recorded micro-batch is queued with its routers' rows"
+    def decided(self, decision: Decision) -> None:
+        """Keep what a router used; see `seam.Holder`."""
+        if decision.queued is not None:
+            assert decision.used is not None, "the call is over"
+            # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.
+            used = decision.used if decision.kept is None else decision.kept
+            decision.queued.used[self._held[decision.router].position] = used
+        super().decided(decision)
+
+    def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
+        super()._on_forward(chunk, microbatch, input_ids)
+        if microbatch.token_ids is None and input_ids is not None:
+            # A copy: trainers reuse the buffer, and this is kept until the trace is asked for.
+            microbatch.token_ids = input_ids.to(torch.int64, copy=True).view(microbatch.batch_shape)
+
+    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        super()._on_done(chunk, microbatch)
+        assert microbatch.rows is not None, "a recorded micro-batch has them"
+        assert microbatch.used is not None, "made with it"
         tokens = None if microbatch.token_ids is None else chunk.router_view(microbatch.token_ids)
-        used = [indices for indices in microbatch.used if indices is not None]
-        # Kept where they are, on a GPU too: `trace` moves them once, and no step waits for it.
-        self._recorded[chunk.index].append((microbatch.router_rows, used, tokens))
+        used = torch.stack([microbatch.used[position] for position in range(len(chunk.taking_part))], dim=1)
+        dtype = index_dtype(self._sizes[0])
+        rows, used = self._to_host(microbatch.rows), self._to_host(used.to(dtype))
+        tokens = None if tokens is None else self._to_host(tokens)
+        self._recorded[chunk.index].append((rows, used, tokens))
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        """Copy values into page-locked memory while the device goes on; `_read` waits for them."""
+        if (stream := micro.current_stream(values.device)) is None:
+            return values
+        copied = values.to("cpu", non_blocking=True)
+        self._copied[stream] = stream.record_event()
+        return copied
+
+    def _read(self) -> None:
+        super()._read()
+        for copied in self._copied.values():
+            if not copied.query():  # type: ignore[no-untyped-call]  # the counts were read behind it, where one stream did all
+                copied.synchronize()
+        self._copied = {}
 
     def trace(self, *, num_tokens: int | None = None) -> RoutingTrace:
         """Return this rank's part of the recording: its layers, and the routes of the rows that it routed.
@@ -97,7 +133,8 @@ class RecordSession(Session):
             ReplayStateError: num_tokens is None, there are several ranks, and the session is still open or was left by an
                 exception.
         """
-        parts = [self._part(chunk) for chunk in self._chunks if chunk.in_trace]
+        self._read()
+        parts = [self._part(chunk) for chunk in self._chunks]
         length = max((int(rows.max()) + 1 for rows, _ in parts if rows.numel()), default=0)
         if num_tokens is None:
             num_tokens = self._agreed_length()
@@ -111,12 +148,12 @@ class RecordSession(Session):
                 raise TraceError(
                     f"row {row} was routed in some of this rank's chunks only: run every chunk, then read."
                 )
-        numbers = [router.found.layer_number for chunk in self._chunks for router in chunk.in_trace]
+        numbers = [found.layer_number for chunk in self._chunks for found in chunk.taking_part]
         indices = torch.cat([self._empty(length, 0), *(part for part, _ in placed)], dim=1)
         return RoutingTrace(
             topk_indices=indices[:, sorted(range(len(numbers)), key=numbers.__getitem__)],
             layer_numbers=tuple(sorted(numbers)),
-            num_experts=self._config.num_moe_experts,
+            num_experts=self._sizes[0],
             replay_mask=placed[0][1] if placed else torch.ones(length, dtype=torch.bool),
             token_ids=self._token_ids(length),
         )
@@ -143,8 +180,15 @@ class RecordSession(Session):
             trace = merge_traces([part for part in parts if part is not None], allow_gaps=True)
         return trace
 
-    def _judge(self, everyone: dict[int, list[int]]) -> list[str]:
-        self._length = max(length for *_, length in everyone.values())
+    def _numbers(self) -> dict[str, Any]:
+        return super()._numbers() | {"num_rows": self._num_rows()}
+
+    def _num_rows(self) -> int:
+        """Return the highest row that was queued, plus 1."""
+        return max((int(highest) + 1 for highest in self._highest), default=0)
+
+    def _judge(self, everyone: dict[int, dict[str, Any]]) -> list[str]:
+        self._length = max(numbers["num_rows"] for numbers in everyone.values())
         return []
 
     def _agreed_length(self) -> int:
@@ -155,23 +199,27 @@ class RecordSession(Session):
                 "the ranks agree on the recording's number of rows when the session is left: leave it before trace() or "
                 "gather(), or pass num_tokens."
             )
-        return int(self._num_rows)
+        return self._num_rows()
 
     @property
-    def _config(self) -> Any:
-        return unwrap(self._chunks[0].module).config
+    def _sizes(self) -> tuple[int, int]:
+        """(num_experts, topk) of the model."""
+        for held in self._held.values():
+            return int(held.found.router.num_experts), int(held.found.router.topk)
+        config: Any = unwrap(self._modules[0]).config  # a stage without MoE layers says what its model has
+        return int(config.num_moe_experts), int(config.moe_router_topk)
 
     def _empty(self, length: int, num_layers: int) -> Tensor:
-        config = self._config
-        return torch.empty(length, num_layers, config.moe_router_topk, dtype=index_dtype(config.num_moe_experts))
+        num_experts, topk = self._sizes
+        return torch.empty(length, num_layers, topk, dtype=index_dtype(num_experts))
 
     def _part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return what a chunk recorded: rows [n] int64 and routes [n, its layers, topk], padding left out, on the CPU."""
         microbatches = self._recorded[chunk.index]
         if not microbatches:
-            return torch.empty(0, dtype=torch.int64), self._empty(0, len(chunk.in_trace))
-        rows = torch.cat([rows for rows, _, _ in microbatches]).cpu()
-        used = torch.cat([torch.stack(layers, dim=1) for _, layers, _ in microbatches]).cpu()
+            return torch.empty(0, dtype=torch.int64), self._empty(0, len(chunk.taking_part))
+        rows = torch.cat([rows for rows, _, _ in microbatches])
+        used = torch.cat([layers for _, layers, _ in microbatches])
         return rows[rows >= 0], used[rows >= 0]
 
     def _token_ids(self, length: int) -> Tensor | None:
@@ -181,8 +229,8 @@ class RecordSession(Session):
             for rows, _, tokens in microbatches:
                 if tokens is not None:
                     any_known = True
-                    known = (rows >= 0).cpu()
-                    token_ids[rows.cpu()[known]] = tokens.cpu()[known].to(torch.int32)
+                    known = rows >= 0
+                    token_ids[rows[known]] = tokens[known].to(torch.int32)
         return token_ids if any_known else None
 
 
@@ -219,12 +267,12 @@ def record(
         mtp: also record multi-token-prediction layers, as layer_number num_layers + 1, ...; their recomputes use what
             the forward chose either way.
         verify: compare every routing map that leaves a router with what is recorded.
-        group: the ranks that agree on the number of rows when the session is left, in one all_gather of five numbers; all
-            of them must have such a session. None: every rank of the job.
+        group: the ranks that agree on the number of rows when the session is left; all of them must have
+            such a session, and one that raised inside its block is not waited for. None: every rank of the job.
 
     Raises:
         UnsupportedRouterError: a router's selection cannot be recorded exactly; names the config field.
         LayoutError: the model has no experts.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return RecordSession(model_chunks, mtp=mtp, verify=verify, group=group).start()
+    return open_session(lambda: RecordSession(model_chunks, mtp=mtp, verify=verify, group=group), group)

@@ -1,83 +1,77 @@
-"""Replay: every forward and recompute uses a trace's experts."""
+"""Replay: every forward and recompute uses given experts, of a trace or as a trainer's micro-batch carries them."""
 
 from __future__ import annotations
 
+import logging
 import os
-import struct
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.layout import check_rows
-from megatron_router_replay.mcore.agreement import Agreement
-from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, has_expert_bias
+from megatron_router_replay.layout import check_tokens
+from megatron_router_replay.mcore import microbatches as micro
+from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, Tokens, aux_loss_group
 from megatron_router_replay.mcore.chunk import Chunk
-from megatron_router_replay.mcore.layers import check_trace_layers
-from megatron_router_replay.mcore.ledger import Microbatch
-from megatron_router_replay.mcore.margins import NUM_COUNTS, Margins
+from megatron_router_replay.mcore.fed import FedRoutes
+from megatron_router_replay.mcore.layers import check_hashed_routes, check_trace_layers
+from megatron_router_replay.mcore.microbatches import KeptLayer, LayerRoutes, Microbatch, RowInputs
+from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
 from megatron_router_replay.mcore.report import SessionReport
-from megatron_router_replay.mcore.router import choose_replayed
-from megatron_router_replay.mcore.session import MicrobatchInputs, Models, Session
-from megatron_router_replay.mcore.targets import build_targets, check_padding, choices_of, padding_ranks
-from megatron_router_replay.routes import MicrobatchRoutes
+from megatron_router_replay.mcore.seam import Decision
+from megatron_router_replay.mcore.selection import LiveTopk
+from megatron_router_replay.mcore.session import HeldRouter, Models, Session, open_session, session_of
 from megatron_router_replay.trace import RoutingTrace
 
 if TYPE_CHECKING:
     from megatron_router_replay.diagnostics.live import LiveComparison, LiveReport
-    from megatron_router_replay.transport.timing import LegTimes
+
+ChooseDecisions = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer_number, routes, own, scores) -> [num_tokens] bool, True: replay this decision, False: the router's own."""
+
+_LOG = logging.getLogger(__name__)
+
+_PRIME = (1 << 61) - 1
 
 
 class ReplaySession(Session):
-    """Forwards and recomputes use the trace's experts; see `replay`."""
+    """Forwards and recomputes use the given experts; see `replay`."""
 
     kind = "replay"
-    choose = staticmethod(choose_replayed)
     queued = True
 
     def __init__(
         self,
         model_chunks: Models,
-        trace: RoutingTrace,
+        trace: RoutingTrace | None,
         *,
         mtp: bool,
         verify: bool,
         compare_live: bool | int,
         min_replayed: float | None,
-        margins: Margins | None,
-        leg_times: LegTimes | None,
-        balance: Balance,
+        choose: ChooseDecisions | None,
+        choice: Balance,
         group: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__(model_chunks, mtp=mtp, verify=verify, group=group)
-        self._balance = balance
-        routers = [router.found.router for router in self._routers()]
-        balance.check_model(routers)
-        for router in self._routers():
-            router.balance = balance
-        self._agreement = Agreement(balance, routers)
+        super().__init__(model_chunks, mtp=mtp, verify=verify, choice=choice, group=group)
         self._trace = trace
-        self._leg_times = leg_times
+        self._choose = choose
         self._min_replayed = min_replayed
-        self._any_live = not bool(trace.replay_mask.all())
-        self._left_live: Tensor | None = None  # as Targets.left_live, added up
         self._says_trained = False
+        self._unproved = False  # fed routes came without a stamp
+        self._padding_known = True  # padding was said wherever routes were fed
+        self._digest = 0  # of which micro-batches' padding is known
         self._trace_of: dict[int, RoutingTrace] = {}
-        # What the trace is of, before which layers it has: a trace of another model names the reason, not a missing layer.
-        for chunk in self._chunks:
-            _check_model(trace, chunk)
-        found = [router.found for chunk in self._chunks for router in chunk.routers]
-        check_trace_layers(trace.layer_numbers, model_chunks, routers=found, mtp=mtp)
-        for chunk in self._chunks:
-            self._trace_of[chunk.index] = trace.select_layers([router.found.layer_number for router in chunk.in_trace])
+        if trace is not None:
+            self._take_trace(trace, mtp=mtp)
+        self._warned = False  # that something on a GPU is read by the host
         self._comparison = self._compare(int(compare_live)) if compare_live else None
-        self._margins = margins
-        for chunk in self._chunks:
-            for router in chunk.in_trace:
-                router.margins = margins
 
     def live_report(self, *groups: dist.ProcessGroup | None) -> LiveReport:
         """Return how the live router and the replayed routes agree, added up over groups of ranks with the same layers.
@@ -97,99 +91,246 @@ class ReplaySession(Session):
 
     @property
     def report(self) -> SessionReport:
-        """As of every session; where asked for, also this rank's comparison with the live router, and the leg times."""
-        not_kept, stale, trained_live = [0, 0, 0] if self._left_live is None else self._left_live.tolist()
-        routers = [router.found.router for router in self._routers()]
+        """As of every session; where asked for, also this rank's comparison with the live router."""
+        report = super().report
         return replace(
-            super().report,
-            rows_not_kept=not_kept,
-            rows_stale=stale,
-            rows_trained_live=trained_live if self._says_trained else None,
-            **self._weighed(),
-            expert_bias=self._balance.expert_bias if any(map(has_expert_bias, routers)) else None,
-            aux_loss=self._balance.aux_loss if any(router.is_aux_loss_enabled() for router in routers) else None,
+            report,
+            rows_left_out=self._rows["left_out"],
+            rows_trained_live=self._rows["trained_live"] if self._says_trained else None,
+            rows_repeated=self._rows["repeated"],
+            decisions_left_live=None
+            if self._choose is None
+            else sum(held.counter["decisions_left"] for held in self._held.values()),
+            layout_proved=None if self._trace is not None else not self._unproved,
             live=None if self._comparison is None else self._comparison.report(),
-            leg_times=None if self._leg_times is None else self._leg_times.report(),
         )
 
-    def _compare(self, every_n: int) -> LiveComparison:
-        from megatron_router_replay.diagnostics.live import LiveComparison  # a room, loaded by those who ask for it
-
-        routers = [router for chunk in self._chunks for router in chunk.in_trace]
-        comparison = LiveComparison(
-            sorted(router.found.layer_number for router in routers),
-            num_experts=self._trace.num_experts,
-            topk=self._trace.topk,
-            device=routers[0].found.router.weight.device if routers else "cpu",
-            every_n=every_n,
+    # ---- what a router uses
+    def _decide(self, held: HeldRouter, microbatch: Microbatch, tokens: Tokens) -> Decision:
+        compares = self._comparison is not None and self._comparison.wants(microbatch.number)
+        return Decision(
+            held.found.router,
+            held.counter,
+            choose=partial(self._choose_experts, held, microbatch, compares),
+            dtype=held.dtype,
+            holder=self,
+            tokens=tokens,
+            queued=microbatch,
         )
-        for router in routers:
-            router.live_comparison = comparison
-        return comparison
 
-    def _microbatch_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        super()._microbatch_done(chunk, microbatch)
-        self._agreement.add(microbatch.is_token is not None)
-        left_live = None if microbatch.targets is None else microbatch.targets.left_live
-        if left_live is not None:
-            self._left_live = left_live if self._left_live is None else self._left_live + left_live
-        if self._comparison is not None and self._comparison.wants(microbatch.number):
-            self._comparison.end_microbatch(chunk.index)
+    def _choose_experts(
+        self, held: HeldRouter, microbatch: Microbatch, compares: bool, live: LiveTopk
+    ) -> tuple[Tensor, KeptLayer | None]:
+        assert microbatch.routes is not None, "a replayed micro-batch has routes"
+        used, kept = microbatch.routes.layer(held.position), KeptLayer(microbatch.routes, held.position)
+        if used.shape != (live.scores.shape[0], live.topk):
+            return used, kept  # refused behind this
+        if compares:
+            assert self._comparison is not None, "asked by it"
+            config = held.found.router.config
+            is_logits = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+            self._comparison.add(
+                held.found.layer_number,
+                live.scores.detach(),
+                live=live.indices(),
+                replayed=used,
+                mask=microbatch.replayed,
+                kind="logits" if is_logits else "probabilities",
+                key=held.chunk_index,
+            )
+        if self._choose is not None:
+            own = live.indices()
+            chosen = self._choose(held.found.layer_number, used, own, live.scores.detach())
+            if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
+                raise ReplayStateError(
+                    f"replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}."
+                )
+            if microbatch.replayed is not None:
+                chosen = chosen & microbatch.replayed
+                held.counter.add(decisions_left=(microbatch.replayed & ~chosen).sum())
+            return torch.where(chosen.unsqueeze(1), used, own), None
+        if microbatch.live is None:
+            return used, kept
+        if microbatch.live.dtype is torch.bool:
+            return torch.where(microbatch.live.unsqueeze(1), live.indices(), used), None
+        return used.index_copy(0, microbatch.live, live.indices_of(microbatch.live)), None
 
-    def _queue(self, inputs: MicrobatchInputs, routes: MicrobatchRoutes | None) -> None:
-        chunk, rows = inputs.chunk, inputs.rows
-        assert chunk.ledger is not None, "the chunk has routers in the trace"
+    # ---- rows into the trace
+    def _take_trace(self, trace: RoutingTrace, *, mtp: bool) -> None:
+        # What the trace is of, before which layers it has: a trace of another model names the reason, not a missing layer.
+        for held in self._held.values():
+            if held.position >= 0:
+                _check_model(trace, held)
+        check_trace_layers(
+            trace.layer_numbers,
+            self._modules,
+            routers=[held.found for held in self._held.values()] + self.hashed,
+            mtp=mtp,
+            hashed={found.layer_number for found in self.hashed},
+        )
+        self._any_live = not bool(trace.replay_mask.all())
+        for chunk in self._chunks:
+            self._trace_of[chunk.index] = trace.select_layers([found.layer_number for found in chunk.taking_part])
+
+    def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
+        if self._trace is None:
+            raise LayoutError("this session has no trace to take rows from: mrr.replay(model, trace), or feed routes=.")
         self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         trace = self._trace_of[chunk.index]
-        if routes is not None:
-            if routes.source is not self._trace:
-                raise LayoutError("these routes were prefetched from another trace than this session's.")
-            # Without a row, as when all is padding, any trace will do, but not an empty one.
-            trace = routes.trace.select_layers(trace.layer_numbers) if routes.trace.num_tokens else trace
+        if routes is not None and routes.source is not self._trace:
+            raise LayoutError("these routes were prefetched from another trace than this session's.")
+        given = (inputs.rows, inputs.padding, inputs.trained, inputs.token_ids)
+        if not self._warned and trace.device.type == "cpu" and any(_on_a_gpu(values) for values in given):
+            self._warned = True
+            _LOG.warning(
+                "the trace is on the CPU and routing_rows, or what is queued beside them, on a GPU: the host waits for the "
+                "GPU in every micro-batch. Queue what the data loader gave, before it is moved; or replay trace.to('cuda')."
+            )
         # They meet where the trace is; the routers' rows of it alone go to the routers' device.
-        rows = rows.to(trace.device)
-        beside = [None if values is None else values.to(trace.device) for values in (inputs.padding, inputs.trained)]
-        padding, trained = beside
+        rows = micro.to_device(inputs.rows, trace.device)
+        padding, trained, tokens = (
+            None if values is None else micro.to_device(values, trace.device) for values in given[1:]
+        )
         # Of the whole batch, not of this rank's part: what is wrong with it raises on every rank.
         unrouted = self._may_be_unrouted(rows, trace.num_tokens)
-        check_padding(rows, padding, self._check)
+        micro.check_padding(rows, padding, self._check)
+        self._count_repeated(rows)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
-        self._check_known(trace, view)
         at_padding = None if padding is None else chunk.router_view(padding)
-        trained = None if trained is None else chunk.router_view(trained)
-        if trained is not None:
-            self._says_trained = True
-            self._check_trained(trace, view, trained)
-        tokens = None if inputs.token_ids is None else inputs.token_ids.to(trace.device)
-        targets = build_targets(
-            trace,
-            view,
-            padding=at_padding,
-            padding_rank=None if padding is None else chunk.router_view(padding_ranks(padding)),
-            device=chunk.routers[0].found.router.weight.device,
-            any_live=self._any_live or unrouted,
-            with_replayed=self._comparison is not None or self._margins is not None,
-            trained=trained,
+        at_trained = None if trained is None else chunk.router_view(trained)
+        known = view.clamp(min=0)
+        routed = (
+            (view >= 0) & trace.replay_mask[known] if trace.num_tokens else torch.zeros_like(view, dtype=torch.bool)
         )
-        chunk.ledger.queue(
-            Microbatch(
-                chunk.ledger.num_queued,
-                len(chunk.in_trace),
-                shape=chunk.router_shape(rows),
-                rows=rows,
-                token_ids=self._expected_tokens(trace, rows, tokens, any_unrouted=unrouted),
-                targets=targets,
-                is_token=chunk.is_token(at_padding),
-                counts=targets.counts,
+        left_out = torch.zeros_like(routed)
+        if trace.left_out is not None and trace.num_tokens:
+            left_out = (view >= 0) & trace.left_out[known]
+        self._check_known(trace, view, routed | left_out)
+        if at_trained is not None:
+            self._says_trained = True
+            self._check_trained(at_trained & ~(routed | left_out))
+        expected = self._expected_tokens(trace, rows, tokens, any_unrouted=unrouted)
+        self._check_hashed(rows, expected)
+        if routes is None:
+            compact = micro.take_rows(trace.topk_indices, known, chunk.device)
+        else:
+            compact = micro.to_device(chunk.router_view(routes.layers(trace.layer_numbers)), chunk.device)
+        ordinals = None if padding is None else chunk.router_view(micro.padding_ordinals(padding))
+        made = self._microbatch(
+            chunk,
+            compact,
+            batch_shape=(rows.shape[0], rows.shape[1]),
+            live=~routed if unrouted or self._any_live else None,
+            padding=at_padding,
+            ordinals=ordinals,
+            token_ids=expected,
+        )
+        if trace.left_out is not None:
+            made.counts |= {"left_out": left_out.sum()}
+            made.counts |= {} if at_trained is None else {"trained_live": (at_trained & left_out).sum()}
+        chunk.queue.queue(made)
+
+    def _microbatch(
+        self,
+        chunk: Chunk,
+        compact: Tensor,
+        *,
+        batch_shape: tuple[int, int],
+        live: Tensor | None,
+        padding: Tensor | None,
+        ordinals: Tensor | None,
+        token_ids: Tensor | None,
+        split: bool = False,
+    ) -> Microbatch:
+        """Return a micro-batch of routes as its routers see them.
+
+        Args:
+            compact: [num_tokens, num_layers, topk] on the routers' device.
+            live: [num_tokens] bool, rows without a route, padding among them; None: there is none.
+            padding: [num_tokens] bool, known to be padding; None: nothing is known.
+            ordinals: [num_tokens] int64, see `micro.spread_padding`; with padding.
+        """
+        num_tokens = compact.shape[0]
+        if live is not None and padding is not None:
+            live = live & ~padding
+        if padding is not None:
+            assert ordinals is not None, "given with padding"
+            compact = micro.spread_padding(
+                compact,
+                micro.to_device(padding, chunk.device),
+                micro.to_device(ordinals, chunk.device),
+                self._num_experts(chunk),
+            )
+        counts = micro.count_rows(num_tokens, live, padding)
+        replayed = None
+        if self._comparison is not None or self._choose is not None:
+            masks = [micro.to_device(mask, chunk.device) for mask in (live, padding) if mask is not None]
+            replayed = torch.ones(num_tokens, dtype=torch.bool, device=chunk.device)
+            for mask in masks:
+                replayed &= ~mask
+        if live is not None and live.device.type == "cpu":
+            live = live.nonzero().squeeze(1)  # on a GPU, asking which rows are live would wait for it
+        elif self._min_replayed == 1:
+            live = None  # there is none, or the session raises: the rows are counted above, and judged when it is left
+        return Microbatch(
+            shape=chunk.router_shape(batch_shape, split=split),
+            batch_shape=batch_shape,
+            counts=counts,
+            num_routers=len(chunk.taking_part),
+            routes=LayerRoutes(compact),
+            # None spares every router of the micro-batch its live top-k.
+            live=micro.to_device(live, chunk.device) if live is not None and live.numel() else None,
+            replayed=replayed,
+            token_ids=None if token_ids is None else micro.to_device(token_ids, chunk.device),
+            is_token=None if padding is None else micro.to_device(~padding, chunk.device),
+        )
+
+    def _queue_fed(self, chunk: Chunk, **given: Any) -> None:
+        if self._trace is not None:
+            raise LayoutError(
+                "this session replays a trace: pass routing_rows= to the attached model, or call session.microbatch(rows, "
+                "model). Routes themselves are for mrr.replay(model) without a trace."
+            )
+        fed = FedRoutes.checked(chunk, self._check, **given)
+        if not fed.ahead and chunk.queue.num_waiting:
+            raise ReplayStateError(
+                f"{chunk.queue.where}: {chunk.queue.num_waiting} micro-batches wait for their forwards already. Queue each "
+                "right before its forward, or say ahead=True."
+            )
+        self._unproved |= not fed.proved
+        self._padding_known &= fed.padding_known
+        self._check_hashed_routes(fed)
+        chunk.queue.queue(
+            self._microbatch(
+                chunk,
+                micro.to_device(fed.compact, chunk.device),
+                batch_shape=fed.batch_shape,
+                live=fed.live,
+                padding=fed.padding,
+                ordinals=fed.ordinals,
+                token_ids=fed.token_ids,
+                split=fed.split,
             )
         )
 
-    def _check_known(self, trace: RoutingTrace, rows: Tensor) -> None:
+    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        super()._on_done(chunk, microbatch)
+        self._digest = (self._digest * 1_000_003 + 1 + (microbatch.is_token is not None)) % _PRIME
+        if self._comparison is not None and self._comparison.wants(microbatch.number):
+            self._comparison.end_microbatch(chunk.index)
+
+    # ---- checks of one micro-batch
+    def _count_repeated(self, rows: Tensor) -> None:
+        """Count the rows that a micro-batch names twice: one token is trained on the routes of another."""
+        if rows.device.type == "cpu":
+            ordered = rows.flatten().sort().values
+            self._rows.add(repeated=((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).sum())
+
+    def _check_known(self, trace: RoutingTrace, rows: Tensor, routed: Tensor) -> None:
         """Check that no row is one which this trace knows nothing of, as merge_traces says: no route, and no token id."""
-        if trace.token_ids is None or not self._any_live or not trace.num_tokens:
+        if trace.token_ids is None or not trace.num_tokens or not self._any_live:
             return
-        at = rows.clamp(min=0)
-        unknown = (rows >= 0) & ~trace.replay_mask[at] & (trace.token_ids[at] < 0) & (choices_of(trace, rows) == 0)
+        unknown = (rows >= 0) & ~routed & (trace.token_ids[rows.clamp(min=0)] < 0)
         first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if _is_known(unknown) else ""
         self._check(
             unknown.any(),
@@ -197,12 +338,7 @@ class ReplaySession(Session):
             "them: join the parts with recording.gather() or merge_traces before micro-batches are regrouped.",
         )
 
-    def _check_trained(self, trace: RoutingTrace, rows: Tensor, trained: Tensor) -> None:
-        routed = torch.zeros_like(trained)
-        if trace.num_tokens:
-            # What was left live by choice has a route that nobody lost: it is counted apart.
-            routed = (rows >= 0) & trace.replay_mask[rows.clamp(min=0)] | (choices_of(trace, rows) > 0)
-        without = trained & ~routed
+    def _check_trained(self, without: Tensor) -> None:
         which = ""
         if _is_known(without):
             first = int(without.nonzero()[0])
@@ -232,183 +368,276 @@ class ReplaySession(Session):
                 return known[rows].to(torch.int64)
             return torch.where(rows >= 0, known[rows.clamp(min=0)].to(torch.int64), -1)
         if rows.device.type == "cpu":
-            check_rows(rows, tokens, token_ids=known)
+            check_tokens(rows, tokens, token_ids=known)
         else:
             of_trace = known[rows.clamp(min=0)]
             differ = (of_trace != tokens) & (of_trace >= 0) & (rows >= 0)
             self._check(differ.any(), "token_ids differ from the trace's: tokens and routing_rows moved apart.")
         return tokens
 
-    def _weighed(self) -> dict[str, Any]:
-        """Return what the report says of margins."""
-        if self._margins is None:
-            return {}
-        of_layer = self._margins.counts_of_layer()
-        weighed, below, above = (sum(counts) for counts in zip([0] * NUM_COUNTS, *of_layer.values()))
+    def _check_hashed(self, rows: Tensor, tokens: Tensor | None) -> None:
+        """Compare a trace's routes for hash layers with the layers' own tables."""
+        if self._trace is None or tokens is None:
+            return
+        for found in self.hashed:
+            if found.layer_number in self._trace.layer_numbers:
+                routes = self._trace.layer(found.layer_number)[rows.clamp(min=0)]
+                routed = (rows >= 0) & self._trace.replay_mask[rows.clamp(min=0)]
+                check_hashed_routes(found, routes, torch.where(routed, tokens, -1), self._check)
+
+    def _check_hashed_routes(self, fed: FedRoutes) -> None:
+        for found in self.hashed:
+            routes = fed.layer_routes(found.layer_number)
+            if routes is not None and fed.token_ids is not None:
+                check_hashed_routes(found, routes, fed.token_ids, self._check)
+
+    # ---- the end
+    def _numbers(self) -> dict[str, Any]:
+        routers = [held.found.router for held in self._held.values()]
+        group = None if self._balance.aux_loss == "off" else aux_loss_group(routers)
+        shared = min(dist.get_process_group_ranks(group)) if group is not None and dist.is_initialized() else -1
         return {
-            "decisions_weighed": weighed,
-            "decisions_below_margin": below,
-            "decisions_above_margin": above,
-            "left_live_of_layer": {layer: below + above for layer, (_, below, above) in of_layer.items()},
+            **super()._numbers(),
+            "left_out": self._rows["left_out"],
+            "choice": [self._balance.expert_bias, self._balance.aux_loss],
+            "loss_group": shared,  # the lowest rank of the group that shares an auxiliary loss; -1: none does
+            "padding_digest": self._digest,
+            "padding_known": self._padding_known,
         }
 
-    def _chosen(self) -> list[int]:
-        """Return rows not kept and stale, decisions weighed and left live by their margin, and the two bounds."""
-        not_kept, stale, _ = [0, 0, 0] if self._left_live is None else self._left_live.tolist()
-        of_margins = self._weighed()
-        weighed, below, above = (
-            of_margins.get(f"decisions_{n}", 0) for n in ("weighed", "below_margin", "above_margin")
-        )
-        bounds = (None, None) if self._margins is None else (self._margins.lowest, self._margins.highest)
-        return [not_kept, stale, weighed, below + above, *map(_bits, bounds)]
-
-    def _numbers(self) -> list[int]:
-        """Return those of every session (4), of the balance (3), and of what was left live by choice (6), for `_judge`."""
-        return [*super()._numbers(), *self._agreement.numbers(), *self._chosen()]
-
-    def _judge(self, everyone: dict[int, list[int]]) -> list[str]:
-        disagree = self._agreement.problems({rank: numbers[4:7] for rank, numbers in everyone.items()})
-        if disagree:
-            return disagree
-        of_choice = {rank: numbers[7:] for rank, numbers in everyone.items()}
-        bounds = {rank: of_rank[4:] for rank, of_rank in of_choice.items()}
-        others = [rank for rank, of_rank in bounds.items() if of_rank != next(iter(bounds.values()))]
-        if others:
+    def _judge(self, everyone: dict[int, dict[str, Any]]) -> list[str]:
+        if len({tuple(numbers["choice"]) for numbers in everyone.values()}) > 1:
+            return ["ranks replay with different expert_bias= or aux_loss=: give all of them the same."]
+        digests: dict[int, set[int]] = {}
+        for numbers in everyone.values():
+            digests.setdefault(numbers["loss_group"], set()).add(numbers["padding_digest"])
+        uneven = [group for group, found in sorted(digests.items()) if group >= 0 and len(found) > 1]
+        if uneven:
             return [
-                f"ranks {others} replay with another min_margin or max_margin than rank {next(iter(bounds))}: give all ranks "
-                "the same."
+                f"ranks that share an auxiliary loss (those of rank {uneven[0]}) were not told of padding in the same "
+                "micro-batches: its parts were divided by different numbers of tokens. Give padding= on all ranks or none."
             ]
         # Judged over the group: one rank may rightly have nothing but padding, and if one raised alone, its peers would hang.
-        replayed, live, *_ = (sum(counts) for counts in zip(*everyone.values()))
-        not_kept, stale, weighed, left, *_ = (sum(counts) for counts in zip(*of_choice.values()))
+        replayed, live, _ = (sum(counts) for counts in zip(*(numbers["rows"] for numbers in everyone.values())))
+        left_out = sum(numbers["left_out"] for numbers in everyone.values())
         ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
-        reasons = (
-            (not_kept, "not kept"),
-            (stale, "older than max_age"),
-            (left, f"of {weighed} decisions by their margin"),
-        )
-        choices = ", ".join(f"{n} {why}" for n, why in reasons if n)
-        # Rows whose every decision went to the live router were not replayed either, though they came with a route.
-        by_margin = left / weighed if weighed else 0.0
-        share = replayed * (1 - by_margin) / (replayed + live) if replayed + live else None
+        share = replayed / (replayed + live) if replayed + live else None
         # Apart from the share asked for: a session that replays nothing is a mistake, unless somebody said min_replayed=0.
-        if share == 0 and choices and self._min_replayed != 0:
+        if share == 0 and left_out and self._min_replayed != 0:
             return [
-                f"none of {replayed + live} tokens was replayed on {ranks}: {choices}; others have no route. Is a mask "
-                "inverted, does trainer_version count something else than the engine's weight versions, are the margins "
-                "right? If it is meant so, replay(..., min_replayed=0) says it."
+                f"none of {live} tokens was replayed on {ranks}: {left_out} were left out (trace.keep); others have no "
+                "route. Is the mask inverted? If it is meant so, replay(..., min_replayed=0) says it."
             ]
-        if share == 0 and not choices:
+        if share == 0 and not left_out:
             return [
                 f"none of {live} tokens was replayed on {ranks}; the trace has no route for any of them, or all rows are -1. "
                 "Were the routes lost on the way, or is this another rank's part of a recording (recording.gather)?"
             ]
         if self._min_replayed is not None and share is not None and share < self._min_replayed:
-            by_choice = f" (live by choice: {choices})" if choices else ""
+            if not all(numbers["padding_known"] for numbers in everyone.values()):
+                return [
+                    f"min_replayed={self._min_replayed} cannot be judged: routes came without padding= or filler=, so rows "
+                    "of padding count as tokens without a route. Say what is padding, or leave min_replayed out."
+                ]
+            by_choice = f" ({left_out} were left out by trace.keep)" if left_out else ""
             return [
                 f"{share:.4%} of {replayed + live} tokens were replayed on {ranks}, less than "
                 f"min_replayed={self._min_replayed}{by_choice}."
             ]
         return []
 
+    def _num_experts(self, chunk: Chunk) -> int:
+        return int(chunk.taking_part[0].router.num_experts)
 
-def _bits(bound: float | None) -> int:
-    """Return a margin as an integer that equals another's only if they are the same; -1 for none."""
-    return -1 if bound is None else int.from_bytes(struct.pack(">d", bound), "big")
+    def _compare(self, every_n: int) -> LiveComparison:
+        from megatron_router_replay.diagnostics.live import LiveComparison  # a room, loaded by those who ask for it
+
+        routers = [found for chunk in self._chunks for found in chunk.taking_part]
+        first = routers[0].router if routers else None
+        return LiveComparison(
+            sorted(found.layer_number for found in routers),
+            num_experts=int(first.num_experts) if first is not None else 1,
+            topk=int(first.topk) if first is not None else 1,
+            device=first.weight.device if first is not None else "cpu",
+            every_n=every_n,
+        )
 
 
-def _is_known(values: Tensor) -> bool:
-    """Return whether the host can read these values without waiting, and there are some."""
-    return values.device.type == "cpu" and bool(values.any())
+class _Disabled(ReplaySession):
+    """What `replay(enabled=False)` returns: nothing is held, and what is queued is dropped."""
+
+    def __init__(self, model_chunks: Models) -> None:
+        self._modules = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+        self._stack = ExitStack()
+
+    def start(self) -> Self:
+        """Hold nothing."""
+        return self
+
+    def microbatch(self, *args: Any, **kwargs: Any) -> None:
+        """Drop what is queued."""
+
+    def check_none_waits(self, model: nn.Module) -> None:
+        """Nothing waits."""
+
+    @property
+    def report(self) -> SessionReport:
+        """An empty report."""
+        return SessionReport(kind=self.kind)
+
+    def close(self) -> None:
+        """End it."""
+        self.abandon()
+
+    def __enter__(self) -> Self:
+        from megatron_router_replay.mcore.find import wrappers
+        from megatron_router_replay.mcore.session import _sessions
+
+        for module in self._modules:
+            for level in wrappers(module):
+                sessions = _sessions.setdefault(level, [])
+                sessions.append(self)
+                self._stack.callback(sessions.remove, self)
+        return self
+
+    def abandon(self) -> None:
+        """End it."""
+        self._stack.close()
+
+
+def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:
+    """Queue routes for the next forward of a chunk where the trainer lays them out; the session is found by the chunk.
+
+    It is `session.microbatch(routes=...)` of the innermost `mrr.replay(model)` that holds the chunk. Say how the layout is
+    proved: `stamped=True` with `token_ids`, where `mrr.stamp` was called on the rollout's routes, or `trust_layout=True`.
+
+    Args:
+        model: the chunk, wrapped or not.
+        routes: [b, s, layers, topk] of this context-parallel rank's tokens, sample by sample, before sequence parallelism;
+            [t, layers, topk] or [1, t, layers, topk] for one packed row; uint8, int16, int32 or int64. A row of -1 is live.
+        layout: see `FedRoutes.checked`: token_ids, stamped, trust_layout, padding, filler, layer_numbers, split, ahead.
+
+    Raises:
+        ReplayStateError: no open session holds this model, or a micro-batch waits for its forward already.
+        LayoutError: the routes do not fit the model, the tokens, or the layout that is said.
+    """
+    session = session_of(model)
+    if session is None:
+        raise ReplayStateError(
+            f"no session holds this {type(model).__name__}: open `with mrr.replay(model):` around the schedule (with "
+            "enabled=False where a pass shall not replay)."
+        )
+    session.microbatch(model=model, routes=routes, **layout)
 
 
 def replay(
     model_chunks: Models,
-    trace: RoutingTrace | str | os.PathLike[str],
+    trace: RoutingTrace | str | os.PathLike[str] | None = None,
     *,
+    enabled: bool = True,
     mtp: bool = False,
+    choose: ChooseDecisions | None = None,
     verify: bool = False,
     compare_live: bool | int = False,
     min_replayed: float | None = None,
-    min_margin: float | None = None,
-    max_margin: float | None = None,
-    leg_times: LegTimes | None = None,
+    group: dist.ProcessGroup | None = None,
     expert_bias: ExpertBias = "replayed",
     aux_loss: AuxLoss = "live",
-    group: dist.ProcessGroup | None = None,
 ) -> ReplaySession:
-    """Make the model use the experts of a trace, in every forward and recompute.
+    """Make the model use given experts, in every forward and recompute.
 
-    Scores and gradients stay those of the live logits; only the selection is replaced. Call `session.microbatch(rows,
-    model)` before each forward of each chunk, or `attach` the model once.
+    Scores and gradients stay those of the live logits; only the selection is replaced. With a trace, `attach` the model once
+    and pass it routing_rows, or call `session.microbatch(rows, model)` before each forward of each chunk. Without one, feed
+    routes with `mrr.microbatch(model, routes=...)`.
 
-    Args:
-        model_chunks: the model or its chunks on this rank.
+    Which:
+        model_chunks: the model or all of its chunks on this rank.
         trace: routes for at least every MoE layer of these chunks, or the path of a file that `save_trace` wrote. Rows
             without a route are decided by the live router. Moved to the GPU (`trace.to("cuda")`) it takes rows that are
-            there without a host sync.
+            there without a host sync. None: routes are fed.
+        enabled: False: hold nothing and drop what is queued, for a pass of a trainer that shall not replay.
         mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ...; else their forwards stay
             live and their recomputes use what the forward chose.
-        verify: compare every routing map that leaves a router with the trace; the report counts, a difference raises.
+        choose: f(layer_number, routes, own, scores) -> [num_tokens] bool, which decisions to replay; the router's own
+            experts are used in the others. `routes` and `own` are [num_tokens, topk] int64, scores [num_tokens, num_experts]
+            what the router ranks. It is not asked in recomputes, which use what the forward used, and it takes a live top-k.
+
+    Checks:
+        verify: compare every routing map that leaves a router with what was decided; the report counts, a difference raises.
         compare_live: take the live top-k beside the replayed routes, in every micro-batch (True) or every n-th: agreement,
             probability mass and expert load by layer, and layers whose capture looks wrong. No host sync.
         min_replayed: the least share of tokens (padding left out) that must have been replayed, over all ranks of the
-            group together; less raises on every rank when the session is left. Tokens that were left live by choice
-            (`trace.keep`, `trace.limit_age`) are not replayed. None: at least one token. 0: none is also right where all
-            were left live by choice.
-        min_margin, max_margin: replay a decision (a row in a layer) only where the live router disagrees by at least, and by
-            at most this; else the live router takes it, and the recompute uses what it took. The measure is compare_live's
-            (mass_live - mass_replayed of one row): the probability that the live router gives to its own experts beyond that
-            of the replayed ones, 0 to 1. Where both name the same experts there is nothing to decide. Takes a live top-k in
-            every forward. Another forward of the same tokens may decide otherwise. The same on every rank of the group.
-        leg_times: `receiver.times` of the transport that brought the trace: the report then says what each leg of its
-            way here took since `leg_times.reset()`, on both sides, and which one training waited for.
-        expert_bias: whose experts the counters behind Megatron-Core's expert bias get: "replayed", those that the forward
-            used; "live", those that the router would have chosen, which costs a top-k; "off", none, so that the bias stays.
-        aux_loss: whose experts auxiliary losses take for the load: "live", their own top-k of the scores, as always;
-            "replayed", those that the forward used; "off": no auxiliary loss. Padding counts in neither.
-        group: the ranks that judge the shares together when the session is left, in one all_gather of 14 numbers; all of
-            them must have such a session. None: every rank of the job.
+            group together; less raises on every rank when the session is left. Tokens that were left out by choice
+            (`trace.keep`) are not replayed. None: at least one token. 0: none is also right where all were left out.
+            1 also spares routes that are on a GPU the live top-k, which every router takes where the host cannot see
+            whether a row has a route.
+        group: the ranks that judge together when the session is left; all of them must have such a session. None: every
+            rank of the job. A rank that raised inside its block is not waited for.
+
+    Balance:
+        expert_bias: "replayed": the counters behind Megatron-Core's expert bias get the experts that the forward used, each
+            token once, padding never; "off": none, so that the bias stays.
+        aux_loss: "live": auxiliary losses take their own top-k of the scores for the load, as always, without padding; "off":
+            there is none.
 
     Raises:
-        UnsupportedRouterError: a router cannot be replayed exactly, or has nothing of what expert_bias="live" or
-            aux_loss="replayed" asks for; names the config field.
-        TraceError: the trace is of another model, or no trace; a share, a margin or an option has an unknown value.
-        LayoutError: the model has no experts.
+        UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
+        TraceError: the trace is of another model, or no trace; a share or an option has an unknown value.
+        LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    if isinstance(trace, str | os.PathLike):
-        from megatron_router_replay.store import load_trace
+    if not enabled:
+        return _Disabled(model_chunks)
 
-        trace = load_trace(trace)
-    if not isinstance(trace, RoutingTrace):
-        swapped = (
-            " The arguments are swapped: replay(model_chunks, trace)." if isinstance(model_chunks, RoutingTrace) else ""
+    def make() -> ReplaySession:
+        nonlocal trace
+        if isinstance(trace, str | os.PathLike):
+            from megatron_router_replay.store import load_trace
+
+            trace = load_trace(trace)
+        if trace is not None and not isinstance(trace, RoutingTrace):
+            swapped = (
+                " The arguments are swapped: replay(model_chunks, trace)."
+                if isinstance(model_chunks, RoutingTrace)
+                else ""
+            )
+            raise TraceError(
+                f"cannot replay a {type(trace).__name__}: pass a RoutingTrace or the path of one.{swapped}"
+            )
+        if min_replayed is not None and not (isinstance(min_replayed, int | float) and 0 <= min_replayed <= 1):
+            raise TraceError(f"min_replayed={min_replayed!r} must be a share, 0 to 1.")
+        if not isinstance(compare_live, int):
+            raise TraceError(f"compare_live={compare_live!r} must be a bool, or an int n for every n-th micro-batch.")
+        return ReplaySession(
+            model_chunks,
+            trace,
+            mtp=mtp,
+            verify=verify,
+            compare_live=compare_live,
+            min_replayed=min_replayed,
+            choose=choose,
+            choice=Balance(expert_bias=expert_bias, aux_loss=aux_loss),
+            group=group,
         )
-        raise TraceError(f"cannot replay a {type(trace).__name__}: pass a RoutingTrace or the path of one.{swapped}")
-    if min_replayed is not None and not (isinstance(min_replayed, int | float) and 0 <= min_replayed <= 1):
-        raise TraceError(f"min_replayed={min_replayed!r} must be a share, 0 to 1.")
-    if not isinstance(compare_live, int):
-        raise TraceError(f"compare_live={compare_live!r} must be a bool, or an int n for every n-th micro-batch.")
-    return ReplaySession(
-        model_chunks,
-        trace,
-        mtp=mtp,
-        verify=verify,
-        compare_live=compare_live,
-        min_replayed=min_replayed,
-        margins=Margins.of(min_margin, max_margin),
-        leg_times=leg_times,
-        balance=Balance(expert_bias=expert_bias, aux_loss=aux_loss),
-        group=group,
-    ).start()
+
+    return open_session(make, group)
 
 
-def _check_model(trace: RoutingTrace, chunk: Chunk) -> None:
-    for router in chunk.in_trace:
-        for name, of_model, of_trace in (
-            ("num_experts", router.num_experts, trace.num_experts),
-            ("topk", router.topk, trace.topk),
-        ):
-            if of_model != of_trace:
-                raise TraceError(f"{router.found} has {name}={of_model}, the trace {of_trace}: it is of another model.")
+def _on_a_gpu(values: Tensor | None) -> bool:
+    return values is not None and values.device.type != "cpu"
+
+
+def _is_known(values: Tensor) -> bool:
+    """Return whether the host can read these values without waiting, and some are True."""
+    return values.device.type == "cpu" and bool(values.any())
+
+
+def _check_model(trace: RoutingTrace, held: HeldRouter) -> None:
+    router = held.found.router
+    sizes: Sequence[tuple[str, int, int]] = (
+        ("num_experts", int(router.num_experts), trace.num_experts),
+        ("topk", int(router.topk), trace.topk),
+    )
+    for name, of_model, of_trace in sizes:
+        if of_model != of_trace:
+            raise TraceError(f"{held.found} has {name}={of_model}, the trace {of_trace}: it is of another model.")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from torch import Tensor
-
-from megatron_router_replay.topk import ComputeTopk
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +25,23 @@ class LiveTopk:
     topk: int
     num_groups: int | None
     group_topk: int | None
-    compute: ComputeTopk
-
-    def with_values(self) -> tuple[Tensor, Tensor]:
-        """Return (values, indices), [num_tokens, topk] each; gradients flow to the values."""
-        return self.compute(self.scores, self.topk, num_groups=self.num_groups, group_topk=self.group_topk)
+    compute: Any
 
     def indices(self) -> Tensor:
         """Return the experts of all rows, [num_tokens, topk] int64."""
         scores = self.scores.detach()
-        return self.compute(scores, self.topk, num_groups=self.num_groups, group_topk=self.group_topk)[1]
+        indices: Tensor = self.compute(scores, self.topk, num_groups=self.num_groups, group_topk=self.group_topk)[1]
+        return indices
 
     def indices_of(self, rows: Tensor) -> Tensor:
         """Return the experts of the rows at these positions ([n] int64), [n, topk] int64."""
         scores = self.scores.detach().index_select(0, rows)
         if self.group_topk:  # the router's own knows how many rows all scores have
-            indices: Tensor = group_limited_topk(scores, self.topk, *scores.shape, self.num_groups, self.group_topk)[1]
-            return indices
-        return self.compute(scores, self.topk)[1]
+            chosen = group_limited_topk(scores, self.topk, *scores.shape, self.num_groups, self.group_topk)
+        else:
+            chosen = self.compute(scores, self.topk)
+        indices: Tensor = chosen[1]
+        return indices
 
 
 def in_order_of_scores(topk_indices: Tensor, scores: Tensor) -> Tensor:

@@ -1,20 +1,28 @@
-"""What all sessions share: a model's routers under control, from construction until the end, then restored and verified."""
+"""What all sessions share: they hold a model's routers from `start` until they are left, and then verify.
+
+start       the routers are held: the seam asks this session what they use
+decide      one call of one router in a forward; a recompute never comes here, its tape decides
+finish      the routers are released, what ran is compared with what was queued, and the ranks of a group judge together
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore.balance import has_expert_bias
+from megatron_router_replay.mcore import balance, seam, tape
+from megatron_router_replay.mcore import microbatches as micro
+from megatron_router_replay.mcore.balance import Balance, Tokens
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.compat import check_version
 from megatron_router_replay.mcore.events import log_began, log_ended, log_failed
@@ -23,163 +31,164 @@ from megatron_router_replay.mcore.find import (
     as_chunks,
     check_has_experts,
     check_not_shared,
+    check_whole_pipeline,
     find_routers,
+    router_wrappers,
     wrappers,
 )
-from megatron_router_replay.mcore.ledger import Microbatch
+from megatron_router_replay.mcore.meeting import Meeting
+from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs, as_integers
+from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
 from megatron_router_replay.mcore.report import SessionReport
-from megatron_router_replay.mcore.router import Choose, SessionRouter, replay_objects
-from megatron_router_replay.mcore.support import check_supported
-from megatron_router_replay.mcore.targets import as_integers, as_mask
-from megatron_router_replay.mcore.verify import Verifier
-from megatron_router_replay.routes import MicrobatchRoutes
+from megatron_router_replay.mcore.seam import Counter, Decision
+from megatron_router_replay.mcore.support import check_supported, is_hashed
+from megatron_router_replay.mcore.tally import Tally
+from megatron_router_replay.trace.ids import index_dtype
 
 Models = nn.Module | Sequence[nn.Module]
 """A model, or the list of its chunks on this rank; wrapped (DistributedDataParallel, Float16Module) or not."""
 
+S = TypeVar("S", bound="Session")
+
 _PACKAGE = str(Path(__file__).parents[1])
 
+_sessions: WeakKeyDictionary[nn.Module, list[Session]] = WeakKeyDictionary()
+"""Model chunk, or a wrapper of one -> the open sessions that take its micro-batches, innermost last."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicrobatchInputs:
-    """What a caller queues for one forward of one chunk; copies, for trainers reuse their buffers.
+
+@dataclass(slots=True, eq=False)
+class HeldRouter:
+    """One router of a session.
 
     Args:
-        chunk: whose forward.
-        rows: [b, s] int64.
-        token_ids: [b, s] int64; None: not given.
-        padding, trained: [b, s] bool; None: not given.
+        found: the router.
+        counter: what the session counts of it.
+        chunk_index: which chunk of the session has it.
+        chunk: whose micro-batches it routes, or routes live beside; None: it is only frozen.
+        position: its place among the routers that take part; -1: it is live, and frozen in recomputes.
+        dtype: of the indices that are kept.
     """
 
-    chunk: Chunk
-    rows: Tensor
-    token_ids: Tensor | None
-    padding: Tensor | None
-    trained: Tensor | None
-
-    @classmethod
-    def of(cls, chunk: Chunk, rows: Tensor, *, token_ids: Any, padding: Any, trained: Any) -> Self:
-        """Check shapes and copy.
-
-        Raises:
-            LayoutError: rows are not [b, s] (or [n], one packed row), or something beside them has another shape or kind.
-        """
-        if rows.dim() not in (1, 2):
-            raise LayoutError(f"routing_rows must have the shape of input_ids, [b, s], got {list(rows.shape)}.")
-        # Of eight bytes it is -1 again when it is widened.
-        if not rows.dtype.is_signed and rows.dtype.itemsize < 8:
-            highest = torch.iinfo(rows.dtype).max
-            if bool((rows.to(torch.int64) == highest).any()):
-                raise LayoutError(
-                    f"routing_rows are {rows.dtype} and hold {highest}, which a -1 becomes there: padding cannot be told "
-                    "from that row. Give a signed dtype."
-                )
-        as_2d = (1, -1) if rows.dim() == 1 else rows.shape
-        beside: dict[str, Tensor | None] = {}
-        for name, values in (("token_ids", token_ids), ("padding", padding), ("trained", trained)):
-            if values is None:
-                beside[name] = None
-                continue
-            values = as_integers(values, name) if name == "token_ids" else as_mask(values, name)
-            if values.shape != rows.shape:
-                raise LayoutError(f"routing_rows {list(rows.shape)} and {name} {list(values.shape)} differ in shape.")
-            dtype = torch.int64 if name == "token_ids" else torch.bool
-            beside[name] = values.reshape(as_2d).to(rows.device, dtype, copy=True)
-        return cls(chunk=chunk, rows=rows.reshape(as_2d).to(torch.int64, copy=True), **beside)
+    found: FoundRouter
+    counter: Counter
+    chunk_index: int
+    chunk: Chunk | None
+    position: int
+    dtype: torch.dtype
 
 
 class Session:
-    """A model's routers under replay control, from `start()` until `close()` or the end of a `with` block.
+    """A model's routers, held from `start()` until `close()` or the end of a `with` block.
 
-    Made and started by `record`, `replay` and `freeze_recompute`. Leaving the block restores the model in every case;
+    Made and started by `record`, `replay` and `freeze_recompute`. Leaving the block releases the routers in every case;
     without an exception it also verifies that forwards and micro-batches match one to one.
 
     Args:
         model_chunks: as given by the user.
         mtp, verify: see `replay`.
-        group: the ranks that agree at the end, None: all of the job. See `close`.
+        flips: see `freeze_recompute`.
+        choice: what balancing counts.
+        group: the ranks that judge together at the end, None: all of the job.
     """
 
     kind: str
-    choose: Choose | None = None  # None: live
     queued: bool
 
     def __init__(
-        self, model_chunks: Models, *, mtp: bool, verify: bool, group: dist.ProcessGroup | None = None
+        self,
+        model_chunks: Models,
+        *,
+        mtp: bool,
+        verify: bool,
+        flips: bool = False,
+        choice: Balance | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         check_version()
-        modules = as_chunks(model_chunks)
-        found = [find_routers(module) for module in modules]
-        check_has_experts(modules, found)
+        self._modules = as_chunks(model_chunks)
+        found = [find_routers(module) for module in self._modules]
+        check_has_experts(self._modules, found)
+        check_whole_pipeline(self._modules)
         if self.queued:
             check_not_shared(found)
-        routers = [router for of_chunk in found for router in of_chunk]
-        # A Megatron-Core that is newer than all tested ones is verified, whether asked for or not.
-        verify = check_supported(routers) or verify
+        # In a Megatron-Core that nobody here has read, what leaves the seam is verified, whether asked for or not.
+        verify_seam = check_supported([router for routers in found for router in routers])
         self.made_at = _caller()
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._verify, self._verify_seam = verify, verify_seam
+        self._balance = choice or Balance()
+        self._meeting: Meeting | None = None
         self._group = group
-        self._chunks = [
-            Chunk(
-                index,
-                module,
-                of_chunk,
-                rank=self._rank,
-                choose=self.choose,
-                queued=self.queued,
-                mtp=mtp,
-                on_input=self._check_input,
-                on_done=self._microbatch_done,
-            )
-            for index, (module, of_chunk) in enumerate(zip(modules, found))
-        ]
-        self._chunk_of = {
-            id(level): chunk for module, chunk in zip(modules, self._chunks) for level in wrappers(module)
-        }
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._held: dict[Any, HeldRouter] = {}
+        self._chunks: list[Chunk] = []
+        self._chunk_of: dict[int, Chunk] = {}
+        self._watched: list[Any] = []
+        for index, (module, routers) in enumerate(zip(self._modules, found)):
+            self._add_chunk(index, module, [r for r in routers if not is_hashed(r.router)], mtp=mtp, flips=flips)
+        self.hashed = [router for routers in found for router in routers if is_hashed(router.router)]
+        if verify or verify_seam:
+            self._check_verifiable()
         self._closed = False
+        self._strangers = 0
         self._microbatches = 0
-        self._counts: Tensor | None = None  # [3] int64: rows replayed, live, padding
-        self._num_rows: int | Tensor = 0  # the highest row that was queued, plus 1; [] int64 where rows are on a GPU
-        self._failed: dict[str, Tensor] = {}  # message -> bool on the device
-        self._verifier = Verifier(self._routers()) if verify else None
+        self._rows = Tally()  # see `micro.count_rows`
+        self._failed = Tally()  # by message, checks that the host has not waited for
 
     def start(self) -> Self:
-        """Take the routers; nothing of the model is touched before.
+        """Hold the routers; nothing is held before.
 
         Raises:
-            ReplayStateError: a router is under another session already, or driven by its own RouterReplay; or this session
-                was closed.
+            ReplayStateError: a router is held by another session, or driven by its own RouterReplay; or this one was closed.
         """
         self._check_open()
-        # All of them before the first is taken: a model of which a part is under a session already is left as it was.
-        self._check_not_nested([router.found for router in self._routers()])
+        if self.queued:
+            self._meeting = Meeting(self._group)
         try:
-            for chunk in self._chunks:
-                chunk.attach(self)
-            if self._verifier is not None:
-                self._verifier.attach()  # its hooks look at what is left of each router, so they come last
+            seam.install()
+            seam.check_installed()
+            # All of them before the first is held: a model of which a part is under a session already is left as it was.
+            for router, held in self._held.items():
+                self._check_free(router, held.found)
         except BaseException:
-            self._detach()
+            self.abandon()
             raise
-        log_began(self.kind, len(self._routers()))
+        for router in self._held:
+            seam.hold(router, self)
+        for module in self._modules:
+            around = router_wrappers(module)
+            for router in (found.router for found in find_routers(module) if found.router in self._held):
+                if router in around or seam.is_wrapped(router) or self._verify:
+                    seam.watch_maps(router, around.get(router, router))
+                    self._watched.append(router)
+        if self.queued:
+            for chunk in self._chunks:
+                chunk.watch()
+            for module in self._modules:
+                for level in wrappers(module):
+                    _sessions.setdefault(level, []).append(self)
+        self._strangers = seam.strangers
+        log_began(self.kind, len(self._held))
         return self
 
     def microbatch(
         self,
-        rows: Tensor | MicrobatchRoutes | Any,
+        rows: Tensor | MicrobatchRoutes | Any = None,
         model: nn.Module | None = None,
         *,
         token_ids: Tensor | Any = None,
         padding: Tensor | Any = None,
         trained: Tensor | Any = None,
+        **fed: Any,
     ) -> None:
         """Queue the routes of the next forward of a model chunk; call it once before each forward of each chunk.
+
+        Inside a checkpointed function its recompute calls this again: that queues nothing.
 
         Args:
             rows: `routing_rows`, integers of the shape of this rank's input_ids, [b, s] ([1, total] when packed): the
                 trace row of each position, -1 where there is none. Split over context-parallel ranks like input_ids, not
                 split over sequence-parallel ranks. On the CPU, no host sync is needed. A tensor, a numpy array, or for
-                a replay what `transport.prefetch` made of them and its trace.
+                a replay what `mcore.prefetch` made of them and its trace.
             model: the chunk, as the schedule passes it to the forward step; None: there is only one.
             token_ids: the input_ids themselves, same shape; compared with the trace's token_ids now, and with the
                 input_ids that the model's forward gets. A recording stores them. Without them the forward's own
@@ -187,12 +196,12 @@ class Session:
             padding: bool, same shape, True: known to be padding. Its experts are arbitrary, spread over all, and cost no
                 top-k. Any other position with row -1 is decided by the live router, and counted as live.
             trained: same shape, non-zero: the position is trained on (a loss mask). Such a position without a route
-                raises. One whose route was left out by choice (`trace.keep`, `trace.limit_age`) does not, and is counted.
+                raises. One whose route was left out by choice (`trace.keep`) does not, and is counted.
+            fed: routes in place of rows, of a session without a trace: see `mrr.microbatch`.
 
         Raises:
-            LayoutError: an array is of another shape or kind, rows are outside the trace, a token is not the trace's, a
-                padding position has a route, a trained one has none, `model` is none of the session's chunks, or the rows
-                were prefetched from another trace.
+            LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks,
+                or the rows were prefetched from another trace.
             TraceError: they were prefetched without a layer of this chunk.
             UnsupportedRouterError: padding is given for a chunk of MTP layers alone, which the session leaves live.
             ReplayStateError: the session is closed, or takes no micro-batches.
@@ -200,75 +209,90 @@ class Session:
         self._check_open()
         if not self.queued:
             raise ReplayStateError(f"a {self.kind} session takes no micro-batches: just run the model.")
+        if tape.repeats():
+            return
+        seam.check_installed()
+        chunk = self._find_chunk(model)
+        if fed:
+            if chunk is not None:
+                self._queue_fed(chunk, token_ids=token_ids, padding=padding, trained=trained, **fed)
+            return
         routes = rows if isinstance(rows, MicrobatchRoutes) else None
-        inputs = MicrobatchInputs.of(
-            self._find_chunk(model),
+        inputs = RowInputs.checked(
             as_integers(rows if routes is None else routes.routing_rows, "routing_rows"),
             token_ids=token_ids,
             padding=padding,
             trained=trained,
         )
-        if inputs.chunk.ledger is not None:
-            self._queue(inputs, routes)
+        if chunk is not None:
+            self._queue(chunk, inputs, routes)
         elif inputs.padding is not None:
-            self._check_unmasked(inputs.chunk)
+            self._check_unmasked()
 
     @property
     def report(self) -> SessionReport:
         """What the session did so far on this rank; on a GPU, reading it waits for the device."""
+        self._read()
+        held = list(self._held.values())
         replayed, live, padding = self._rows_counted()
-        routers = self._routers()
-        counting = [router for router in routers if router.counts_flips]
-        flips = {router.found.layer_number: 0 if router.flips is None else int(router.flips) for router in counting}
-        verifier = self._verifier
-        biased = [router for router in routers if has_expert_bias(router.found.router)]
+        counting = [each for each in held if each.counter.counts_flips]
+        biased = [each for each in held if each.found.router.enable_expert_bias]
+        verified = self._verify or self._verify_seam
         return SessionReport(
             kind=self.kind,
-            routers=len(routers),
+            routers=len(held),
             microbatches=self._num_microbatches(),
-            tokens=replayed + live + padding,
             rows_replayed=replayed,
             rows_live=live,
             rows_padding=padding,
-            forwards=sum(router.forwards for router in routers),
-            recomputes=sum(router.recomputes for router in routers),
-            recompute_flips=sum(flips.values()) if counting else None,
-            decisions_recomputed=sum(router.decisions_recomputed for router in counting) if counting else None,
-            flips_of_layer=flips,
-            decisions_counted=sum(int(router.decisions_counted) for router in biased) if biased else None,
-            decisions_verified=None if verifier is None else verifier.num_verified,
-            decisions_wrong=None if verifier is None else verifier.num_wrong(),
+            forwards=sum(each.counter["forwards"] for each in held),
+            recomputes=sum(each.counter["recomputes"] for each in held),
+            decisions_recomputed=sum(each.counter["decisions_recomputed"] for each in counting) if counting else None,
+            flips_of_layer={each.found.layer_number: each.counter["flips"] for each in counting},
+            decisions_counted=sum(each.counter["decisions_counted"] for each in biased) if biased else None,
+            decisions_verified=sum(each.counter["decisions_verified"] for each in held) if verified else None,
+            decisions_wrong=sum(each.counter["wrong"] for each in held) if verified else None,
         )
 
     def close(self) -> None:
-        """Restore the model, then verify; as the end of a `with` block without an exception. A second call does nothing.
+        """Release the routers, then verify; as the end of a `with` block without an exception. A second call does nothing.
 
-        Where torch.distributed is initialised, `record` and `replay` sessions exchange a few numbers here, in one
-        all_gather over `group`: every rank that has such a session must close it. So all ranks of the group raise, or none.
+        Where torch.distributed is initialised, `record` and `replay` sessions tell each other a few numbers here, over
+        `group`: every rank that has such a session must leave it. So all ranks of the group raise, or none. A rank that
+        left its block by an exception has said so, and nobody waits for it.
 
         Raises:
             ReplayStateError: on this rank or another one, a router forwarded more or less often than micro-batches were
-                queued, a router got another replay object meanwhile, or a routing map was not as chosen; no token of the
-                group was replayed, or fewer than asked for.
+                queued, nothing ran, somebody replaced what asks this session, or a routing map was not as decided; no token
+                of the group was replayed, or fewer than asked for; or another rank failed.
             LayoutError: a check on the device failed.
         """
         if self._closed:
             return
+        problems: list[str] = []
         try:
-            # While the routers are still held.
-            problems = [problem for chunk in self._chunks for problem in chunk.problems()]
-        finally:
-            # Before anything that waits for a GPU or for other ranks.
-            self._detach()
-        failed = [message for message, found in self._failed.items() if bool(found)]
+            seam.check_installed()
+        except ReplayStateError as error:
+            problems.append(str(error))
+        problems += [problem for chunk in self._chunks for problem in chunk.queue.problems()]
+        problems += self._exchanged_routers()
+        strangers = seam.strangers - self._strangers
+        self._release()
         report = self.report
-        problems += self._problems(report)
-        if self.queued:
+        failed = self._failed.positive
+        problems += self._problems(report, strangers)
+        if self._meeting is not None:
             # Also where this rank is at fault: the others wait for its numbers.
-            everyone = _exchange([int(bool(problems or failed)), *self._numbers()], self._group)
-            problems += self._judge({rank: numbers[1:] for rank, numbers in everyone.items()})
-            at_fault = [rank for rank, numbers in everyone.items() if numbers[0]]
-            if at_fault and not problems and not failed:
+            everyone = self._meeting.exchange({"at_fault": bool(problems or failed), **self._numbers()})
+            left = [rank for rank, numbers in everyone.items() if numbers is None]
+            told = {rank: numbers for rank, numbers in everyone.items() if numbers is not None}
+            at_fault = [rank for rank, numbers in told.items() if numbers["at_fault"]]
+            problems += self._judge(told) if not left else []
+            if left:
+                problems.append(
+                    f"ranks {left} left their session by an exception, or could not open it; their own errors say why"
+                )
+            elif at_fault and not problems and not failed:
                 problems = [f"rank {self._rank} is in order, but ranks {at_fault} are not; their own errors say why"]
         if failed:
             raise LayoutError("\n  ".join([*failed, *problems]))
@@ -286,12 +310,89 @@ class Session:
         if error is None:
             self.close()
         else:
-            self._detach()
+            self.abandon()
             log_failed(self.kind, error)
 
-    def _queue(self, inputs: MicrobatchInputs, routes: MicrobatchRoutes | None) -> None:
-        """Add a micro-batch to the ledger of its chunk; `routes` are the prefetched ones, where there are any."""
+    def abandon(self) -> None:
+        """Release the routers without verifying, and tell the other ranks that this one failed."""
+        if not self._closed:
+            self._release()
+            if self._meeting is not None:
+                self._meeting.tell(None)
+
+    # ---- what the seam asks
+    def decide(self, router: Any, shape: torch.Size) -> Decision | None:
+        """Return what a router's forward uses; see `seam.Holder`."""
+        held = self._held[router]
+        if held.position < 0:
+            return self._decide_live(held, shape)
+        assert held.chunk is not None, "it takes part"
+        microbatch = held.chunk.queue.microbatch_of(held.position)
+        where = f"{held.chunk.queue.where}, {held.found}"
+        microbatch.check_shape(where, tuple(shape))
+        tokens = microbatch.tokens(Tokens(self._balance), shape.numel(), where)
+        return self._decide(held, microbatch, tokens)
+
+    def decided(self, decision: Decision) -> None:
+        """Take note that a router's forward is over."""
+        microbatch = decision.queued
+        if microbatch is None:
+            return
+        held = self._held[decision.router]
+        assert held.chunk is not None, "it takes part"
+        # Last: behind the chunk's last router this hands the micro-batch on.
+        held.chunk.queue.routed(microbatch, held.position)
+
+    def _decide(self, held: HeldRouter, microbatch: Microbatch, tokens: Tokens) -> Decision:
+        raise AssertionError("only sessions that take micro-batches decide so")
+
+    def _decide_live(self, held: HeldRouter, shape: torch.Size) -> Decision | None:
+        """Let the router choose; keep what it chose where it may be recomputed."""
+        router = held.found.router
+        beside = None if held.chunk is None else held.chunk.queue.current
+        if not (tape.is_written() or held.counter.verify or balance.balances(router)):
+            held.counter.add(forwards=1)
+            return None
+        tokens = Tokens(self._balance)
+        if beside is not None:
+            tokens = beside.tokens(tokens, shape.numel(), str(held.found))
+        return Decision(router, held.counter, dtype=held.dtype, holder=self, tokens=tokens)
+
+    # ---- for the sessions that take micro-batches
+    def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
+        """Add a micro-batch to a chunk's queue; `routes` are the prefetched ones, where there are any."""
         raise AssertionError("only sessions that take micro-batches queue them")
+
+    def _queue_fed(self, chunk: Chunk, **fed: Any) -> None:
+        raise LayoutError(
+            f"this {self.kind} session takes routing_rows. Routes themselves are for mrr.replay(model) without a trace."
+        )
+
+    def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
+        """Compare the tokens that the model's forward gets with those of the micro-batch that was queued for it."""
+        if input_ids is None:
+            return
+        # A packed batch may come as [total]; its rows were taken as [1, total].
+        tokens = input_ids if input_ids.dim() == 2 else input_ids.reshape(1, -1)
+        if tuple(tokens.shape) != microbatch.batch_shape:
+            raise LayoutError(
+                f"the forward of micro-batch {microbatch.number} gets input_ids {list(input_ids.shape)}, its routes are for "
+                f"{list(microbatch.batch_shape)}: they must have the shape of the tokens."
+            )
+        expected = microbatch.token_ids
+        if expected is not None and not _same_on_host(expected, tokens):
+            # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
+            expected = micro.to_device(expected, tokens.device)
+            self._check(
+                ((expected != tokens) & (expected >= 0)).any(),
+                f"the forward of micro-batch {microbatch.number} of chunk {chunk.index} got other input_ids than were queued "
+                "for it: micro-batches run in another order than they were queued, or tokens and routing_rows moved apart.",
+            )
+
+    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        """Take note that every router of a chunk has routed this micro-batch."""
+        self._microbatches += 1
+        self._rows.add(**microbatch.counts)
 
     def check_none_waits(self, model: nn.Module) -> None:
         """Raise if a micro-batch waits for a forward of this chunk; for `attach`, which queues in front of each forward.
@@ -299,57 +400,16 @@ class Session:
         Raises:
             ReplayStateError: one waits, so the forward that begins would use its routes.
         """
-        ledger = self._find_chunk(model).ledger
-        if ledger is not None and ledger.num_waiting:
+        chunk = self._find_chunk(model)
+        if chunk is not None and chunk.queue.num_waiting:
             raise ReplayStateError(
-                f"{ledger.where}: the model was called with routing rows while {ledger.num_waiting} micro-batches wait for "
-                "their forwards, which would get each other's routes. Queue with session.microbatch, or pass the rows to "
-                "the attached model, not both."
-            )
-
-    def _check_unmasked(self, chunk: Chunk) -> None:
-        """Raise where padding is known, but reaches no router that would balance it: of MTP layers that stand alone."""
-        for router in chunk.routers:
-            counts = has_expert_bias(router.found.router) and router.balance.expert_bias != "off"
-            if counts or (router.found.router.is_aux_loss_enabled() and router.balance.aux_loss != "off"):
-                raise UnsupportedRouterError(
-                    f"{router.found}: chunk {chunk.index} has MTP layers alone, which take no micro-batches, so padding "
-                    "would count in its expert bias and auxiliary loss: pass mtp=True, or replay with expert_bias='off' "
-                    "and aux_loss='off'."
-                )
-
-    def _rows_counted(self) -> list[int]:
-        return [0, 0, 0] if self._counts is None else self._counts.tolist()
-
-    def _num_microbatches(self) -> int:
-        return self._microbatches
-
-    def _microbatch_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        """Take note that every router of a chunk has routed this micro-batch."""
-        self._microbatches += 1
-        self._counts = microbatch.counts if self._counts is None else self._counts + microbatch.counts
-
-    def _check_input(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor) -> None:
-        """Compare the tokens that the model's forward gets with those of the micro-batch that was queued for it."""
-        expected, rows = microbatch.token_ids, microbatch.rows
-        # A packed batch may come as [total]; its rows were taken as [1, total].
-        tokens = input_ids if input_ids.dim() == 2 else input_ids.reshape(1, -1)
-        if tokens.shape != rows.shape:
-            raise LayoutError(
-                f"the forward of micro-batch {microbatch.number} gets input_ids {list(input_ids.shape)}, its routing_rows "
-                f"are {list(rows.shape)}: rows must have the shape of the tokens."
-            )
-        if expected is not None and not _same_on_host(expected, tokens):
-            # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
-            differ = (expected.to(tokens.device, non_blocking=True) != tokens) & (expected >= 0).to(tokens.device)
-            self._check(
-                differ.any(),
-                f"the forward of micro-batch {microbatch.number} of chunk {chunk.index} got other input_ids than were queued "
-                "for it: micro-batches run in another order than they were queued, or tokens and routing_rows moved apart.",
+                f"{chunk.queue.where}: the model was called with routing rows while {chunk.queue.num_waiting} micro-batches "
+                "wait for their forwards, which would get each other's routes. Queue with session.microbatch, or pass the "
+                "rows to the attached model, not both."
             )
 
     def _may_be_unrouted(self, rows: Tensor, num_tokens: int | None = None) -> bool:
-        """Check the range of rows and note the highest; return whether some may be -1, True also on a GPU, unasked.
+        """Check the range of rows; return whether some may be -1, True also on a GPU, unasked.
 
         Raises:
             LayoutError: a row is below -1, or num_tokens or more.
@@ -360,87 +420,183 @@ class Session:
         if not rows.numel():
             return False
         if rows.device.type != "cpu":
-            self._num_rows = torch.clamp(rows.max() + 1, min=self._num_rows)
             outside = rows < -1
             self._check((outside if num_tokens is None else outside | (rows >= num_tokens)).any(), message)
             return True
         lowest, highest = map(int, rows.aminmax())
         if lowest < -1 or (num_tokens is not None and highest >= num_tokens):
             raise LayoutError(message)
-        self._num_rows = max(int(self._num_rows), highest + 1)
         return lowest < 0
-
-    def _problems(self, report: SessionReport) -> list[str]:
-        """Return what is wrong with this rank's numbers at the end."""
-        if not report.decisions_wrong:
-            return []
-        return [
-            f"rank {self._rank}: {report.decisions_wrong} of {report.decisions_verified} decisions left their router with "
-            "other experts than were chosen"
-        ]
-
-    def _numbers(self) -> list[int]:
-        """Return what the ranks of the group tell each other at the end: rows replayed, live, padding, highest row + 1."""
-        return [*self._rows_counted(), int(self._num_rows)]
-
-    def _judge(self, everyone: dict[int, list[int]]) -> list[str]:
-        """Return what is wrong with the group as a whole, from `_numbers` of each rank; the same on all of them."""
-        return []
 
     def _check(self, failed: Tensor, message: str) -> None:
         """Raise if `failed` (a bool scalar) holds: now on the CPU, else once at the end, to spare the host a sync."""
         if failed.device.type != "cpu":
-            before = self._failed.get(message)
-            self._failed[message] = failed if before is None else before | failed
+            self._failed.add(**{message: failed})
         elif bool(failed):
             raise LayoutError(message)
 
-    def _routers(self) -> list[SessionRouter]:
-        return [router for chunk in self._chunks for router in chunk.routers]
+    def _check_unmasked(self) -> None:
+        """Raise where padding is known, but reaches no router that would balance it: of MTP layers that stand alone."""
+        for held in self._held.values():
+            router = held.found.router
+            counts = router.enable_expert_bias and self._balance.expert_bias != "off"
+            if held.chunk is None and (counts or (router.is_aux_loss_enabled() and self._balance.aux_loss != "off")):
+                raise UnsupportedRouterError(
+                    f"{held.found}: its chunk has MTP layers alone, which take no micro-batches, so padding would count in "
+                    "its expert bias and auxiliary loss: pass mtp=True, or replay with expert_bias='off' and aux_loss='off'."
+                )
 
-    def _find_chunk(self, model: nn.Module | None) -> Chunk:
-        if model is None and len(self._chunks) == 1:
-            return self._chunks[0]
-        if model is None:
-            raise LayoutError(
-                f"this rank has {len(self._chunks)} model chunks: pass the one that runs, as the forward step gets it."
+    # ---- the end
+    def _read(self) -> None:
+        """Bring to the host what was counted on a GPU, in one wait."""
+        Tally.read([self._failed, self._rows, *(held.counter for held in self._held.values())])
+
+    def _rows_counted(self) -> list[int]:
+        """Return how many rows were replayed, live, and padding."""
+        live, padding = self._rows["live"], self._rows["padding"]
+        return [self._rows["rows"] - live - padding, live, padding]
+
+    def _num_microbatches(self) -> int:
+        return self._microbatches
+
+    def _problems(self, report: SessionReport, strangers: int) -> list[str]:
+        """Return what is wrong with this rank's numbers at the end."""
+        problems = []
+        if report.decisions_wrong:
+            problems.append(
+                f"rank {self._rank}: {report.decisions_wrong} of {report.decisions_verified} decisions left their router "
+                "with other experts than were decided"
             )
-        levels = wrappers(model) if isinstance(model, nn.Module) else []
-        for level in levels:
-            if id(level) in self._chunk_of:
-                return self._chunk_of[id(level)]
-        raise LayoutError(f"{type(model).__name__} is none of this session's {len(self._chunks)} model chunks.")
+        if self.queued and self._chunks and not report.forwards and strangers:
+            problems.append(
+                f"rank {self._rank}: no router of this session's model ran, but other routers ran {strangers} forwards in "
+                "training mode: the session was opened on another model than the one that trains (was it rebuilt?)"
+            )
+        return problems
 
-    def _check_not_nested(self, routers: list[FoundRouter]) -> None:
-        for found in routers:
-            for outer in sessions_of(found):
-                if outer.queued or not self.queued:
-                    raise ReplayStateError(
-                        f"{found} is under another session already, a {outer.kind} made at {outer.made_at}: leave that "
-                        "first, or end it with close_sessions(model_chunks) if its handle is lost. Only freeze_recompute may "
-                        "surround record or replay."
+    def _numbers(self) -> dict[str, Any]:
+        """Return what the ranks of the group tell each other at the end."""
+        return {"rows": self._rows_counted()}
+
+    def _judge(self, everyone: dict[int, dict[str, Any]]) -> list[str]:
+        """Return what is wrong with the group as a whole, from `_numbers` of each rank; the same on all of them."""
+        return []
+
+    def _exchanged_routers(self) -> list[str]:
+        """Return which routers the session did not reach: they were built into the model, or changed, meanwhile."""
+        problems = []
+        for module in self._modules:
+            for found in find_routers(module):
+                if is_hashed(found.router):
+                    continue
+                if found.router not in self._held:
+                    problems.append(
+                        f"{found}: the router was exchanged during the session, which did not reach the new one"
                     )
+                elif seam.is_wrapped(found.router) and found.router not in self._watched:
+                    problems.append(f"{found}: forward or routing was replaced on the router during the session")
+                elif not hasattr(type(found.router).routing, "is_seam"):
+                    problems.append(
+                        f"{found}: the router got the class {type(found.router).__name__}, which asks nobody"
+                    )
+        return problems
+
+    def _release(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for router in self._held:
+            seam.release(router, self)
+        for chunk in self._chunks:
+            chunk.unwatch()
+        for module in self._modules:
+            for level in wrappers(module):
+                if self in (sessions := _sessions.get(level, [])):
+                    sessions.remove(self)
+        for router in self._watched:
+            seam.unwatch_maps(router)
+        self._watched = []
+
+    # ---- what the constructor does
+    def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, mtp: bool, flips: bool) -> None:
+        taking_part = [found for found in routers if mtp or not found.is_mtp] if self.queued else []
+        chunk = None
+        if taking_part:
+            chunk = Chunk(
+                index, module, taking_part, rank=self._rank, on_forward=self._on_forward, on_done=self._on_done
+            )
+            self._chunks.append(chunk)
+            self._chunk_of |= {id(level): chunk for level in wrappers(module)}
+        for found in routers:
+            self._held[found.router] = HeldRouter(
+                found=found,
+                counter=Counter(flips=flips, verify=self._verify, verify_seam=self._verify_seam),
+                chunk_index=index,
+                chunk=chunk,
+                position=taking_part.index(found) if found in taking_part else -1,
+                dtype=index_dtype(found.router.num_experts),
+            )
+
+    def _check_verifiable(self) -> None:
+        for held in self._held.values():
+            factor = held.found.router.config.moe_expert_capacity_factor
+            if factor is not None:
+                raise UnsupportedRouterError(
+                    f"cannot verify {held.found}: moe_expert_capacity_factor={factor} drops tokens behind the selection, so "
+                    "routing maps rightly differ from it. Leave verify off."
+                )
+
+    def _check_free(self, router: Any, found: FoundRouter) -> None:
+        for outer in seam.holders_of(router):
+            if isinstance(outer, Session) and (outer.queued or not self.queued):
+                raise ReplayStateError(
+                    f"{found} is under another session already, a {outer.kind} made at {outer.made_at}: leave that "
+                    "first, or end it with close_sessions(model_chunks) if its handle is lost. Only freeze_recompute may "
+                    "surround record or replay."
+                )
+        seam.check_not_driven(router)
+
+    def _find_chunk(self, model: nn.Module | None) -> Chunk | None:
+        """Return a model's chunk; None: none of its routers takes part.
+
+        Raises:
+            LayoutError: the model is none of this session's, or there are several and none is given.
+        """
+        if model is None and len(self._modules) > 1:
+            raise LayoutError(
+                f"this rank has {len(self._modules)} model chunks: pass the one that runs, as the forward step gets it."
+            )
+        levels = wrappers(self._modules[0] if model is None else model) if isinstance(model, nn.Module | None) else []
+        known = {id(level) for module in self._modules for level in wrappers(module)}
+        for level in levels:
+            if id(level) in known:
+                return self._chunk_of.get(id(level))
+        raise LayoutError(
+            f"{type(model).__name__} is none of this session's {len(self._modules)} model chunks. "
+            "Rows come first: session.microbatch(rows, model)."
+        )
 
     def _check_open(self) -> None:
         if self._closed:
             raise ReplayStateError(f"this {self.kind} session is closed: make a new one.")
 
-    def _detach(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._verifier is not None:
-            self._verifier.detach()
-        for chunk in self._chunks:
-            chunk.detach()
+
+def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
+    """Make a session that takes micro-batches and start it; if it cannot be made, tell the ranks that could make theirs."""
+    try:
+        session = make()
+    except BaseException:
+        Meeting(group).tell(None)
+        raise
+    return session.start()
 
 
-def sessions_of(found: FoundRouter) -> Iterator[Session]:
-    """Yield the open sessions that hold a router, the innermost first."""
-    for held in replay_objects(found.router):
-        # A copy of a model that was made during a session holds what the original held, and is not under it.
-        if isinstance(held, SessionRouter) and held.session is not None and held.found.router is found.router:
-            yield held.session
+def session_of(model: nn.Module) -> Session | None:
+    """Return the innermost open session that takes micro-batches of this chunk, wrapped or not."""
+    for level in reversed(wrappers(model)):
+        if sessions := _sessions.get(level):
+            return sessions[-1]
+    return None
 
 
 def close_sessions(model_chunks: Models) -> int:
@@ -452,28 +608,17 @@ def close_sessions(model_chunks: Models) -> int:
     Returns:
         How many sessions were ended.
     """
-    routers = [found for module in as_chunks(model_chunks) for found in find_routers(module)]
-    sessions = {id(session): session for found in routers for session in sessions_of(found)}
-    for session in sessions.values():
-        session._detach()
+    routers = [found.router for module in as_chunks(model_chunks) for found in find_routers(module)]
+    holders = {id(holder): holder for router in routers for holder in seam.holders_of(router)}
+    sessions = [holder for holder in holders.values() if isinstance(holder, Session)]
+    for session in sessions:
+        session.abandon()
     return len(sessions)
 
 
 def _same_on_host(one: Tensor, other: Tensor) -> bool:
     """Return whether these are known to be the same without waiting for a GPU: one pass, where telling why not takes five."""
     return one.device.type == other.device.type == "cpu" and one.dtype == other.dtype and torch.equal(one, other)
-
-
-def _exchange(numbers: list[int], group: dist.ProcessGroup | None) -> dict[int, list[int]]:
-    """Return the numbers of every rank of the group, by global rank; without torch.distributed, of this process."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return {dist.get_rank() if dist.is_initialized() else 0: numbers}
-    device = "cpu" if "gloo" in str(dist.get_backend(group)) else f"cuda:{torch.cuda.current_device()}"
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    ranks = dist.get_process_group_ranks(group)
-    return {rank: theirs.tolist() for rank, theirs in zip(ranks, everyone)}
 
 
 def _caller() -> str:

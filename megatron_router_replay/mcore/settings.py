@@ -47,8 +47,6 @@ def config_refusals(config: Any, router: TopKRouter) -> Iterator[str]:
     # Fields of later versions are absent in earlier ones.
     if getattr(config, "moe_router_force_biased", None) is not None:
         yield f"moe_router_force_biased={config.moe_router_force_biased} replaces the logits by random ones"
-    if getattr(router, "is_hash_layer", False):
-        yield f"moe_n_hash_layers={getattr(config, 'moe_n_hash_layers', '?')}: a hash of the token selects the experts"
     yield from _token_drop_refusals(config, router)
     yield from _cuda_graph_refusals(config)
 
@@ -136,7 +134,7 @@ def _cuda_graph_refusals(config: Any) -> Iterator[str]:
     if captured:
         yield (
             f"cuda_graph_impl={implementation!r} with {field} {captured}: a captured router would repeat the routes of "
-            "the capture. Leave the router out of the graph, or capture it yourself with mcore.static.StaticTargets"
+            "the capture. Leave the router out of the graph"
         )
 
 

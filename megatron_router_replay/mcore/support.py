@@ -6,20 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.inference import utils as inference_utils
-from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
-from megatron_router_replay.errors import UnsupportedRouterError
-from megatron_router_replay.mcore.balance import replaced_methods
-from megatron_router_replay.mcore.compat import check_version, is_newer_than_tested, megatron_version
+from megatron_router_replay.errors import UnsupportedRouterError, listed
+from megatron_router_replay.mcore.balance import METHODS
+from megatron_router_replay.mcore.compat import (
+    INFERENCE_ROUTERS,
+    check_version,
+    inference_refusals,
+    is_newer_than_tested,
+    megatron_version,
+    must_verify,
+)
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, find_routers
-from megatron_router_replay.mcore.routing_function import is_needed
 from megatron_router_replay.mcore.settings import config_refusals, mtp_refusals, untested_version_refusals
-
-INFERENCE_ROUTERS: tuple[Any, ...] = tuple(filter(None, [getattr(router_module, "InferenceTopKRouter", None)]))
-"""Router classes that route in another way in Megatron's inference, since 0.17; before, no router is an instance."""
 
 _KNOWN_ROUTERS = (TopKRouter, *INFERENCE_ROUTERS)
 
@@ -35,6 +36,7 @@ class RouterSupport:
         num_experts, topk: None where the router does not say.
         reason: why it cannot be replayed exactly, naming the config field; empty: it can.
         unfused: sessions run Megatron-Core's unfused routing function for it, in place of the fused one that it runs live.
+        hashed: a table of token ids routes it: it is never replayed, and its recompute cannot differ.
     """
 
     chunk: int
@@ -46,6 +48,7 @@ class RouterSupport:
     topk: int | None
     reason: str
     unfused: bool = False
+    hashed: bool = False
 
     @property
     def replayable(self) -> bool:
@@ -55,7 +58,9 @@ class RouterSupport:
         verdict = "replayed" if self.replayable else f"refused: {self.reason}"
         if self.replayable and self.is_mtp:
             verdict = "live and frozen for recomputes, unless mtp=True replays it"
-        if self.replayable and self.unfused:
+        if self.hashed:
+            verdict = "left alone: a table of token ids routes it, so its recompute cannot differ"
+        elif self.replayable and self.unfused:
             verdict += ", by Megatron-Core's unfused routing function (moe_router_fusion=True)"
         experts = f"top-{self.topk} of {self.num_experts}"
         return f"chunk {self.chunk}  layer {self.layer_number:>3}  {experts:<14}  {self.name}: {verdict}"
@@ -100,27 +105,44 @@ def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
             topk=getattr(router.router, "topk", None),
             reason="; ".join(of_router),
             # Only of a TopKRouter is it known that its config says so.
-            unfused=isinstance(router.router, TopKRouter) and is_needed(router.router),
+            unfused=isinstance(router.router, TopKRouter) and bool(router.router.config.moe_router_fusion),
+            hashed=is_hashed(router.router),
         )
         for (index, router), of_router in zip(found, reasons)
     )
 
 
+def is_hashed(router: Any) -> bool:
+    """Return whether a table of token ids routes this layer, as DeepSeek-V4's first ones.
+
+    Source: Megatron-LM dev d48bd6b, router.TopKRouter._hash_routing: `tid2eid`, [vocab, topk], asks no replay object.
+    """
+    return bool(getattr(router, "is_hash_layer", False))
+
+
 def check_supported(routers: Sequence[FoundRouter]) -> bool:
     """Raise unless every router can be replayed exactly; return whether a session must verify every routing map.
 
-    It must under a Megatron-Core newer than all tested ones.
+    It must where nobody here has read what routes: a Megatron-Core newer than all tested ones, or a trainer's own function.
 
     Args:
         routers: of all the model's chunks on this rank.
 
     Raises:
-        UnsupportedRouterError: names every router at fault and the config field behind it.
+        UnsupportedRouterError: names the layers at fault and the config field behind it.
     """
-    refused = [f"{found}: {reason}" for found, reasons in zip(routers, refusals_of(routers)) for reason in reasons]
+    refused: dict[str, list[FoundRouter]] = {}
+    for found, reasons in zip(routers, refusals_of(routers)):
+        for reason in reasons:
+            refused.setdefault(reason, []).append(found)
     if refused:
-        raise UnsupportedRouterError("cannot replay exactly:\n  " + "\n  ".join(refused))
-    return is_newer_than_tested(megatron_version())
+        # Most settings are the same in all layers: one line for all of them.
+        lines = (
+            f"{found[0] if len(found) == 1 else f'layers {listed([each.layer_number for each in found])}'}: {reason}"
+            for reason, found in refused.items()
+        )
+        raise UnsupportedRouterError("cannot replay exactly:\n  " + "\n  ".join(lines))
+    return must_verify()
 
 
 def refusals_of(routers: Sequence[FoundRouter]) -> list[list[str]]:
@@ -154,8 +176,8 @@ def refusals(router: nn.Module) -> list[str]:
     changed = [name for name, definer in definers.items() if definer not in _KNOWN_ROUTERS]
     if changed:
         return [f"router class {type(router).__name__} overrides TopKRouter.{' and '.join(changed)}"]
-    # A method put on the module itself hides the class's; slime's DeepEP bridge replaces `routing` so.
-    replaced = [name for name in ("forward", "routing") if name in vars(router)] + replaced_methods(router)
+    # `forward` and `routing` may be wrapped on the module: each call proves that the wrapper leaves the map alone.
+    replaced = [name for name in METHODS if name in vars(router)]
     if replaced:
         return [f"TopKRouter.{' and '.join(replaced)} was replaced on this module by {vars(router)[replaced[0]]!r}"]
     reasons = list(inference_refusals(router)) + list(_foreign_dispatch_refusals(router))
@@ -175,21 +197,4 @@ def _foreign_dispatch_refusals(router: Any) -> Iterator[str]:
         yield (
             "slime's DeepEP alignment bridge dispatches by a top-k of its own, not by the routing map of the router; build "
             "the model without the bridge"
-        )
-
-
-def inference_refusals(router: Any) -> Iterator[str]:
-    """Yield why a router that Megatron's inference uses routes in another way than `TopKRouter` right now.
-
-    Source: InferenceTopKRouter.forward of Megatron-Core 0.17.1 (a flag of each router, ignored in training) and of 0.18.2 to
-    0.19.2 (`InferenceMode`); with it off, both call TopKRouter.forward.
-    """
-    if not isinstance(router, INFERENCE_ROUTERS):
-        return
-    flag = getattr(router, "is_inference_cuda_graphed_iteration", None)
-    mode = getattr(inference_utils, "InferenceMode", None)  # since 0.18, where the flag went
-    if (flag and not router.training) or (flag is None and mode is not None and mode.is_active()):
-        yield (
-            f"router class {type(router).__name__} routes without the session while Megatron's inference mode is on; "
-            "leave it before the session, and do not generate inside"
         )

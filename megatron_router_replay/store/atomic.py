@@ -7,8 +7,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from safetensors import SafetensorError
+from typing import Any
 
 from megatron_router_replay.errors import StoreError, TraceError
 
@@ -44,10 +43,21 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def as_path(value: Any) -> Path:
+    """Return a path, or raise StoreError with the order of arguments, which is easily swapped."""
+    try:
+        return Path(value)
+    except TypeError:
+        raise StoreError(
+            f"{type(value).__name__} is no path: the trace comes first, as in save_trace(trace, path); load_trace(path) "
+            "takes the path alone."
+        ) from None
+
+
 @contextmanager
 def naming(path: Path, verb: str) -> Iterator[None]:
     """Turn what goes wrong in the body into a StoreError that says what was attempted with which file."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError, StoreError, TraceError) as error:
+    except (OSError, ValueError, StoreError, TraceError) as error:
         raise StoreError(f"cannot {verb} {path}: {error}") from error

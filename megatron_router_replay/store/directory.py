@@ -12,37 +12,48 @@ run saves anew is never read as a mixture of both.
 from __future__ import annotations
 
 import errno
-import operator
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.merge import merge_traces
-from megatron_router_replay.store.atomic import naming, new_file, sync
-from megatron_router_replay.store.file import read_trace, write_trace
-from megatron_router_replay.store.part import UNKNOWN_SAVE, Runs, SavedBy, StoredPart, distributed_rank
+from megatron_router_replay.checks import shown
+from megatron_router_replay.errors import StoreError, TraceError, listed
+from megatron_router_replay.store.atomic import as_path, naming, new_file, sync
+from megatron_router_replay.store.file import file_pieces, write_pieces
+from megatron_router_replay.store.format import SavedBy, as_number
 from megatron_router_replay.store.reader import Reader
-from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace.merge import merge_traces
+from megatron_router_replay.trace.routing_trace import RoutingTrace
 
 _STEP = re.compile(r"step_([0-9]{9,19})")
 _PART = re.compile(r"rank_([0-9]{5,19})_part_([0-9]{5,19})\.safetensors")
-_MAX_NUMBER = (1 << 63) - 1
-_MAX_RUN_CHARACTERS = 200
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-_MAX_ATTEMPTS = 20
-"""How often a step is listed anew because a part was replaced between listing and reading it."""
 
 
-class _ReplacedError(StoreError):
-    """A part is not the one that was listed."""
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class StoredPart:
+    """One part that a store holds.
+
+    Args:
+        run: the name of the run that saved it.
+        crc32: of its content: a part that was replaced has another one.
+    """
+
+    step: int
+    rank: int
+    part: int
+    run: str
+    num_tokens: int
+    layer_numbers: tuple[int, ...]
+    path: Path
+    crc32: int
 
 
 class TraceStore:
@@ -51,22 +62,16 @@ class TraceStore:
     Args:
         root: the folder; made when the first part is saved. Any number of processes and threads may save at once.
         run: a name for the run that saves, the same in all its processes and another after it was resumed, for example a
-            job's id with the number of its restarts. Not needed under torch.distributed, nor where the processes of a run
-            are started together.
-
-    Raises:
-        StoreError: the name of the run is empty or longer than 200 characters.
+            job's id with the number of its restarts. Reading needs none.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, run: str | None = None) -> None:
-        if run is not None and not (isinstance(run, str) and 0 < len(run) <= _MAX_RUN_CHARACTERS):
-            raise StoreError(f"a run's name must be a text of 1 to {_MAX_RUN_CHARACTERS} characters, got {run!r:.80}.")
-        self.root = Path(root)
+        self.root = as_path(root)
         self.run = run
 
     def __iter__(self) -> Iterator[StoredPart]:
         for step in self.steps():
-            yield from self._all_parts(step)
+            yield from self._list_parts(step)
 
     def save(self, trace: RoutingTrace, *, step: int, rank: int | None = None, part: int | None = None) -> Path:
         """Save a part and return its path; it is in the store when this returns, or not at all.
@@ -75,26 +80,28 @@ class TraceStore:
             step, rank, part: from 0, any integer of 63 bits.
             rank: by default this process's rank in torch.distributed where that is initialised, else 0.
             part: by default the next one of this step and rank, whoever else saves at the same time. One that exists is
-                replaced, as a resumed run needs; it stays readable until the new one is complete.
+                replaced; it stays readable until the new one is complete.
 
         Raises:
-            StoreError: a number is out of range, or the folder cannot be written; what was there before is unchanged.
+            StoreError: the store has no name for the run, a number is out of range, or the folder cannot be written; what was
+                there before is unchanged.
         """
-        step = _as_number("step", step)
-        rank = distributed_rank()[0] if rank is None else _as_number("rank", rank)
-        number = None if part is None else _as_number("part", part)
-        folder = self._folder(step)
+        # SavedBy refuses a store without a name.
+        saved_by = SavedBy(step=step, rank=_distributed_rank() if rank is None else rank, run=self.run or "")
+        number = None if part is None else as_number("part", part)
+        folder = self._folder(saved_by.step)
         with naming(folder, "save to"):
+            pieces = file_pieces(trace, saved_by=saved_by)
             folder.mkdir(parents=True, exist_ok=True)
             sync(folder.parent)  # a folder's own name is kept by its parent
             with new_file(folder) as temporary:
-                write_trace(trace, temporary, saved_by=SavedBy.now(step=step, rank=rank, run=self.run))
+                write_pieces(pieces, temporary)
                 sync(temporary)
                 # The number is taken when the file is complete: until then nobody can see that a part is missing.
                 if number is None:
-                    path = _take_next_number(temporary, folder, rank)
+                    path = _take_next_number(temporary, folder, saved_by.rank)
                 else:
-                    path = folder / _part_name(rank, number)
+                    path = folder / _part_name(saved_by.rank, number)
                     os.replace(temporary, path)
             sync(folder)
         return path
@@ -104,24 +111,38 @@ class TraceStore:
         if not self.root.is_dir():
             return []
         with naming(self.root, "list"):
-            numbers = [int(match[1]) for path in self.root.iterdir() if (match := _STEP.fullmatch(path.name))]
+            numbers = {int(match[1]) for path in self.root.iterdir() if (match := _STEP.fullmatch(path.name))}
             # A name that is not as this package writes it would be another folder than the one that is looked into.
-            return sorted(number for number in set(numbers) if _part_numbers(self._folder(number)))
+            return sorted(number for number in numbers if _part_numbers(self._folder(number)))
 
     def parts(self, step: int, *, run: str | None = None) -> list[StoredPart]:
         """Return what all ranks of one run saved in a step, ordered by rank and part.
 
         Args:
-            run: default: the run that started last.
+            run: the name of the run. Default: the only one that saved in this step.
 
         Raises:
-            StoreError: the store has no such step or run; a file is damaged or was saved as another step or rank; it cannot
-                be told which parts are of one run, or the latest run lacks ranks that an earlier one had.
+            StoreError: the store has no such step or run; several runs saved in the step and none is named; a file is damaged
+                or was saved as another step or rank.
         """
-        step = _as_number("step", step)
-        runs = self._runs(step, run)
-        runs.check(step)
-        return runs.latest
+        step = as_number("step", step)
+        parts = self._list_parts(step)
+        runs = sorted({part.run for part in parts})
+        if not parts:
+            there = (
+                f"the folder has steps [{listed(self.steps())}]" if self.root.is_dir() else "there is no such folder"
+            )
+            raise StoreError(f"cannot load step {step} of {self.root}: it has no part; {there}.")
+        if run is None and len(runs) > 1:
+            raise StoreError(
+                f"cannot load step {step} of {self.root}: runs {listed(runs)} saved it. Name the one that is meant, run=...: "
+                "a resumed run may not have saved the step to its end."
+            )
+        if run is not None and run not in runs:
+            raise StoreError(
+                f"cannot load step {step} of {self.root}: it has no part of run {run!r}, of {listed(runs)}."
+            )
+        return [part for part in parts if run is None or part.run == run]
 
     def load(
         self,
@@ -136,12 +157,15 @@ class TraceStore:
         Raises:
             StoreError: as `load_trace`; the file was replaced since the part was listed.
         """
+        if not isinstance(part, StoredPart):
+            raise StoreError(
+                f"cannot load {shown(part)}: load takes a StoredPart of parts(step); load_step(step) loads a step."
+            )
         with naming(part.path, "load"):
             reader = Reader.open(part.path)
-        if (reader.header.saved_by or UNKNOWN_SAVE) != part.saved_by or reader.header.num_tokens != part.num_tokens:
-            raise _ReplacedError(f"cannot load {part.path}: it was replaced since it was listed. List the step again.")
-        with naming(part.path, "load"):
-            trace = read_trace(reader, layer_numbers=layer_numbers, rows=rows)
+            if reader.crc32 != part.crc32:
+                raise StoreError("it was replaced since it was listed. List the step again.")
+            trace = reader.load(layer_numbers=layer_numbers, rows=rows)
         return trace.to(device)
 
     def load_step(
@@ -150,48 +174,37 @@ class TraceStore:
         """Return one trace of all ranks' parts of a step, all of one run; see `merge_traces`.
 
         Args:
-            allow_gaps: as for `merge_traces`; also load what the latest run saved, if an earlier one saved more ranks.
-            run: the run to load. Default: the one that started last.
+            allow_gaps: as for `merge_traces`.
+            run: as for `parts`.
 
         Raises:
-            StoreError: the store has no such step or run; a file is damaged; it cannot be told which parts are of one run,
-                or the latest run has not saved what an earlier one had.
+            StoreError: as `parts`; a part was replaced while the step was loaded.
             TraceError: the parts contradict each other, or rows are missing. Names ranks and parts.
         """
-        step = _as_number("step", step)
-        for _ in range(_MAX_ATTEMPTS):
-            runs = self._runs(step, run)
-            if not (allow_gaps and runs.certain):
-                runs.check(step)
-            try:
-                traces = [self.load(part, device=device) for part in runs.latest]
-            except _ReplacedError:
-                # Parts of the old and the new save must not be merged: list, and tell the runs apart, once more.
-                continue
-            return _merge_step(step, runs, traces, allow_gaps=allow_gaps)
-        raise StoreError(f"cannot load step {step} of {self.root}: its parts are being replaced all the time.")
+        parts = self.parts(step, run=run)
+        traces = [self.load(part, device=device) for part in parts]
+        names = [f"rank {part.rank} part {part.part}" for part in parts]
+        try:
+            return merge_traces(traces, allow_gaps=allow_gaps, names=names)
+        except TraceError as error:
+            raise TraceError(f"cannot merge step {step} of run {parts[0].run!r}: {error}") from None
 
-    def prune(self, *, keep_last: int | None = None, before: int | None = None) -> list[int]:
+    def prune(self, *, keep_last: int) -> list[int]:
         """Remove old steps and return them, in order; also what a crash left of an earlier prune or save in them.
 
         Args:
             keep_last: keep this many of the steps that were saved last, whatever their numbers: a run that was resumed at
                 step 100 after one that had come to step 200 keeps its own.
-            before: remove steps below this one.
 
         Raises:
-            StoreError: not exactly one of the two is given, a file is damaged or cannot be removed.
+            StoreError: keep_last is negative or no integer, or a file cannot be removed.
         """
-        if (keep_last is None) == (before is None) or (keep_last or 0) < 0:
-            raise StoreError(f"cannot prune {self.root}: give one of keep_last={keep_last} (>= 0) and before={before}.")
+        kept = as_number("keep_last", keep_last)
         if not self.root.is_dir():
             return []
-        if before is not None:
-            removed = [step for step in self.steps() if step < before]
-        else:
-            ordered = sorted((self._last_saved_ns(step), step) for step in self.steps())
-            removed = sorted(step for _, step in ordered[: max(0, len(ordered) - (keep_last or 0))])
         with naming(self.root, "prune"):
+            ordered = sorted(self.steps(), key=lambda step: (self._last_saved_ns(step), step))
+            removed = sorted(ordered[: max(0, len(ordered) - kept)])
             for step in removed:
                 # Renamed first, so that no reader finds half a step. Another process may be pruning, too.
                 with suppress(FileNotFoundError):
@@ -202,36 +215,20 @@ class TraceStore:
                     shutil.rmtree(path)
         return removed
 
-    def _runs(self, step: int, run: str | None) -> Runs:
-        """Tell the runs of a step apart, or take the parts of one run alone."""
-        parts = [part for part in self._all_parts(step) if run is None or part.saved_by.run == run]
-        if not parts:
-            of_run = "" if run is None else f" of run {run!r}"
-            raise StoreError(f"cannot load step {step} of {self.root}: it has no part{of_run}.")
-        return Runs.of(parts)
-
-    def _all_parts(self, step: int) -> list[StoredPart]:
+    def _list_parts(self, step: int) -> list[StoredPart]:
         folder = self._folder(step)
-        with naming(folder, "list"):
-            numbers = _part_numbers(folder, must_exist=True)
-        found = (_stored_part(folder, step, rank, part) for rank, part in numbers)
-        return sorted(part for part in found if part is not None)
+        listed_parts = (_stored_part(folder, step, rank, part) for rank, part in _part_numbers(folder))
+        return sorted(part for part in listed_parts if part is not None)
 
     def _last_saved_ns(self, step: int) -> int:
-        return max((part.saved_by.saved_ns for part in self._all_parts(step)), default=0)
+        folder, times = self._folder(step), [0]
+        for rank, part in _part_numbers(folder):
+            with suppress(FileNotFoundError):  # pruned meanwhile
+                times.append((folder / _part_name(rank, part)).stat().st_mtime_ns)
+        return max(times)
 
     def _folder(self, step: int) -> Path:
         return self.root / f"step_{step:09d}"
-
-
-def _merge_step(step: int, runs: Runs, traces: list[RoutingTrace], *, allow_gaps: bool) -> RoutingTrace:
-    names = [f"rank {part.rank} part {part.part}" for part in runs.latest]
-    try:
-        return merge_traces(traces, allow_gaps=allow_gaps, names=names)
-    except TraceError as error:
-        absent = runs.absent_ranks()
-        hint = f" Ranks {absent[:16]} of this run saved nothing in this step." if absent else ""
-        raise TraceError(f"cannot merge step {step}: {error}{hint}") from None
 
 
 def _take_next_number(temporary: Path, folder: Path, rank: int) -> Path:
@@ -260,30 +257,30 @@ def _stored_part(folder: Path, step: int, rank: int, part: int) -> StoredPart | 
     path = folder / _part_name(rank, part)
     with naming(path, "list"):
         try:
-            header = Reader.open(path).header
+            reader = Reader.open(path)
         except FileNotFoundError:
             return None
-        saved_by = header.saved_by or UNKNOWN_SAVE
-        if header.saved_by is not None and (saved_by.step, saved_by.rank) != (step, rank):
-            raise StoreError(f"it was saved as step {saved_by.step}, rank {saved_by.rank}. Was it copied from there?")
+        saved_by = reader.header.saved_by
+        if saved_by is None or (saved_by.step, saved_by.rank) != (step, rank):
+            known = "no part of a store" if saved_by is None else f"step {saved_by.step}, rank {saved_by.rank}"
+            raise StoreError(f"it was saved as {known}. Was it copied from there?")
     return StoredPart(
         step=step,
         rank=rank,
         part=part,
-        num_tokens=header.num_tokens,
-        layer_numbers=header.layer_numbers,
+        run=saved_by.run,
+        num_tokens=reader.header.num_tokens,
+        layer_numbers=reader.header.layer_numbers,
         path=path,
-        saved_by=saved_by,
+        crc32=reader.crc32,
     )
 
 
-def _part_numbers(folder: Path, *, must_exist: bool = False) -> list[tuple[int, int]]:
+def _part_numbers(folder: Path) -> list[tuple[int, int]]:
     """Return (rank, part) of each part in a step's folder, in no order; none if there is no folder."""
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:
-        if must_exist:
-            raise
+    except (FileNotFoundError, NotADirectoryError):
         return []
     numbers = [(name, int(match[1]), int(match[2])) for name in names if (match := _PART.fullmatch(name))]
     # More zeros in front than this package writes: a file that it would look for under another name.
@@ -294,11 +291,6 @@ def _part_name(rank: int, part: int) -> str:
     return f"rank_{rank:05d}_part_{part:05d}.safetensors"
 
 
-def _as_number(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise StoreError(f"{name} must be an integer, got {value!r:.80}.") from None
-    if not 0 <= number <= _MAX_NUMBER:
-        raise StoreError(f"{name}={number} must lie in 0..{_MAX_NUMBER}.")
-    return number
+def _distributed_rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

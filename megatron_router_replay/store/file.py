@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from megatron_router_replay.errors import StoreError
-from megatron_router_replay.header import TraceHeader
-from megatron_router_replay.store.atomic import naming, replacing
-from megatron_router_replay.store.format import FORMAT, FileHeader, encode_header
-from megatron_router_replay.store.part import SavedBy
-from megatron_router_replay.store.reader import Reader, checked_trace
-from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.store.atomic import as_path, naming, replacing
+from megatron_router_replay.store.format import FileHeader, SavedBy, encode_container
+from megatron_router_replay.store.reader import Reader
+from megatron_router_replay.trace.header import TraceHeader
+from megatron_router_replay.trace.routing_trace import RoutingTrace
 
 
 def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
-    """Write the trace to one file, which appears complete or not at all, and return its path.
+    """Write the trace to one file, complete or not at all; return its path.
 
     The bytes go to a temporary file in the same folder, which then takes the name `path`; a file that was there before
     is replaced. Takes the memory of one more copy of the routes, layer by layer as the file has them.
@@ -30,20 +27,12 @@ def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
     Raises:
         StoreError: the file cannot be written; nothing is left of it.
     """
-    path = Path(path)
-    with naming(path, "save"), replacing(path) as temporary:
-        write_trace(trace, temporary)
+    path = as_path(path)
+    with naming(path, "save"):
+        pieces = file_pieces(trace)
+        with replacing(path) as temporary:
+            write_pieces(pieces, temporary)
     return path
-
-
-def write_trace(trace: RoutingTrace, path: Path, *, saved_by: SavedBy | None = None) -> None:
-    """Write over a new file, without the care that `save_trace` takes."""
-    header = FileHeader(**TraceHeader.of(trace).to_json(), saved_by=saved_by)
-    text = encode_header(header)
-    mode = path.stat().st_mode
-    save_file(_tensors(trace, header, text), path, metadata={FORMAT: text})
-    # safetensors puts a file in its place that only the owner may read; give it what the umask gives any new file.
-    path.chmod(mode)
 
 
 def load_trace(
@@ -63,41 +52,47 @@ def load_trace(
         StoreError: the file is missing, truncated, altered or of another kind, or has no such layer or rows; it names
             the file.
     """
-    path = Path(path)
+    path = as_path(path)
     with naming(path, "load"):
-        trace = read_trace(Reader.open(path), layer_numbers=layer_numbers, rows=rows)
+        trace = Reader.open(path).load(layer_numbers=layer_numbers, rows=rows)
     return trace.to(device)
 
 
-def read_trace(reader: Reader, *, layer_numbers: Sequence[int] | None, rows: slice | None) -> RoutingTrace:
-    """Return the trace in an open file, or a slice of it; see `load_trace`."""
-    start, stop = _row_bounds(rows, reader.header.num_tokens)
-    wanted = reader.header.layer_numbers
-    if layer_numbers is not None:
-        wanted = reader.header.select_layers(sorted(set(layer_numbers))).layer_numbers
-    topk_indices, per_token = reader.read(wanted, start, stop)
-    return checked_trace(reader.header, wanted, topk_indices, per_token, whole=rows is None)
+def write_pieces(pieces: Sequence[bytes | memoryview], path: Path) -> None:
+    """Write over a new file, without the care that `save_trace` takes."""
+    with path.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
 
 
-def _tensors(trace: RoutingTrace, header: FileHeader, text: str) -> dict[str, Tensor]:
+def file_pieces(trace: RoutingTrace, *, saved_by: SavedBy | None = None) -> list[bytes | memoryview]:
+    """Return the bytes of a trace file, in order.
+
+    Raises:
+        StoreError: what was given is no trace; its header is too long.
+        TraceError: rows were left out by choice, or the trace was changed in place.
+    """
+    if not isinstance(trace, RoutingTrace):
+        raise StoreError(
+            f"{type(trace).__name__} is no RoutingTrace: the trace comes first, as in save_trace(trace, path)."
+        )
+    trace.check_unchanged()
+    header = FileHeader(**TraceHeader.of(trace).to_json(), saved_by=saved_by)
+    metadata = header.encode()
     routes = trace.topk_indices.cpu().transpose(0, 1).contiguous()
     values = {f"topk_indices.{number}": routes[i] for i, number in enumerate(trace.layer_numbers)}
     values |= {name: getattr(trace, name).cpu().contiguous() for name in header.per_token}
-    blocks = range(0, header.num_tokens, header.block_rows)
-    table = [
-        zlib.crc32(values[name][at : at + header.block_rows].numpy().data) for name in header.tensors() for at in blocks
-    ]
+    content = {name: tensor.numpy().reshape(-1).view(np.uint8).data for name, tensor in values.items()}
+    table = [zlib.crc32(block) for name in header.tensors() for block in _blocks(content[name], header)]
     # The first checksum proves the others and the metadata, so that a slice needs no byte of what it leaves out.
-    crc = np.array([0, *table], dtype=np.uint32)
-    crc[0] = zlib.crc32(crc[1:].data, zlib.crc32(text.encode("ascii")))
-    return values | {"crc32": torch.from_numpy(crc)}
+    crc = np.array([0, *table], dtype="<u4")
+    crc[0] = zlib.crc32(crc[1:].data, zlib.crc32(metadata.encode("ascii")))
+    content["crc32"] = crc.view(np.uint8).data
+    tensors = header.all_tensors()
+    return [encode_container(metadata, tensors), *(content[name] for name in tensors)]
 
 
-def _row_bounds(rows: slice | None, num_tokens: int) -> tuple[int, int]:
-    if rows is None:
-        return 0, num_tokens
-    start = 0 if rows.start is None else rows.start
-    stop = num_tokens if rows.stop is None else rows.stop
-    if rows.step not in (None, 1) or not 0 <= start <= stop <= num_tokens:
-        raise StoreError(f"it has {num_tokens} tokens, not {rows}: give 0 <= start <= stop, step 1.")
-    return start, stop
+def _blocks(content: memoryview, header: FileHeader) -> Iterator[memoryview]:
+    if header.num_tokens:
+        step = len(content) // header.num_tokens * header.block_rows
+        yield from (content[at : at + step] for at in range(0, len(content), step))

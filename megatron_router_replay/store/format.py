@@ -1,4 +1,4 @@
-"""Format of a trace file, version 1 or 2: a safetensors file whose metadata has one entry.
+"""Format of a trace file, version 1 or 3: a safetensors file whose metadata has one entry.
 
 Tensors, for N = num_tokens, K = topk, B = ceil(N / block_rows):
 
@@ -8,49 +8,92 @@ Tensors, for N = num_tokens, K = topk, B = ceil(N / block_rows):
     weight_version           I32  [N]           if has_weight_version
     crc32                    U32  [1 + T * B]   checksums of the T tensors above, in the order above
 
-One tensor a layer: a pipeline rank reads its own layers and no other. Where the tensors lie is the library's choice.
+One tensor a layer: a pipeline rank reads its own layers and no other. The tensors lie in order, as the safetensors
+library orders them: by dtype (U32 and I32, I16, U8, BOOL), then by name.
 
-The metadata maps "megatron_router_replay.trace" to a JSON object in ASCII, keys sorted, no spaces. One entry, since the
-library writes several in an order that changes from call to call.
+The metadata maps "megatron_router_replay.trace" to a JSON object in ASCII, keys sorted, no spaces:
 
-    version                  1, or 2 with saved_by
+    version                  1, or 3 with saved_by
     num_tokens, topk, num_experts, block_rows
     layer_numbers            list, increasing, from 1 or more
     has_token_ids, has_weight_version
     sequence_lengths         list or null; adds up to num_tokens
     sample_ids               list of strings or null; one for each of sequence_lengths
-    saved_by                 version 2, which a `TraceStore` writes: object of step, rank, run (string or null),
-                             process_start_ns, saved_ns (since 1970) and world_size (or null)
+    saved_by                 version 3, a part of a `TraceStore`: object of step, rank and run
 
 Checksums are CRC-32 (zlib's). crc32[1 + t * B + b] is of rows b * block_rows .. (b + 1) * block_rows - 1 of the t-th
-tensor. crc32[0] is of the JSON's bytes followed by those of crc32[1:]. Names, dtypes and shapes must be those that
-follow from the JSON, and safetensors accepts no byte outside of its header and tensors. So a slice is proven by reading
-the blocks that it touches, and nothing that is read from the file is unproven. CRC-32 finds accidents; against a forged
-file every value is checked on reading.
+tensor. crc32[0] is of the JSON's bytes followed by those of crc32[1:]. All bytes before the tensors, and how many follow,
+must be those that follow from the JSON. So a slice is proven by reading the blocks that it touches, and
+nothing that is read is unproven. CRC-32 finds accidents; against a forged file every value is checked on reading.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from mmap import mmap
+from typing import Any, NamedTuple
 
 import torch
 
+from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.errors import StoreError
-from megatron_router_replay.header import TraceHeader, as_integer
-from megatron_router_replay.store.part import SavedBy
+from megatron_router_replay.trace.header import TraceHeader
 
 FORMAT = "megatron_router_replay.trace"
-VERSIONS = (1, 2)
 BLOCK_ROWS = 4096
-MAX_METADATA_BYTES = 8_000_000
+_MAX_METADATA_BYTES = 8_000_000
 """Of our JSON, quoted."""
-MAX_HEADER_BYTES = 16_000_000
-"""Of the header that is read: our JSON and safetensors' entry for each of up to MAX_LAYERS tensors."""
-MAX_LAYERS = 1 << 16
-MAX_JSON_VALUES = 1 << 22
-MAX_BLOCK_ROWS = 1 << 20
+_MAX_HEADER_BYTES = 16_000_000
+"""Of the header that is read: our JSON and safetensors' entry for each of up to _MAX_LAYERS tensors."""
+_MAX_LAYERS = 1 << 16
+_MAX_JSON_VALUES = 1 << 22
+_MAX_BLOCK_ROWS = 1 << 20
+_MAX_NUMBER = (1 << 63) - 1
+_MAX_RUN_CHARACTERS = 200
+
+_DTYPES = {torch.uint8: "U8", torch.bool: "BOOL", torch.int16: "I16", torch.int32: "I32", torch.uint32: "U32"}
+_START = f'{{"__metadata__":{{"{FORMAT}":'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class SavedBy:
+    """Who saved a part of a store: step, rank and the name of the run; a copy under another name is refused.
+
+    Raises:
+        StoreError: a number is no integer of 63 bits, or the run has no name of 1 to 200 characters.
+    """
+
+    step: int
+    rank: int
+    run: str
+
+    def __post_init__(self) -> None:
+        for name in ("step", "rank"):
+            object.__setattr__(self, name, as_number(name, getattr(self, name)))
+        if not isinstance(self.run, str) or not 0 < len(self.run) <= _MAX_RUN_CHARACTERS:
+            raise StoreError(
+                f"a run's name must be a text of 1 to {_MAX_RUN_CHARACTERS} characters, got {shown(self.run)}: open the "
+                "store as TraceStore(root, run='job-17'), one name for all processes of a run, another after a restart."
+            )
+
+
+class Kind(NamedTuple):
+    """What a tensor of a file is."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def to_json(self) -> tuple[str, str]:
+        """Return dtype and shape as safetensors writes them."""
+        return _DTYPES[self.dtype], ",".join(map(str, self.shape))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,82 +110,120 @@ class FileHeader(TraceHeader):
 
     def __post_init__(self) -> None:
         TraceHeader.__post_init__(self)
-        if not 1 <= self.block_rows <= MAX_BLOCK_ROWS:
-            raise StoreError(f"block_rows={self.block_rows} must lie in 1..{MAX_BLOCK_ROWS}.")
-        if self.num_layers > MAX_LAYERS:
-            raise StoreError(f"{self.num_layers} layers are more than {MAX_LAYERS}.")
+        as_integer("block_rows", self.block_rows, least=1, most=_MAX_BLOCK_ROWS)
+        if self.num_layers > _MAX_LAYERS:
+            raise StoreError(f"{self.num_layers} layers are more than {_MAX_LAYERS}.")
 
     @property
     def num_blocks(self) -> int:
         return -(-self.num_tokens // self.block_rows)
 
-    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape of each tensor but crc32, in the order of the checksums."""
-        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for number in self.layer_numbers:
-            tensors[f"topk_indices.{number}"] = (self.index_dtype, (self.num_tokens, self.topk))
-        for name, dtype in self.per_token.items():
-            tensors[name] = (dtype, (self.num_tokens,))
-        return tensors
+    def tensors(self) -> dict[str, Kind]:
+        """Return what each tensor but crc32 is, in the order of the checksums."""
+        routes = Kind(self.index_dtype, (self.num_tokens, self.topk))
+        tensors = {f"topk_indices.{number}": routes for number in self.layer_numbers}
+        return tensors | {name: Kind(dtype, (self.num_tokens,)) for name, dtype in self.per_token.items()}
+
+    def all_tensors(self) -> dict[str, Kind]:
+        """Return what each tensor is, in the order in which they lie in a file that this package writes."""
+        tensors = self.tensors()
+        tensors["crc32"] = Kind(torch.uint32, (1 + len(tensors) * self.num_blocks,))
+        order = sorted(
+            tensors, key=lambda name: (-tensors[name].dtype.itemsize, tensors[name].dtype is torch.bool, name)
+        )
+        return {name: tensors[name] for name in order}
+
+    def encode(self) -> str:
+        """Return the JSON text.
+
+        Raises:
+            StoreError: it is longer than a header may be, or has too many samples for one file.
+        """
+        values = self.to_json() | {"version": 1}
+        if self.saved_by is None:
+            del values["saved_by"]
+        else:
+            values |= {"version": 3, "saved_by": asdict(self.saved_by)}
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        _check_json_size(text)
+        size = len(json.dumps(text))
+        if size > _MAX_METADATA_BYTES:
+            raise StoreError(f"the header takes {size} bytes, more than {_MAX_METADATA_BYTES}: save fewer samples.")
+        return text
+
+    @classmethod
+    def decode(cls, text: str) -> FileHeader:
+        """Return the header that this text encodes.
+
+        Raises:
+            StoreError: not JSON, another version, values out of range.
+        """
+        _check_json_size(text)
+        try:
+            values = json.loads(text)
+            if values["version"] not in (1, 3):
+                raise StoreError(f"it has version {shown(values['version'])}; this package reads versions 1 and 3.")
+            saved_by = SavedBy(**values["saved_by"]) if values["version"] == 3 else None
+            header = cls.from_json({**values, "saved_by": saved_by})
+            # Only what this package writes: a key that is there twice, or a number as 1.0, has been through other hands.
+            same = header.encode() == text
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise StoreError(
+                f"it has no header of a trace file ({type(error).__name__}: {str(error)[:200]})."
+            ) from None
+        if not same:
+            raise StoreError("its header is not as this package writes it: it was altered.")
+        return header
 
 
-def encode_header(header: FileHeader) -> str:
-    """Return the JSON text.
+def encode_container(metadata: str, tensors: Mapping[str, Kind]) -> bytes:
+    """Return what stands in a safetensors file before its tensors, which follow in this order without gaps."""
+    ends = list(accumulate(kind.num_bytes for kind in tensors.values()))
+    entries = []
+    for (name, kind), stop in zip(tensors.items(), ends):
+        dtype, shape = kind.to_json()
+        offsets = f"{stop - kind.num_bytes},{stop}"
+        entries.append(f',"{name}":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{offsets}]}}')
+    header = f"{_START}{json.dumps(metadata)}}}{''.join(entries)}}}".encode("ascii")
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def decode_container(data: bytes | mmap) -> tuple[FileHeader, dict[str, slice]]:
+    """Return the header of a trace file, and the bytes of the file that each tensor takes.
 
     Raises:
-        StoreError: it is longer than a header may be; too many samples for one file.
+        StoreError: not a trace file, truncated, or its tensors are not those that follow from the header.
     """
-    values = {"version": 1, **header.to_json(), "block_rows": header.block_rows}
-    if header.saved_by is not None:
-        values |= {"version": 2, "saved_by": header.saved_by.to_json()}
-    text = canonical_json(values).decode("ascii")
-    check_json_size(text)
-    size = len(json.dumps(text))
-    if size > MAX_METADATA_BYTES:
-        raise StoreError(f"the header takes {size} bytes, more than {MAX_METADATA_BYTES}: save fewer samples.")
-    return text
-
-
-def decode_header(text: str) -> FileHeader:
-    """Return the header that this text encodes.
-
-    Raises:
-        StoreError: not JSON, another version, values out of range.
-    """
+    length = int.from_bytes(data[:8], "little")
+    if not 8 <= length <= min(_MAX_HEADER_BYTES, len(data) - 8):
+        raise StoreError(
+            f"its {len(data)} bytes cannot start with a header of {length} bytes: it is no trace file, or truncated."
+        )
+    text = data[8 : 8 + length].decode("latin-1").rstrip(" ")
+    if not text.startswith(f'{_START}"'):
+        raise StoreError(f"its metadata is not {FORMAT!r} alone: it is no trace file.")
     try:
-        values = load_json(text)
-        if values["version"] not in VERSIONS:
-            raise StoreError(f"it has version {str(values['version'])[:40]}; this package reads versions {VERSIONS}.")
-        block_rows = as_integer("block_rows", values["block_rows"])
-        saved_by = SavedBy.from_json(values["saved_by"]) if values["version"] == 2 else None
-        header = FileHeader(**TraceHeader.from_json(values).to_json(), block_rows=block_rows, saved_by=saved_by)
-        # Only what this package writes: a key that is there twice, or a number as 1.0, has been through other hands.
-        same = encode_header(header) == text
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StoreError(f"it has no header of a trace file ({type(error).__name__}: {str(error)[:200]}).") from None
-    if not same:
-        raise StoreError("its header is not as this package writes it: it was altered.")
-    return header
+        metadata, end = json.JSONDecoder().raw_decode(text, len(_START))
+    except ValueError as error:
+        raise StoreError(f"it has no header of a trace file ({error}).") from None
+    header = FileHeader.decode(metadata)
+    tensors = header.all_tensors()
+    start = encode_container(metadata, tensors)
+    if data[: len(start)] != start:
+        raise StoreError("its tensors are not those that its metadata asks for: it is truncated or altered.")
+    stops = list(accumulate((kind.num_bytes for kind in tensors.values()), initial=len(start)))
+    if stops[-1] != len(data):
+        raise StoreError(f"it has {len(data)} bytes, its header asks for {stops[-1]}: it is truncated or altered.")
+    return header, {name: slice(*bounds) for name, bounds in zip(tensors, pairwise(stops))}
 
 
-def canonical_json(content: Any) -> bytes:
-    """Return the one JSON text of these values that checksums are of."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")
+def as_number(name: str, value: Any) -> int:
+    """Return a step, rank or part: an integer of 63 bits, or raise StoreError."""
+    return as_integer(name, value, least=0, most=_MAX_NUMBER, error=StoreError)
 
 
-def load_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds, unless it is made of more values than any of ours.
-
-    Raises:
-        StoreError: more than MAX_JSON_VALUES; a text of brackets alone would take thirty times its own size.
-        ValueError, RecursionError: as json.loads.
-    """
-    check_json_size(text)
-    return json.loads(text)
-
-
-def check_json_size(text: str | bytes) -> None:
-    """Raise StoreError if a JSON text may hold more than MAX_JSON_VALUES; what is written passes this too."""
-    marks: tuple[Any, ...] = (",", "[", "{", ":") if isinstance(text, str) else (b",", b"[", b"{", b":")
-    if sum(text.count(mark) for mark in marks) > MAX_JSON_VALUES:
-        raise StoreError(f"its JSON holds more than {MAX_JSON_VALUES} values: save fewer samples.")
+def _check_json_size(text: str) -> None:
+    # A text of brackets alone would take thirty times its own size when it is parsed. What is written passes this too.
+    if sum(text.count(mark) for mark in ",[{:") > _MAX_JSON_VALUES:
+        raise StoreError(f"its JSON holds more than {_MAX_JSON_VALUES} values: save fewer samples.")

@@ -4,63 +4,81 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.header import TraceHeader
-from megatron_router_replay.ids import check_topk_indices
-from megatron_router_replay.store.format import FORMAT, MAX_HEADER_BYTES, FileHeader, decode_header
-from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.store.format import FileHeader, decode_container
+from megatron_router_replay.trace.header import TraceHeader
+from megatron_router_replay.trace.ids import check_topk_indices
+from megatron_router_replay.trace.routing_trace import RoutingTrace
 
-_MAX_ATTEMPTS = 100
-"""How often a file is opened anew because it was replaced meanwhile."""
-_DTYPES = {"U8": torch.uint8, "BOOL": torch.bool, "I16": torch.int16, "I32": torch.int32, "U32": torch.uint32}
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """A trace file whose header is proven; it is mapped as long as this lives.
+    """A trace in a file, which is mapped as long as this lives, or in memory; its header is proven.
 
     Args:
-        file: safetensors' handle.
+        header: what the file holds.
+        tensors: the bytes of each tensor.
         checksums: of each tensor, [num_blocks] uint32.
+        crc32: of the header and of all checksums: two files that have the same one hold the same.
     """
 
-    file: Any
     header: FileHeader
+    tensors: dict[str, Bytes]
     checksums: dict[str, npt.NDArray[np.uint32]]
+    crc32: int
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str] | BinaryIO) -> Reader:
-        """Map the file and prove its header.
-
-        Args:
-            path: a path, or an open file that has one.
+    def open(cls, path: str | os.PathLike[str]) -> Reader:
+        """Map a file and prove its header; whoever replaces the file meanwhile does not change what is read.
 
         Raises:
             StoreError: not a trace file, truncated, or its header was altered.
+            OSError: there is no such file.
         """
-        file = _map(path if isinstance(path, str | os.PathLike) else path.name)
-        metadata = file.metadata() or {}
-        if list(metadata) != [FORMAT]:
-            raise StoreError(f"its metadata has {sorted(metadata)[:9]}, not {FORMAT!r}: it is no trace file.")
-        header = decode_header(metadata[FORMAT])
-        tensors = header.tensors()
-        expected = tensors | {"crc32": (torch.uint32, (1 + len(tensors) * header.num_blocks,))}
-        if set(file.keys()) != set(expected) or any(_kind(file, name) != kind for name, kind in expected.items()):
-            raise StoreError("its tensors are not those that its metadata asks for.")
-        crc = file.get_tensor("crc32").numpy()
-        if zlib.crc32(crc[1:].data, zlib.crc32(metadata[FORMAT].encode("ascii"))) != int(crc[0]):
+        if Path(path).is_dir():
+            raise StoreError("it is a folder: TraceStore(folder).load_step(step) loads what ranks saved in a step.")
+        with open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
+                raise StoreError("it is empty: it is no trace file, or truncated.")
+            return cls.of_bytes(mmap(file.fileno(), 0, access=ACCESS_READ))
+
+    @classmethod
+    def of_bytes(cls, data: bytes | mmap) -> Reader:
+        """Read a file's bytes.
+
+        Raises:
+            StoreError: not those of a trace file, truncated, or the header was altered.
+        """
+        header, places = decode_container(data)
+        content = np.frombuffer(data, np.uint8)
+        tensors = {name: content[place] for name, place in places.items()}
+        crc = tensors.pop("crc32").copy().view("<u4")
+        if zlib.crc32(crc[1:].data, zlib.crc32(header.encode().encode("ascii"))) != int(crc[0]):
             raise StoreError("the checksum of its header is wrong: it was altered.")
-        table = crc[1:].reshape(len(tensors), header.num_blocks)
-        return cls(file=file, header=header, checksums=dict(zip(tensors, table)))
+        names = header.tensors()
+        table = crc[1:].reshape(len(names), header.num_blocks)
+        return cls(header=header, tensors=tensors, checksums=dict(zip(names, table)), crc32=int(crc[0]))
+
+    def load(self, *, layer_numbers: Sequence[int] | None = None, rows: slice | None = None) -> RoutingTrace:
+        """Return the trace, or a slice of it; see `load_trace`."""
+        start, stop = _row_bounds(rows, self.header.num_tokens)
+        numbers = self.header.layer_numbers
+        if layer_numbers is not None:
+            numbers = self.header.select_layers(sorted(set(layer_numbers))).layer_numbers
+        topk_indices, per_token = self.read(numbers, start, stop)
+        return checked_trace(self.header, numbers, topk_indices, per_token, whole=rows is None)
 
     def read(self, layer_numbers: tuple[int, ...], start: int, stop: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return rows start..stop-1: topk_indices [rows, layers, topk] and the other tensors by name, [rows] each."""
@@ -72,62 +90,26 @@ class Reader:
             taken = slice(max(start - at, 0), min(stop - at, header.block_rows))
             place = slice(at + taken.start - start, at + taken.stop - start)
             for name, values in per_token.items():
-                values[place] = self._block(name, block)[taken]
+                values[place] = self._block(name, block, values.dtype)[taken]
             if layer_numbers:
                 # Whole blocks become token-major while they are in the cache.
-                by_layer = [self._block(f"topk_indices.{number}", block)[taken] for number in layer_numbers]
-                indices[place] = torch.stack(by_layer).transpose(0, 1)
+                layers = [self._block(f"topk_indices.{number}", block, indices.dtype) for number in layer_numbers]
+                routes = torch.stack(layers).view(len(layers), -1, header.topk)
+                indices[place] = routes[:, taken].transpose(0, 1)
         return indices, per_token
 
-    def _block(self, name: str, block: int) -> Tensor:
-        first = block * self.header.block_rows
-        stop = min(first + self.header.block_rows, self.header.num_tokens)
-        values: Tensor = self.file.get_slice(name)[first:stop]
-        # A copy, so that what is returned is what the checksum is of; of bytes, since one of bools may turn 3 into 1.
-        data = values.view(torch.uint8).clone()
-        if zlib.crc32(data.numpy().data) != int(self.checksums[name][block]):
+    def _block(self, name: str, block: int, dtype: torch.dtype) -> Tensor:
+        rows, num_tokens = self.header.block_rows, self.header.num_tokens
+        first, stop = block * rows, min((block + 1) * rows, num_tokens)
+        width = len(self.tensors[name]) // num_tokens
+        # A copy, so that what is returned is what the checksum is of, whatever is written into the file meanwhile.
+        data = self.tensors[name][first * width : stop * width].copy()
+        if zlib.crc32(data.data) != int(self.checksums[name][block]):
             raise StoreError(f"the checksum of {name}, rows {first}..{stop - 1}, is wrong: it was altered.")
-        values = data.view(values.dtype)
-        check_bool(name, values)
-        return values
-
-
-def _map(path: str | os.PathLike[str]) -> Any:
-    """Return safetensors' handle of the file that has this name, whoever replaces it meanwhile."""
-    for _ in range(_MAX_ATTEMPTS):
-        with open(path, "rb") as held:
-            header_bytes = int.from_bytes(held.read(8), "little")
-            # safetensors itself would parse up to 100 MB, at many times that memory.
-            if header_bytes > MAX_HEADER_BYTES:
-                raise StoreError(
-                    f"its header takes {header_bytes} bytes, more than {MAX_HEADER_BYTES}: it is no trace file."
-                )
-            failure: Exception | None = None
-            try:
-                # Checks that all offsets lie in the file; so what follows from a shape is never more than the file holds.
-                file: Any = safe_open(path, "pt")
-            except (SafetensorError, RuntimeError, OSError) as error:
-                failure = error
-            # safetensors opens the name twice, for the header and for the tensors. As long as `held` is open no other file
-            # can have its number: where the name still leads to it, both were of this file.
-            if not os.path.samestat(os.fstat(held.fileno()), os.stat(path)):
-                continue
-        if failure is not None:
-            raise StoreError(f"it is no safetensors file, or truncated or altered ({failure}).") from None
-        return file
-    raise StoreError("it is being replaced all the time.")
-
-
-def _kind(file: Any, name: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
-    values = file.get_slice(name)
-    return _DTYPES.get(values.get_dtype()), tuple(values.get_shape())
-
-
-def check_bool(name: str, values: Tensor) -> None:
-    """Raise StoreError unless each bool of a tensor is 0 or 1."""
-    # A byte that is neither would make a bool with two kinds of True.
-    if values.dtype is torch.bool and values.numel() and (most := int(values.view(torch.uint8).max())) > 1:
-        raise StoreError(f"{name} holds {most}, not 0 or 1.")
+        # A byte that is neither 0 nor 1 would make a bool with two kinds of True.
+        if dtype is torch.bool and (most := int(data.max())) > 1:
+            raise StoreError(f"{name} holds {most}, not 0 or 1.")
+        return torch.from_numpy(data).view(dtype)
 
 
 def checked_trace(
@@ -155,3 +137,13 @@ def checked_trace(
         sample_ids=header.sample_ids if whole else None,
         **per_token,
     )
+
+
+def _row_bounds(rows: slice | None, num_tokens: int) -> tuple[int, int]:
+    if rows is None:
+        return 0, num_tokens
+    start = 0 if rows.start is None else rows.start
+    stop = num_tokens if rows.stop is None else rows.stop
+    if rows.step not in (None, 1) or not 0 <= start <= stop <= num_tokens:
+        raise StoreError(f"it has {num_tokens} tokens, not {rows}: give 0 <= start <= stop, step 1.")
+    return start, stop

@@ -15,42 +15,13 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import torch
 
 from megatron_router_replay.testing import cuda_stand_ins
 
-# Functions of `torch` that take device=; the *_like functions and Tensor.new_* as well.
-_FACTORY_FUNCTIONS = [
-    "arange",
-    "as_tensor",
-    "asarray",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "logspace",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "scalar_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
-]
 _FACTORY_METHODS = ["new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
 
 # What moe_utils imports from Transformer Engine and reads also where that import failed.
@@ -66,31 +37,12 @@ _TRANSFORMER_ENGINE_SYMBOLS = [
     "te_general_gemm",
 ]
 
-_MISSING = object()
-
-
-class Patch(NamedTuple):
-    """One attribute that is replaced while Megatron runs on a CPU."""
-
-    owner: Any
-    name: str
-    value: Any
-
-    def current(self) -> Any:
-        """Return what the owner itself holds under the name, not what it inherits; a marker if nothing."""
-        return vars(self.owner).get(self.name, _MISSING)
-
-    def restore(self, before: Any) -> None:
-        """Put back what `current` returned before the patch."""
-        if before is _MISSING:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, before)
-
+Patch = tuple[Any, str, Any]
+"""An owner, the name of an attribute of it, and what it is while Megatron runs on a CPU."""
 
 _lock = threading.RLock()
 _depth = 0
-_undo: list[tuple[Patch, Any]] = []
+_patched = contextlib.ExitStack()
 
 
 @contextmanager
@@ -113,7 +65,7 @@ def megatron_on_cpu() -> Iterator[None]:
     global _depth
     with _lock:
         if _depth == 0:
-            _apply(patches())
+            _apply()
         _depth += 1
     try:
         yield
@@ -121,7 +73,7 @@ def megatron_on_cpu() -> Iterator[None]:
         with _lock:
             _depth -= 1
             if _depth == 0:
-                _restore()
+                _patched.close()
 
 
 def is_active() -> bool:
@@ -132,38 +84,18 @@ def is_active() -> bool:
 def patches() -> list[Patch]:
     """Return every replacement that megatron_on_cpu() makes, in order; importing Megatron first."""
     megatron = _megatron_patches()  # imports Megatron: must come before anything is replaced
-    return [*_torch_patches(), *starmap(Patch, cuda_stand_ins.replacements()), *megatron]
+    return [*_torch_patches(), *cuda_stand_ins.replacements(), *megatron]
 
 
-def _apply(replacements: list[Patch]) -> None:
-    # This cache of torch holds the factory functions that a `with torch.device(...)` recognises. Filled inside the
-    # patches it would hold the wrapped ones, for good: transformers would then leave its meta-device buffers unset.
-    from torch.utils._device import _device_constructors
-
-    _device_constructors()
-    _clear_megatron_caches()
-    try:
-        for patch in replacements:
-            before = patch.current()
-            setattr(patch.owner, patch.name, patch.value)
-            _undo.append((patch, before))
-    except BaseException:
-        _restore()
-        raise
-
-
-def _restore() -> None:
-    while _undo:
-        patch, before = _undo.pop()
-        patch.restore(before)
-    _clear_megatron_caches()
-
-
-def _clear_megatron_caches() -> None:
-    """Forget rotary tables made for another device."""
+def _apply() -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    RotaryEmbedding.forward.cache_clear()
+    with contextlib.ExitStack() as stack:  # restores what was patched if a later patch fails
+        stack.callback(RotaryEmbedding.forward.cache_clear)  # rotary tables made for another device
+        for owner, name, value in patches():
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        RotaryEmbedding.forward.cache_clear()
+        _patched.push(stack.pop_all())
 
 
 def is_cuda_device(device: Any) -> bool:
@@ -216,17 +148,26 @@ def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _torch_patches() -> list[Patch]:
+    # This cache of torch holds the factory functions that a `with torch.device(...)` recognises. Filled inside the
+    # patches it would hold the wrapped ones, for good: transformers would then leave its meta-device buffers unset.
+    from torch.utils._device import _device_constructors
+
+    factories = [
+        name
+        for name, function in vars(torch).items()
+        if name.endswith("_like") or (callable(function) and function in _device_constructors())
+    ]
     tensor = torch.Tensor
     return [
-        *(Patch(torch, name, _device_kwarg_on_cpu(getattr(torch, name))) for name in _FACTORY_FUNCTIONS),
-        *(Patch(tensor, name, _device_kwarg_on_cpu(getattr(tensor, name))) for name in _FACTORY_METHODS),
-        Patch(tensor, "to", _to_on_cpu(tensor.to)),
-        Patch(tensor, "type", _type_on_cpu(tensor.type)),
-        Patch(tensor, "cuda", _itself),
-        Patch(tensor, "pin_memory", _itself),
-        Patch(tensor, "record_stream", _itself),
-        Patch(torch.nn.Module, "to", _to_on_cpu(torch.nn.Module.to)),
-        Patch(torch.nn.Module, "cuda", _itself),
+        *((torch, name, _device_kwarg_on_cpu(getattr(torch, name))) for name in factories),
+        *((tensor, name, _device_kwarg_on_cpu(getattr(tensor, name))) for name in _FACTORY_METHODS),
+        (tensor, "to", _to_on_cpu(tensor.to)),
+        (tensor, "type", _type_on_cpu(tensor.type)),
+        (tensor, "cuda", _itself),
+        (tensor, "pin_memory", _itself),
+        (tensor, "record_stream", _itself),
+        (torch.nn.Module, "to", _to_on_cpu(torch.nn.Module.to)),
+        (torch.nn.Module, "cuda", _itself),
     ]
 
 
@@ -242,13 +183,13 @@ def _megatron_patches() -> list[Patch]:
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     missing = [name for name in _TRANSFORMER_ENGINE_SYMBOLS if not hasattr(moe_utils, name)]
     return [
-        *(Patch(moe_utils, name, None) for name in missing),
-        Patch(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numpy_on_request),
+        *((moe_utils, name, None) for name in missing),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _as_numpy_on_request),
         # A class attribute that the first dispatcher fills with a stream: it must not outlive the patches.
-        Patch(dispatcher, "cuda_dtoh_stream", None),
-        Patch(random, "_get_cuda_rng_state", cuda_stand_ins.get_rng_state),
-        Patch(random, "_set_cuda_rng_state", cuda_stand_ins.set_rng_state),
-        Patch(WrappedTorchNorm, "__new__", staticmethod(_new_norm)),
+        (dispatcher, "cuda_dtoh_stream", None),
+        (random, "_get_cuda_rng_state", cuda_stand_ins.get_rng_state),
+        (random, "_set_cuda_rng_state", cuda_stand_ins.set_rng_state),
+        (WrappedTorchNorm, "__new__", staticmethod(_new_norm)),
         *_later_patches(WrappedTorchNorm),
     ]
 
@@ -260,11 +201,11 @@ def _later_patches(norm: type) -> list[Patch]:
     later = []
     # Behind 0.19 it asks isinstance of classes that without Transformer Engine are no classes.
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
-        later.append(Patch(multi_token_prediction, "is_inference_column_parallel_linear", cuda_stand_ins.always(False)))
+        later.append((multi_token_prediction, "is_inference_column_parallel_linear", cuda_stand_ins.always(False)))
     with contextlib.suppress(ModuleNotFoundError):
         from megatron.core.models.hybrid import hybrid_block  # since 0.18; its last norm is always Transformer Engine's
 
-        later.append(Patch(hybrid_block, "TENorm", norm))
+        later.append((hybrid_block, "TENorm", norm))
     return later
 
 

@@ -7,7 +7,7 @@ A global name is Megatron's own parameter name with the decoder layer and expert
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,15 +53,6 @@ def merge_parameter(name: str, shards: Sequence[Tensor], *, gated: bool = True) 
         return torch.cat(list(shards), dim=axis)
     halves = [shard.chunk(2, dim=axis) for shard in shards]
     return torch.cat([half[block] for block in (0, 1) for half in halves], dim=axis)
-
-
-def named_global_parameters(chunks: Iterable[Any]) -> dict[str, torch.nn.Parameter]:
-    """Return this rank's (sharded) parameters by global name.
-
-    Of a parameter that lives in two chunks of one rank (the embedding that an MTP layer shares) the last one is
-    returned; `gradients` accounts for both.
-    """
-    return {name: parameter for name, _, parameter in iterate_global_parameters(chunks)}
 
 
 def iterate_global_parameters(chunks: Iterable[Any]) -> Iterable[tuple[str, Any, torch.nn.Parameter]]:
@@ -144,22 +135,6 @@ def random_parameter(name: str, shape: torch.Size, *, seed: int) -> Tensor:
         return 0.02 * noise
     fan_in: int = 1 if "word_embeddings" in name else shape[-1]
     return noise * (1.0 / math.sqrt(fan_in))
-
-
-def merge_by_name(results: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Unite what the ranks return by global name (as `gradients` does).
-
-    Raises:
-        RouterReplayError: two ranks that both hold a name disagree by more than fp32 rounding.
-    """
-    merged: dict[str, Tensor] = {}
-    for rank, result in enumerate(results):
-        for name, tensor in result.items():
-            if name in merged and not torch.allclose(merged[name], tensor, rtol=1e-4, atol=1e-6):
-                difference = (merged[name] - tensor).abs().max().item()
-                raise RouterReplayError(f"rank {rank} and a rank before it disagree on {name} by {difference:.3g}.")
-            merged.setdefault(name, tensor)
-    return merged
 
 
 def _split_axis(name: str) -> int | None:

@@ -67,7 +67,3 @@ class ParallelSizes:
             create_gloo_process_groups=False,  # beside NCCL's; here the groups themselves are gloo's
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-ParallelLayout = ParallelSizes
-"""Its name until 0.2, which `transport` has for another thing."""

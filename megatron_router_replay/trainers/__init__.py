@@ -6,9 +6,9 @@
 
     batch["routing_rows"] = number_rows(batch["input_ids"])                                    R2, the first pass
     with mrr.record(model_chunks) as recording: ...
-    batch["routed_experts"] = recorded(recording, like=batch["input_ids"])
+    batch["routed_experts"] = recorded_routes(recording, like=batch["input_ids"])
 
-`packed` sends rows through a packer that fills with 0. Only `trainers.verl` knows a trainer's own package.
+`pack_rows` sends rows through a packer that fills with 0. Only `trainers.verl` knows a trainer's own package.
 """
 
 from typing import TYPE_CHECKING
@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING
 from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatron_router_replay.trainers.packing import packed
-    from megatron_router_replay.trainers.recordings import number_rows, recorded
-    from megatron_router_replay.trainers.take import Routes, take_routes
+    from megatron_router_replay.trainers.packing import pack_rows
+    from megatron_router_replay.trainers.recordings import number_rows, recorded_routes
+    from megatron_router_replay.trainers.take import BatchRoutes, take_routes
 
-__all__ = ["Routes", "number_rows", "packed", "recorded", "take_routes"]
+__all__ = ["BatchRoutes", "number_rows", "pack_rows", "recorded_routes", "take_routes"]
 
 # Not imported at once: verl imports `trainers.verl` in all its processes, and hides what fails then.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "Routes": "take",
+        "BatchRoutes": "take",
         "number_rows": "recordings",
-        "packed": "packing",
-        "recorded": "recordings",
+        "pack_rows": "packing",
+        "recorded_routes": "recordings",
         "take_routes": "take",
     },
 )

@@ -96,8 +96,7 @@ def _layer_numbers(num_columns: int, info: ModelRoutingInfo, layer_numbers: Sequ
 
 def _numbers_here(model: Any, numbers: Sequence[int]) -> list[int]:
     """Return the layer numbers of this rank's routers; of multi-token prediction those alone that are among `numbers`."""
-    from megatron_router_replay.mcore import find_routers  # needs Megatron-Core
-    from megatron_router_replay.mcore.find import as_chunks
+    from megatron_router_replay.mcore.find import as_chunks, find_routers  # needs Megatron-Core
 
     found = [router for chunk in as_chunks(model) for router in find_routers(chunk)]
     return [router.layer_number for router in found if not router.is_mtp or router.layer_number in numbers]

@@ -12,7 +12,7 @@ from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.trainers.containers import Container, as_samples, is_list
 
 
-def packed(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
+def pack_rows(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
     """Return rows as the trainer's packer lays out tokens: pack(rows + 1) - 1, so that a fill of 0 becomes -1, no row.
 
     Args:
@@ -25,6 +25,7 @@ def packed(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
 
     Raises:
         LayoutError: it returns no integers, or numbers that are no rows or a row twice: it fills with another number than 0.
+            On a GPU the numbers are checked without waiting for it: an assertion of the device fails instead.
     """
     # Widened first, for a packer keeps the dtype.
     shifted: Any = [_wide(part) + 1 for part in rows] if is_list(rows) else _wide(rows) + 1
@@ -35,24 +36,30 @@ def packed(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
     if not is_integer:
         what = f"{values.dtype}" if isinstance(values, Tensor) else type(values).__name__
         raise LayoutError(f"the packer must return the packed rows as an integer tensor, got {what}.")
-    flat = _flat(values)
-    found = flat[flat != 0].to(torch.int64)
-    given = _flat(shifted).to(found.device)
-    given = given[given != 0]
-    foreign = found[~torch.isin(found, given)]
-    if foreign.numel():
-        raise LayoutError(
-            f"the packer returned {int(foreign[0]) - 1}, which is none of the micro-batch's rows ({foreign.numel()} such "
-            "positions): it must fill with 0, not with a padding token, and keep integers as they are."
-        )
-    once, count = torch.unique(found, return_counts=True)
-    # Rows that were given twice, of samples that fill a batch up, may come twice.
-    if bool((count > 1).any()) and torch.unique(given).numel() == given.numel():
-        at = int(count.argmax())
-        raise LayoutError(
-            f"the packer returned row {int(once[at]) - 1} {int(count[at])} times: it must fill with 0, not with that number."
-        )
+    given = _flat(shifted).to(values.device, non_blocking=True)
+    _check(given, values.reshape(-1), waits=not values.is_cuda)
     return values.to(torch.int64) - 1
+
+
+def _check(given: Tensor, found: Tensor, *, waits: bool) -> None:
+    """Raise LayoutError unless the packer returned 0 and rows that it was given; without waiting, the device asserts it."""
+    # 0 stands in front of the rows, where a fill finds itself.
+    ordered, again = torch.cat([given.new_zeros(1), given]).sort().values, found.sort().values
+    at = torch.searchsorted(ordered, found).clamp(max=len(ordered) - 1)
+    foreign = ordered[at] != found
+    repeated = (again[1:] == again[:-1]) & (again[1:] != 0)
+    # Rows that were given twice, of samples that fill a batch up, may come twice.
+    twice = repeated & ~((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)).any()
+    for failed, values, what in (
+        (foreign, found, "which is none of the micro-batch's rows: it must fill with 0, not with a padding token"),
+        (twice, again[1:], "twice: it must fill with 0, not with that number"),
+    ):
+        if not waits:
+            torch._assert_async(~failed.any(), f"the packer returned a row {what}")
+        elif bool(failed.any()):
+            raise LayoutError(
+                f"the packer returned row {int(values[failed][0]) - 1}, {what}, and keep integers as they are."
+            )
 
 
 def _wide(rows: Any) -> Tensor:
@@ -63,5 +70,9 @@ def _flat(values: Container) -> Tensor:
     """Return all values of a container, [n]."""
     if isinstance(values, Tensor) and not values.is_nested:
         return values.reshape(-1)
+    jagged: Any = values  # torch's stubs know of no nested tensor
+    if isinstance(values, Tensor) and values.layout is torch.jagged and jagged.lengths() is None:
+        whole: Tensor = jagged.values()  # its samples would wait for the device to say where each ends
+        return whole
     parts = [part.reshape(-1) for part in as_samples(values, "rows")]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.layout import check_rows
+from megatron_router_replay.layout import check_tokens
 from megatron_router_replay.layout import number_rows as rows_of_lengths
 from megatron_router_replay.trainers.containers import Container, TokenLayout
 
@@ -38,7 +38,7 @@ def number_rows(tokens: Any, attention_mask: Any = None, *, lengths: Any = None)
     return layout.join(rows_of_lengths(layout.lengths), fill=-1)
 
 
-def recorded(
+def recorded_routes(
     session: RecordSession,
     *,
     like: Any,
@@ -47,7 +47,9 @@ def recorded(
     rows: Any = None,
     groups: Sequence[dist.ProcessGroup] | None = None,
 ) -> Container:
-    """Return what a recording has of a batch, whole on every rank that shares the batch, in the container of its tokens.
+    """Return the recorded routes of a batch, in the container of its tokens.
+
+    They are whole on every rank that shares the batch.
 
     A collective over `groups`.
 
@@ -92,7 +94,7 @@ def recorded(
             "the groups?"
         )
     if trace.token_ids is not None:
-        check_rows(at.unsqueeze(0), _flat(layout.split(like, "like")).unsqueeze(0), token_ids=trace.token_ids)
+        check_tokens(at.unsqueeze(0), _flat(layout.split(like, "like")).unsqueeze(0), token_ids=trace.token_ids)
     indices = trace.topk_indices.cpu()
     parts = torch.split(indices if rows is None else indices[at], list(layout.lengths))
     return layout.join(list(parts), fill=0)

@@ -3,45 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_router_replay.engines.payload import Array
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.ids import index_dtype, spread_experts
 from megatron_router_replay.layout import number_rows as rows_of_lengths
-from megatron_router_replay.left_live import Stale
+from megatron_router_replay.siblings import Sibling, check_siblings, warn_without_ids
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trainers.columns import columns_of
-from megatron_router_replay.trainers.containers import Container, TokenLayout
-from megatron_router_replay.trainers.reader import LastRow, SampleReader
-from megatron_router_replay.trainers.samples import check_width, split_routed, split_routes
-from megatron_router_replay.trainers.versions import token_versions
+from megatron_router_replay.trace.ids import index_dtype, spread_experts
+from megatron_router_replay.trainers.columns import Columns, columns_of
+from megatron_router_replay.trainers.containers import Container, TokenLayout, is_list
+from megatron_router_replay.trainers.reader import (
+    LastRow,
+    SampleReader,
+    SampleRoutes,
+    check_width,
+    split_has_route,
+    split_routes,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Routes:
+class BatchRoutes:
     """A batch's routes, and which row is whose.
 
     Args:
-        trace: one row a token, samples behind one another, with this rank's MoE layers; on the CPU.
+        trace: one row a token, samples in order, with this rank's MoE layers; on the CPU.
         rows: the row of each token, int64, in the container and shape of the tokens; -1 on padding and nowhere else.
-        num_absent: tokens without a route: filler (-1, or the same ids in every layer), or not in `routed`; last tokens
+        num_absent: tokens without a route: filler (-1, or the same ids in every layer), or not in `has_route`; last tokens
             do not count.
         num_lost: tokens whose routes name an expert twice: the engine lost them. 0 unless missing="live".
-        num_not_kept: tokens whose route `keep` left out.
-        num_stale: tokens whose route is older than max_age, of those that are kept; whatever `stale` made of them.
+        layout: of the tokens in their container.
     """
 
     trace: RoutingTrace
     rows: Container
     num_absent: int
     num_lost: int
-    num_not_kept: int = 0
-    num_stale: int = 0
+    layout: TokenLayout
+
+    def keep(self, mask: Any) -> BatchRoutes:
+        """Return the batch with routes only where a mask in the container of the tokens is True; see `RoutingTrace.keep`.
+
+        Args:
+            mask: bool like the tokens, False on padding. A flat one, as `stale_rows` gives it, goes to `trace.keep`.
+
+        Raises:
+            LayoutError: it is not bool, has another shape, or is True on padding.
+        """
+        return replace(self, trace=self.trace.keep(_flat_mask(mask, self.layout)))
+
+
+def _flat_mask(mask: Any, layout: TokenLayout) -> Tensor:
+    parts = layout.split(mask, "keep")
+    for i, part in enumerate(parts):
+        # Not "non-zero": weights, log-probs or rows in the place of the mask would keep nearly everything.
+        if part.dim() != 1 or part.dtype is not torch.bool:
+            raise LayoutError(f"keep must be bool, one a token; sample {i} has {list(part.shape)} {part.dtype}.")
+    kept = torch.cat(parts)
+    if isinstance(mask, Tensor) and not mask.is_nested and int(mask.sum()) != int(kept.sum()):
+        raise LayoutError(
+            f"keep is True on {int(mask.sum()) - int(kept.sum())} positions that hold no token: is it padded on another side "
+            "than the tokens? Give keep & attention_mask."
+        )
+    return kept
 
 
 def take_routes(
@@ -51,17 +82,14 @@ def take_routes(
     tokens: Any = None,
     attention_mask: Any = None,
     lengths: Any = None,
-    routed: Any = None,
+    layer_numbers: Sequence[int] | None = None,
+    has_route: Any = None,
     last_row: LastRow = "live",
     missing: Literal["raise", "live"] = "raise",
-    layer_numbers: Sequence[int] | None = None,
     weight_version: Any = None,
-    keep: Any = None,
-    stale: Stale | None = None,
-    max_age: int | None = None,
-    trainer_version: int | None = None,
     allow_constant_layers: bool = False,
-) -> Routes:
+    allow_unlike_prompts: bool = False,
+) -> BatchRoutes:
     """Return the trace of a batch's routes, for `mrr.replay`, and the rows of its tokens.
 
     Args:
@@ -70,71 +98,70 @@ def take_routes(
             one has its rows where a padded batch has its tokens (S or S - 1 positions), and filler on padding: -1, an
             expert twice, or the same ids in every layer. Of samples without padding in front it may have any S.
         model: this rank's model chunks, or a ModelRoutingInfo, which keeps every MoE layer.
-        tokens: jagged nested [B, T_i], padded [B, S], or a list of [T_i]. The trace then proves that rows and tokens match
-            wherever they meet again. Without it, one of the next two says where they are.
+
+        tokens: *where the tokens are*: jagged nested [B, T_i], padded [B, S], or a list of [T_i]. The trace then proves that
+            rows and tokens match wherever they meet again. Without it, one of the next two says where they are.
         attention_mask: [B, S], non-zero where a padded batch has tokens.
         lengths: [B], tokens of each sample.
-        routed: which tokens have a route, where the container cannot say so: bool like the tokens, or [B], how many first
+
+        layer_numbers: *which layers the columns are*: Megatron's layer_number of each entry of the layer axis, 0 for one that
+            is left out unread; None: all layers of the model or its MoE layers alone, by their number.
+
+        has_route: *which rows are routes*, where the container cannot say so: bool like the tokens, or [B], how many first
             ones of each sample. Others are routed live, whatever the container holds there. No loss mask: prompts are
             routed too.
         last_row: what a sample's last row is where it has as many rows as tokens. "live": filler, for an engine has no
             route of the token that it sampled last; a route there raises, for then all rows may be one too late.
             "copied": filler, or a copy of the row before it: scripts around SGLang append one to have a row a token; verl
             (zeros), NeMo-RL and SkyRL (0, 1, ...), slime and miles (T - 1 rows) do not. "replayed": a route, as of a
-            recording; every sample must have one. "as_given": either, for samples that were cut after they were generated;
-            nothing then tells rows that are shifted.
-        missing: a token (but the last) without a route: a row of -1, one that has the same ids in every layer, such as
-            0, 1, 2, ..., which trainers use as filler (where no router would choose it in 2 ** 40 tokens), or one that
-            names an expert twice, which is lost data. "raise", or "live": the live router decides it, on every rank and in
-            every layer, and it is counted.
-        layer_numbers: Megatron's layer_number of each entry of the layer axis, 0 for one that is left out unread; None:
-            all layers of the model or its MoE layers alone, by their number.
-        weight_version: of the weights that chose the routes: an int, one a sample [B], or one a token in the container of the
-            tokens, as a partial rollout has them (below 0 where it is not known): of the forward that read the token, which
-            chose its route and sampled the next one.
-        keep: which routes to replay: bool in the container of the tokens, False on padding. The live router decides the
-            others, by choice: a session counts them as `rows_not_kept` and lets them be trained on.
-        stale, max_age, trainer_version: what becomes of routes whose weight_version is more than max_age behind
-            trainer_version, token by token: "replay", "live" or "raise", as `RoutingTrace.limit_age`. Give all three or none,
-            with the same numbers on every rank.
-        allow_constant_layers: believe a layer that repeats one route in every row of a sample.
+            recording; every sample must have one. "unchecked": either, for samples that were cut after they were generated;
+            only a sample whose first row is filler and whose last one is a route is then told to be shifted.
+        missing: a token (but the last) without a route: a row of -1, filler, or an expert twice; see `engines.row_check`.
+            "raise", or "live": the live router decides it, on every rank and in every layer, and it is counted.
+
+        weight_version: *what else is known of them*: the weights that chose the routes: an int, one a sample [B], or one a
+            token in the container of the tokens, as a partial rollout has them (below 0 where it is not known): of the
+            forward that read the token, which chose its route and sampled the next one.
+        allow_constant_layers: believe layers and rows that repeat beyond chance.
+        allow_unlike_prompts: believe samples that begin with the same tokens and have different routes there.
 
     Returns:
-        Routes; the same rows and the same `replay_mask` on every rank.
+        BatchRoutes; the same rows and the same `replay_mask` on every rank. `.keep(mask)` leaves routes out by choice.
 
     Raises:
         LayoutError: containers, shapes or layers do not fit; names the sample.
-        PayloadError: rows that no router can have chosen, or that are missing; names the sample and its row.
-        TraceError: a route has no weight version, one that is newer than the trainer's, or with stale="raise" one that is
-            older than max_age; names the sample and its token.
+        PayloadError: rows that no router can have chosen, that are missing, or are of another sample; names both.
     """
     if last_row not in get_args(LastRow) or missing not in ("raise", "live"):
         raise LayoutError(f"last_row={last_row!r}, missing={missing!r}: see the docstring for what they may be.")
-    _check_age_options(stale, max_age, trainer_version)
     layout = TokenLayout.of(tokens, attention_mask=attention_mask, lengths=lengths)
     samples = split_routes(routed_experts, layout)
     if not samples:
         raise LayoutError("routed_experts hold no sample: there is nothing to replay in an empty batch.")
     info, columns = columns_of(samples[0].rows.shape[1], model, layer_numbers)
     check_width(samples, info)
-    wanted = split_routed(routed, layout)
-    reader = SampleReader(
-        info, columns, last_row=last_row, missing=missing, allow_constant_layers=allow_constant_layers
-    )
+    has = split_has_route(has_route, layout)
+    reader = SampleReader(info, columns, last_row=last_row, missing=missing, believe=allow_constant_layers)
     topk_indices = torch.empty((layout.num_tokens, len(columns.here), info.topk), dtype=index_dtype(info.num_experts))
     replay_mask = torch.zeros(layout.num_tokens, dtype=torch.bool)
     indices, mask = topk_indices.numpy(), replay_mask.numpy()  # the same memory, which the reader fills
     ids = None if tokens is None else [part.numpy() for part in layout.split(tokens, "tokens")]
-    start = 0
+    start, masks = 0, []
     for i, (sample, length) in enumerate(zip(samples, layout.lengths)):
         own = slice(start, start + length)
-        reader.read(i, sample, length, wanted[i], None if ids is None else ids[i], indices[own], mask[own])
+        reader.read(i, sample, length, has[i], None if ids is None else ids[i], indices[own], mask[own])
+        masks.append(mask[own])
         start += length
     # A trace wants K distinct ids in every row, also in those whose place the live router takes.
     unrouted = np.flatnonzero(~mask)
     if unrouted.size:
         filler = spread_experts(0, layout.num_tokens, topk=info.topk, num_experts=info.num_experts).numpy()
         indices[unrouted] = filler[unrouted][:, None, :]
+    versions = token_versions(weight_version, layout)
+    if ids is None:
+        warn_without_ids()
+    elif not allow_unlike_prompts:
+        check_siblings(_siblings(samples, ids, masks, versions, columns), source="routed_experts")
     trace = RoutingTrace.from_checked(
         topk_indices=topk_indices,
         layer_numbers=columns.numbers_here,
@@ -142,48 +169,83 @@ def take_routes(
         replay_mask=replay_mask,
         token_ids=None if ids is None else torch.from_numpy(np.concatenate(ids)).to(torch.int32),
         sequence_lengths=layout.lengths,
-        weight_version=token_versions(weight_version, layout),
+        weight_version=versions,
     )
-    num_routed = int(trace.replay_mask.sum())
-    if keep is not None:
-        trace = trace.keep(_as_keep(keep, layout))
-    num_kept = int(trace.replay_mask.sum())
-    num_stale = 0
-    if stale is not None and max_age is not None and trainer_version is not None:
-        num_stale = int(trace.find_stale(max_age, trainer_version=trainer_version).sum())
-        trace = trace.limit_age(max_age, trainer_version=trainer_version, stale=stale)
-    rows = layout.join(rows_of_lengths(layout.lengths), fill=-1)
-    return Routes(
+    return BatchRoutes(
         trace=trace,
-        rows=rows,
+        rows=layout.join(rows_of_lengths(layout.lengths), fill=-1),
         num_absent=reader.num_absent,
         num_lost=reader.num_lost,
-        num_not_kept=num_routed - num_kept,
-        num_stale=num_stale,
+        layout=layout,
     )
 
 
-def _check_age_options(stale: Any, max_age: Any, trainer_version: Any) -> None:
-    given = {"stale": stale, "max_age": max_age, "trainer_version": trainer_version}
-    missing = [name for name, value in given.items() if value is None]
-    if missing and len(missing) < len(given):
-        raise LayoutError(
-            f"{', '.join(name for name in given if name not in missing)} without {', '.join(missing)}: what is too old, and "
-            "what then, takes all three of stale, max_age and trainer_version."
+def _siblings(
+    samples: Sequence[SampleRoutes], ids: list[Array], masks: list[Array], versions: Tensor | None, columns: Columns
+) -> list[Sibling]:
+    """Return the samples with the routes of all MoE layers, whatever this rank keeps: all ranks raise, or none."""
+    known = None if versions is None else versions.numpy()
+    moe, start, result = list(columns.moe), 0, []
+    for i, (sample, token_ids, mask) in enumerate(zip(samples, ids, masks)):
+        result.append(
+            Sibling(
+                name=f"sample {i}",
+                token_ids=token_ids,
+                routed=mask[: len(sample.rows)],
+                weight_version=None if known is None else known[start : start + len(token_ids)],
+                routes=partial(_take_layers, sample.rows, moe),
+            )
         )
+        start += len(token_ids)
+    return result
 
 
-def _as_keep(keep: Any, layout: TokenLayout) -> Tensor:
-    """Return which tokens to keep, [num_tokens] bool, from values in the tokens' container."""
-    parts = layout.split(keep, "keep")
-    for i, part in enumerate(parts):
-        # Not "non-zero": weights, log-probs or rows in the place of the mask would keep nearly everything.
-        if part.dim() != 1 or part.dtype is not torch.bool:
-            raise LayoutError(f"keep must be bool, one a token; sample {i} has {list(part.shape)} {part.dtype}.")
-    kept = torch.cat(parts)
-    if isinstance(keep, Tensor) and not keep.is_nested and int(keep.sum()) != int(kept.sum()):
+def _take_layers(rows: Array, layers: list[int], at: Array) -> Array:
+    return np.asarray(rows[at][:, layers])
+
+
+def token_versions(value: Any, layout: TokenLayout) -> Tensor | None:
+    """Return the version of the weights that chose each token's route, [num_tokens] int32; `value` as of `take_routes`."""
+    if value is None:
+        return None
+    # What has an axis beside the samples' is one a token; a flat one is one a sample, also where B equals T.
+    if getattr(value, "is_nested", False) or (np.ndim(value) > 1 if not is_list(value) else _is_per_token(value)):
+        parts = layout.split(value, "weight_version")
+        for i, part in enumerate(parts):
+            if part.dim() != 1:
+                raise LayoutError(f"weight_version of sample {i} is {list(part.shape)}, expected [T], one a token.")
+        return torch.cat([_as_versions(part) for part in parts])
+    versions = _as_versions(value)
+    if versions.dim() and list(versions.shape) != [len(layout.lengths)]:
         raise LayoutError(
-            f"keep is True on {int(keep.sum()) - int(kept.sum())} positions that hold no token: is it padded on another side "
-            "than the tokens? Give keep & attention_mask."
+            f"weight_version must be an int, one for each of {len(layout.lengths)} samples, or one a token in the container "
+            f"of the tokens, got {list(versions.shape)}."
         )
-    return kept
+    return versions.expand(len(layout.lengths)).repeat_interleave(torch.tensor(layout.lengths, dtype=torch.int64))
+
+
+def _is_per_token(values: Any) -> bool:
+    """Return whether a list holds a row of versions for each sample; raise LayoutError if only some entries are rows."""
+    rows = [np.ndim(value) > 0 for value in values]
+    if any(rows) and not all(rows):
+        raise LayoutError(
+            f"weight_version has one version for sample {rows.index(False)} and several for sample {rows.index(True)}: give "
+            "one a sample, or one a token of every sample."
+        )
+    return any(rows)
+
+
+def _as_versions(value: Any) -> Tensor:
+    # numpy turns [1, True] into integers and [1, 2.0] into floats: a bool is looked for before, floats are refused behind.
+    entries = value if is_list(value) else [value]
+    holds_bool = any(isinstance(entry, bool | np.bool_) for entry in entries)
+    array = value.cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+    if holds_bool or (array.dtype.kind not in "iu" and array.size):
+        kinds = sorted({type(entry).__name__ for entry in entries}) if is_list(value) else [str(array.dtype)]
+        raise LayoutError(
+            f"weight_version must hold integers, got {', '.join(kinds)}: give the number of each version, the same kind for "
+            "every sample."
+        )
+    if array.size and not (-(2**31) <= int(array.min()) and int(array.max()) < 2**31):
+        raise LayoutError(f"weight_version reaches {int(array.max())}, which int32 cannot hold.")
+    return torch.from_numpy(array.astype(np.int32))

@@ -1,5 +1,6 @@
-"""What a wheel holds, and that it runs where neither this checkout nor its tests are."""
+"""What a wheel holds, that its demo keeps its promise where neither this checkout nor its tests are, and other Pythons."""
 
+import json
 import os
 import re
 import shutil
@@ -13,21 +14,24 @@ import pytest
 import megatron_router_replay as mrr
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("WHEEL" not in os.environ, reason="`make test-wheel` builds it, and an environment for it"),
+]
+PROMISED = (
+    "decisions differ_without_replay differ_with_replay recomputes_checked recomputes_identical rows_replayed rows_live "
+    "rows_padding logprob_gap_without logprob_gap_with"
+).split()
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("megatron_router_replay", "benchmarks"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def folder():
+    """The folder with the wheel, and `venv` with it installed as [demo]."""
+    return ROOT / os.environ["WHEEL"]
+
+
+@pytest.fixture(scope="module")
+def wheel(folder):
     (built,) = folder.glob("*.whl")
     return built
 
@@ -48,24 +52,45 @@ def test_it_holds_the_package_its_data_and_its_metadata_and_nothing_else(wheel):
     assert "router-replay = megatron_router_replay.cli:run" in scripts
 
 
-def test_it_runs_from_another_folder(wheel, tmp_path):
+def test_its_modules_are_those_of_this_checkout_and_no_removed_one(wheel):
+    planted = ROOT / "build/lib/megatron_router_replay/removed.py"
+    here = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_router_replay").rglob("*.py")}
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    code = "import megatron_router_replay.cli as cli; print(cli.__file__, flush=True); cli.run()"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    data = tmp_path / "site/megatron_router_replay/demo/data"
-    arguments = [str(data / "vllm_0.30.0_bf16_response.json"), "out.npz", "--engine", "vllm", "--key", "response"]
+        assert {name for name in archive.namelist() if name.endswith(".py")} == here
+    assert not planted.exists(), "the build emptied its folder"
+
+
+def test_its_demo_replays_a_real_engines_routes_exactly(folder, tmp_path):
+    out = tmp_path / "demo.json"
     done = subprocess.run(
-        [sys.executable, "-c", code, "convert", *arguments, "--model", str(data)],
+        [folder / "venv/bin/router-replay", "demo", "--out", out],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=environment,
-        timeout=120,
+        timeout=240,
+        env={**os.environ, "COLUMNS": "80", "PYTHONPATH": ""},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(tmp_path / "site"))
-    assert "551 tokens (543 with a route)" in done.stdout
+    result = json.loads(out.read_text())
+    assert set(PROMISED) <= result.keys()
+    assert all(isinstance(value, int | float) for value in result.values())
+    # 8 samples of 231 prompt and 320 generated tokens in all; the last of each has no route; 3 MoE layers.
+    assert (result["prompts"], result["tokens_generated"]) == (8, 320)
+    assert result["decisions"] == (231 + 320 - 8) * 3
+    assert result["differ_without_replay"] > 0
+    assert result["differ_with_replay"] == 0
+    assert result["recomputes_identical"] == result["recomputes_checked"] == 3 * 4  # layers x micro-batches
+    assert (result["rows_replayed"], result["rows_live"], result["rows_padding"]) == (543, 8, 4 * 2 * 84 - 551)
+    assert result["logprob_gap_with"] < result["logprob_gap_without"]
+    assert result["kl_with"] < result["kl_without"]
+    assert "of which differ" in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+
+
+def test_its_doctor_finds_nothing_in_the_way(folder, tmp_path):
+    program = folder / "venv/bin/router-replay"
+    done = subprocess.run([program, "doctor"], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def find_python(version):
@@ -82,9 +107,9 @@ def test_it_installs_and_starts_on_another_python(wheel, tmp_path, version):
     python = find_python(version)
     if python is None:
         pytest.skip(f"Python {version} is not on this machine")
-    subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
+    subprocess.run([python, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=120)
     its_python = tmp_path / "venv/bin/python"
-    pip = [its_python, "-m", "pip", "install", "--quiet"]
+    pip = [sys.executable, "-m", "pip", "--python", its_python, "install", "--quiet", "--no-compile"]
     needed = ["--constraint", ROOT / "constraints.txt", "numpy", "safetensors", "typer", "rich"]
     subprocess.run([*pip, *needed], check=True, timeout=300)
     subprocess.run([*pip, "--no-deps", wheel], check=True, timeout=120)

@@ -61,7 +61,7 @@ def test_a_session_left_by_an_exception_says_that_nothing_was_verified(caplog):
     with pytest.raises(ZeroDivisionError), mrr.replay(Chunk(), half_live(0)):
         _ = 1 / 0
     assert messages(caplog)[-1] == (
-        "replay session was left by ZeroDivisionError; the model is restored, nothing was verified"
+        "replay session was left by ZeroDivisionError; the routers are released, nothing was verified"
     )
 
 
@@ -79,7 +79,7 @@ def test_a_low_share_is_a_warning_and_nine_tenths_are_none(caplog):
     [
         ("replay", {"rows_replayed": 9, "rows_live": 1}, False),  # nine tenths exactly
         ("replay", {"rows_replayed": 89, "rows_live": 11}, True),
-        ("replay", {"rows_replayed": 5, "rows_live": 95, "rows_not_kept": 90, "rows_stale": 5}, False),  # by choice
+        ("replay", {"rows_replayed": 5, "rows_live": 95, "rows_left_out": 95}, False),  # by choice
         ("replay", {"rows_padding": 8}, False),
         ("record", {"rows_live": 8}, False),
     ],

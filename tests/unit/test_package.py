@@ -55,9 +55,9 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_the_version_is_the_same_wherever_it_is_written():
     root = Path(__file__).parents[2]
     assert f"\nversion: {mrr.__version__}\n" in (root / "CITATION.cff").read_text()
-    released = re.search(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", (root / "CHANGELOG.md").read_text(), re.M)
-    assert released is not None
-    assert released[1] == mrr.__version__
+    newest = re.search(r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$", (root / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None
+    assert newest[1] + (".dev0" if newest[2] == "unreleased" else "") == mrr.__version__
 
 
 def test_the_issue_template_asks_for_what_doctor_says():

@@ -34,7 +34,7 @@ THIRD_PARTY = {
     "rich": {"cli"},
     "verl": set(),
 }
-"""Package -> parts whose public names load it. `transport.ray`, `fused.kernels` and `trainers.verl` are asked for by name."""
+"""Package -> parts whose public names load it. `transport.ray` and `trainers.verl` are asked for by name."""
 
 
 def drawing() -> tuple[list[list[str]], list[list[str]]]:
@@ -89,7 +89,7 @@ def test_the_drawing_names_every_part_once() -> None:
     }
     assert sorted(PARTS) == sorted(there)
     # The core and the rooms, as the rule has them; cli and demo may import everything.
-    assert ROOMS == [["capture", "diagnostics", "fused", "testing", "trainers", "transport"], ["demo"], ["cli"]]
+    assert ROOMS == [["capture", "diagnostics", "testing", "trainers", "transport"], ["demo"], ["cli"]]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -112,7 +112,7 @@ def test_a_session_registers_nothing_for_the_end_of_the_process() -> None:
     needs_megatron_core()
     seen = loaded()
     assert seen["mcore"]["atexit"] == []
-    assert seen["transport"]["atexit"] == ["megatron_router_replay.transport.threads"], "so a hook would be seen"
+    assert seen["transport"]["atexit"] == ["megatron_router_replay.transport.collective"], "so a hook would be seen"
 
 
 def test_a_session_loads_neither_files_nor_transports_nor_diagnostics_nor_decoders() -> None:
@@ -121,7 +121,7 @@ def test_a_session_loads_neither_files_nor_transports_nor_diagnostics_nor_decode
     modules = [name for name in loaded()["mcore"]["all"] if name.startswith(PACKAGE)]
     assert not {"store", "transport", "diagnostics"} & parts_among(modules)
     engines = {name.removeprefix(f"{PACKAGE}.engines.") for name in modules if name.startswith(f"{PACKAGE}.engines.")}
-    assert engines == {"model_info"}, "what a model's MoE layers are, which its config says"
+    assert engines == {"families", "model_info"}, "what a model's MoE layers are, which its config says"
 
 
 def test_ray_is_looked_at_where_it_is_installed() -> None:

@@ -7,7 +7,6 @@ TABLE = Table(
     head=("planet", "moons"),
     words=(0,),
     rows=(("Mars", "2"), ("<b>Saturn</b>", "274")),
-    bars={1: (0.5, 1.0)},
 )
 
 
@@ -17,12 +16,12 @@ def test_text_has_words_on_the_left_and_numbers_on_the_right_and_no_spaces_behin
     assert facts.text() == "  a     1\n  bcd  22  (of 3)"
 
 
-def test_html_escapes_every_cell_and_has_bars():
+def test_html_escapes_every_cell():
     assert TABLE.html() == (
         '<table id="table-planets"><thead><tr><th style="text-align:left">planet</th><th style="text-align:right">moons</th>'
-        '</tr></thead><tbody><tr><td style="text-align:left">Mars</td><td style="--bar:50.0%;text-align:right">2</td></tr>'
+        '</tr></thead><tbody><tr><td style="text-align:left">Mars</td><td style="text-align:right">2</td></tr>'
         '<tr><td style="text-align:left">&lt;b&gt;Saturn&lt;/b&gt;</td>'
-        '<td style="--bar:100.0%;text-align:right">274</td></tr></tbody></table>'
+        '<td style="text-align:right">274</td></tr></tbody></table>'
     )
 
 

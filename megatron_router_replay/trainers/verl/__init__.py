@@ -4,10 +4,12 @@ verl imports this module in each of its processes, as an entry point of the grou
 VERL_USE_EXTERNAL_MODULES=megatron_router_replay.trainers.verl. It registers one class with verl's EngineRegistry, which
 prefers a class of (device, vendor) to verl's own, and that class only chooses:
 
-    router_replay.mode    verl's version      the engine
-    disabled              any                 verl's own, untouched; nothing of ours is imported
-    R2, R3                in VERSIONS         RouterReplayEngine
-    R2, R3                another one         VerlError, with the versions that are known
+    router_replay.mode    the engine
+    disabled              verl's own, untouched; nothing of ours is imported
+    R2, R3                RouterReplayEngine; VerlError where what it overrides or calls is not as in DRIVEN
+
+A verl that lays tokens out in another way behind the same functions is noticed in its first forward: rows of a trace are
+compared with the tokens that the model gets.
 
 verl imports its plug-ins before anything else and hides their errors. So here nothing is imported that can fail, verl's
 engine (seconds, and Megatron-Core with it) is not loaded in processes that do without it, and what goes wrong later is
@@ -18,6 +20,9 @@ Source: verl 0.9.1, verl/__init__.py (plug-ins), workers/engine/base.py (EngineR
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import operator
 import os
 import sys
 import warnings
@@ -29,8 +34,27 @@ from typing import Any
 
 from megatron_router_replay.errors import RouterReplayError
 
-VERSIONS = ("0.9.1",)
-"""The versions of verl whose Megatron engine was read, and is driven by our tests."""
+DRIVEN = {
+    "verl.workers.engine.megatron:MegatronEngineWithLMHead.__init__": (
+        "self model_config engine_config optimizer_config checkpoint_config"
+    ),
+    "verl.workers.engine.megatron:MegatronEngineWithLMHead.initialize": "self",
+    "verl.workers.engine.megatron:MegatronEngineWithLMHead.forward_backward_batch": "self data loss_function forward_only",
+    "verl.workers.engine.megatron:MegatronEngineWithLMHead.forward_step": (
+        "self batch_iter model logits_processor_func postprocess_micro_batch_func"
+    ),
+    "verl.workers.engine.megatron:MegatronEngineWithLMHead._get_context_parallel_layout": "unwrapped_model",
+    "verl.models.mcore.util:preprocess_thd_engine": (
+        "input_ids pre_process need_roll use_fp8_padding local_cp_size min_local_rows pad_to_length_bucket cp_layout"
+    ),
+    "verl.models.mcore.util:preprocess_bshd_engine": (
+        "input_ids pre_process need_roll use_fp8_padding forced_max_seqlen"
+    ),
+}
+"""What our engine overrides or calls of verl -> its parameters. A new one may lay tokens out in another way."""
+
+RUN_WITH = "0.9.1"
+"""The version of verl that our tests drive."""
 
 ENGINE_MODULE = "verl.workers.engine.megatron"
 
@@ -74,14 +98,13 @@ class _WhenImported(MetaPathFinder, Loader):
             import verl
 
             message = f"cannot register this package's engine with verl {verl.__version__}: {error!r}."
-            if verl.__version__ in VERSIONS:
+            if verl.__version__ == RUN_WITH:
                 # verl takes an ImportError here for "no Megatron", and goes on with the engine that it has registered.
                 raise VerlError(message) from error
             # Without its registry nobody can say whether replay is on; where it is off, nothing is lost. A warning, not
             # a log line, so that it is seen before anyone has set logging up.
             warnings.warn(
-                f"{message} It knows {', '.join(VERSIONS)}. With router_replay.mode R2 or R3 verl's own replay would run, "
-                "not this package's.",
+                f"{message} With router_replay.mode R2 or R3 verl's own replay would run, not this package's.",
                 stacklevel=2,
             )
 
@@ -92,7 +115,6 @@ def register() -> None:
     Raises:
         VerlError: another plug-in has registered a Megatron engine for the same device and vendor.
     """
-    import verl
     from verl.utils.device import get_device_name, get_vendor
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.megatron import MegatronEngineWithLMHead
@@ -107,7 +129,7 @@ def register() -> None:
             mode = replay_mode(*args, **kwargs)
             if mode == "disabled":
                 return MegatronEngineWithLMHead(*args, **kwargs)
-            check_version(verl.__version__, mode)
+            probe(mode)
             from megatron_router_replay.trainers.verl.engine import RouterReplayEngine
 
             return RouterReplayEngine(*args, **kwargs)
@@ -134,14 +156,22 @@ def replay_mode(*args: Any, **kwargs: Any) -> str:
     return "disabled"
 
 
-def check_version(version: str, mode: str) -> None:
-    """Raise VerlError for a verl whose Megatron engine is not known."""
-    if version not in VERSIONS:
-        raise VerlError(
-            f"router_replay.mode={mode} with verl {version}: this package knows the Megatron engine of verl "
-            f"{', '.join(VERSIONS)} only, and another one may pack or split tokens differently. Install one of these, take a "
-            "release of this package that names yours, or set router_replay.mode=disabled."
-        )
+def probe(mode: str) -> None:
+    """Raise VerlError unless what our engine overrides and calls of this verl is what it knows."""
+    import verl
+
+    for name, expected in DRIVEN.items():
+        module, _, path = name.partition(":")
+        try:
+            found = list(inspect.signature(operator.attrgetter(path)(importlib.import_module(module))).parameters)
+        except (ImportError, AttributeError) as error:
+            found = [repr(error)]
+        if found != expected.split():
+            raise VerlError(
+                f"router_replay.mode={mode} with verl {verl.__version__}: {path} has the parameters {found}, this package "
+                f"drives one with {expected.split()}; another one may pack or split tokens differently. Take a release of "
+                f"this package that knows it (this one was run with {RUN_WITH}), or set router_replay.mode=disabled."
+            )
 
 
 def _plug_in() -> None:

@@ -26,7 +26,7 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead
 
 from megatron_router_replay.errors import PayloadError, ReplayStateError
 from megatron_router_replay.mcore import record, replay
-from megatron_router_replay.trainers import Routes, number_rows, packed, recorded, take_routes
+from megatron_router_replay.trainers import BatchRoutes, number_rows, pack_rows, recorded_routes, take_routes
 from megatron_router_replay.trainers.verl import VerlError
 
 ROWS = "routing_rows"
@@ -92,7 +92,7 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
                 self._session = None
         # On every rank, for both are collectives; verl reads what the last stage returns alone.
         report = session.report.reduce()
-        whole = recorded(session, like=tokens) if routes is None else None
+        whole = recorded_routes(session, like=tokens) if routes is None else None
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             if whole is not None:
                 output["model_output"]["routed_experts"] = whole
@@ -110,7 +110,7 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         if self._session is None:
             return super().forward_step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)
         batch = next(batch_iter)
-        rows = packed(lambda values: self._pack(values, batch, model), batch[ROWS])
+        rows = pack_rows(lambda values: self._pack(values, batch, model), batch[ROWS])
         self._session.microbatch(rows, model, padding=rows < 0)
         return super().forward_step(
             iter([batch.exclude(ROWS)]), model, logits_processor_func, postprocess_micro_batch_func
@@ -131,7 +131,7 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             values, pre_process=True, use_fp8_padding=fp8, forced_max_seqlen=longest
         )[0]
 
-    def _routes(self, data: Any, mode: str) -> Routes:
+    def _routes(self, data: Any, mode: str) -> BatchRoutes:
         """Read the batch's routes; where one rank finds them wrong, all of the job raise, and none waits for it."""
         routes, error = None, None
         try:
@@ -149,7 +149,7 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         assert routes is not None, "without an error there are routes"
         return routes
 
-    def _take(self, data: Any, mode: str) -> Routes:
+    def _take(self, data: Any, mode: str) -> BatchRoutes:
         routed_experts, tokens = data.get("routed_experts", None), data["input_ids"]
         if routed_experts is None:
             why = {
@@ -163,7 +163,7 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             routed_experts,
             self.module,
             tokens=tokens,
-            routed=_num_routed(routed_experts, data),
+            has_route=_num_routed(routed_experts, data),
             missing="live" if self.missing == "live" else "raise",
         )
 

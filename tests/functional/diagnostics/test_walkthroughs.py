@@ -37,7 +37,7 @@ def test_two_layouts_differ_in_routing_and_with_the_same_routes_in_arithmetic_on
 def test_the_same_layout_twice_is_the_same():
     shown = walk("two_layouts.py", "--same", code=0)
     assert "verdict: routing is the same" in shown
-    assert "finding" not in shown
+    assert "fact" not in shown
 
 
 def test_the_noisy_layer_is_named_and_frozen():
@@ -54,11 +54,11 @@ def test_each_wrong_capture_is_named_by_diff_and_by_the_live_comparison():
     shown = walk("wrong_capture.py", code=1)
     planted = dict(re.findall(r"^planted: (.+)\n((?:  .+\n)+)", shown, re.M))
     rows, zeroed, swapped = planted.values()
-    assert "diff: the engine looks like the trainer shifted down by one row" in rows
+    assert "of the engine hold the trainer's rows 0..254 (1 row earlier), in all layers" in rows
     assert "live: in every layer" in rows
-    assert "diff: layer 4 of the engine sends every token to the same experts [0, 1]" in zeroed
+    assert "diff: all 256 rows of the engine repeat experts [0, 1] in layer 4: 256 of 256 decisions." in zeroed
     assert re.findall(r"live: layer (\d)", zeroed) == ["4"]
-    assert "diff: layers 3 and 5 of the engine are swapped" in swapped
+    assert "diff: layers 3, 5 of the engine hold layers 5, 3 of the trainer, in all 256 rows" in swapped
     assert re.findall(r"live: layer (\d)", swapped) == ["3", "5"]
 
 
@@ -66,4 +66,4 @@ def test_the_right_capture_is_not_accused():
     shown = walk("wrong_capture.py", "--right", code=0)
     assert "verdict: nothing wrong with the capture" in shown
     assert "diff:" not in shown
-    assert "finding" not in shown
+    assert "fact" not in shown

@@ -13,11 +13,11 @@ from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
 from megatron_router_replay.testing import (
     ParallelSizes,
     build_tiny_gpt,
-    gradients,
     random_microbatches,
     run_schedule,
     tiny_gpt_config,
 )
+from tests.support.gradients import gradients
 
 
 def test_a_model_forced_to_its_own_experts_is_itself_and_to_others_is_not(tmp_path):

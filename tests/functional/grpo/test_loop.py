@@ -78,8 +78,6 @@ def test_an_episode_of_two_turns_trains_on_the_routes_of_both(workers_1, tmp_pat
 LAYOUTS = {
     "pp2": ParallelSizes(pp_size=2),
     "tp2-ep2": ParallelSizes(tp_size=2, ep_size=2),
-}
-SLOW_LAYOUTS = {
     "cp2": ParallelSizes(cp_size=2),
     "ep2": ParallelSizes(ep_size=2),
     "pp2-vpp2": ParallelSizes(pp_size=2, vp_size=2),
@@ -87,15 +85,21 @@ SLOW_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS)])
-def test_a_step_under_another_layout_is_the_step_of_one_process(name, workers_1, tmp_path, request):
-    layout = {**LAYOUTS, **SLOW_LAYOUTS}[name]
-    settings = small(tmp_path / "single", steps=2, recompute="full")
-    other = replace(settings, out=tmp_path / name, layout=layout)
-    for run in (settings, other):
-        run.out.mkdir()
-    (expected,) = workers_1.run(train, settings)
-    metrics, *rest = request.getfixturevalue(f"workers_{layout.world_size}").run(train, other)
+@pytest.fixture(scope="module")
+def of_one_process(workers_1, tmp_path_factory):
+    """The settings of two steps in one process, and their metrics."""
+    settings = small(tmp_path_factory.mktemp("single"), steps=2, recompute="full")
+    (metrics,) = workers_1.run(train, settings)
+    return settings, metrics
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_under_another_layout_is_the_step_of_one_process(name, of_one_process, tmp_path, request):
+    layout = LAYOUTS[name]
+    settings, expected = of_one_process
+    workers = request.getfixturevalue(f"workers_{layout.world_size}")
+    metrics, *rest = workers.run(train, replace(settings, out=tmp_path, layout=layout))
     assert rest == [[]] * len(rest)
     for name in ("reward", "rollout_kl", "rollout_gap", "router_disagreement", "loss", "reference_kl", "grad_norm"):
         assert metrics[0][name] == pytest.approx(expected[0][name], rel=2e-3, abs=1e-5), name

@@ -14,7 +14,7 @@ PP2 = ParallelSizes(pp_size=2)
 STAGES = ((1,), (3, 4))
 """Layer numbers of both stages: layer 2 of the four is dense."""
 
-TRANSPORTS = ("distributed", pytest.param("ray", marks=pytest.mark.slow))
+TRANSPORTS = [pytest.param(name, marks=pytest.mark.slow) for name in ("distributed", "ray")]
 
 
 def sharing(out, **changes):
@@ -28,21 +28,27 @@ def pool_of(transport):
         pytest.importorskip("ray", reason="ray is not installed: pip install 'megatron-router-replay[ray]'")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    ("layout", "world_size"),
-    [
-        pytest.param(PP2, 2, id="pp2"),
-        pytest.param(PP2, 4, id="pp2-dp2", marks=pytest.mark.slow),
-        pytest.param(ParallelSizes(tp_size=2, pp_size=2), 4, id="tp2-pp2", marks=pytest.mark.slow),
-    ],
+@pytest.fixture(
+    scope="module",
+    params=[(PP2, 2), (PP2, 4), (ParallelSizes(tp_size=2, pp_size=2), 4)],
+    ids=["pp2", "pp2-dp2", "tp2-pp2"],
 )
-def test_every_rank_gets_the_routes_of_the_local_way_and_trains_the_same(
-    transport, layout, world_size, tmp_path, request
-):
-    pool_of(transport)
+def local_way(request, tmp_path_factory):
+    """A layout, the workers for it, and what every rank saw with routes that never left the rollout's process."""
+    layout, world_size = request.param
     workers = request.getfixturevalue(f"workers_{world_size}")
-    expected = workers.run(steps_with_routes, sharing(tmp_path / "local", layout=layout))
+    return (
+        layout,
+        workers,
+        workers.run(steps_with_routes, sharing(tmp_path_factory.mktemp("way") / "local", layout=layout)),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["distributed", "ray"])
+def test_every_rank_gets_the_routes_of_the_local_way_and_trains_the_same(transport, local_way, tmp_path):
+    pool_of(transport)
+    layout, workers, expected = local_way
     ranks = workers.run(steps_with_routes, sharing(tmp_path / transport, layout=layout, transport=transport))
 
     for rank, local in zip(ranks, expected, strict=True):
@@ -62,7 +68,7 @@ def test_every_rank_gets_the_routes_of_the_local_way_and_trains_the_same(
             if rank["place"].pp_rank == 0 and rank["place"].tp_rank == 0
         }
         assert sum(int((~received["replay_mask"]).sum()) for received in of_stage.values()) == 16
-        assert len(of_stage) == world_size // layout.world_size
+        assert len(of_stage) == len(ranks) // layout.world_size
     for rank in ranks:
         assert rank["line"].startswith("routes: training ")
         for metrics in rank["metrics"]:
@@ -70,6 +76,7 @@ def test_every_rank_gets_the_routes_of_the_local_way_and_trains_the_same(
             assert metrics["router_replay/transport/rollout_decode_s"] > 0
 
 
+@pytest.mark.slow
 def test_saved_routes_are_the_whole_rollout_whatever_the_layout_and_transport(workers_1, workers_2, tmp_path):
     whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
     workers_1.run(train, sharing(tmp_path / "one", steps=1, save_routes=whole))

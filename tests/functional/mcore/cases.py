@@ -5,6 +5,7 @@ The watching is independent of the package: forward hooks on Megatron's router m
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,29 +17,29 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore.compat import megatron_version, version_numbers
+from megatron_router_replay.mcore.tape import Entry
 from megatron_router_replay.testing import (
     ParallelSizes,
     build_tiny_gpt,
-    gradients,
     random_microbatches,
     run_schedule,
-    split_microbatch,
     tiny_gpt_config,
 )
+from tests.support.gradients import gradients
+from tests.support.microbatches import split_microbatch
 
 MEGATRON = version_numbers(megatron_version())
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 # Megatron-Core 0.18 passes its checkpointed MTP layer an argument that it does not take; not without us either.
-MTP_RECOMPUTE = (
-    {"recompute_granularity": "selective", "recompute_modules": ["moe"]} if MEGATRON[:2] == (0, 18) else FULL
-)
-LATER_SCORE_FUNCTIONS = ["sqrtsoftplus"] if MEGATRON >= (0, 18) else []
-"""Score functions of moe_router_score_function besides softmax and sigmoid."""
+MTP_RECOMPUTE = MOE if MEGATRON[:2] == (0, 18) else FULL
+Watched = dict[str, dict[int, list[Tensor]]]
+"""{"forward" | "recompute": {layer_number: routing maps [num_tokens, num_experts] in order of the calls}}"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    layout: ParallelSizes
+    layout: ParallelSizes = ParallelSizes()
     config: dict[str, Any] = field(default_factory=dict)
     num_microbatches: int = 4
     batch_size: int = 2
@@ -54,10 +55,11 @@ def build(case: Case) -> tuple[Any, list[Any], list[dict[str, Any]]]:
     """Return (config, this rank's chunks, this rank's micro-batches with `routing_rows`)."""
     from megatron.core import parallel_state
 
-    case.layout.initialize()
+    if not parallel_state.is_initialized():  # a test may build several models
+        case.layout.initialize()
     config = tiny_gpt_config(case.layout, **case.config)
     chunks = build_tiny_gpt(config, case.layout)
-    set_fusion(chunks, case.fused)
+    set_in_configs(chunks, moe_router_fusion=case.fused)
     microbatches = random_microbatches(
         case.num_microbatches,
         batch_size=case.batch_size,
@@ -86,24 +88,26 @@ def run(chunks: list[Any], case: Case, microbatches: list[dict[str, Any]], sessi
     return losses, ({} if options.get("forward_only") else gradients(chunks))
 
 
-def moe_routers(chunks: list[Any]) -> list[Any]:
-    """Every decoder TopKRouter of the chunks."""
+def model_inputs(microbatch: dict[str, Any]) -> dict[str, Any]:
+    """What a GPTModel is called with to return losses."""
+    named = {"input_ids": microbatch["tokens"], "attention_mask": None}
+    return named | {name: microbatch[name] for name in ("position_ids", "labels", "loss_mask")}
+
+
+def moe_routers(chunks: list[Any], *, mtp: bool = False) -> list[Any]:
+    """Every TopKRouter of the chunks' decoders, or of their MTP layers."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    return [
-        module
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        if isinstance(module, TopKRouter) and not name.startswith("mtp")
-    ]
+    named = [each for chunk in chunks for each in chunk.named_modules()]
+    return [module for name, module in named if isinstance(module, TopKRouter) and name.startswith("mtp") == mtp]
 
 
-def set_fusion(chunks: list[Any], on: bool) -> None:
-    """Set moe_router_fusion of built chunks."""
+def set_in_configs(chunks: list[Any], **fields: Any) -> None:
+    """Set what the config's own checks would refuse here, in every config of built chunks."""
     for chunk in chunks:
         for module in chunk.modules():
-            if hasattr(module, "config"):
-                module.config.moe_router_fusion = on
+            for name, value in fields.items() if hasattr(module, "config") else ():
+                setattr(module.config, name, value)
 
 
 def left_over(chunks: list[Any]) -> list[Any]:
@@ -112,14 +116,29 @@ def left_over(chunks: list[Any]) -> list[Any]:
     return [replay for replay in held if replay is not None]
 
 
-@contextmanager
-def watched(chunks: list[Any]) -> Iterator[dict[str, dict[int, list[Tensor]]]]:
-    """Yield {"forward" | "recompute": {layer_number: routing maps [num_tokens, num_experts] in order of the calls}}."""
-    seen: dict[str, dict[int, list[Tensor]]] = {"forward": defaultdict(list), "recompute": defaultdict(list)}
+def alive_entries(chunks: list[Any]) -> list[Entry]:
+    """Return the calls of these chunks' routers that tapes hold now, over all graphs that live."""
+    gc.collect()
+    routers = moe_routers(chunks)
+    entries = [each for each in gc.get_objects() if isinstance(each, Entry)]
+    return [entry for entry in entries if any(entry.router is router for router in routers)]
 
+
+# ---- the oracle
+
+
+def in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextmanager
+def watched(chunks: list[Any]) -> Iterator[Watched]:
+    """Yield the routing maps that leave the routers, forwards and recomputes apart."""
+    seen: Watched = {"forward": defaultdict(list), "recompute": defaultdict(list)}
+
+    @torch.compiler.disable
     def hook(module: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
-        phase = "recompute" if torch._C._current_graph_task_id() != -1 else "forward"
-        seen[phase][module.layer_number].append(output[1].clone())
+        seen["recompute" if in_backward() else "forward"][module.layer_number].append(output[1].clone())
 
     handles = [router.register_forward_hook(hook) for router in moe_routers(chunks)]
     try:
@@ -129,13 +148,42 @@ def watched(chunks: list[Any]) -> Iterator[dict[str, dict[int, list[Tensor]]]]:
             handle.remove()
 
 
-def random_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int, *, seed: int = 7) -> Tensor:
+def add_noise_in_recompute(chunks: list[Any], *, mtp: bool = False) -> None:
+    """Let every router see other logits in a recompute than in its forward."""
+    generator = torch.Generator().manual_seed(11)
+    for router in moe_routers(chunks, mtp=mtp):
+
+        def noisy(hidden: Tensor, gating: Any = router.gating) -> Tensor:
+            logits = gating(hidden)
+            return logits + 2 * torch.randn(logits.shape, generator=generator) if in_backward() else logits
+
+        router.gating = noisy
+
+
+def flips(seen: Watched, owner: list[int] | None = None) -> int:
+    """How many recomputed decisions are not their forward's; `owner` names the forward of each recompute in turn."""
+    count = 0
+    for layer, recomputed in seen["recompute"].items():
+        forwards = seen["forward"][layer]
+        expected = forwards if owner is None else [forwards[number] for number in owner]
+        count += sum(int((a != b).any(dim=1).sum()) for a, b in zip(expected, recomputed, strict=True))
+    return count
+
+
+def random_routes(num_tokens: int, num_layers: int, topk: int = 2, num_experts: int = 8, *, seed: int = 7) -> Tensor:
     """Valid routes that no router chose: [num_tokens, num_layers, topk] distinct random ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(num_tokens, num_layers, num_experts, generator=generator).argsort(dim=2)[:, :, :topk]
 
 
-def as_map(topk_indices: Tensor, num_experts: int) -> Tensor:
+def random_trace(case: Case, layers: Any = range(1, 5), **options: Any) -> mrr.RoutingTrace:
+    """Return a trace of random routes for every token of the case, of these layers."""
+    topk, num_experts = case.config.get("moe_router_topk", 2), case.config.get("num_moe_experts", 8)
+    routes = random_routes(case.num_tokens, len(layers), topk, num_experts, seed=options.pop("seed", 7))
+    return mrr.RoutingTrace(topk_indices=routes, layer_numbers=layers, num_experts=num_experts, **options)
+
+
+def as_map(topk_indices: Tensor, num_experts: int = 8) -> Tensor:
     """[n, topk] -> [n, num_experts] bool."""
     return torch.zeros(len(topk_indices), num_experts, dtype=torch.bool).scatter(1, topk_indices.long(), True)
 
@@ -150,6 +198,19 @@ def rows_seen(case: Case, microbatch: dict[str, Any]) -> Tensor:
     return rows
 
 
+def wrong_replays(case: Case, seen: Watched, trace: mrr.RoutingTrace, microbatches: list[dict[str, Any]]) -> int:
+    """How many decisions are not the trace's, in forwards and recomputes; rows without a route are not judged."""
+    wrong = 0
+    for maps_of_layer in seen.values():
+        for layer, maps in maps_of_layer.items():
+            for microbatch, routing_map in zip(microbatches, maps, strict=True):
+                rows = rows_seen(case, microbatch)
+                routed = (rows >= 0) & trace.replay_mask[rows.clamp(min=0)]
+                target = as_map(trace.layer(layer)[rows[routed]], routing_map.shape[1])
+                wrong += int((routing_map[routed] != target).any(dim=1).sum())
+    return wrong
+
+
 def same(one: Any, other: Any) -> bool:
     """Whether losses and gradients are equal to the last bit."""
     (losses_one, grads_one), (losses_other, grads_other) = one, other
@@ -161,48 +222,31 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-def record_and_replay(case: Case) -> dict[str, Any]:
-    """Live, recorded, replayed and misrouted runs of one case on this rank; what the test asserts, as plain values."""
-    config, chunks, microbatches = build(case)
-    layers = sorted(router.layer_number for router in moe_routers(chunks))
-    topk, num_experts = config.moe_router_topk, config.num_moe_experts
-    live = run(chunks, case, microbatches)
+def record_and_replay(case: Case, chunks: list[Any], microbatches: list[dict[str, Any]], whole: Any) -> Any:
+    """Live, recorded, replayed and misrouted steps on this rank: the first three alike, the last as it was told.
 
+    Args:
+        whole: the numbers of the MoE layers of the whole model: a rollout sends all, though a stage has some only.
+
+    Returns:
+        What each recompute and forward routed under random routes, and the report of the replay.
+    """
+    live = run(chunks, case, microbatches)
     with mrr.record(chunks, verify=True) as recording:
         recorded = run(chunks, case, microbatches, recording)
+    assert same(live, recorded), "recording changed losses or gradients"
     trace = recording.trace(num_tokens=case.num_tokens)
+    split = (case.layout.tp_size if case.layout.sequence_parallel else 1) * case.layout.cp_size
+    assert int(trace.replay_mask.sum()) == case.num_tokens // split
     with mrr.replay(chunks, trace, verify=True) as session:
         replayed = run(chunks, case, microbatches, session)
-
-    # Trace layers of the whole model, as a rollout engine sends them, though this stage has some only.
-    all_layers = [i + 1 for i, is_moe in enumerate(_moe_pattern(config)) if is_moe]
-    other = random_routes(case.num_tokens, len(all_layers), topk, num_experts)
-    other_trace = mrr.RoutingTrace(topk_indices=other, layer_numbers=all_layers, num_experts=num_experts)
-    with watched(chunks) as seen, mrr.replay(chunks, other_trace) as misrouted:
+    assert same(live, replayed), "replaying the routes just recorded changed losses or gradients"
+    layers = sorted(router.layer_number for router in moe_routers(chunks))
+    assert list(trace.layer_numbers) == layers
+    other = random_trace(case, whole)
+    with watched(chunks) as seen, mrr.replay(chunks, other) as misrouted:
         run(chunks, case, microbatches, misrouted)
-    wrong = {"forward": 0, "recompute": 0}
-    for phase, maps_of_layer in seen.items():
-        for layer, maps in maps_of_layer.items():
-            for microbatch, routing_map in zip(microbatches, maps, strict=True):
-                target = other[rows_seen(case, microbatch), all_layers.index(layer)]
-                wrong[phase] += int((routing_map != as_map(target, num_experts)).any(dim=1).sum())
-    return {
-        "layers": layers,
-        "trace_layers": list(trace.layer_numbers),
-        "record_is_live": same(live, recorded),
-        "replay_is_live": same(live, replayed),
-        "routed_rows": int(trace.replay_mask.sum()),
-        "wrong": wrong,
-        "forwards": {layer: len(maps) for layer, maps in seen["forward"].items()},
-        "recomputes": {layer: len(maps) for layer, maps in seen["recompute"].items()},
-        "report": session.report.to_dict(),
-        "left_over": left_over(chunks),
-        "loss": None if not live[0] else float(torch.stack([loss.float().mean() for loss in live[0]]).mean()),
-    }
-
-
-def _moe_pattern(config: Any) -> list[int]:
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [1 if i % frequency == 0 else 0 for i in range(config.num_layers)]
-    return list(frequency)
+    assert wrong_replays(case, seen, other, microbatches) == 0
+    assert sorted(seen["forward"]) == layers
+    assert left_over(chunks) == []
+    return seen, session.report

@@ -12,21 +12,23 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelSizes, pack_microbatch
+from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import (
     FULL,
     MEGATRON,
+    MOE,
     MTP_RECOMPUTE,
     Case,
     build,
+    in_backward,
     moe_routers,
-    random_routes,
+    random_trace,
     rows_seen,
     run,
 )
+from tests.support.microbatches import pack_microbatch
 from tests.unit.mcore.balanced_chunk import logged
 
-MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 COEFFICIENT = 0.5
 BALANCED: dict[str, Any] = {
     "moe_router_score_function": "sigmoid",
@@ -37,12 +39,10 @@ BALANCED: dict[str, Any] = {
 NUM_EXPERTS, TOPK, LENGTH = 8, 2, 8
 
 CASES = {
-    "single": Case(layout=ParallelSizes(), config=BALANCED),
-    "single-full": Case(layout=ParallelSizes(), config=BALANCED | FULL),
+    "single-full": Case(config=BALANCED | FULL),
     "tp2-sp": Case(layout=ParallelSizes(tp_size=2), config=BALANCED | MOE),
     "cp2-full": Case(layout=ParallelSizes(cp_size=2), config=BALANCED | FULL),
     "pp2-vpp2-moe": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=BALANCED | MOE),
-    "tp2-cp2": Case(layout=ParallelSizes(tp_size=2, cp_size=2), config=BALANCED),
     "tp2-cp2-full": Case(layout=ParallelSizes(tp_size=2, cp_size=2), config=BALANCED | FULL),
 }
 
@@ -52,43 +52,43 @@ def is_padding(rows: Tensor) -> Tensor:
     return rows % 5 == 3
 
 
-def routes_of(case: Case) -> Tensor:
-    return random_routes(case.num_tokens, 4, TOPK, NUM_EXPERTS)
-
-
-def replay_balanced(case: Case, aux_loss: Any) -> dict[str, Any]:
-    """Replay one step on this rank: its counters, what it logged of losses, and rows and logits of each router call."""
-    _, chunks, microbatches = build(case)
+def build_padded(case: Case) -> tuple[Any, list[Any], list[dict[str, Any]]]:
+    config, chunks, microbatches = build(case)
     for microbatch in microbatches:
         microbatch["padding"] = is_padding(microbatch["routing_rows"])
         microbatch["routing_rows"] = microbatch["routing_rows"].masked_fill(microbatch["padding"], -1)
-    trace = mrr.RoutingTrace(topk_indices=routes_of(case), layer_numbers=range(1, 5), num_experts=NUM_EXPERTS)
+    return config, chunks, microbatches
+
+
+def replay_balanced(case: Case) -> dict[str, Any]:
+    """Replay one step on this rank: its counters, what it logged of losses, and rows and logits of each router call."""
+    _, chunks, microbatches = build_padded(case)
     logits: dict[int, list[Tensor]] = defaultdict(list)
     for router in moe_routers(chunks):
 
         def gating(hidden: Tensor, gating: Any = router.gating, layer: int = router.layer_number) -> Tensor:
             result: Tensor = gating(hidden)
-            if torch._C._current_graph_task_id() == -1:
+            if not in_backward():
                 logits[layer].append(result.detach().flatten(0, 1).clone())
             return result
 
         router.gating = gating
     for name in ("load_balancing_loss", "seq_load_balancing_loss"):
         logged(name)
-    with mrr.replay(chunks, trace, aux_loss=aux_loss) as session:
+    with mrr.replay(chunks, random_trace(case)) as session:
         run(chunks, case, microbatches, session)
     return {
         "counted": {router.layer_number: router.local_tokens_per_expert.tolist() for router in moe_routers(chunks)},
         "logged": {name: logged(name) for name in ("load_balancing_loss", "seq_load_balancing_loss")},
         "rows": [rows_seen(case, microbatch) for microbatch in microbatches],
         "logits": dict(logits),
-        "report": session.report.to_dict(),
+        "decisions": session.report.decisions_counted,
     }
 
 
 def counts_by_hand(case: Case) -> dict[int, list[float]]:
     tokens = torch.arange(case.num_tokens)
-    routes = routes_of(case)[~is_padding(tokens)]
+    routes = random_trace(case).topk_indices[~is_padding(tokens)]
     return {
         layer: torch.bincount(routes[:, layer - 1].flatten(), minlength=NUM_EXPERTS).float().tolist()
         for layer in range(1, 5)
@@ -108,7 +108,7 @@ def loss_by_hand(scores: Tensor, load: Tensor, num_tokens: float) -> Tensor:
     )
 
 
-def losses_by_hand(case: Case, ranks: list[dict[str, Any]], layer: int, choice: str) -> tuple[float, float]:
+def losses_by_hand(case: Case, ranks: list[dict[str, Any]], layer: int) -> tuple[float, float]:
     """Return (aux_loss, seq_aux_loss) of a layer, over all micro-batches: of the tokens of all ranks that have it."""
     totals = [0.0, 0.0]
     holders = [rank for rank in ranks if layer in rank["logits"]]
@@ -118,8 +118,7 @@ def losses_by_hand(case: Case, ranks: list[dict[str, Any]], layer: int, choice: 
         order = rows.argsort()[rows.sort().values >= 0]  # without padding, sequence behind sequence
         rows, scores = rows[order], torch.sigmoid(logits[order])
         scores = scores / scores.sum(dim=1, keepdim=True)
-        experts = scores.topk(TOPK, dim=1).indices if choice == "live" else routes_of(case)[rows, layer - 1]
-        chosen = torch.zeros_like(scores).scatter(1, experts, 1.0)
+        chosen = torch.zeros_like(scores).scatter(1, scores.topk(TOPK, dim=1).indices, 1.0)
         totals[0] += float(loss_by_hand(scores, chosen.sum(0), len(rows)))
         of_sequence = rows // LENGTH
         for sequence in of_sequence.unique():
@@ -130,41 +129,35 @@ def losses_by_hand(case: Case, ranks: list[dict[str, Any]], layer: int, choice: 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_split_counts_the_tokens_of_the_batch_once_and_padding_never(name, request):
+def test_every_split_counts_the_tokens_of_the_batch_once_and_padding_never(name, on_ranks):
     case = CASES[name]
-    choice = "replayed" if name in ("single", "tp2-cp2") else "live"
-    workers = request.getfixturevalue(f"workers_{case.layout.world_size}")
-    ranks = workers.run(replay_balanced, case, choice)
+    ranks = on_ranks(case.layout.world_size, replay_balanced, case)
     counted: dict[int, Tensor] = {}
     for rank in ranks:
         for layer, counts in rank["counted"].items():
             counted[layer] = counted.get(layer, torch.zeros(NUM_EXPERTS)) + torch.tensor(counts)
     assert {layer: counts.tolist() for layer, counts in counted.items()} == counts_by_hand(case)
     num_tokens = int((~is_padding(torch.arange(case.num_tokens))).sum())
-    assert sum(rank["report"]["decisions_counted"] for rank in ranks) == 4 * num_tokens
+    assert sum(rank["decisions"] for rank in ranks) == 4 * num_tokens
     for layer in range(1, 5):
-        by_hand = losses_by_hand(case, ranks, layer, choice)
+        by_hand = losses_by_hand(case, ranks, layer)
         # Each rank logs its own part; Megatron-Core adds them up over the ranks when it reports.
         for name_of_log, expected in zip(("load_balancing_loss", "seq_load_balancing_loss"), by_hand):
             parts = [rank["logged"][name_of_log][layer - 1] for rank in ranks if layer in rank["logits"]]
             assert float(sum(parts)) == pytest.approx(expected, rel=1e-4)
 
 
-def bias_updates(choice: str) -> dict[str, Any]:
-    """Two optimizer steps' worth of Megatron-Core's own update and reset, between them a step of replay each."""
+def bias_updates(choice: str) -> dict[int, list[float]]:
+    """Two optimizer steps' worth of Megatron-Core's own update and reset, before each a step of replay."""
     from megatron.core.distributed.finalize_model_grads import (
         _update_router_expert_bias,
         reset_model_temporary_tensors,
     )
 
     case = CASES["cp2-full"]
-    config, chunks, microbatches = build(case)
-    for microbatch in microbatches:
-        microbatch["padding"] = is_padding(microbatch["routing_rows"])
-        microbatch["routing_rows"] = microbatch["routing_rows"].masked_fill(microbatch["padding"], -1)
-    trace = mrr.RoutingTrace(topk_indices=routes_of(case), layer_numbers=range(1, 5), num_experts=NUM_EXPERTS)
+    config, chunks, microbatches = build_padded(case)
     group = () if MEGATRON < (0, 19) else (moe_routers(chunks)[0].tp_dp_cp_group,)
-    with mrr.replay(chunks, trace, expert_bias=choice) as session:
+    with mrr.replay(chunks, random_trace(case), expert_bias=choice) as session:
         for _ in range(2):
             run(chunks, case, microbatches, session)
             _update_router_expert_bias(chunks, config, *group)
@@ -173,44 +166,27 @@ def bias_updates(choice: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("choice", ["replayed", "off"])
-def test_megatrons_own_update_moves_the_bias_by_the_tokens_alone(choice, workers_2):
+def test_megatrons_own_update_moves_the_bias_by_the_tokens_alone(choice, on_ranks):
     expected = {}
     for layer, counts in counts_by_hand(CASES["cp2-full"]).items():
         mean = sum(counts) / NUM_EXPERTS
         steps = [0 if choice == "off" or count == mean else (1 if count < mean else -1) for count in counts]
         expected[layer] = pytest.approx([2 * 0.001 * one for one in steps])
-    first, second = workers_2.run(bias_updates, choice)
-    assert first == second == expected
+    assert on_ranks(2, bias_updates, choice) == [expected, expected]
 
 
-def multi_token_prediction() -> dict[str, list[float]]:
+def test_layers_of_multi_token_prediction_leave_padding_out_too(megatron):
     """MTP layers that stay live under a replay know the padding of the micro-batch beside which they run."""
-    config = BALANCED | {"mtp_num_layers": 1, "num_layers": 2} | MTP_RECOMPUTE
-    case = Case(layout=ParallelSizes(), config=config, num_microbatches=2)
-    _, chunks, microbatches = build(case)
-    for microbatch in microbatches:
-        microbatch["padding"] = is_padding(microbatch["routing_rows"])
-        microbatch["routing_rows"] = microbatch["routing_rows"].masked_fill(microbatch["padding"], -1)
-    trace = mrr.RoutingTrace(
-        topk_indices=random_routes(case.num_tokens, 2, TOPK, NUM_EXPERTS), layer_numbers=[1, 2], num_experts=NUM_EXPERTS
-    )
-    with mrr.replay(chunks, trace) as session:
+    case = Case(config=BALANCED | {"mtp_num_layers": 1, "num_layers": 2} | MTP_RECOMPUTE, num_microbatches=2)
+    _, chunks, microbatches = build_padded(case)
+    with mrr.replay(chunks, random_trace(case, (1, 2))) as session:
         run(chunks, case, microbatches, session)
-    return {
-        found.name: found.router.local_tokens_per_expert.sum().item()
-        for chunk in chunks
-        for found in mrr.mcore.find_routers(chunk)
-    }
-
-
-def test_layers_of_multi_token_prediction_leave_padding_out_too(workers_1):
+    routers = moe_routers(chunks) + moe_routers(chunks, mtp=True)
     num_tokens = int((~is_padding(torch.arange(32))).sum())
-    (counted,) = workers_1.run(multi_token_prediction)
-    assert len(counted) == 3
-    assert set(counted.values()) == {num_tokens * TOPK}, counted
+    assert [router.local_tokens_per_expert.sum().item() for router in routers] == [num_tokens * TOPK] * 3
 
 
-def disagreeing_ranks(what: str) -> str:
+def disagreeing_ranks(what: str, said: str) -> None:
     """The ranks of one context-parallel group tell the session different things."""
     import torch.distributed as dist
 
@@ -220,52 +196,34 @@ def disagreeing_ranks(what: str) -> str:
     for microbatch in microbatches:
         if what == "choice" or first:
             microbatch["padding"] = torch.zeros_like(microbatch["routing_rows"], dtype=torch.bool)
-    trace = mrr.RoutingTrace(topk_indices=routes_of(case), layer_numbers=range(1, 5), num_experts=NUM_EXPERTS)
     choice: Any = "off" if what == "choice" and first else "replayed"
-    try:
-        with mrr.replay(chunks, trace, expert_bias=choice) as session:
-            run(chunks, case, microbatches, session)
-    except mrr.RouterReplayError as error:
-        return str(error)
-    return "nothing was raised"
+    with (
+        pytest.raises(mrr.RouterReplayError, match=said),
+        mrr.replay(chunks, random_trace(case), expert_bias=choice) as session,
+    ):
+        run(chunks, case, microbatches, session)
 
 
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("padding", "ranks that share an auxiliary loss (those of rank 0) were not told of padding in the same"),
+        ("padding", r"ranks that share an auxiliary loss \(those of rank 0\) were not told of padding in the same"),
         ("choice", "ranks replay with different expert_bias= or aux_loss="),
     ],
 )
-def test_ranks_that_balance_differently_raise_on_all(what, said, workers_2):
-    first, second = workers_2.run(disagreeing_ranks, what)
-    assert said in first
-    assert first == second
+def test_ranks_that_balance_differently_raise_on_all(what, said, on_ranks):
+    on_ranks(2, disagreeing_ranks, what, said)
 
 
-def packed_sequences() -> str:
+def test_a_loss_of_sequences_refuses_packed_ones_in_a_real_model(megatron):
     """A real GPTModel hands packed_seq_params to its layers, not to its routers."""
     config = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": COEFFICIENT}
-    case = Case(layout=ParallelSizes(), config=config, num_microbatches=1)
-    from megatron_router_replay.testing import build_tiny_gpt, run_schedule, tiny_gpt_config
-
+    case = Case(config=config, num_microbatches=1, batch_size=1)
     case.layout.initialize()
     chunks = build_tiny_gpt(tiny_gpt_config(case.layout, **config), case.layout, core_attention="small")
-    packed = pack_microbatch([torch.arange(6), torch.arange(4)])
-    rows = torch.arange(8).unsqueeze(0)
-    trace = mrr.RoutingTrace(
-        topk_indices=random_routes(8, 4, TOPK, NUM_EXPERTS), layer_numbers=range(1, 5), num_experts=8
-    )
-    try:
-        with mrr.replay(chunks, trace) as session:
-            run_schedule(
-                chunks, case.layout, [packed], before_forward=lambda batch, model: session.microbatch(rows, model)
-            )
-    except mrr.RouterReplayError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_a_loss_of_sequences_refuses_packed_ones_in_a_real_model(workers_1):
-    (said,) = workers_1.run(packed_sequences)
-    assert "seq_aux_loss balances each sequence" in said
+    packed = pack_microbatch([torch.arange(6), torch.arange(4)]) | {"routing_rows": torch.arange(8).unsqueeze(0)}
+    with (
+        pytest.raises(mrr.RouterReplayError, match="seq_aux_loss balances each sequence"),
+        mrr.replay(chunks, random_trace(case)) as session,
+    ):
+        run(chunks, case, [packed], session)

@@ -3,7 +3,7 @@
 Routes are random, so live or stale ones would change every loss; losses and gradients are compared with an eager model's.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,43 +13,46 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
-from tests.functional.mcore.cases import FULL, Case, as_map, build, moe_routers, random_routes
-from tests.functional.mcore.test_recompute import MOE, add_noise_in_recompute
+from megatron_router_replay.testing import build_tiny_gpt, tiny_gpt_config
+from tests.functional.mcore.cases import (
+    FULL,
+    MOE,
+    Case,
+    add_noise_in_recompute,
+    as_map,
+    build,
+    flips,
+    model_inputs,
+    moe_routers,
+    random_routes,
+    random_trace,
+    watched,
+)
 
 NUM_LAYERS = 2
-CASE = Case(layout=ParallelSizes(), config={"num_layers": NUM_LAYERS}, num_microbatches=4, batch_size=1)
+CASE = Case(config={"num_layers": NUM_LAYERS}, batch_size=1)
 
 
-def step(model: Any, microbatches: list[dict[str, Any]], session: Any = None) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Forwards and backwards in the order of a pipeline stage: F0 F1 B0 F2 B1 F3 B2 B3. (losses, gradients)."""
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def step(model: Any, microbatches: list[dict[str, Any]], session: Any = None) -> list[Tensor]:
+    """Forwards and backwards in the order of a pipeline stage: F0 F1 B0 F2 B1 F3 B2 B3. Losses and gradients."""
     model.zero_grad(set_to_none=True)
     losses: list[Tensor] = []
-
-    def forward(microbatch: dict[str, Any]) -> None:
+    for i, microbatch in enumerate(microbatches):
         if session is not None:
             session.microbatch(microbatch["routing_rows"], model)
-        output = model(
-            input_ids=microbatch["tokens"],
-            position_ids=microbatch["position_ids"],
-            attention_mask=None,
-            labels=microbatch["labels"],
-        )
-        losses.append(output.mean())
-
-    forward(microbatches[0])
-    for i, microbatch in enumerate(microbatches[1:]):
-        forward(microbatch)
-        losses[i].backward()
+        losses.append(model(**model_inputs(microbatch)).mean())
+        if i:
+            losses[i - 1].backward()
     losses[-1].backward()
     gradients = {name.removeprefix("_orig_mod."): parameter.grad for name, parameter in model.named_parameters()}
-    return [loss.detach() for loss in losses], {name: grad for name, grad in gradients.items() if grad is not None}
-
-
-def difference(one: Any, other: Any) -> float:
-    assert one[1].keys() == other[1].keys()
-    pairs = [*zip(one[0], other[0], strict=True), *((one[1][name], other[1][name]) for name in one[1])]
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    return [*(loss.detach() for loss in losses), *(grad for _, grad in sorted(gradients.items()) if grad is not None)]
 
 
 def compile_routers(model: Any, backend: str) -> Any:
@@ -68,198 +71,127 @@ def compile_model(model: Any, backend: str) -> Any:
     return torch.compile(model, backend=backend)
 
 
-def sessions_of_a_compiled_model(
-    compile_parts: Callable[[Any, str], Any], recompute: dict[str, Any], inside: bool, backend: str
-) -> dict[str, Any]:
-    """Two replays, a recording and a freeze of one compiled model, against those of an eager one with the same weights."""
-    torch._dynamo.reset()
-    case = Case(
-        layout=CASE.layout, config={**CASE.config, **recompute}, num_microbatches=CASE.num_microbatches, batch_size=1
-    )
-    config, (eager,), microbatches = build(case)
-    (compiled,) = build_tiny_gpt(tiny_gpt_config(case.layout, **case.config), case.layout)
-    model = compiled if inside else compile_parts(compiled, backend)
-    result: dict[str, Any] = {"differences": []}
-    live = step(eager, microbatches)
-    if not inside:
-        result["differences"].append(difference(step(model, microbatches), live))
-    for seed in (7, 8):
-        trace = mrr.RoutingTrace(
-            topk_indices=random_routes(case.num_tokens, NUM_LAYERS, 2, 8, seed=seed),
-            layer_numbers=range(1, NUM_LAYERS + 1),
-            num_experts=8,
-            replay_mask=torch.arange(case.num_tokens) % 5 != 0,
-        )
-        with mrr.replay(eager, trace) as session:
-            expected = step(eager, microbatches, session)
-        assert difference(expected, live) > 1e-3
-        with mrr.replay(model, trace, verify=True) as session:
-            if inside and seed == 7:
-                model = compile_parts(compiled, backend)
-            actual = step(model, microbatches, session)
-        result["differences"].append(difference(actual, expected))
-        result["replay"] = session.report.to_dict()
-    with mrr.record(eager) as recording:
-        step(eager, microbatches, recording)
-    expected_trace = recording.trace()
-    with mrr.record(model) as recording:
-        result["differences"].append(difference(step(model, microbatches, recording), live))
-    result["recorded"] = torch.equal(recording.trace().topk_indices, expected_trace.topk_indices)
-    with mrr.freeze_recompute(model, verify=True) as session:
-        result["differences"].append(difference(step(model, microbatches), live))
-    result["freeze"] = session.report.to_dict()
-    result["differences"].append(difference(step(model, microbatches), live))
-    result["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
-    return result
-
-
 @pytest.mark.parametrize(
     ("compile_parts", "recompute", "inside", "backend"),
     [
         (compile_routers, MOE, False, "aot_eager"),
-        (compile_routers, FULL, True, "aot_eager"),
-        pytest.param(compile_layers, MOE, False, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(compile_layers, {}, True, "aot_eager", marks=pytest.mark.slow),
         pytest.param(compile_layers, FULL, False, "inductor", marks=pytest.mark.slow),
-        pytest.param(compile_model, {}, False, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(compile_model, FULL, True, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(compile_layers, {}, True, "aot_eager", marks=pytest.mark.slow),
         pytest.param(compile_model, MOE, False, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(compile_model, FULL, True, "aot_eager", marks=pytest.mark.slow),
     ],
 )
-def test_a_compiled_model_under_sessions_is_the_eager_one(compile_parts, recompute, inside, backend, workers_1):
-    (result,) = workers_1.run(sessions_of_a_compiled_model, compile_parts, recompute, inside, backend, timeout_s=600)
-    assert result["graphs"] > 0
-    assert max(result["differences"]) < 1e-5
-    assert result["recorded"]
-    forwards = NUM_LAYERS * CASE.num_microbatches
-    for report in (result["replay"], result["freeze"]):
-        assert report["forwards"] == forwards
-        assert report["recomputes"] == (forwards if recompute else 0)
-        assert report["decisions_wrong"] == 0
-        assert report["decisions_verified"] > 0
+def test_a_compiled_model_under_sessions_is_the_eager_one(compile_parts, recompute, inside, backend, megatron):
+    """Two replays, a recording and a freeze, against those of an eager model with the same weights."""
+    case = Case(config={**CASE.config, **recompute}, batch_size=1)
+    _, (eager,), microbatches = build(case)
+    (compiled,) = build_tiny_gpt(tiny_gpt_config(case.layout, **case.config), case.layout)
+    model = compiled if inside else compile_parts(compiled, backend)
+    live = step(eager, microbatches)
+
+    def check(expected: list[Tensor], actual: list[Tensor]) -> None:
+        for one, other in zip(expected, actual, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+    def check_report(report: Any) -> None:
+        forwards = NUM_LAYERS * case.num_microbatches
+        assert (report.forwards, report.recomputes) == (forwards, forwards if recompute else 0)
+        assert report.decisions_wrong == 0
+        assert report.decisions_verified > 0
+
+    for seed in (7, 8):
+        mask = torch.arange(case.num_tokens) % 5 != 0
+        trace = random_trace(case, (1, 2), seed=seed, replay_mask=mask)
+        with mrr.replay(eager, trace) as session:
+            expected = step(eager, microbatches, session)
+        assert max(float((a - b).abs().max()) for a, b in zip(expected, live)) > 1e-3
+        with mrr.replay(model, trace, verify=True) as session:
+            if inside and seed == 7:
+                model = compile_parts(compiled, backend)
+            check(expected, step(model, microbatches, session))
+        check_report(session.report)
+    recordings = []
+    for each in (eager, model):
+        with mrr.record(each) as recording:
+            check(live, step(each, microbatches, recording))
+        recordings.append(recording.trace().topk_indices)
+    assert torch.equal(*recordings)
+    with mrr.freeze_recompute(model, verify=True) as freeze:
+        check(live, step(model, microbatches))
+    check_report(freeze.report)
+    check(live, step(model, microbatches))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 class OneRouter(torch.nn.Module):
-    """A router, inside a non-reentrant checkpoint if asked for."""
+    """A router inside a non-reentrant checkpoint."""
 
-    def __init__(self, router: Any, *, checkpointed: bool = False) -> None:
+    def __init__(self, router: Any) -> None:
         super().__init__()
         self.router = router
-        self.checkpointed = checkpointed
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.checkpointed:
-            return checkpoint(self.router, hidden, use_reentrant=False)[0]
-        return self.router(hidden)[0]
+        return checkpoint(self.router, hidden, use_reentrant=False)[0]
 
 
-def maps_seen(routers: list[Any]) -> dict[tuple[int, bool], list[Tensor]]:
-    """(layer number, is a recompute) -> routing maps in order, filled by hooks that are never compiled."""
-    seen: dict[tuple[int, bool], list[Tensor]] = {}
-
-    @torch.compiler.disable
-    def hook(router: Any, args: Any, output: Any) -> None:
-        is_recompute = torch._C._current_graph_task_id() != -1
-        seen.setdefault((router.layer_number, is_recompute), []).append(output[1].clone())
-
-    for router in routers:
-        router.register_forward_hook(hook)
-    return seen
-
-
-def checkpoint_inside_the_compiled_module(backend: str) -> list[bool]:
-    """For two micro-batches in flight, with noise in recomputes: is each recompute its forward?"""
-    torch._dynamo.reset()
+def test_a_recompute_inside_a_compiled_module_uses_its_forwards_experts(megatron):
+    """Two micro-batches in flight, with noise in recomputes."""
     _, (model,), _ = build(CASE)
-    add_noise_in_recompute([model], scale=2.0)
-    router = moe_routers([model])[0]
-    seen = maps_seen([router])
-    module = OneRouter(router, checkpointed=True)
-    compiled = torch.compile(module, backend=backend)
-    with mrr.freeze_recompute(compiled), set_checkpoint_early_stop(False):
-        losses = [compiled(torch.randn(8, 1, 64, requires_grad=True)).square().sum() for _ in range(2)]
-        for loss in losses:
-            loss.backward()
-    torch._dynamo.reset()
-    return [torch.equal(*pair) for pair in zip(seen[1, False], seen[1, True], strict=True)]
+    add_noise_in_recompute([model])
+    with watched([model]) as seen:
+        compiled = torch.compile(OneRouter(moe_routers([model])[0]), backend="eager")
+        with mrr.freeze_recompute(compiled), set_checkpoint_early_stop(False):
+            losses = [compiled(torch.randn(8, 1, 64, requires_grad=True)).square().sum() for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+    assert (len(seen["recompute"][1]), flips(seen)) == (2, 0)
 
 
-def test_a_recompute_inside_a_compiled_module_uses_its_forwards_experts(workers_1):
-    assert workers_1.run(checkpoint_inside_the_compiled_module, "eager") == [[True, True]]
+def test_recomputes_of_compiled_routers_use_their_forwards_experts(megatron):
+    _, (model,), microbatches = build(Case(config={**CASE.config, **FULL}, batch_size=1))
+    add_noise_in_recompute([model])
+    with watched([model]) as seen:
+        compile_routers(model, "eager")
+        with mrr.freeze_recompute(model):
+            step(model, microbatches)
+    assert (len(seen["recompute"]), flips(seen)) == (NUM_LAYERS, 0)
 
 
-def noisy_recomputes_of_compiled_routers() -> int:
-    """Routing maps of recomputes that are not their forward's, in a compiled model whose recomputes see other logits."""
-    torch._dynamo.reset()
-    case = Case(layout=CASE.layout, config={**CASE.config, **FULL}, num_microbatches=4, batch_size=1)
-    _, (model,), microbatches = build(case)
-    add_noise_in_recompute([model], scale=2.0)
-    seen = maps_seen(moe_routers([model]))
-    compile_routers(model, "eager")
-    with mrr.freeze_recompute(model):
-        step(model, microbatches)
-    wrong = 0
-    for layer in range(1, NUM_LAYERS + 1):
-        pairs = zip(seen[layer, False], seen[layer, True], strict=True)
-        wrong += sum(int((one != other).any(dim=1).sum()) for one, other in pairs)
-    torch._dynamo.reset()
-    return wrong
+def fullgraph(model: Any, hidden: Tensor) -> None:
+    # The router itself asks for its device, which breaks a graph on a CPU anyway.
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    route = torch.compile(topk_routing_with_score_function, backend="eager", fullgraph=True)
+    assert route(torch.zeros(8, 8), 2)[1].sum() == 16
+    route(torch.zeros(8, 8), 2, router_replay=mrr.RouterReplay())
 
 
-def test_recomputes_of_compiled_routers_use_their_forwards_experts(workers_1):
-    assert workers_1.run(noisy_recomputes_of_compiled_routers) == [0]
+def by_make_fx(model: Any, hidden: Tensor) -> None:
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        torch.fx.experimental.proxy_tensor.make_fx(moe_routers([model])[0])(hidden)
 
 
-def what_is_said(kind: str) -> str:
-    """The error of a session whose router goes into one graph, or whose backward is compiled."""
-    torch._dynamo.reset()
-    config, (model,), microbatches = build(CASE)
-    trace = mrr.RoutingTrace(
-        topk_indices=random_routes(CASE.num_tokens, NUM_LAYERS, 2, 8),
-        layer_numbers=range(1, NUM_LAYERS + 1),
-        num_experts=8,
-    )
-    hidden = torch.zeros(8, 1, 64, requires_grad=True)
-    router, other_router = moe_routers([model])[0], moe_routers(build_tiny_gpt(config, CASE.layout))[0]
-    with pytest.raises(Exception) as raised, mrr.replay(model, trace) as session:  # noqa: PT012
-        session.microbatch(microbatches[0]["routing_rows"])
-        if kind == "fullgraph":
-            # The router itself asks for its device, which breaks a graph on a CPU anyway.
-            from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
-
-            route = torch.compile(topk_routing_with_score_function, backend="eager", fullgraph=True)
-            assert route(torch.zeros(8, 8), 2)[1].sum() == 16
-            route(torch.zeros(8, 8), 2, router_replay=router.router_replay)
-        elif kind == "make_fx":
-            with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
-                torch.fx.experimental.proxy_tensor.make_fx(router)(hidden)
-        else:
-            assert kind == "compiled autograd"
-            with mrr.freeze_recompute(OneRouter(other_router, checkpointed=True)) as freeze:
-                loss = freeze._chunks[0].module(hidden).square().sum()
-                with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-                    loss.backward()
-    torch._dynamo.reset()
-    return f"{type(raised.value).__name__}: {raised.value}"
+def compiled_autograd(model: Any, hidden: Tensor) -> None:
+    loss = OneRouter(moe_routers([model])[0])(hidden).square().sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "said"),
+    ("put_into_a_graph", "error", "message"),
     [
-        ("fullgraph", "Unsupported", "`SessionRouter.get_replay_topk`"),
-        ("make_fx", "ReplayStateError", "layer 1 (decoder.layers.0.mlp.router) is captured into a graph"),
-        ("compiled autograd", "ReplayStateError", "compiled autograd: turn it off"),
+        (fullgraph, torch._dynamo.exc.Unsupported, "`RouterReplay.get_replay_topk`"),
+        (by_make_fx, ReplayStateError, "layer 1 is captured into a graph"),
+        (compiled_autograd, ReplayStateError, "compiled autograd: turn it off"),
     ],
 )
-def test_what_would_put_the_choice_into_a_graph_raises(kind, error, said, workers_1):
-    (message,) = workers_1.run(what_is_said, kind)
-    assert message.startswith(f"{error}: ")
-    assert said in message
+def test_what_would_put_the_choice_into_a_graph_raises(put_into_a_graph, error, message, megatron):
+    _, (model,), _ = build(CASE)
+    with pytest.raises(error, match=message), mrr.freeze_recompute(model):
+        put_into_a_graph(model, torch.zeros(8, 1, 64, requires_grad=True))
 
 
 def test_the_drop_in_follows_its_target_inside_a_compiled_function():
-    torch._dynamo.reset()
     replay = mrr.RouterReplay()
     mrr.RouterReplay.clear_global_router_replay_instances()
 
@@ -274,13 +206,13 @@ def test_the_drop_in_follows_its_target_inside_a_compiled_function():
 
     scores = torch.rand(16, 8)
     for seed in (1, 2, 3):
-        assert torch.equal(route(scores), as_map(scores.topk(2).indices, 8))
-        target = random_routes(16, 1, 2, 8, seed=seed)[:, 0]
+        assert torch.equal(route(scores), as_map(scores.topk(2).indices))
+        target = random_routes(16, 1, seed=seed)[:, 0]
         replay.set_target_indices(target)
         replay.set_router_replay_action(mrr.RouterReplayAction.REPLAY_FORWARD)
-        assert torch.equal(route(scores), as_map(target, 8))
+        assert torch.equal(route(scores), as_map(target))
         replay.set_router_replay_action(mrr.RouterReplayAction.RECORD)
-        assert torch.equal(route(scores), as_map(replay.get_recorded_indices(), 8))
+        assert torch.equal(route(scores), as_map(replay.get_recorded_indices()))
         replay.clear_router_replay_action()
 
 
@@ -305,7 +237,7 @@ class Selection(torch.nn.Module):
 def test_the_drop_in_refuses_to_be_captured(capture):
     replay = mrr.RouterReplay()
     mrr.RouterReplay.clear_global_router_replay_instances()
-    replay.set_target_indices(random_routes(16, 1, 2, 8)[:, 0])
+    replay.set_target_indices(random_routes(16, 1)[:, 0])
     replay.set_router_replay_action(mrr.RouterReplayAction.REPLAY_FORWARD)
     with pytest.raises(ReplayStateError, match="REPLAY_FORWARD is captured into a graph"):
         capture(Selection(replay), torch.rand(16, 8))

@@ -4,14 +4,12 @@ import torch
 from megatron_router_replay.testing import (
     ParallelSizes,
     build_tiny_gpt,
-    gradients,
-    merge_by_name,
-    pack_microbatch,
     random_microbatches,
     run_schedule,
-    split_microbatch,
     tiny_gpt_config,
 )
+from tests.support.gradients import gradients, merge_by_name
+from tests.support.microbatches import pack_microbatch, split_microbatch
 
 _LENGTHS = (5, 16, 9)  # tokens of the packed sequences; none is a multiple of what padding asks for, but one
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, gradients, run_schedule, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, run_schedule, tiny_gpt_config
 from megatron_router_replay.testing.schedule import masked_mean_loss
-from megatron_router_replay.trainers import Routes, number_rows, packed, take_routes
+from megatron_router_replay.trainers import BatchRoutes, number_rows, pack_rows, take_routes
 from tests.functional.mcore.cases import as_map, watched
 from tests.functional.trainers import packers
+from tests.support.gradients import gradients
 
 LENGTHS = (7, 12, 5, 16, 9, 3)
 MICROBATCHES = ((0, 1), (3, 2), (5, 4))  # as a sampler may regroup them
@@ -189,7 +190,7 @@ def microbatches(place: Place, batch: Batch, rows: Any) -> list[dict[str, Any]]:
     made = []
     for samples in MICROBATCHES:
         tokens, bounds = batch.lay_out(batch.tokens, samples)
-        laid_out = packed(lambda values, samples=samples: batch.lay_out(values, samples)[0], rows)
+        laid_out = pack_rows(lambda values, samples=samples: batch.lay_out(values, samples)[0], rows)
         params = None
         if bounds is not None:
             starts = torch.tensor(bounds, dtype=torch.int32)
@@ -273,7 +274,7 @@ def replayed(trainer: str, layout: ParallelSizes, options: dict[str, Any]) -> di
     place = set_up(layout, **options)
     batch = TRAINERS[trainer](place)
     mrr.attach(place.chunks)
-    routes: Routes = take_routes(batch.routes, place.chunks, tokens=batch.tokens, **batch.where)
+    routes: BatchRoutes = take_routes(batch.routes, place.chunks, tokens=batch.tokens, **batch.where)
     batches = microbatches(place, batch, routes.rows)
     off = step(place, batches)
     with watched(place.chunks) as seen, mrr.replay(place.chunks, routes.trace, verify=True) as session:
@@ -294,7 +295,7 @@ def replayed(trainer: str, layout: ParallelSizes, options: dict[str, Any]) -> di
 
 def recorded_and_replayed(trainer: str, layout: ParallelSizes, options: dict[str, Any]) -> dict[str, Any]:
     """R2: recorded in a forward-only pass, handed on in the tokens' container, replayed in regrouped micro-batches."""
-    from megatron_router_replay.trainers import recorded
+    from megatron_router_replay.trainers import recorded_routes
 
     place = set_up(layout, **options)
     batch = TRAINERS[trainer](place)
@@ -304,7 +305,7 @@ def recorded_and_replayed(trainer: str, layout: ParallelSizes, options: dict[str
     batches = microbatches(place, batch, rows)
     with watched(place.chunks) as live, mrr.record(place.chunks) as recording:
         step(place, batches, forward_only=True)
-    routes = recorded(recording, like=batch.tokens, **where)
+    routes = recorded_routes(recording, like=batch.tokens, **where)
     info = mrr.engines.ModelRoutingInfo.of_model(place.chunks)
     whole = take_routes(routes, info, tokens=batch.tokens, last_row="replayed", **where)
     taken = take_routes(routes, place.chunks, tokens=batch.tokens, last_row="replayed", **where)

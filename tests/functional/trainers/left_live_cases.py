@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.trace import stale_rows
 from megatron_router_replay.trainers import take_routes
 from tests.functional.mcore.cases import as_map, moe_routers, watched
 from tests.functional.trainers.cases import (
@@ -38,7 +38,7 @@ def versions(length: int) -> Tensor:
     return torch.tensor([5, 5, 5, 6, 6, 6] + [7] * length)[:length]
 
 
-def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any], bounds: dict[str, float]) -> Any:
+def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any], choose: bool = False) -> Any:
     """One training step with max_age=1 and a mask, by token, in the trainer's container."""
     place = set_up(layout, **options)
     batch = TRAINERS[trainer](place)
@@ -49,12 +49,10 @@ def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]
         place.chunks,
         tokens=batch.tokens,
         weight_version=_laid_out(batch, [versions(length) for length in LENGTHS], fill=99),
-        keep=_laid_out(batch, [torch.arange(length) != NOT_KEPT for length in LENGTHS], fill=False),
-        stale="live",
-        max_age=1,
-        trainer_version=TRAINER_VERSION,
         **batch.where,
     )
+    routes = routes.keep(_laid_out(batch, [torch.arange(length) != NOT_KEPT for length in LENGTHS], fill=False))
+    trace = routes.trace.keep(~stale_rows(routes.trace, max_age=1, trainer_version=TRAINER_VERSION))
     batches = microbatches(place, batch, routes.rows)
     routed = torch.tensor(sorted(routes_by_token(place)))
     for made in batches:
@@ -68,19 +66,19 @@ def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]
     }
     live: dict[int, list[Tensor]] = defaultdict(list)
 
-    def choose(router: Any, args: tuple[Tensor, ...]) -> None:
+    def choose_live(router: Any, args: tuple[Tensor, ...]) -> None:
         if torch._C._current_graph_task_id() == -1:
             logits = router.gating(args[0]).detach().flatten(0, 1)
             live[router.layer_number].append(as_map(logits.topk(TOPK, dim=1).indices, EXPERTS))
 
-    handles = [router.register_forward_pre_hook(choose) for router in moe_routers(place.chunks)]
-    with watched(place.chunks) as seen, mrr.replay(place.chunks, routes.trace, verify=True, **bounds) as session:
+    handles = [router.register_forward_pre_hook(choose_live) for router in moe_routers(place.chunks)]
+    chosen = routes_of_an_even_expert if choose else None
+    with watched(place.chunks) as seen, mrr.replay(place.chunks, trace, verify=True, choose=chosen) as session:
         step(place, batches)
     for handle in handles:
         handle.remove()
     report = session.report.reduce()
     return {
-        "taken": (routes.num_not_kept, routes.num_stale),
         "decisions": _decisions(place, batches, seen, live, replayed),
         "flips": sum(
             int((again != first).sum())
@@ -91,13 +89,17 @@ def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]
         "rows": (
             report.rows_replayed,
             report.rows_live,
-            report.rows_not_kept,
-            report.rows_stale,
+            report.rows_left_out,
             report.rows_trained_live,
         ),
-        "margins": (report.decisions_weighed, report.decisions_above_margin, dict(report.left_live_of_layer)),
+        "left live": report.decisions_left_live,
         "wrong": report.decisions_wrong,
     }
+
+
+def routes_of_an_even_expert(layer_number: int, routes: Tensor, own: Tensor, scores: Tensor) -> Tensor:
+    """Replay what names an even expert first, in the first layer with experts everything."""
+    return (routes[:, 0] % 2 == 0) | (layer_number == MOE[0])
 
 
 def _laid_out(batch: Any, parts: list[Tensor], *, fill: Any) -> Any:
@@ -127,19 +129,3 @@ def _decisions(place: Place, batches: Any, seen: Any, live: Any, replayed: set[i
                     counts["live wrong"] += not torch.equal(used, of_router)
                     counts["live as the route"] += route is not None and torch.equal(used, route)
     return counts
-
-
-def other_bounds(layout: ParallelSizes) -> str:
-    """Ranks with other margins: what each of them raises."""
-    import torch.distributed as dist
-
-    place = set_up(layout)
-    trace = mrr.RoutingTrace(
-        topk_indices=torch.arange(TOPK).expand(4, len(MOE), TOPK), layer_numbers=MOE, num_experts=EXPERTS
-    )
-    session = mrr.replay(place.chunks, trace, max_margin=0.1 + 0.1 * dist.get_rank())
-    try:
-        session.close()
-    except ReplayStateError as error:
-        return str(error)
-    return ""

@@ -20,10 +20,9 @@ class Case:
     num_experts: int = 64
     optional: bool = True
     num_traces: int = 1
-    cp_zigzag: bool = False
 
     def traces(self, step: int) -> list[RoutingTrace]:
-        """The batch as `num_traces` workers have it; token_ids number the rows of the batch."""
+        """The batch as `num_traces` rollout processes have it; token_ids number the rows of the batch."""
         layers, topk = (2, 3, 5, 6), 4
         generator = torch.Generator().manual_seed(step)
         of_workers = [self.lengths[i :: self.num_traces] for i in range(self.num_traces)]
@@ -44,19 +43,6 @@ class Case:
             )
             row += num_tokens
         return traces
-
-    def cp_rows(self) -> dict[tuple[int, int], Tensor] | None:
-        """Each context-parallel rank routes the first and last, or the two middle quarters of its samples' rows."""
-        if not self.cp_zigzag:
-            return None
-        rows = {}
-        for dp_rank, samples in enumerate(self.samples()):
-            total = sum(self.all_lengths()[sample] for sample in samples)
-            quarters = torch.arange(total).chunk(4)
-            quarters = [*quarters, *[torch.empty(0, dtype=torch.int64)] * (4 - len(quarters))]
-            rows[dp_rank, 0] = torch.cat([quarters[0], quarters[3], torch.tensor([-1])])
-            rows[dp_rank, 1] = torch.cat([quarters[2], quarters[1]])
-        return rows
 
     def all_lengths(self) -> list[int]:
         return [length for i in range(self.num_traces) for length in self.lengths[i :: self.num_traces]]
@@ -80,10 +66,6 @@ class Case:
             starts.append(row)
             row += length
         rows = [r for i in self.samples()[place.dp_rank] for r in range(starts[i], starts[i] + lengths[i])]
-        cp_rows = self.cp_rows()
-        if cp_rows is not None:
-            own = sorted(r for r in cp_rows[place.dp_rank, place.cp_rank].tolist() if r >= 0)
-            rows = [rows[r] for r in own]
         layers = [traces[0].layer_numbers.index(n) for n in self.layout.stage_layers[place.pp_rank]]
         tensors = {"topk_indices": torch.cat([trace.topk_indices for trace in traces])[rows][:, layers]}
         tensors["replay_mask"] = torch.cat([trace.replay_mask for trace in traces])[rows]
@@ -109,11 +91,11 @@ CASES = {
     "tp4": Case(layout=ParallelLayout(stage_layers=(_ALL,), tp_size=4), num_experts=300),
     "tp2 pp2": Case(layout=ParallelLayout(stage_layers=((2, 3), (5, 6)), tp_size=2)),
     "dp2 pp2": Case(layout=ParallelLayout(stage_layers=((2, 3), (5, 6)), dp_size=2), num_traces=2),
-    "cp2, whole rows": Case(layout=ParallelLayout(stage_layers=(_ALL,), cp_size=2)),
-    "cp2, own rows": Case(layout=ParallelLayout(stage_layers=(_ALL,), cp_size=2), cp_zigzag=True),
-    "cp2 dp2, own rows": Case(layout=ParallelLayout(stage_layers=(_ALL,), cp_size=2, dp_size=2), cp_zigzag=True),
-    "cp2 tp2, own rows": Case(layout=ParallelLayout(stage_layers=(_ALL,), cp_size=2, tp_size=2), cp_zigzag=True),
-    "cp2 pp2, own rows": Case(layout=ParallelLayout(stage_layers=((2,), (3, 5, 6)), cp_size=2), cp_zigzag=True),
+    "cp2 gets whole samples": Case(layout=ParallelLayout(stage_layers=(_ALL,), cp_size=2)),
+    "cp2 tp2 pp2": Case(layout=ParallelLayout(stage_layers=((2,), (3, 5, 6)), cp_size=2, tp_size=2), num_traces=2),
+    "dp2, samples in an order of their own": Case(
+        layout=ParallelLayout(stage_layers=(_ALL,), dp_size=2), partition=((6, 0, 2), (5, 3, 4)), num_traces=2
+    ),
 }
 STEPS = 2
 
@@ -130,7 +112,7 @@ def tensors_of(trace: RoutingTrace) -> dict[str, Tensor]:
 def check_delivery(deliver: Deliver, case: Case) -> None:
     """Every rank's trace of every step equals the slice worked out independently."""
     received = deliver(case)
-    assert len(received) == case.layout.world_size
+    assert len(received) == len(case.layout.places())
     for rank, steps in enumerate(received):
         place = case.layout.place_of(rank)
         assert len(steps) == STEPS

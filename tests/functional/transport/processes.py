@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,14 +15,16 @@ from typing import Any
 import torch
 
 from megatron_router_replay import RoutingTrace
-from megatron_router_replay.transport import DistributedReceiver, DistributedSender, ParallelLayout, open_store
-from megatron_router_replay.transport.rows import TraceRows
+from megatron_router_replay.transport import ParallelLayout, RouteGroup, open_store
+from megatron_router_replay.transport.gather import TraceRows
 
-LIMITS = {"timeout": timedelta(seconds=20), "ready_timeout": timedelta(seconds=60)}
-SHORT = {"timeout": timedelta(seconds=2), "ready_timeout": timedelta(seconds=2)}
 LAYERS = (1, 2, 3, 4)
-ONE = ParallelLayout(stage_layers=(LAYERS,))
 BUCKET = 1 << 20
+LIMITS: dict[str, Any] = {
+    "timeout": timedelta(seconds=40),
+    "ready_timeout": timedelta(seconds=60),
+    "bucket_bytes": BUCKET,
+}
 _PRELOAD = ["megatron_router_replay.testing.preload", "megatron_router_replay.transport"]
 """That of GlooWorkers and more: a process has one fork server, started by whoever needs it first."""
 
@@ -38,52 +40,40 @@ def make_trace(num_tokens: int = 400_000, *, seed: int = 0) -> RoutingTrace:
     )
 
 
+def check_sum(ids: torch.Tensor) -> int:
+    """Return a number that depends on the place of every id."""
+    weights = torch.arange(1, ids.shape[0] + 1).view(-1, 1)
+    return int((ids.cpu().flatten(1).to(torch.int64) * weights).sum())
+
+
 class Child:
     """A function in a process of its own, started; `result()` is what it returned or the text of what it raised."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
         methods = multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        if methods and "forkserver" in methods:
+        if "forkserver" in methods:
             context.set_forkserver_preload(_PRELOAD)
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(theirs, function, args), daemon=True)
+        self._pipe, child_end = context.Pipe()
+        self.process = context.Process(target=_run, args=(child_end, function, args, options), daemon=True)
         self.process.start()
-        theirs.close()
-
-    def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
-        """Wait until the child said `text`."""
-        assert self._pipe.poll(timeout_s), f"the child did not say {text!r}"
-        assert self._pipe.recv() == text
+        child_end.close()
 
     def result(self, timeout_s: float = 60.0) -> Any:
-        if not self._pipe.poll(timeout_s):
-            raise AssertionError("the child hangs")
-        result = self._pipe.recv()
-        self.process.join(10)
-        return result
+        assert self._pipe.poll(timeout_s), "the child hangs"
+        return self._pipe.recv()
 
     def died_by(self) -> int:
         self.process.join(30)
         return -int(self.process.exitcode)
 
-    def kill(self) -> None:
-        self.process.kill()
 
-
-def _run(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    if os.path.exists("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _run(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     try:
-        pipe.send(function(pipe.send, *args))
+        pipe.send(function(*args, **options))
     except BaseException as error:
-        pipe.send(f"{type(error).__name__}: {error}" if str(error) else traceback.format_exc())
-
-
-def die(*_: Any) -> None:
-    """End this process as if it had crashed."""
-    os.kill(os.getpid(), signal.SIGKILL)
+        pipe.send(f"{type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -93,62 +83,77 @@ def children(*started: Child) -> Iterator[None]:
         yield
     finally:
         for child in started:
-            child.kill()
+            child.process.kill()
 
 
-def receive(say: Any, port: int, layout: ParallelLayout, rank: int, options: dict[str, Any]) -> Any:
-    """Receive `steps` batches and return a check sum of each; the options make it slow, or die."""
-    limits = options.get("limits", LIMITS)
+def die() -> None:
+    """End this process as if it had crashed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt() -> None:
+    """Press Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+
+
+def refuse() -> None:
+    """Raise as a consumer or a source of the user's own does."""
+    raise ValueError("no room for these rows")
+
+
+def receive(
+    port: int,
+    layout: ParallelLayout,
+    rank: int,
+    *,
+    steps: int = 1,
+    at_second_bucket: Callable[[], None] | None = None,
+    before: Callable[[], None] | None = None,
+    seconds_a_bucket: float = 0.0,
+    **options: Any,
+) -> list[int]:
+    """Be a training rank: receive batches and return a check sum of each, unless something is done to it."""
     store = open_store("127.0.0.1", port, is_server=False)
-    place = layout.place_of(rank)
-    with DistributedReceiver(store, layout, place, **limits, **options.get("transport", {})) as receiver:
-        say("started")
-        if options.get("waits_for"):
-            store.wait([options["waits_for"]], timedelta(seconds=60))
-        if options.get("die") == "first":
-            die()
-        if options.get("die") == "connected":
-            receiver._connect()
-            die()
-        if options.get("die") == "second bucket":
-            receiver.stream(lambda start, trace: die() if start else None)
-        if options.get("raise") == "second bucket":
-            receiver.stream(lambda start, trace: 1 // (start == 0))
-        if options.get("slow"):
-            rows: list[RoutingTrace] = []
+    with RouteGroup(store, layout, place=layout.place_of(rank), **LIMITS | options) as group:
+        if before is not None:
+            before()
+        if at_second_bucket is None and not seconds_a_bucket:
+            return [check_sum(group.receive().topk_indices) for _ in range(steps)]
+        rows: list[torch.Tensor] = []
 
-            def consume(start: int, trace: RoutingTrace) -> None:
-                time.sleep(options["slow"])
-                rows.append(trace.topk_indices.clone())  # type: ignore[arg-type]
+        def consume(start: int, trace: RoutingTrace) -> None:
+            if start and at_second_bucket is not None:
+                at_second_bucket()
+            time.sleep(seconds_a_bucket)
+            rows.append(trace.topk_indices.clone())
 
-            receiver.stream(consume)
-            return [check_sum(torch.cat(rows))]  # type: ignore[call-overload]
-        return [check_sum(receiver.receive(options.get("plan")).topk_indices) for _ in range(options.get("steps", 1))]
+        group.stream(consume)
+        return [check_sum(torch.cat(rows))]
 
 
-def check_sum(ids: torch.Tensor) -> int:
-    """Return a number that depends on the place of every id."""
-    weights = torch.arange(1, ids.shape[0] + 1).view(-1, 1)
-    ids = ids.cpu()
-    return int((ids.flatten(1).to(torch.int64) * weights).sum())
+def wait_then_interrupt() -> None:
+    """Press Ctrl-C in two seconds, when the main thread waits."""
+    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 
 
-class DyingRows(TraceRows):
-    """A source that ends its process, or raises, when asked for rows behind the first bucket."""
+class FailingRows(TraceRows):
+    """A source that does something when it is asked for rows behind the first bucket."""
 
-    how = "die"
+    def __init__(self, action: Callable[[], None]) -> None:
+        super().__init__([make_trace()])
+        self.action = action
 
-    def fill(self, part: Any, start: int, stop: int, memory: Any) -> None:
-        if start:
-            if self.how == "raise":
-                raise ValueError("the rows are gone")
-            die()
-        super().fill(part, start, stop, memory)
+    def fill(self, runs: Any, layer_numbers: Any, memory: Any) -> None:
+        if runs[0][0] > 0:
+            self.action()
+        super().fill(runs, layer_numbers, memory)
 
 
-def send_and_die(say: Any, port: int, layout: ParallelLayout, bucket_bytes: int) -> None:
-    """Send, and die when the first bucket is under way."""
+def send(
+    port: int, layout: ParallelLayout, *, action: Callable[[], None] | None = None, trace: Any = None, **options: Any
+) -> None:
+    """Be a rollout process: send a batch, and do something in the middle of it."""
     store = open_store("127.0.0.1", port, is_server=False)
-    sender = DistributedSender(store, layout, bucket_bytes=bucket_bytes, **LIMITS)
-    sender.send(DyingRows([make_trace()]))
-    sender.join()
+    with RouteGroup(store, layout, **{"sender": 0} | LIMITS | options) as group:
+        group.send(make_trace() if action is None else FailingRows(action))

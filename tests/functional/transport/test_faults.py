@@ -1,368 +1,347 @@
-"""What goes wrong on the way ends in an error on both sides that says where, or in a wait that is right; never in a hang."""
+"""What ends one process of a transport ends the waits of all, within seconds and with its words; nobody hangs."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megatron_router_replay import RoutingTrace
 from megatron_router_replay.transport import (
-    DistributedReceiver,
-    DistributedSender,
     ParallelLayout,
-    TraceFormat,
+    Place,
+    RouteGroup,
     TransportError,
     open_store,
-    plan_routes,
 )
 from tests.functional.transport.processes import (
-    BUCKET,
     LAYERS,
     LIMITS,
-    ONE,
-    SHORT,
     Child,
-    DyingRows,
     check_sum,
     children,
+    die,
+    interrupt,
     make_trace,
     receive,
-    send_and_die,
+    refuse,
+    send,
+    wait_then_interrupt,
 )
 
-PROMPTLY_S = 15.0
-"""Far below every timeout in LIMITS but the one for messages, and generous on a busy machine."""
+PROMPTLY_S = 12.0
+"""Far below every timeout in LIMITS, and generous on a busy machine."""
+ONE = ParallelLayout(stage_layers=(LAYERS,))
+TP2_DP2 = ParallelLayout(stage_layers=(LAYERS,), tp_size=2, dp_size=2)
+SHORT = {"timeout": timedelta(seconds=2), "ready_timeout": timedelta(seconds=2)}
 
 
-@pytest.fixture(autouse=True)
-def _loopback() -> Iterator[None]:
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
-    if os.path.exists("/sys/class/net/lo"):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    yield
-    if before is None:
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    else:
-        os.environ["GLOO_SOCKET_IFNAME"] = before
-
-
-def _sender(store: Any, layout: ParallelLayout = ONE, limits: dict[str, Any] = LIMITS) -> DistributedSender:
-    return DistributedSender(store, layout, bucket_bytes=BUCKET, **limits)
-
-
-@pytest.mark.parametrize("when", ["second bucket", "connected"])
-def test_a_receiver_that_dies_makes_the_sender_raise(when: str) -> None:
-    trace = make_trace()
+@pytest.fixture
+def port() -> Iterator[int]:
     store = open_store("127.0.0.1", is_server=True)
-    child = Child(receive, store.port, ONE, 0, {"die": when})
-    sender = _sender(store)
-    with children(child):
-        sender.send(trace)
-        assert child.wait_for("started") is None
-        assert child.died_by() == signal.SIGKILL
-        began = time.monotonic()
-        with pytest.raises(TransportError, match=r"to dp0/pp0/cp0/tp0: .* of 13,200,000 bytes.*died or closed"):
-            sender.join()
-        assert time.monotonic() - began < PROMPTLY_S
-        with pytest.raises(TransportError, match="failed before"):
-            sender.send(trace)
+    yield store.port
+    del store  # it served until here
 
 
-def test_a_receiver_that_dies_leaves_the_others_their_rows() -> None:
+def results_of(doomed: int | None, *started: Child) -> list[str]:
+    """Return what all but the doomed child say, which dies first; all say it within seconds of each other."""
+    with children(*started):
+        if doomed is not None:
+            assert started[doomed].died_by() == signal.SIGKILL
+        results = []
+        for number, child in enumerate(started):
+            if number != doomed:
+                began = time.monotonic()
+                results.append(child.result(60.0 if doomed is None and not results else PROMPTLY_S))
+                assert doomed is None or time.monotonic() - began < PROMPTLY_S
+        return results
+
+
+def one_of_four(port: int, rank: int, **what: Any) -> list[Child]:
+    """Start a sender, and two TP groups of two of which one rank does something."""
+    ranks = [Child(receive, port, TP2_DP2, i, **(what if i == rank else {})) for i in range(4)]
+    return [Child(send, port, TP2_DP2), *ranks]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_training_rank_that_is_killed_in_the_middle_is_told_to_all(port: int, rank: int) -> None:
+    results = results_of(1 + rank, *one_of_four(port, rank, at_second_bucket=die))
+    place = TP2_DP2.place_of(rank)
+    for text in results:
+        assert f"lost training rank {place}, which died or closed the connection" in text, results
+        assert text.startswith("TransportError: ")
+    assert len(set(results)) == 1, "the same words everywhere"
+
+
+def test_a_rank_that_is_killed_between_idle_ones_is_told_to_one_that_waits(port: int) -> None:
+    """In the ring of processes both neighbours of the dead one are busy elsewhere."""
+    layout = ParallelLayout(stage_layers=(LAYERS,), dp_size=3)
+    deeds = (None, partial(time.sleep, 30), die)
+    ranks = [Child(receive, port, layout, rank, before=deed) for rank, deed in enumerate(deeds)]
+    store = open_store("127.0.0.1", port, is_server=False)
+    with children(*ranks), RouteGroup(store, layout, sender=0, **LIMITS) as group:
+        assert ranks[2].died_by() == signal.SIGKILL
+        assert "lost training rank dp2/pp0/cp0/tp0, which died or closed" in ranks[0].result(PROMPTLY_S)
+        with pytest.raises(TransportError, match="which died or closed the connection"):
+            send_and_join(group)
+        with pytest.raises(TransportError, match="this transport is over"):
+            group.send(make_trace(400))
+        group._error = None  # so that the block ends without a word
+
+
+def test_a_sender_that_is_killed_in_the_middle_of_a_bucket_is_told_to_all(port: int) -> None:
+    sender = Child(send, port, TP2_DP2, action=die)
+    results = results_of(0, sender, *(Child(receive, port, TP2_DP2, i) for i in range(4)))
+    assert all("lost rollout process 0, which died or closed" in text for text in results), results
+
+
+def serve_and_die(port: int) -> None:
+    """Be the rollout process that serves the store, and die while the ranks wait."""
+    store = open_store("127.0.0.1", port, is_server=True)
+    with RouteGroup(store, ONE, sender=0, **LIMITS):
+        time.sleep(2)
+        die()
+
+
+def test_the_process_that_serves_the_store_may_be_the_one_that_is_killed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number = free.getsockname()[1]
+    results = results_of(0, Child(serve_and_die, number), Child(receive, number, ONE, 0))
+    lost = "training rank dp0/pp0/cp0/tp0 lost rollout process 0, which died or closed the connection."
+    assert results == [f"TransportError: {lost}"]
+
+
+def test_an_error_of_a_consumer_stays_what_it_is_and_is_told_to_all(port: int) -> None:
+    results = results_of(None, *one_of_four(port, 2, at_second_bucket=refuse))
+    assert results.pop(3) == "ValueError: no room for these rows"
+    for text in results:
+        assert text == "TransportError: training rank dp1/pp0/cp0/tp0: ValueError: no room for these rows"
+
+
+def test_an_error_of_a_source_stays_what_it_is_and_is_told_to_all(port: int) -> None:
+    sender = Child(send, port, TP2_DP2, action=refuse)
+    results = results_of(None, sender, *(Child(receive, port, TP2_DP2, i) for i in range(4)))
+    assert results[0] == "ValueError: no room for these rows"
+    assert results[1:] == ["TransportError: rollout process 0: ValueError: no room for these rows"] * 4
+
+
+@pytest.mark.parametrize("what", [{"before": wait_then_interrupt}, {"at_second_bucket": interrupt}])
+def test_ctrl_c_in_receive_or_a_consumer_stays_what_it_is_and_is_told(port: int, what: dict[str, Any]) -> None:
     layout = ParallelLayout(stage_layers=(LAYERS,), dp_size=2)
-    trace = make_trace()
-    store = open_store("127.0.0.1", is_server=True)
-    dying, living = (
-        Child(receive, store.port, layout, 0, {"die": "second bucket"}),
-        Child(receive, store.port, layout, 1, {}),
-    )
-    sender = _sender(store, layout)
-    with children(dying, living):
-        plan = sender.send(trace)
-        living.wait_for("started")
-        rows = torch.cat([torch.arange(a, b) for a, b in plan.part(layout.place_of(1)).runs.tolist()])
-        assert living.result() == [check_sum(trace.topk_indices[rows])]
-        with pytest.raises(TransportError, match="dp0/pp0"):
-            sender.join()
+    ranks = [Child(receive, port, layout, 0, **what), Child(receive, port, layout, 1)]
+    store = open_store("127.0.0.1", port, is_server=False)
+    with children(*ranks), RouteGroup(store, layout, sender=0, **LIMITS) as group:
+        if "before" not in what:
+            group.send(make_trace())
+        assert ranks[0].result(PROMPTLY_S) == "KeyboardInterrupt: "
+        assert "TransportError: training rank dp0/pp0/cp0/tp0: KeyboardInterrupt" in ranks[1].result(PROMPTLY_S)
+        with pytest.raises(TransportError, match="training rank dp0/pp0/cp0/tp0: KeyboardInterrupt"):
+            send_and_join(group)
+        group._error = None  # so that the block ends without a word
 
 
-def test_a_sender_that_dies_in_the_middle_of_a_bucket_makes_every_rank_raise() -> None:
-    layout = ParallelLayout(stage_layers=(LAYERS,), tp_size=2)
-    store = open_store("127.0.0.1", is_server=True)
-    # One bucket on the wire, the second never comes; tp1 hears of it through tp0.
-    child = Child(send_and_die, store.port, layout, 8 << 20)
-    ranks = [Child(receive, store.port, layout, rank, {}) for rank in range(2)]
-    with children(child, *ranks):
-        for rank in ranks:
-            rank.wait_for("started")
-        assert child.died_by() == signal.SIGKILL
-        texts = [rank.result(PROMPTLY_S) for rank in ranks]
-    assert all("TransportError: training side, step 0, dp0/pp0/cp0/tp" in text for text in texts), texts
-    assert all("receiving" in text and "of 13,200,000 bytes" in text for text in texts), texts
-    assert "died or closed the connection" in texts[0]
-    assert "the other side failed: training side, step 0, dp0/pp0/cp0/tp0" in texts[1]
+def send_and_join(group: RouteGroup) -> None:
+    """Send a small batch and wait for it."""
+    group.send(make_trace(400))
+    group.join()
 
 
-def test_a_rank_of_the_tp_group_that_dies_makes_the_sender_raise() -> None:
-    layout = ParallelLayout(stage_layers=(LAYERS,), tp_size=2)
-    store = open_store("127.0.0.1", is_server=True)
-    first, second = (
-        Child(receive, store.port, layout, 0, {}),
-        Child(receive, store.port, layout, 1, {"die": "second bucket"}),
-    )
-    sender = _sender(store, layout)
-    with children(first, second):
-        sender.send(make_trace())
-        with pytest.raises(TransportError, match="the other side failed: training side, step 0, dp0/pp0/cp0/tp0"):
-            sender.join()
-        first.wait_for("started")
-        assert "died or closed the connection" in first.result(PROMPTLY_S)
-
-
-def test_an_error_in_the_senders_rows_reaches_the_receiver() -> None:
-    store = open_store("127.0.0.1", is_server=True)
-    child = Child(receive, store.port, ONE, 0, {})
-    rows = DyingRows([make_trace()])
-    rows.how = "raise"
-    sender = _sender(store)
-    with children(child):
-        sender.send(rows)
-        with pytest.raises(TransportError, match="ValueError: the rows are gone"):
-            sender.join()
-        child.wait_for("started")
-        assert "the other side failed: rollout side, step 0" in (text := child.result(PROMPTLY_S))
-        assert "ValueError: the rows are gone" in text
-
-
-def test_an_error_in_the_receiver_reaches_the_sender() -> None:
-    store = open_store("127.0.0.1", is_server=True)
-    child = Child(receive, store.port, ONE, 0, {"raise": "second bucket"})
-    sender = _sender(store)
-    with children(child):
-        sender.send(make_trace())
-        with pytest.raises(TransportError, match=r"the other side failed: training side.*ZeroDivisionError"):
-            sender.join()
-
-
-def test_an_error_while_decoding_reaches_a_receiver_that_waits() -> None:
-    trace = make_trace(400)
-    store = open_store("127.0.0.1", is_server=True)
-    child = Child(receive, store.port, ONE, 0, {"steps": 2})
-    with children(child):
-        with pytest.raises(RuntimeError, match="the engine is gone"):
-            _send_once_and_fail(store, trace)
-        child.wait_for("started")
-        assert "rollout side: RuntimeError: the engine is gone" in child.result(PROMPTLY_S)
-
-
-def _send_once_and_fail(store: Any, trace: RoutingTrace) -> None:
-    with _sender(store) as sender:
-        sender.send(trace)
-        sender.join()
+def send_and_fail(port: int) -> None:
+    """Be a rollout process that fails after a batch, outside of the transport."""
+    with RouteGroup(open_store("127.0.0.1", port, is_server=False), ONE, sender=0, **LIMITS) as group:
+        send_and_join(group)
         raise RuntimeError("the engine is gone")
 
 
-def test_sides_that_disagree_on_sizes_both_raise_and_name_both() -> None:
-    trace = make_trace()
-    other = plan_routes((400_001,), layout=ONE, format=TraceFormat.of(trace))
-    store = open_store("127.0.0.1", is_server=True)
-    child = Child(receive, store.port, ONE, 0, {"plan": other})
-    sender = _sender(store)
+def test_an_error_of_the_rollout_side_reaches_a_rank_that_waits(port: int) -> None:
+    child = Child(receive, port, ONE, 0, steps=2)
     with children(child):
-        sender.send(trace)
-        with pytest.raises(TransportError, match=r"num_rows=400001, the rollout side sends num_rows=400000"):
-            sender.join()
-        child.wait_for("started")
-        assert "num_rows=400001, the rollout side sends num_rows=400000" in child.result(PROMPTLY_S)
+        with pytest.raises(RuntimeError, match="the engine is gone"):
+            send_and_fail(port)
+        assert child.result(PROMPTLY_S) == "TransportError: rollout process 0: RuntimeError: the engine is gone"
 
 
-def test_sides_that_disagree_on_the_layers_of_a_stage_both_raise() -> None:
-    store = open_store("127.0.0.1", is_server=True)
-    child = Child(receive, store.port, ParallelLayout(stage_layers=((1, 2, 3, 5),)), 0, {})
-    sender = _sender(store)
+def test_a_process_that_leaves_ends_the_wait_of_the_others(port: int) -> None:
+    child = Child(receive, port, ONE, 0, steps=2)
+    store = open_store("127.0.0.1", port, is_server=False)
     with children(child):
-        sender.send(make_trace())
-        with pytest.raises(
-            TransportError,
-            match=r"rollout side has stage_layers=\[\[1, 2, 3, 4\]\]; the training side has .*\[\[1, 2, 3, 5\]\]",
-        ):
-            sender.join()
-        child.wait_for("started")
-        assert "the training side has stage_layers=[[1, 2, 3, 5]]" in child.result(PROMPTLY_S)
+        with RouteGroup(store, ONE, sender=0, **LIMITS) as group:
+            group.send(make_trace(400))
+        assert child.result(PROMPTLY_S) == "TransportError: rollout process 0 closed the transport."
+        with pytest.raises(TransportError, match="this transport is over: rollout process 0 closed the transport"):
+            group.send(make_trace(400))
 
 
-def test_send_returns_at_once_and_a_slow_receiver_still_gets_every_row() -> None:
-    trace = make_trace()
-    store = open_store("127.0.0.1", is_server=True)
-    child = Child(receive, store.port, ONE, 0, {"waits_for": "it was sent", "slow": 0.1})
-    sender = _sender(store)
+def test_other_layouts_are_refused_in_all_processes(port: int) -> None:
+    layout = ParallelLayout(stage_layers=(LAYERS,), dp_size=2)
+    other = ParallelLayout(stage_layers=((1, 2, 3, 5),), dp_size=2)
+    results = results_of(
+        None, Child(send, port, layout), Child(receive, port, layout, 0), Child(receive, port, other, 1)
+    )
+    for text in results:
+        assert text.startswith("TransportError: ")
+        assert '"stage_layers": [[1, 2, 3, 4]]' in text
+        assert '"stage_layers": [[1, 2, 3, 5]]' in text
+
+
+def test_senders_that_disagree_make_all_raise(port: int) -> None:
+    senders = [Child(send_wide, port), Child(send, port, ONE, sender=1, num_senders=2)]
+    results = results_of(None, *senders, Child(receive, port, ONE, 0, num_senders=2))
+    assert all("rollout process 1 sends format={'layer_numbers'" in text for text in results), results
+
+
+def send_wide(port: int) -> None:
+    """Send routes of more experts than the other sender has."""
+    trace = make_trace(4)
+    wide = type(trace)(topk_indices=trace.topk_indices, layer_numbers=LAYERS, num_experts=300)
+    store = open_store("127.0.0.1", port, is_server=False)
+    with RouteGroup(store, ONE, sender=0, num_senders=2, **LIMITS) as group:
+        group.send(wide)
+
+
+def test_a_slow_consumer_gets_every_row(port: int) -> None:
+    child = Child(receive, port, ONE, 0, seconds_a_bucket=0.1)
+    store = open_store("127.0.0.1", port, is_server=False)
+    with children(child), RouteGroup(store, ONE, sender=0, **LIMITS) as group:
+        group.send(make_trace())
+        group.join()
+        assert child.result() == [check_sum(make_trace().topk_indices)]
+
+
+def test_a_process_that_never_comes_is_an_error_that_counts(port: int) -> None:
+    store = open_store("127.0.0.1", port, is_server=False)
+    with pytest.raises(TransportError, match="rollout process 0 cannot begin: 1 of 2 processes came within 2 s"):
+        RouteGroup(store, ONE, sender=0, **SHORT)
+    with pytest.raises(TransportError, match="rollout process 0 cannot begin"):
+        RouteGroup(store, ONE, place=Place(), **SHORT)
+
+
+def test_a_rank_that_does_not_ask_any_more_runs_out_of_time(port: int) -> None:
+    child = Child(receive, port, ONE, 0, before=partial(time.sleep, 20))
+    store = open_store("127.0.0.1", port, is_server=False)
     with children(child):
-        sender.send(trace)  # nobody listens before the word of the next lines
-        time.sleep(2)
-        open_store("127.0.0.1", store.port, is_server=False).set("it was sent", "")
-        sender.join()
-        child.wait_for("started")
-        assert child.result() == [check_sum(trace.topk_indices)]
-    assert sender.times.metrics("")["rollout_wait_s"] > 0.5
+        group = RouteGroup(store, ONE, sender=0, **LIMITS | {"ready_timeout": timedelta(seconds=5)})
+        group.send(make_trace(400))
+        with pytest.raises(TransportError, match="rollout process 0 waited 5 s for a process"):
+            group.join()
 
 
-def test_a_second_send_waits_for_the_first_and_rows_do_not_mix() -> None:
-    traces = [make_trace(seed=seed) for seed in range(3)]
-    store = open_store("127.0.0.1", is_server=True)
-    child = Child(receive, store.port, ONE, 0, {"waits_for": "word", "steps": 3})
-    words = open_store("127.0.0.1", store.port, is_server=False)
-    given = threading.Event()
-
-    def give_the_word() -> None:
-        given.set()
-        words.set("word", "")
-
-    sender = _sender(store)
-    with children(child):
-        child.wait_for("started")
-        sender.send(traces[0])
-        threading.Timer(1.0, give_the_word).start()
-        sender.send(traces[1])
-        assert given.is_set(), "the second send waited for the first to be received"
-        sender.send(traces[2])
-        sender.join()
-        assert child.result() == [check_sum(trace.topk_indices) for trace in traces]
+def test_a_name_is_used_once(port: int) -> None:
+    child = Child(receive, port, ONE, 0)
+    store = open_store("127.0.0.1", port, is_server=False)
+    with children(child), RouteGroup(store, ONE, sender=0, **LIMITS) as group:
+        group.send(make_trace(400))
+    with pytest.raises(TransportError, match="one too many: this name was used before, take a new one"):
+        RouteGroup(store, ONE, sender=0, **LIMITS)
 
 
-def test_a_receiver_that_never_comes_is_an_error_and_so_is_a_sender() -> None:
-    store = open_store("127.0.0.1", is_server=True)
-    sender = _sender(store, limits=SHORT)
-    sender.send(make_trace(400))
-    began = time.monotonic()
-    with pytest.raises(TransportError, match=r"cannot connect routes/dp0/pp0/cp0/tp0: nothing came .* within 2 s"):
-        sender.join()
-    receiver = DistributedReceiver(store, ONE, ONE.place_of(0), name="another", **SHORT)
-    with pytest.raises(TransportError, match=r"cannot connect another/dp0/pp0/cp0/tp0: nothing came .* within 2 s"):
-        receiver.receive()
-    assert time.monotonic() - began < 2 * PROMPTLY_S
-
-
-def test_a_receiver_that_stops_asking_runs_out_of_the_senders_time() -> None:
-    trace = make_trace(400)
-    store = open_store("127.0.0.1", is_server=True)
-    child = Child(receive, store.port, ONE, 0, {"steps": 1, "limits": SHORT})
-    sender = _sender(store, limits=SHORT)
-    with children(child):
-        child.wait_for("started")
-        sender.send(trace)
-        assert child.result() == [check_sum(trace.topk_indices)]
-        sender.join()
-        sender.send(trace)
-        with pytest.raises(TransportError, match=r"step 1.*waiting for the training side's request"):
-            sender.join()
-
-
-def _wait_until_gone(names: set[str]) -> None:
-    deadline = time.monotonic() + PROMPTLY_S
-    while (left := names & {thread.name for thread in threading.enumerate()}) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == set()
-
-
-def test_close_ends_a_send_that_waits_for_a_receiver_and_tells_one_that_comes_late() -> None:
-    store = open_store("127.0.0.1", is_server=True)
-    sender = _sender(store)
-    sender.send(make_trace(400))
-    sender.close()
-    with pytest.raises(TransportError):
-        sender.send(make_trace(400))
-    _wait_until_gone({"routes-dp0/pp0/cp0/tp0"})
-    late = DistributedReceiver(store, ONE, ONE.place_of(0), **LIMITS)
-    began = time.monotonic()
-    with pytest.raises(
-        TransportError, match="the other side left before it was met: rollout side: TransportError: it was closed"
+def test_an_address_of_another_machine_is_refused_with_advice(port: int) -> None:
+    child = Child(receive, port, ONE, 0)
+    store = open_store("127.0.0.1", port, is_server=False)
+    with (
+        children(child),
+        pytest.raises(TransportError, match=r"cannot connect from 192\.0\.2\.1: .* each process gives its own host"),
     ):
-        late.receive()
-    assert time.monotonic() - began < PROMPTLY_S
+        RouteGroup(store, ONE, sender=0, host="192.0.2.1", **LIMITS)
 
 
-def test_close_ends_a_posted_receive_and_tells_a_sender_that_comes_late() -> None:
+def listening_addresses() -> set[str]:
+    """Return the addresses on which this process accepts connections, as Linux writes them."""
+    own = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()
+    ]
+    return {line[1].split(":")[0] for line in lines[1:] if line[3] == "0A" and f"socket:[{line[9]}]" in own}
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux' list of sockets")
+def test_only_the_loopback_interface_listens_unless_asked() -> None:
+    before = listening_addresses()
     store = open_store("127.0.0.1", is_server=True)
-    receiver = DistributedReceiver(store, ONE, ONE.place_of(0), **LIMITS)
-    receiver.post()
-    deadline = time.monotonic() + PROMPTLY_S
-    while not store.check(["routes/dp0/pp0/cp0/tp0/here/1"]):
-        assert time.monotonic() < deadline, "the posted receive did not come to the store"
-        time.sleep(0.05)
-    receiver.close()
-    with pytest.raises(TransportError, match="it was closed"):
-        receiver.receive()
-    _wait_until_gone({"routes-receive"})
-    sender = _sender(store)
-    sender.send(make_trace(400))
-    began = time.monotonic()
-    with pytest.raises(
-        TransportError, match=r"the other side left before it was met: training side, dp0/pp0/cp0/tp0.*it was closed"
-    ):
-        sender.join()
-    assert time.monotonic() - began < PROMPTLY_S
+    child = Child(receive, store.port, ONE, 0)
+    with children(child), RouteGroup(store, ONE, sender=0, **LIMITS) as group:
+        assert listening_addresses() - before <= {"0100007F"}
+        assert "0100007F" in listening_addresses()
+        group.send(make_trace(400))
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        with pytest.raises(TransportError, match=f"cannot serve a store on 127.0.0.1:{number}: .*in use"):
+            open_store("127.0.0.1", number, is_server=True)
+
+
+def test_a_member_is_a_sender_or_a_place_of_the_layout() -> None:
+    for who in ({}, {"sender": 0, "place": Place()}, {"sender": 1}, {"place": Place(dp_rank=1)}):
+        with pytest.raises(TransportError, match="sender"):
+            RouteGroup(None, ONE, **who)
+
+
+def test_a_sender_does_not_receive_and_a_rank_does_not_send(port: int) -> None:
+    child = Child(send_from_a_rank, port)
+    store = open_store("127.0.0.1", port, is_server=False)
+    with children(child):
+        group = RouteGroup(store, ONE, sender=0, **LIMITS)
+        with pytest.raises(TransportError, match="rollout process 0 sends: it does not receive"):
+            group.receive()
+        assert "is a training rank: it receives" in child.result() or "rollout process 0 sends" in child.result()
+
+
+def send_from_a_rank(port: int) -> None:
+    """Call `send` on a training rank."""
+    store = open_store("127.0.0.1", port, is_server=False)
+    RouteGroup(store, ONE, place=Place(), **LIMITS).send(make_trace(4))
 
 
 _FORGETFUL = """
-from megatron_router_replay.transport import DistributedReceiver, DistributedSender, open_store
-from tests.functional.transport.processes import LIMITS, ONE, make_trace
+import threading
+from megatron_router_replay.transport import Place, RouteGroup, open_store
+from tests.functional.transport.processes import LIMITS, make_trace
+from tests.functional.transport.test_faults import ONE
 
 store = open_store("127.0.0.1", is_server=True)
-sender = DistributedSender(store, ONE, **LIMITS)
-receiver = DistributedReceiver(store, ONE, ONE.place_of(0), **LIMITS)
+groups = {}
+thread = threading.Thread(target=lambda: groups.update(sender=RouteGroup(store, ONE, sender=0, **LIMITS)))
+thread.start()
+receiver = RouteGroup(store, ONE, place=Place(), **LIMITS)
+thread.join()
+sender = groups["sender"]
 sender.send(make_trace(400))
 print(len(receiver.receive()))
 sender.join()
 """
-
-
-_ALONE = """
+_CLOSED = "sender.close()\nreceiver.close()\n"
+_WAITS = """
 import sys, time
-from datetime import timedelta
-from megatron_router_replay.transport import DistributedSender, open_store
-from tests.functional.transport.processes import ONE, make_trace
 
 class SlowToGo:
     def __del__(self):
-        time.sleep(5)  # in the interpreter's shutdown, where a thread that comes back from C++ aborts the process
+        time.sleep(3)  # in the interpreter's shutdown, where a thread that comes back from C++ aborts the process
 
 sys.slow_to_go = SlowToGo()
-store = open_store("127.0.0.1", is_server=True)
-sender = DistributedSender(store, ONE, ready_timeout=timedelta(seconds=2))
 sender.send(make_trace(400))
 """
+_PROGRAMS = {"not closed": _FORGETFUL, "closed": _FORGETFUL + _CLOSED, "a send waits": _FORGETFUL + _WAITS}
 
 
-_PROGRAMS = {"not closed": _FORGETFUL, "closed": _FORGETFUL + "sender.close(); receiver.close()", "alone": _ALONE}
-
-
-@pytest.fixture(scope="module")
-def programs() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Interpreters that run one program each, at the same time: they wait more than they work."""
+@pytest.mark.parametrize("name", _PROGRAMS)
+def test_a_process_ends_in_peace(name: str) -> None:
     root = Path(__file__).parents[3]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = {
-        name: subprocess.Popen([sys.executable, "-c", code], cwd=root, **pipes) for name, code in _PROGRAMS.items()
-    }
-    yield processes
-    for process in processes.values():
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.parametrize(("name", "printed"), [("not closed", "400\n"), ("closed", "400\n"), ("alone", "")])
-def test_a_process_ends_in_peace_closed_or_not_and_while_a_send_waits(
-    programs: dict[str, subprocess.Popen[str]], name: str, printed: str
-) -> None:
-    output, errors = programs[name].communicate(timeout=120)
-    assert (programs[name].returncode, output) == (0, printed), errors
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAMS[name]], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "400\n"), done.stderr

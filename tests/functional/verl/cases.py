@@ -19,11 +19,12 @@ from torch import Tensor
 from verl.utils.megatron.router_replay_patch import RouterReplay as VerlRouterReplay
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelSizes, gradients
+from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers.verl.engine import ROWS
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
 from tests.functional.verl.batches import Sizes, as_verl, make_batch
 from tests.functional.verl.engines import OurEngine, StockEngine, build, engine_config, loss_function, model_config
+from tests.support.gradients import gradients
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -316,13 +317,13 @@ def unmarked(case: Case, mode: str) -> dict[str, Any]:
     return same(done, step(stock, as_verl(padded, **case.batching)))
 
 
-def chosen(mode: str, version: str | None = None, **fields: Any) -> str:
-    """The class that verl's registry makes for a mode; `version` in place of the installed verl's."""
-    import verl
+def chosen(mode: str, *, packer: Any = None, **fields: Any) -> str:
+    """The class that verl's registry makes for a mode; `packer` in place of the installed verl's."""
+    from verl.models.mcore import util
     from verl.workers.engine import EngineRegistry
 
     config = engine_config(ParallelSizes(), mode=mode)
-    installed, verl.__version__ = verl.__version__, version or verl.__version__
+    installed, util.preprocess_bshd_engine = util.preprocess_bshd_engine, packer or util.preprocess_bshd_engine
     try:
         engine = EngineRegistry.new(
             model_type="language_model",
@@ -333,9 +334,13 @@ def chosen(mode: str, version: str | None = None, **fields: Any) -> str:
             checkpoint_config=None,
         )
     finally:
-        verl.__version__ = installed
+        util.preprocess_bshd_engine = installed
     assert engine.engine_config is config
     return f"{type(engine).__module__}.{type(engine).__name__}"
+
+
+def chosen_with_another_packer(mode: str) -> str:
+    return chosen(mode, packer=lambda input_ids, interleave=False: None)
 
 
 def patched_by_verl() -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_router_replay.testing import GlooWorkers
+from tests.support.workers import GlooWorkers
 
 PRELOAD = ["tests.functional.verl.cases"]
 

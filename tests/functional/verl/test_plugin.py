@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed: make test-verl")
 
-from megatron_router_replay.testing import WorkersError
 from tests.functional.verl import cases
+from tests.support.workers import WorkersError
 
 STOCK = "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead"
 OURS = "megatron_router_replay.trainers.verl.engine.RouterReplayEngine"
@@ -34,10 +34,10 @@ def test_verls_mode_is_the_switch(workers_1):
     assert workers_1.run(cases.chosen, "R3") == [OURS]
 
 
-def test_an_unknown_verl_is_refused_unless_replay_is_off(workers_1):
-    assert workers_1.run(cases.chosen, "disabled", "0.10.0") == [STOCK]
-    with pytest.raises(WorkersError, match=r"router_replay.mode=R3 with verl 0.10.0: .* verl 0.9.1 only"):
-        workers_1.run(cases.chosen, "R3", "0.10.0")
+def test_a_verl_that_packs_in_another_way_is_refused_unless_replay_is_off(workers_1):
+    assert workers_1.run(cases.chosen_with_another_packer, "disabled") == [STOCK]
+    with pytest.raises(WorkersError, match=r"preprocess_bshd_engine has the parameters \['input_ids', 'interleave'\]"):
+        workers_1.run(cases.chosen_with_another_packer, "R3")
 
 
 def test_a_verl_without_the_registry_that_we_know_goes_on_with_a_warning():

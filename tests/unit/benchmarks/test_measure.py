@@ -1,6 +1,5 @@
 import pytest
 
-from benchmarks.growth import exponent
 from benchmarks.measure import Ratio, outside_interval, ratio, rounds, table, verdict
 
 
@@ -55,11 +54,6 @@ def test_a_target_is_met_up_to_its_limit():
 def test_a_target_inside_the_interval_is_not_told_apart_from_noise():
     assert ": met, within the noise, 1.040" in verdict("replay", Ratio(1.04, 1.0, 1.1), 1.05)
     assert "not met, within the noise, 1.060" in verdict("replay", Ratio(1.06, 1.0, 1.1), 1.05)
-
-
-def test_the_exponent_is_the_slope_on_logarithmic_scales():
-    assert exponent([1, 2, 4], [3.0, 12.0, 48.0]) == pytest.approx(2.0)
-    assert exponent([1, 2, 4], [5.0, 5.0, 5.0]) == pytest.approx(0.0)
 
 
 def test_a_table_has_a_head_and_a_row_a_line():

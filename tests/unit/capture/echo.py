@@ -1,33 +1,30 @@
 """Routers that choose what they are told, a capturer around them, and routes that tell their token."""
 
-import numpy as np
 import torch
 from torch import nn
 
-from megatron_router_replay.capture import RouterSite, create_capturer
+from megatron_router_replay.capture import Capturer, RouterSite
 
 
-class Echo(nn.Module):
-    """A router that chooses what it is told."""
-
-    def forward(self, topk_indices):
-        return topk_indices
+def echo_site(module=None, *, layer_number=1, num_experts=8, topk=2):
+    """Return the site of a router that chooses what it is told."""
+    return RouterSite(
+        module=nn.Identity() if module is None else module,
+        layer_number=layer_number,
+        num_experts=num_experts,
+        topk=topk,
+        select=lambda module, args, output: output,
+    )
 
 
 def make(*, num_layers=2, num_experts=8, topk=2, max_num_tokens=16, **options):
     """Return (capturer, forward): forward(rows [num_tokens, layers, topk]) runs every layer's router."""
-    layers = [Echo() for _ in range(num_layers)]
-    sites = [
-        RouterSite(
-            module=layer, layer_number=i + 1, num_experts=num_experts, topk=topk, select=lambda m, args, output: output
-        )
-        for i, layer in enumerate(layers)
-    ]
-    capturer = create_capturer(routers=sites, max_num_tokens=max_num_tokens, **options)
+    sites = [echo_site(layer_number=i + 1, num_experts=num_experts, topk=topk) for i in range(num_layers)]
+    capturer = Capturer(routers=sites, max_num_tokens=max_num_tokens, **options)
 
     def forward(rows):
-        for i, layer in enumerate(layers):
-            layer(torch.as_tensor(rows)[:, i])
+        for i, site in enumerate(sites):
+            site.module(torch.as_tensor(rows)[:, i])
 
     return capturer, forward
 
@@ -37,6 +34,13 @@ def rows(*numbers, num_layers=2):
     return [[[(n + layer) % 8, (n + layer + 1) % 8] for layer in range(num_layers)] for n in numbers]
 
 
-def routes_of(captured):
-    prompt, generation = captured.split()
-    return np.concatenate([prompt, generation]).tolist()
+def routes_of(capturer, name, num_tokens):
+    """Finish a request of any tokens and return the routes of those that have one."""
+    trace = capturer.finish(name, [9] * num_tokens)
+    return trace.topk_indices[trace.replay_mask].tolist()
+
+
+def host_bytes(capturer):
+    """Return the bytes of the requests' host arrays; a prompt that several share counts once."""
+    held = {id(rows): rows for each in capturer._requests.values() for rows in (each.prompt, each.generation)}
+    return sum(rows.nbytes for rows in held.values())

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from megatron_router_replay import RoutingTrace, engines
-from megatron_router_replay.capture import CapturedRoutes, RoutedExpertsCapturer, token_positions
+from megatron_router_replay.capture import Capturer, token_positions
 
 COMMON = {
     "vocab_size": 320,
@@ -116,44 +116,31 @@ def pad(prompts: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def sample(
-    model: nn.Module,
-    prompts: list[list[int]],
-    lengths: list[int],
-    capturer: RoutedExpertsCapturer,
-    *,
-    side: str = "left",
-    opted_in: set[int] | None = None,
-) -> tuple[list[list[int]], dict[int, CapturedRoutes | None]]:
+    model: nn.Module, prompts: list[list[int]], lengths: list[int], capturer: Capturer, *, side: str = "left"
+) -> tuple[list[list[int]], dict[int, RoutingTrace | None]]:
     """Sample lengths[i] >= 1 tokens behind prompts[i]; finished rows stay in the batch. Return sequences and routes."""
     generator = torch.Generator().manual_seed(0)
     ids, mask = pad(prompts, side)
     for row, prompt in enumerate(prompts):
-        capturer.add_request(
-            row, num_prompt_tokens=len(prompt), return_routed_experts=opted_in is None or row in opted_in
-        )
+        capturer.add_request(row, num_prompt_tokens=len(prompt))
     positions = token_positions(mask)
+    position_ids = torch.from_numpy(positions).clamp(min=0)
     batch: list[int | None] = list(range(len(prompts)))
     with capturer.forward(batch, positions):
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=torch.from_numpy(positions).clamp(min=0),
-            use_cache=True,
-        )
-    last = positions.argmax(axis=1)
-    logits = output.logits[torch.arange(len(prompts)), torch.from_numpy(last)]
+        output = model(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=True)
+    logits = output.logits[torch.arange(len(prompts)), torch.from_numpy(positions.argmax(axis=1))]
     sequences = [list(prompt) for prompt in prompts]
-    captured: dict[int, CapturedRoutes | None] = {}
+    traces: dict[int, RoutingTrace | None] = {}
     while True:
         tokens = torch.softmax(logits.float(), dim=-1).multinomial(1, generator=generator)
         step = [len(sequence) for sequence in sequences]
         for row in [row for row in batch if row is not None]:
             sequences[row].append(int(tokens[row]))
             if len(sequences[row]) == len(prompts[row]) + lengths[row]:
-                captured[row] = capturer.finish(row, token_ids=sequences[row])
+                traces[row] = capturer.finish(row, sequences[row])
                 batch[row] = None
         if not any(row is not None for row in batch):
-            return sequences, captured
+            return sequences, traces
         mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=mask.dtype)], dim=1)
         with capturer.forward(batch, step):
             output = model(

@@ -1,13 +1,150 @@
-"""Requests come, share a prompt, are aborted or refused; a call that was refused changes nothing."""
+"""What a capturer keeps of each request, whatever batches its tokens are forwarded in; values are written by hand."""
+
+import gc
+import tracemalloc
 
 import pytest
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron_router_replay.capture import CaptureError, RouterSite, create_capturer
-from tests.unit.capture.echo import Echo, make, routes_of, rows
+from megatron_router_replay.capture import CaptureError, Capturer
+from tests.unit.capture.echo import echo_site, host_bytes, make, routes_of, rows
 
 
-def test_an_abort_frees_the_request_also_while_its_rows_are_on_their_way():
+def test_a_request_becomes_a_trace_whose_last_token_has_no_route():
+    capturer, forward = make()
+    capturer.add_request("a", num_prompt_tokens=2)
+    with capturer.forward(["a"], [[0, 1]]):
+        forward(rows(0, 1))
+    with capturer.forward(["a"], [2]):
+        forward(rows(2))
+    trace = capturer.finish("a", [50, 51, 52, 53])
+    assert trace.topk_indices[:3].tolist() == [[[0, 1], [1, 2]], [[1, 2], [2, 3]], [[2, 3], [3, 4]]]
+    assert trace.replay_mask.tolist() == [True, True, True, False]
+    assert (trace.token_ids.tolist(), trace.sequence_lengths) == ([50, 51, 52, 53], (4,))
+    assert (trace.layer_numbers, trace.num_experts) == ((1, 2), 8)
+
+
+def test_a_prompt_alone_has_all_its_rows():
+    capturer, forward = make()
+    capturer.add_request("a", num_prompt_tokens=3)
+    with capturer.forward(["a"], [[0, 1, 2]]):
+        forward(rows(0, 1, 2))
+    assert routes_of(capturer, "a", 3) == rows(0, 1, 2)
+
+
+def test_the_last_token_of_a_prompt_alone_may_lack_its_row_but_no_other():
+    capturer, forward = make()
+    for name, num_prompt_tokens in (("a", 3), ("b", 1)):
+        capturer.add_request(name, num_prompt_tokens=num_prompt_tokens)
+    with capturer.forward(["a"], [[0, 1]]):
+        forward(rows(0, 1))
+    assert routes_of(capturer, "a", 3) == rows(0, 1)
+    with pytest.raises(CaptureError, match="1 of 1 tokens were never forwarded"):
+        capturer.finish("b", [9])
+
+
+@pytest.mark.parametrize(("num_experts", "id_bytes"), [(256, 1), (257, 2)])
+def test_ids_are_kept_in_the_smallest_dtype_that_holds_them(num_experts, id_bytes):
+    capturer, forward = make(num_experts=num_experts)
+    top = num_experts - 1
+    capturer.add_request("a", num_prompt_tokens=1)
+    assert host_bytes(capturer) == 4 * id_bytes + 4 + 1  # two layers of two ids, the token, whether it ran
+    with capturer.forward(["a"], [0]):
+        forward([[[top, 0], [0, top]]])
+    assert routes_of(capturer, "a", 2) == [[[top, 0], [0, top]]]
+
+
+def test_rejected_speculative_tokens_are_overwritten_and_surplus_is_trimmed():
+    """Drafts at 2, 3, 4: one accepted, so 3 is forwarded again; then 4, 5, 6, and the request stops behind 5."""
+    capturer, forward = make()
+    capturer.add_request("a", num_prompt_tokens=2)
+    for positions, numbers in [([0, 1], (0, 1)), ([2, 3, 4], (2, 30, 31)), ([3, 4, 5, 6], (3, 4, 32, 33))]:
+        with capturer.forward(["a"], [positions]):
+            forward(rows(*numbers))
+    assert routes_of(capturer, "a", 6) == rows(0, 1, 2, 3, 4)
+
+
+def test_a_prefill_in_chunks_that_is_preempted_has_the_later_routes():
+    capturer, forward = make()
+    capturer.add_request("a", num_prompt_tokens=3)
+    for positions, numbers in [([0, 1], (5, 6)), ([2], (7,)), ([0, 1, 2, 3], (0, 1, 2, 3))]:
+        with capturer.forward(["a"], [positions]):
+            forward(rows(*numbers))
+    assert routes_of(capturer, "a", 5) == rows(0, 1, 2, 3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_schedule_of_any_requests_gives_each_its_own_rows(data):
+    """Random batches of random chunks, with padding and strangers, some larger than the log: a route says whose it is."""
+    capturer, forward = make(num_experts=30_000, topk=1, num_layers=1, max_num_tokens=64)
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5), label="tokens of each request")
+    for request, length in enumerate(lengths):
+        capturer.add_request(request, num_prompt_tokens=data.draw(st.integers(1, length)))
+    done = [0] * len(lengths)
+    while any(done[i] < lengths[i] for i in range(len(lengths))):
+        open_requests = [i for i in range(len(lengths)) if done[i] < lengths[i]]
+        ids, positions, routes = [None], [0], [[[29_998]]]
+        for i in data.draw(st.lists(st.sampled_from(open_requests), min_size=1, unique=True)):
+            own = list(range(done[i], done[i] + data.draw(st.integers(1, lengths[i] - done[i]))))
+            filler = [-1] * data.draw(st.integers(0, 2))
+            chunk = filler + own if data.draw(st.booleans()) else own + filler
+            ids, positions = ids + [i] * len(chunk), positions + chunk
+            routes += [[[1000 * i + position if position >= 0 else 29_999]] for position in chunk]
+            done[i] += len(own)
+        with capturer.forward(ids, positions):
+            forward(routes)
+    for i, length in enumerate(lengths):
+        assert routes_of(capturer, i, length + 1) == [[[1000 * i + p]] for p in range(length)]
+
+
+def test_steps_wait_for_a_full_log_and_rows_grow_geometrically():
+    capturer, forward = make()
+    capturer.add_request("a", num_prompt_tokens=1)
+    sizes, token = [], 9  # two layers of two ids, the id of the token, and whether it was forwarded
+    for position in range(1500):
+        with capturer.forward(["a"], [position]):
+            forward(rows(position))
+        if position in (0, 1, 32, 33):
+            capturer.drain()
+        sizes.append(host_bytes(capturer))
+    # Behind position 33 the log holds 1463 steps: 2 stamps, a token and 4 ids each, in the memory of 2048 tokens at once.
+    expected = [token] + [33 * token] * 32 + [65 * token] * (1 + 1463) + [2049 * token] * 3
+    assert sizes == expected
+    assert routes_of(capturer, "a", 1501) == rows(*range(1500))
+    assert host_bytes(capturer) == 0
+
+
+def test_requests_leave_no_memory_behind():
+    """40 requests, finished or aborted, of 2000 prompt tokens and 100 generated ones: 700 kB if they stayed."""
+    capturer, forward = make(max_num_tokens=2000)
+    routes = rows(*range(2100))
+
+    def one_request(number):
+        capturer.add_request(number, num_prompt_tokens=2000)
+        for start, end in [(0, 2000), (2000, 2050), (2050, 2100)]:
+            with capturer.forward([number], [list(range(start, end))]):
+                forward(routes[start:end])
+        if number % 2:
+            capturer.abort(number)
+        else:
+            capturer.finish(number, [9] * 2101)
+
+    tracemalloc.start()
+    for number in range(42):
+        one_request(number)
+        if number == 1:
+            gc.collect()
+            before = tracemalloc.get_traced_memory()[0]
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert host_bytes(capturer) == 0
+    assert grown < 60_000
+
+
+def test_an_abort_frees_the_request_while_its_rows_are_on_their_way():
     capturer, forward = make()
     for name in "ab":
         capturer.add_request(name, num_prompt_tokens=1)
@@ -15,35 +152,35 @@ def test_an_abort_frees_the_request_also_while_its_rows_are_on_their_way():
         forward(rows(0, 5))
     capturer.abort("a")
     capturer.add_request("a", num_prompt_tokens=1)  # the same id again: it must not get the old one's rows
-    with capturer.forward(["a"], [0]):
-        forward(rows(3))
-    assert routes_of(capturer.finish("a", num_tokens=2)) == rows(3)
-    assert routes_of(capturer.finish("b", num_tokens=2)) == rows(5)
-    assert (capturer.num_requests, capturer.host_bytes) == (0, 0)
-    with pytest.raises(CaptureError, match="'a' is not running"):
-        capturer.abort("a")
+    with pytest.raises(CaptureError, match="1 of 1 tokens were never forwarded"):
+        capturer.finish("a", [9, 9])
+    assert routes_of(capturer, "b", 2) == rows(5)
 
 
-def test_the_owner_of_a_shared_prompt_may_be_aborted():
+def test_a_shared_prompt_is_held_once_and_outlives_the_abort_of_its_owner():
     capturer, forward = make()
     capturer.add_request("a", num_prompt_tokens=2)
+    alone = host_bytes(capturer)
     capturer.add_request("b", num_prompt_tokens=2, prompt_of="a")
+    assert host_bytes(capturer) == alone
     with capturer.forward(["a"], [[0, 1]]):
         forward(rows(0, 1))
     capturer.abort("a")
-    assert routes_of(capturer.finish("b", num_tokens=3)) == rows(0, 1)
+    assert routes_of(capturer, "b", 3) == rows(0, 1)
 
 
-def test_a_shared_prompt_keeps_the_routes_that_came_first():
-    capturer, forward = make()
-    capturer.add_request("a", num_prompt_tokens=2)
-    capturer.add_request("b", num_prompt_tokens=2, prompt_of="a")
-    with capturer.forward(["a", "b"], [[0, 1], [0, 1]]):
-        forward(rows(0, 1, 4, 5))
-    first = capturer.finish("a", num_tokens=3).split()[0]
-    with capturer.forward(["b"], [[0, 1]]):
-        forward(rows(6, 7))
-    assert routes_of(capturer.finish("b", num_tokens=3)) == first.tolist() == rows(0, 1)
+def test_all_tensor_parallel_ranks_hold_the_buffer_and_rank_0_alone_keeps_requests():
+    for rank, trace_rows in ((0, rows(0, 1)), (1, None)):
+        capturer, forward = make(tp_rank=rank)
+        capturer.add_request("a", num_prompt_tokens=2)
+        with capturer.forward(["a"], [[0, 1]]):
+            forward(rows(0, 1))
+        assert capturer._buffer.routes.shape == (2, 16, 2)
+        assert (host_bytes(capturer) > 0) is (rank == 0)
+        trace = capturer.finish("a", [9, 9, 9])
+        assert (trace and trace.topk_indices[:2].tolist()) == trace_rows
+        capturer.drain()
+        capturer.close()
 
 
 def test_a_forward_that_raises_leaves_the_capturer_ready_for_the_next():
@@ -53,7 +190,7 @@ def test_a_forward_that_raises_leaves_the_capturer_ready_for_the_next():
         forward(rows(4, num_layers=1))  # fails in the second layer
     with capturer.forward(["a"], [0]):
         forward(rows(0))
-    assert routes_of(capturer.finish("a", num_tokens=2)) == rows(0)
+    assert routes_of(capturer, "a", 2) == rows(0)
 
 
 def test_finish_can_be_repeated_after_it_refused():
@@ -61,72 +198,85 @@ def test_finish_can_be_repeated_after_it_refused():
     capturer.add_request("a", num_prompt_tokens=2)
     with capturer.forward(["a"], [[0, 1]]):
         forward(rows(0, 1))
-    with pytest.raises(CaptureError, match="give the number of prompt and output tokens together"):
-        capturer.finish("a")
-    with pytest.raises(CaptureError, match="1 of 3 tokens were never forwarded"):
-        capturer.finish("a", num_tokens=4)
-    with pytest.raises(CaptureError, match="1 token_ids"):
-        capturer.finish("a", token_ids=[1])
-    assert routes_of(capturer.finish("a", num_tokens=3)) == rows(0, 1)
+    with pytest.raises(CaptureError, match=r"1 of 3 tokens were never forwarded .* the first at position 2"):
+        capturer.finish("a", [9, 9, 9, 9])
+    with pytest.raises(CaptureError, match="1 token_ids, num_prompt_tokens=2"):
+        capturer.finish("a", [1])
+    assert routes_of(capturer, "a", 3) == rows(0, 1)
 
 
-def test_calls_in_the_wrong_order_or_with_wrong_shapes_are_refused():
-    capturer, _ = make(max_num_tokens=4)
-    capturer.add_request("a", num_prompt_tokens=2)
-    with pytest.raises(CaptureError, match="'b' is not running"):
-        capturer.begin_forward(["b"], [0])
-    with pytest.raises(CaptureError, match="end_forward"):
-        capturer.end_forward()
-    with pytest.raises(CaptureError, match="5 token slots does not fit max_num_tokens=4"):
-        capturer.begin_forward(["a"], [[0, 1, 2, 3, 4]])
-    with pytest.raises(CaptureError, match=r"shape \[2, 1\] do not fit 1 requests"):
-        capturer.begin_forward(["a"], [[0], [1]])
-    with pytest.raises(CaptureError, match="query_lengths"):
-        capturer.begin_forward(["a"], [0, 1], query_lengths=[1])
-    with pytest.raises(CaptureError, match="must be integers, got float64"):
-        capturer.begin_forward(["a"], [0.5])
-    capturer.begin_forward(["a"], [0])
-    with pytest.raises(CaptureError, match="begun already"):
-        capturer.begin_forward(["a"], [0])
+@pytest.mark.parametrize(
+    ("ids", "positions", "message"),
+    [
+        (["b"], [0], "'b' is not running"),
+        (["a"], [[0, 1, 2, 3, 4]], "5 token slots does not fit max_num_tokens=4"),
+        (["a"], [[0], [1]], r"shape \[2, 1\] do not fit 1 request ids"),
+        (["a"], [[[0]]], r"shape \[1, 1, 1\] do not fit"),
+        (["a"], [-2], "a position is -2"),
+        (["a"], [0.5], "must be integers, got float64"),
+    ],
+)
+def test_forwards_that_cannot_be_laid_out_are_refused(ids, positions, message):
+    capturer, forward = make(max_num_tokens=4)
+    capturer.add_request("a", num_prompt_tokens=1)
+    with pytest.raises(CaptureError, match=message), capturer.forward(ids, positions):
+        raise AssertionError
+    with capturer.forward(["a"], [0]):  # as if nothing had been announced
+        forward(rows(3))
+    assert routes_of(capturer, "a", 2) == rows(3)
 
 
-def test_wrong_requests_are_refused():
+def test_a_forward_inside_a_forward_is_refused():
     capturer, _ = make()
-    capturer.add_request("a", num_prompt_tokens=2)
-    capturer.add_request("off", num_prompt_tokens=2, return_routed_experts=False)
-    for name, options, message in [
+    with (
+        capturer.forward([None], [0]),
+        pytest.raises(CaptureError, match="inside an announced forward"),
+        capturer.forward([None], [0]),
+    ):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
         ("a", {"num_prompt_tokens": 2}, "in use already"),
+        (None, {"num_prompt_tokens": 2}, "or None"),
         ("b", {"num_prompt_tokens": 0}, "must be 1 or more"),
         ("b", {"num_prompt_tokens": 2, "num_cached_tokens": 2}, "the last prompt token is always forwarded"),
-        ("b", {"num_prompt_tokens": 3, "prompt_of": "a"}, "not 3 tokens long"),
-        ("b", {"num_prompt_tokens": 2, "prompt_of": "off"}, "not captured"),
+        ("b", {"num_prompt_tokens": 2, "num_cached_tokens": -1}, "num_cached_tokens=-1"),
+        ("b", {"num_prompt_tokens": 3, "prompt_of": "a"}, "it has 2 tokens, not 3"),
         ("b", {"num_prompt_tokens": 2, "prompt_of": "c"}, "'c' is not running"),
-    ]:
-        with pytest.raises(CaptureError, match=message):
-            capturer.add_request(name, **options)
+    ],
+)
+def test_wrong_requests_are_refused(name, options, message):
+    capturer, _ = make()
+    capturer.add_request("a", num_prompt_tokens=2)
+    with pytest.raises(CaptureError, match=message):
+        capturer.add_request(name, **options)
+    with pytest.raises(CaptureError, match="'b' is not running"):
+        capturer.abort("b")
 
 
-def test_wrong_sites_are_refused():
-    def site(**changes):
-        values = {"module": Echo(), "layer_number": 1, "num_experts": 8, "topk": 2, "select": None} | changes
-        return RouterSite(**values)
-
-    for sites, message in [
-        ([site(), site(layer_number=2, topk=3)], "same num_experts and topk"),
-        ([site(), site()], "numbers of their own"),
-        ([site(layer_number=0)], "must lie in 1"),
+@pytest.mark.parametrize(
+    ("sites", "message"),
+    [
+        ([echo_site(), echo_site(layer_number=2, topk=3)], "same num_experts and topk"),
+        ([echo_site(), echo_site(layer_number=2, num_experts=9)], "same num_experts and topk"),
+        ([echo_site(), echo_site()], "numbers of their own"),
+        ([echo_site(layer_number=0)], "from 1"),
+        ([echo_site(topk=9)], r"topk=9 must lie in 1\.\.num_experts=8"),
+        ([echo_site(topk=0)], "topk=0"),
         ([], "no router to capture"),
-    ]:
-        with pytest.raises(CaptureError, match=message):
-            create_capturer(routers=sites)
-    with pytest.raises(CaptureError, match="no router that is known here"):
-        create_capturer(nn.Linear(2, 2))
-    with pytest.raises(CaptureError, match="pass the model"):
-        create_capturer()
-    captured = site()
-    first = create_capturer(routers=[captured], max_num_tokens=4)
-    with pytest.raises(CaptureError, match="captured already"):
-        create_capturer(routers=[captured], max_num_tokens=4)
-    assert captured.module.routed_experts_seam.out is first.buffer.views[0]  # the refused one took nothing away
-    first.close()
-    create_capturer(routers=[captured], max_num_tokens=4)
+        (None, "pass the model"),
+    ],
+)
+def test_wrong_sites_are_refused(sites, message):
+    with pytest.raises(CaptureError, match=message):
+        Capturer(routers=sites)
+
+
+@pytest.mark.parametrize("max_num_tokens", [0, 1 << 24])
+def test_a_buffer_for_no_token_or_more_than_a_stamp_counts_is_refused(max_num_tokens):
+    with pytest.raises(CaptureError, match=f"max_num_tokens={max_num_tokens} must lie in"):
+        Capturer(routers=[echo_site()], max_num_tokens=max_num_tokens)
+    Capturer(routers=[echo_site()], max_num_tokens=1).close()

@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
     Path("truncated.safetensors").write_bytes(damaged[:-100])
     Path("text.safetensors").write_text("hello " * 100)
     Path("nothing").mkdir()
-    store = TraceStore("store")
+    store = TraceStore("store", run="a")
     for step in (3, 4):
         store.save(trace.select_layers([2]), step=step, rank=0)
         store.save(trace.select_layers([3, 4]), step=step, rank=1)

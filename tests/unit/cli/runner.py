@@ -7,7 +7,7 @@ from functools import cache
 import typer.testing
 from typer.testing import Result
 
-from megatron_router_replay.cli import app
+from megatron_router_replay.cli.commands import app
 
 # typer builds the commands from the functions' signatures for each call: four fifths of the time that a small one takes.
 typer.testing._get_command = cache(typer.testing._get_command)

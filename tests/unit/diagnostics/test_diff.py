@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_router_replay as mrr
-from megatron_router_replay.diagnostics import source
+from megatron_router_replay.diagnostics import evidence, source
+from megatron_router_replay.diagnostics.fact import Fact, fact_lines
 from megatron_router_replay.errors import StoreError, TraceError
 from megatron_router_replay.store import TraceStore
 from tests.unit.store.store_traces import make_trace
@@ -60,7 +61,7 @@ def test_the_first_difference_is_named_by_layer_and_by_row():
     assert (diff.first_by_row.layer_number, diff.first_by_row.row) == (5, 1)
 
 
-def test_the_first_rows_that_differ_are_kept_in_each_layer_and_bin_with_their_experts_and_tokens():
+def test_the_first_rows_that_differ_are_kept_with_their_experts_and_tokens():
     a, b = (
         trace._with(token_ids=torch.tensor([5, -1, 7], dtype=torch.int32) + add) for trace, add in ((A, 0), (B, 10))
     )
@@ -89,7 +90,7 @@ def test_at_most_three_rows_are_kept_of_a_cell_and_they_are_the_first(monkeypatc
 
 def test_it_knows_files_step_date_and_weight_versions(tmp_path):
     trace = big_trace(weight_version=torch.arange(600) // 300 + 6)
-    store = TraceStore(tmp_path / "store")
+    store = TraceStore(tmp_path / "store", run="a")
     store.save(trace.select_layers([2, 3]), step=7, rank=0)
     store.save(trace.select_layers([4, 5, 6]), step=7, rank=1)
     for file in (tmp_path / "store").rglob("*.safetensors"):
@@ -101,10 +102,10 @@ def test_it_knows_files_step_date_and_weight_versions(tmp_path):
         f"a: {tmp_path / 'store'} (trainer), step 7, 2 files, written 1971-01-01 01:01 UTC, weights 6, 7",
         "b: b, weights 6, 7",
     ]
-    values = diff.to_dict()["provenance"]
-    assert values["a"]["step"] == 7
-    assert values["a"]["written"] == "1971-01-01 01:01"
-    assert values["b"] == {"path": "", "files": [], "step": None, "written": "", "weight_versions": [6, 7]}
+    values = diff.to_dict()
+    assert values["provenance_a"]["step"] == 7
+    assert values["provenance_a"]["written"] == "1971-01-01 01:01"
+    assert values["provenance_b"] == {"path": "", "files": [], "step": None, "written": "", "weight_versions": [6, 7]}
 
 
 def test_rows_whose_weight_version_is_unknown_name_none():
@@ -112,25 +113,26 @@ def test_rows_whose_weight_version_is_unknown_name_none():
     assert mrr.diff_traces(a, a).provenance_a.weight_versions == ()
 
 
-def test_repr_is_the_text_and_a_notebook_gets_a_small_table():
-    diff = mrr.diff_traces(A, B, name_b="<i>")
+def test_repr_is_the_text_and_names_from_outside_are_escaped():
+    diff = mrr.diff_traces(A, B, name_b="\x1b[31m")
     assert repr(diff) == str(diff)
-    html = diff._repr_html_()
-    assert '<td style="text-align:left">decisions that differ</td><td style="text-align:right">2</td>' in html
-    assert "<b>the traces differ</b>" in html
-    assert "&lt;i&gt;" in html
-    assert "<i>" not in html
-    assert len(html) < 2000
+    assert "b: \\x1b[31m\n" in str(diff)
 
 
-def test_under_each_finding_stands_what_to_do_next():
-    a = big_trace()
-    diff = mrr.diff_traces(a, with_routes(a, a.topk_indices.roll(1, 0)))
-    lines = str(diff).splitlines()
-    place = next(i for i, line in enumerate(lines) if line.startswith("finding: b looks like a shifted"))
-    assert lines[place + 1] == f"  what to do next: {diff.findings[0].advice}"
-    assert "missing BOS" in lines[place + 1]
-    assert "missing BOS" in diff._repr_html_()
+def test_facts_stand_before_the_layers_that_differ_and_the_verdict():
+    lines = str(
+        mrr.diff_traces(big_trace(), with_routes(big_trace(), big_trace().topk_indices.roll(1, 0)))
+    ).splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("fact: rows 1..599 of b hold a's rows 0..598"))
+    assert lines[place + 1].split() == ["layer", "differ", "agreement", "overlap", "other", "order"]
+    assert [line.split()[0] for line in lines[place + 2 : -1]] == ["2", "3", "4", "5", "6"]
+    assert lines[-1] == "the traces differ"
+
+
+def test_more_facts_than_a_screen_holds_are_counted():
+    fact = Fact(kind="tokens", text="one")
+    assert fact_lines([fact] * 14)[-2:] == ["fact: one", "fact: 2 more facts about fewer rows are left out here."]
+    assert len(fact_lines([fact] * 12)) == 12
 
 
 def test_the_same_experts_in_another_order_are_the_same():
@@ -139,12 +141,12 @@ def test_the_same_experts_in_another_order_are_the_same():
     assert diff.same
     assert diff.decisions_other_order == diff.decisions == 600 * 5
     assert diff.first_by_layer is None
-    assert [finding.kind for finding in diff.findings] == ["order_changed"]
+    assert [fact.kind for fact in diff.facts] == ["expert_order"]
 
 
 def test_rows_and_layers_of_one_trace_only_are_counted_not_compared():
     a = big_trace(10, replay_mask=torch.arange(10) != 3)
-    b = big_trace(10, replay_mask=torch.arange(10) != 7).select_layers([3, 4, 5]).slice_rows(0, 9)
+    b = big_trace(10, replay_mask=torch.arange(10) != 7).select_layers([3, 4, 5])[:9]
     diff = mrr.diff_traces(a, b)
     assert (diff.rows_compared, diff.rows_only_a, diff.rows_only_b) == (7, 2, 1)
     assert diff.layers_only_a == (2, 6)
@@ -184,14 +186,15 @@ def test_files_of_several_blocks_give_the_same_counts(tmp_path, monkeypatch):
     found = mrr.diff_traces(
         tmp_path / "a.safetensors", tmp_path / "b.safetensors", on_rows=lambda done, total: seen.append((done, total))
     )
-    assert found.to_dict() | {"provenance": None} == whole.to_dict() | {"provenance": None}
+    nowhere = {"provenance_a": None, "provenance_b": None}
+    assert found.to_dict() | nowhere == whole.to_dict() | nowhere
     assert found.differences == whole.differences
     assert seen == [(4096, 20000), (8192, 20000), (12288, 20000), (16384, 20000), (20000, 20000)]
 
 
 def test_folders_of_a_store_and_of_loose_files(tmp_path):
     trace = big_trace()
-    store = TraceStore(tmp_path / "store")
+    store = TraceStore(tmp_path / "store", run="a")
     store.save(trace.select_layers([2, 3]), step=7, rank=0)
     store.save(trace.select_layers([4, 5, 6]), step=7, rank=1)
     (tmp_path / "loose").mkdir()
@@ -209,75 +212,139 @@ def test_other_tokens_in_the_same_rows_are_found():
     diff = mrr.diff_traces(a, b)
     assert diff.rows_other_token == 9
     assert not diff.same
-    assert [finding.kind for finding in diff.findings] == ["other_tokens"]
+    assert [str(fact) for fact in diff.facts] == ["9 of 600 rows hold another token, first row 591."]
 
 
-@pytest.mark.parametrize("shift", [1, -1, 5])
-def test_shifted_rows_are_recognised(shift):
+@pytest.mark.parametrize(("shift", "rows", "source"), [(1, "1..599", "0..598"), (-5, "0..594", "5..599")])
+def test_shifted_rows_are_said_with_those_of_a(shift, rows, source):
     a = big_trace()
-    diff = mrr.diff_traces(a, with_routes(a, a.topk_indices.roll(shift, 0)))
-    (finding,) = diff.findings
-    assert (finding.kind, finding.shift) == ("rows_shifted", shift)
-    rows = "one row" if abs(shift) == 1 else "5 rows"
-    assert f"shifted {'down' if shift > 0 else 'up'} by {rows}" in str(finding)
+    (fact,) = mrr.diff_traces(a, with_routes(a, a.topk_indices.roll(shift, 0))).facts
+    step = "1 row earlier" if shift > 0 else "5 rows later"
+    counted = 5 * (600 - abs(shift))
+    assert str(fact) == (
+        f"rows {rows} of b hold a's rows {source} ({step}), in all layers: {counted:,} of {counted:,} decisions."
+    )
+    assert (fact.kind, fact.offset, fact.held) == ("row", -shift, counted)
 
 
-def test_rows_shifted_from_some_row_on_are_recognised():
+def test_rows_shifted_from_some_row_on_say_which_row_comes_twice():
     a = big_trace(4096)
     moved = torch.cat([a.topk_indices[:2048], a.topk_indices[2047:-1]])
-    (finding,) = mrr.diff_traces(a, with_routes(a, moved)).findings
-    assert finding.shift == 1
-    assert "in rows 2048..4095" in str(finding)
+    (fact,) = mrr.diff_traces(a, with_routes(a, moved)).facts
+    assert str(fact).startswith(
+        "a's row 2047 comes twice in b: rows 2048..4095 hold a's rows 2047..4094 (1 row earlier)"
+    )
 
 
-def test_shifted_and_swapped_layers_are_recognised():
+def test_other_and_swapped_layers_are_said():
     a = big_trace()
-    later = with_routes(a, a.topk_indices.roll(1, 1), layer_numbers=(2, 3, 4, 5, 6))
-    assert [str(f) for f in mrr.diff_traces(a, later).findings] == [
-        "layer 2 of b looks like layer 6 of a.",
-        "layers 3..6 of b look like layers 2..5 of a.",
+    later = with_routes(a, a.topk_indices.roll(1, 1))
+    assert [str(fact) for fact in mrr.diff_traces(a, later).facts] == [
+        "layers 2..6 of b hold layers 6, 2..5 of a, in all 600 rows: 3,000 of 3,000 decisions."
     ]
     swapped = with_routes(a, a.topk_indices[:, [0, 3, 2, 1, 4]])
-    assert [str(f) for f in mrr.diff_traces(a, swapped).findings] == [
-        "layers 3 and 5 of b are swapped: each looks like the other in a."
+    assert [str(fact) for fact in mrr.diff_traces(a, swapped).facts] == [
+        "layers 3, 5 of b hold layers 5, 3 of a, in all 600 rows: 1,200 of 1,200 decisions."
     ]
 
 
-def test_shifted_rows_and_layers_at_once():
+def test_rows_in_another_order_are_said_with_their_steps():
     a = big_trace()
-    b = with_routes(a, a.topk_indices[:, [0, 2, 1, 3, 4]].roll(1, 0))
-    assert [finding.kind for finding in mrr.diff_traces(a, b).findings] == ["rows_shifted", "layers_moved"]
+    some = a.topk_indices.clone()
+    some[200:400] = some[200:400].flip(0)
+    (fact,) = mrr.diff_traces(a, with_routes(a, some)).facts
+    assert str(fact) == (
+        "rows 200..399 of b hold rows of a in another order, in all layers: row 200 holds 399, 201 holds 398, 202 holds 397; "
+        "199 of 199 steps to the next row are -1; 1,000 of 1,000 decisions."
+    )
 
 
-def test_a_layer_that_lost_its_data_is_recognised():
+def test_a_layer_that_lost_its_data_repeats_one_route():
     a = big_trace()
     lost = a.topk_indices.clone()
     lost[:, 3] = torch.tensor([0, 1])
-    (finding,) = mrr.diff_traces(a, with_routes(a, lost)).findings
-    assert finding.kind == "layer_constant"
-    assert "layer 5 of b sends every token to the same experts [0, 1]" in str(finding)
+    (fact,) = mrr.diff_traces(a, with_routes(a, lost)).facts
+    assert str(fact) == "all 600 rows of b repeat experts [0, 1] in layer 5: 600 of 600 decisions."
 
 
-def test_a_layer_of_another_step_is_an_outlier():
+def test_a_layer_of_another_step_has_nothing_of_a():
     a = big_trace()
     other = a.topk_indices.clone()
     other[:, 1] = big_trace(seed=9).topk_indices[:, 1]
-    (finding,) = mrr.diff_traces(a, with_routes(a, other)).findings
-    assert (finding.kind, finding.layer_numbers) == ("layer_outlier", (3,))
+    (fact,) = mrr.diff_traces(a, with_routes(a, other)).facts
+    assert (fact.kind, fact.layer_numbers, fact.rows) == ("nothing", (3,), (0, 599))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.3])
-def test_plain_disagreement_is_no_finding(share):
+def test_unrelated_traces_are_one_line():
+    (fact,) = mrr.diff_traces(big_trace(), big_trace(seed=1)).facts
+    assert (fact.kind, fact.layer_numbers, fact.rows) == ("nothing", (2, 3, 4, 5, 6), (0, 599))
+
+
+def test_facts_are_found_in_traces_of_which_only_pieces_are_read_again(monkeypatch):
+    monkeypatch.setattr(evidence, "MAX_ROWS", 1024)
+    a = big_trace(20_000)
+    swapped = with_routes(a, a.topk_indices[:, [0, 3, 2, 1, 4]])
+    (fact,) = mrr.diff_traces(a, swapped).facts
+    assert fact.layer_numbers == (3, 5)
+    assert str(fact).endswith("decisions that were looked at.")
+    some = a.topk_indices.clone()
+    some[9000:9300] = a.topk_indices[8999:9299]
+    (fact,) = mrr.diff_traces(a, with_routes(a, some)).facts
+    assert str(fact) == (
+        "rows 9000..9299 of b hold a's rows 8999..9298 (1 row earlier), in all layers: 1,500 of 1,500 decisions."
+    )
+
+
+def test_two_places_with_rows_between_that_agree_are_two_facts(monkeypatch):
+    monkeypatch.setattr(evidence, "MAX_ROWS", 1024)
+    a = big_trace(20_000)
+    some = a.topk_indices.clone()
+    for start in (3000, 15000):
+        some[start : start + 200] = a.topk_indices[start + 1 : start + 201]
+    facts = mrr.diff_traces(a, with_routes(a, some)).facts
+    assert sorted(fact.rows for fact in facts) == [(3000, 3199), (15000, 15199)]
+
+
+@pytest.mark.parametrize(
+    ("different", "words"),
+    [
+        (
+            (0.0, 0.02, 0.04, 0.08, 0.1),
+            "differs as arithmetic does: from layer 3 on, 6.00% of decisions, growing with depth",
+        ),
+        ((0.1, 0.1, 0.1, 0.1, 0.1), "differs as arithmetic does: from layer 2 on, 10.00% of decisions; "),
+        (
+            (0.2, 0.1, 0.1, 0.02, 0.02),
+            "differs as arithmetic does: from layer 2 on, 8.80% of decisions, falling with depth",
+        ),
+    ],
+)
+def test_without_a_fact_it_says_how_much_differs_and_how_that_grows(different, words):
+    a = make_trace(1000, layer_numbers=(2, 3, 4, 5, 6), topk=2, num_experts=16)
+    routes = a.topk_indices.to(torch.int64)
+    for layer, share in enumerate(different):
+        rows = (37 * torch.arange(1000) % 100 < round(100 * share)).nonzero().squeeze(1)
+        first, second = routes[rows, layer].unbind(1)
+        other = (first + 1) % 16
+        routes[rows, layer, 1] = torch.where(other == second, (other + 1) % 16, other)
+    diff = mrr.diff_traces(a, with_routes(a, routes.to(torch.uint8)))
+    assert diff.facts == ()
+    assert words in str(diff)
+
+
+def test_whole_sets_that_flip_are_not_called_arithmetic():
     a = big_trace()
-    flip = torch.rand(600, 5, generator=torch.Generator().manual_seed(3)) < share
-    routes = torch.where(flip.unsqueeze(2), big_trace(seed=4).topk_indices, a.topk_indices)
-    assert mrr.diff_traces(a, with_routes(a, routes)).findings == ()
+    flip = torch.rand(600, 5, generator=torch.Generator().manual_seed(3)) < 0.05
+    diff = mrr.diff_traces(
+        a, with_routes(a, torch.where(flip.unsqueeze(2), big_trace(seed=4).topk_indices, a.topk_indices))
+    )
+    assert diff.facts == ()
+    assert "no rows or layers stand out: from layer 2 on" in str(diff)
 
 
-def test_traces_that_have_nothing_to_do_with_each_other_are_called_so():
-    (finding,) = mrr.diff_traces(big_trace(), big_trace(seed=1)).findings
-    assert finding.kind == "unrelated"
-    assert (finding.layer_numbers, finding.rows) == ((), None)
+def test_a_diff_is_true_where_the_traces_differ():
+    assert mrr.diff_traces(A, B)
+    assert not mrr.diff_traces(A, A)
 
 
 def test_other_models_are_refused():
@@ -293,9 +360,18 @@ def test_empty_traces_are_the_same_and_print():
     assert diff.to_dict()["agreement_by_layer"] == [None, None]
 
 
-def test_the_text_fits_80_columns_without_findings_and_the_dict_is_json():
+def test_a_trace_of_a_stage_without_layers_is_compared_too():
+    a, dense = big_trace(), trace_of(torch.zeros(600, 0, 2, dtype=torch.uint8), num_experts=16)
+    assert [str(fact) for fact in mrr.diff_traces(a, dense).facts] == [
+        "no layer is in both: a has 2..6, b has none.",
+    ]
+    assert [fact.kind for fact in mrr.diff_traces(dense, a).facts] == ["layers"]
+
+
+def test_the_text_fits_80_columns_without_facts_and_the_dict_is_json():
     diff = mrr.diff_traces(A, B)
-    assert max(map(len, str(diff).splitlines())) <= 80
+    sentence = next(line for line in str(diff).splitlines() if line.startswith("no rows or layers stand out"))
+    assert max(len(line) for line in str(diff).splitlines() if line != sentence) <= 80
     assert json.loads(json.dumps(diff.to_dict()))["decisions_different"] == 2
 
 

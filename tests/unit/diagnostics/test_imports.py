@@ -15,7 +15,7 @@ def loaded_by(module):
 
 
 def test_diagnostics_need_torch_and_numpy_only():
-    modules = ("diagnostics", "diagnostics.page", "diagnostics.live", "diagnostics.runlog")
+    modules = ("diagnostics", "diagnostics.page", "diagnostics.live", "diagnostics.where")
     assert loaded_by(", ".join(f"megatron_router_replay.{name}" for name in modules)) == ["torch"]
 
 
@@ -25,7 +25,7 @@ def test_the_live_comparison_loads_nothing_else_of_the_diagnostics():
         "name in sys.modules if name.startswith(('megatron_router_replay.diagnostics.', 'megatron_router_replay.store'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "['diagnostics.finding', 'diagnostics.live', 'diagnostics.load', 'diagnostics.plain']"
+    assert done.stdout.strip() == "['diagnostics.fact', 'diagnostics.live']"
 
 
 def test_the_command_line_starts_without_torch():

@@ -44,8 +44,8 @@ def test_two_tokens_by_hand():
     assert report.overlap_counts.tolist() == [[0, 1, 1]]
     assert report.agreement_by_layer.tolist() == [0.5]
     assert report.overlap_by_layer.tolist() == [0.75]
-    assert report.mass_live.tolist() == pytest.approx([0.7])
-    assert report.mass_replayed.tolist() == pytest.approx([(0.7 + 0.5) / 2])
+    assert report.probability_live.tolist() == pytest.approx([0.7])
+    assert report.probability_replayed.tolist() == pytest.approx([(0.7 + 0.5) / 2])
     assert report.load_live.tolist() == [[1, 1, 1, 1]]
     assert report.load_replayed.tolist() == [[2, 1, 0, 1]]
     assert (report.tokens, report.tokens_agree) == (2, 1)
@@ -69,7 +69,7 @@ def test_engines_that_differ_in_near_ties_are_no_finding():
     report = compared().report()
     assert report.findings == ()
     assert 0.8 < float(report.agreement_by_layer.min()) < 1.0
-    assert float((report.mass_live - report.mass_replayed).max()) < 0.01
+    assert float((report.probability_live - report.probability_replayed).max()) < 0.01
 
 
 def test_a_layer_that_lost_its_data_is_named():
@@ -109,13 +109,13 @@ def test_nothing_compared_is_nan_and_none_and_prints():
     assert "live router" in str(report)
 
 
-def test_sigmoid_scores_with_a_bias_have_a_mass_too():
+def test_sigmoid_scores_with_a_bias_have_probabilities_too():
     comparison = LiveComparison([1], num_experts=4, topk=2)
     scores = torch.tensor([[0.9, 0.6, -0.1, 0.0]])
     comparison.add(1, scores, live=torch.tensor([[0, 1]]), replayed=torch.tensor([[0, 2]]), kind="probabilities")
     report = comparison.report()
-    assert report.mass_live.tolist() == pytest.approx([1.0])
-    assert report.mass_replayed.tolist() == pytest.approx([0.6])
+    assert report.probability_live.tolist() == pytest.approx([1.0])
+    assert report.probability_replayed.tolist() == pytest.approx([0.6])
 
 
 def test_every_nth_micro_batch():

@@ -7,15 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megatron_router_replay as mrr
 from megatron_router_replay.diagnostics import (
-    expert_load,
-    imbalance,
     logprob_mismatch,
     mismatch_by_routes,
     route_checksums,
-    router_margin,
-    routes_differ,
 )
 from megatron_router_replay.errors import TraceError
 from tests.unit.store.store_traces import make_trace
@@ -31,8 +26,8 @@ def test_mismatch_of_two_tokens_by_hand():
     assert found.k3 == pytest.approx(((3 - 1 - math.log(3)) + (0.5 - 1 - math.log(0.5))) / 2)
     assert found.abs_difference == pytest.approx((math.log(3) + math.log(2)) / 2)
     assert found.max_difference == pytest.approx(math.log(3))
-    assert found.ratio_above_2 in (0.5, 1.0)  # r = 1/2 lies on the border, either side of it in fp32
-    assert found.pearson == pytest.approx(-1.0)
+    ratios = torch.tensor([2.1, 1.9, 1 / 1.9, 1 / 2.1], dtype=torch.float64).log()
+    assert logprob_mismatch(ratios, torch.zeros(4)).ratio_above_2 == 0.5
 
 
 def test_k3_keeps_its_digits_where_the_two_nearly_agree():
@@ -45,7 +40,7 @@ def test_masked_and_nan_tokens_are_not_counted():
     found = logprob_mismatch(trainer, engine, mask=torch.tensor([True, True, False, True]))
     assert (found.tokens, found.abs_difference) == (1, 0.0)
     nothing = logprob_mismatch(trainer, engine, mask=torch.zeros(4, dtype=torch.bool))
-    assert (nothing.tokens, nothing.k3, nothing.pearson) == (0, 0.0, 0.0)
+    assert (nothing.tokens, nothing.k3) == (0, 0.0)
 
 
 def test_shapes_must_agree():
@@ -56,40 +51,18 @@ def test_shapes_must_agree():
 def test_same_routes_earlier_routes_and_different_routes_are_told_apart():
     a = make_trace(6, sequence_lengths=(3, 3))
     routes = a.topk_indices.clone()
-    routes[1, 2] = (routes[1, 2] + 1) % 8  # another set in one layer of one row
-    if set(routes[1, 2].tolist()) == set(a.topk_indices[1, 2].tolist()):
+    routes[0, 2] = (routes[0, 2] + 1) % 8  # another set in one layer of one row
+    if set(routes[0, 2].tolist()) == set(a.topk_indices[0, 2].tolist()):
         pytest.fail("the changed row must differ")
     b = a._with(topk_indices=routes)
-    assert routes_differ(a, b).tolist() == [False, True, False, False, False, False]
     engine = torch.zeros(6)
-    trainer = torch.tensor([0.1, 1.0, 0.5, 0.1, 0.1, NAN])
+    trainer = torch.tensor([1.0, 0.5, 0.5, 0.1, 0.1, NAN])
     found = mismatch_by_routes(trainer, engine, a=a, b=b)
     assert found.all_tokens.tokens == 5
-    assert (found.same_routes.tokens, found.same_routes.abs_difference) == (3, pytest.approx(0.1))
-    assert (found.earlier_routes.tokens, found.earlier_routes.abs_difference) == (1, pytest.approx(0.5))
+    assert (found.same_routes.tokens, found.same_routes.abs_difference) == (2, pytest.approx(0.1))
+    assert (found.earlier_routes.tokens, found.earlier_routes.abs_difference) == (2, pytest.approx(0.5))
     assert (found.different_routes.tokens, found.different_routes.abs_difference) == (1, pytest.approx(1.0))
-    assert found.metrics()["mismatch/different_routes/abs_difference"] == pytest.approx(1.0)
-
-
-def test_load_counts_rows_with_a_route():
-    trace = mrr.RoutingTrace(
-        topk_indices=[[[0, 1]], [[0, 2]], [[3, 1]]],
-        layer_numbers=[4],
-        num_experts=4,
-        replay_mask=torch.tensor([True, True, False]),
-    )
-    load = expert_load(trace)
-    assert load.tolist() == [[2, 1, 1, 0]]
-    assert imbalance(load).tolist() == [2.0]
-
-
-def test_load_of_a_file_is_that_of_the_trace(tmp_path):
-    trace = make_trace(9000, num_experts=300, topk=3)
-    path = mrr.save_trace(trace, tmp_path / "t.safetensors")
-    assert torch.equal(expert_load(path), expert_load(trace))
-    for source in (path, trace):
-        assert torch.equal(expert_load(source, layer_numbers=[3]), expert_load(trace)[1:2])
-        assert expert_load(source, layer_numbers=[]).shape == (0, 300)
+    assert found.different_routes.metrics()["mismatch/abs_difference"] == pytest.approx(1.0)
 
 
 @settings(deadline=None, max_examples=25)
@@ -127,12 +100,3 @@ def test_splitmix_is_the_published_one():
 
     # Steele, Lea, Flood 2014: the first outputs of splitmix64 seeded with 0 mix 0, gamma, ...
     assert int(_mix(torch.tensor([0]))) == 0xE220A8397B1DCDAF - (1 << 64)
-
-
-def test_the_margin_is_between_the_last_chosen_expert_and_the_next():
-    scores = torch.tensor([[0.5, 0.125, 0.25, 0.0], [1.0, 1.0, 1.0, -2.0]])
-    assert router_margin(scores, 2).tolist() == [0.125, 0.0]
-    assert router_margin(scores, 3).tolist() == [0.125, 3.0]
-    for topk in (0, 4):
-        with pytest.raises(TraceError, match=f"margin of top-{topk}"):
-            router_margin(scores, topk)

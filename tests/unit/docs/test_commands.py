@@ -10,7 +10,7 @@ import pytest
 import tomllib
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("router-replay", "python", "make", "pip")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -70,8 +70,8 @@ def check_pip(arguments):
 
 
 def check_router_replay(arguments):
-    typer = pytest.importorskip("typer", reason="typer is part of [demo]")
-    from megatron_router_replay.cli import app
+    typer = pytest.importorskip("typer", reason="typer is part of [cli]")
+    from megatron_router_replay.cli.commands import app
 
     check_options(typer.main.get_command(app), arguments)
 
@@ -96,7 +96,7 @@ def check_python(arguments):
     path = ROOT.joinpath(*arguments[1].split("."))
     assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), arguments
     if arguments[1] == "examples.grpo":
-        typer = pytest.importorskip("typer", reason="typer is part of [demo]")
+        typer = pytest.importorskip("typer", reason="typer is part of [cli]")
         from examples.grpo.__main__ import app
 
         check_options(typer.main.get_command(app), arguments[2:])

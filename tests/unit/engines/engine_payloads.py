@@ -8,6 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import torch
+
+from megatron_router_replay import engines
 
 DATA = Path(__file__).parents[1] / "data" / "engine_captures"
 
@@ -59,3 +62,100 @@ def sglang_result(array, prompt_tokens, output, *, request="a", finish="length")
 
 def tokens(n, seed=1):
     return np.random.default_rng(seed).integers(0, 50_000, n).tolist()
+
+
+def usage(prompt, output):
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def envelope(rows, dtype="int16"):
+    """NeMo Gym's text."""
+    text = base64.b64encode(np.ascontiguousarray(rows).astype(dtype).tobytes()).decode()
+    return f"nrlre1:{dtype}:{'x'.join(map(str, np.shape(rows)))}:{text}"
+
+
+def response(prompt, output, request, *, ids=True, shared=None, **choice):
+    """A parsed response with one choice and its usage; `shared`: fields of the response."""
+    choice = {"index": 0, "finish_reason": "length", **choice}
+    choice |= {"prompt_token_ids": prompt, "token_ids": output} if ids else {}
+    return {"id": request, "choices": [choice], "usage": usage(len(prompt), len(output)), **(shared or {})}
+
+
+def vllm_object(rows, prompt, output, request="r0"):
+    result = vllm_output(rows, prompt, output)
+    result.request_id = request
+    return result
+
+
+def vllm_stream(rows, output, *, index=0, request="r", size=1):
+    """The chunks of a generate stream of `size` tokens; the reason and the routes come with the last one."""
+    chunks = []
+    for begin in range(0, len(output), size):
+        choice = {
+            "index": index,
+            "token_ids": output[begin : begin + size],
+            "finish_reason": None,
+            "routed_experts": None,
+        }
+        chunks.append({"request_id": request, "choices": [choice], "usage": None})
+    choice |= {"finish_reason": "length", "routed_experts": npy_base64(rows)}
+    return chunks
+
+
+def sglang_stream(rows, num_prompt, output, *, index=None, request="r", incremental=False, size=1):
+    """The chunks of /generate: all ids so far, or the new ones, with the number of all so far."""
+    chunks = []
+    for begin in range(0, len(output), size):
+        end = min(begin + size, len(output))
+        meta = {"id": request, "prompt_tokens": num_prompt, "completion_tokens": end, "finish_reason": None}
+        chunk = {"text": "", "output_ids": output[begin if incremental else 0 : end], "meta_info": meta}
+        chunks.append(chunk | ({} if index is None else {"index": index}))
+    reason = {"type": "length", "length": len(output)}
+    meta |= {"finish_reason": reason, "routed_experts": int32_base64(rows)}
+    return chunks
+
+
+FORMS = {
+    "vllm object": vllm_object,
+    "vllm completions": lambda rows, p, o, request="r": response(p, o, request, routed_experts=npy_base64(rows)),
+    "vllm without ids": lambda rows, p, o, request="r": response(
+        p, o, request, ids=False, routed_experts=npy_base64(rows)
+    ),
+    "vllm array": lambda rows, p, o: rows,
+    "vllm npy text": lambda rows, p, o: npy_base64(rows),
+    "sglang generate": lambda rows, p, o, request="r": sglang_result(rows, len(p), o, request=request),
+    "sglang openai": lambda rows, p, o, request="r": response(
+        p, o, request, ids=False, shared={"sglext": {"routed_experts": int32_base64(rows)}}
+    ),
+    "sglang text": lambda rows, p, o: int32_base64(rows),
+    "sglang array": lambda rows, p, o: rows.astype(np.int32),
+    "sglang_jax generate": lambda rows, p, o, request="r": sglang_result(rows, len(p), o, request=request),
+    "sglang_jax completions": lambda rows, p, o, request="r": response(
+        p, o, request, ids=False, routed_experts=int32_base64(rows)
+    ),
+    "megatron request": lambda rows, p, o: {"prompt_tokens": p, "generated_tokens": o, "routing_indices": rows},
+    "megatron array": lambda rows, p, o: rows,
+    "tensorrt_llm object": vllm_object,
+    "tensorrt_llm choice": lambda rows, p, o: SimpleNamespace(
+        index=0, token_ids=o, finish_reason="length", routed_experts=torch.from_numpy(rows.astype(np.int32))
+    ),
+    "lmdeploy object": lambda rows, p, o: SimpleNamespace(
+        token_ids=o, input_token_len=len(p), generate_token_len=len(o), routed_experts=rows, index=0
+    ),
+    "atom object": lambda rows, p, o: vllm_output(rows.astype(np.int16), p, o),
+    "nemo_gym item": lambda rows, p, o: {
+        "prompt_token_ids": p, "generation_token_ids": o, "routed_experts": envelope(rows)
+    },
+    "transformers hooks": lambda rows, p, o: {
+        n + 1: torch.from_numpy(np.ascontiguousarray(rows[:, n])) for n in range(rows.shape[1])
+    },
+    "array array": lambda rows, p, o: rows,
+}  # fmt: skip
+"""engine and form -> what it sends of (rows over all layers, which are all MoE, prompt, output[, request])."""
+
+
+def decode(form, rows, prompt, output, *, model, **options):
+    """Decode one form of a sample; `options` beyond the ids of both."""
+    engine, what = form.split()[0], FORMS[form](rows, prompt, output)
+    options |= {"axes": ("token", "layer", "expert")} if engine == "array" else {}
+    return getattr(engines, engine).decode(what, model=model, **({"token_ids": prompt + output} | options))

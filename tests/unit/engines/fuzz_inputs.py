@@ -1,5 +1,6 @@
 """What the fuzz of the decoders starts from, and how it is changed: payloads, their structure, trees of any values."""
 
+import base64
 import contextlib
 import copy
 import pickle
@@ -8,7 +9,18 @@ import random
 import numpy as np
 
 from megatron_router_replay import engines
-from tests.unit.engines.engine_payloads import int32_base64, npy_base64, routes, sglang_result, tokens, with_dense
+from tests.unit.engines.engine_payloads import (
+    FORMS,
+    int32_base64,
+    npy_base64,
+    routes,
+    sglang_result,
+    sglang_stream,
+    tokens,
+    usage,
+    vllm_stream,
+    with_dense,
+)
 
 MODEL = engines.ModelRoutingInfo(num_layers=4, moe_layer_numbers=(1, 3, 4), num_experts=300, topk=3)
 PROMPT, OUTPUT = tokens(6), tokens(5, seed=2)
@@ -21,96 +33,74 @@ SAMPLE_ROUTES = [
 ]
 
 
-def chunked(index, ids, text):
-    """A vLLM generate stream of single tokens."""
-    last = len(ids) - 1
-    for i, token in enumerate(ids):
-        choice = {"index": index, "token_ids": [token], "finish_reason": "stop" if i == last else None}
-        choice |= {"routed_experts": text if i == last else None}
-        yield {"request_id": "a", "choices": [choice], "usage": None}
+SPANS = {"weight_versions": [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 5}]}
 
 
-def sglang_chunks(ids, incremental):
-    for i in range(len(ids)):
-        chunk = sglang_result(FULL, 6, ids[: i + 1])
-        if i + 1 < len(ids):
-            chunk["meta_info"] |= {"routed_experts": None, "finish_reason": None}
-        yield chunk | {"output_ids": ids[i : i + 1] if incremental else ids[: i + 1]}
+def of(form, rows, **choice):
+    """One sample in a form of `engine_payloads`, arrays as lists."""
+    reply = FORMS[form](rows, PROMPT, OUTPUT)
+    if choice:
+        reply["choices"][0] |= choice
+    return reply
 
 
 def responses():
-    choice = {"index": 0, "token_ids": OUTPUT, "finish_reason": "length", "prompt_token_ids": PROMPT}
-    text = npy_base64(FULL.astype(np.uint16))
-    usage = {"prompt_tokens": 6, "completion_tokens": 5, "total_tokens": 11}
-    spans = {"weight_versions": [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 5}]}
+    """(engine, result of one or two samples of which every value may be mutated)."""
+    words, counts = FULL.astype(np.uint16), {"input_token_len": 6, "generate_token_len": 5}
     ids = {"prompt_token_ids": PROMPT, "generation_token_ids": OUTPUT}
-    wrapped = ["ndarray", {"data": COMPACT.tolist(), "dtype": "int16"}]
-    yield "vllm", {"id": "a", "choices": [choice | spans | {"routed_experts": text}], "usage": usage}
-    yield "vllm", {"id": "a", "choices": [choice | {"routed_experts": text, "index": i} for i in range(2)]}
+    choice = {"index": 0, "token_ids": OUTPUT, "finish_reason": "length", "prompt_token_ids": PROMPT}
+    compact = choice | {"routed_experts": COMPACT.tolist()}
+    yield "vllm", of("vllm completions", words, **SPANS)
+    yield "vllm", {"id": "a", "choices": [choice | {"routed_experts": npy_base64(words), "index": i} for i in range(2)]}
     split = {"prompt_routed_experts": COMPACT[:6].tolist()}
     yield "vllm", split | {"choices": [choice | {"routed_experts": COMPACT[6:].tolist()}]}
-    first = choice | {"token_ids": OUTPUT[:2], "finish_reason": None}
-    yield (
-        "vllm",
-        [
-            {"request_id": "a", "choices": [first]},
-            {"request_id": "a", "choices": [choice | {"token_ids": OUTPUT[2:], "routed_experts": text}]},
-        ],
-    )
-    yield "sglang", sglang_result(FULL, 6, OUTPUT)
+    stream = vllm_stream(words, OUTPUT, size=2)
+    stream[0]["choices"][0]["prompt_token_ids"] = PROMPT
+    yield "vllm", stream
+    yield "sglang", of("sglang generate", FULL)
     yield "sglang", [sglang_result(FULL, 6, OUTPUT, request=name) for name in "ab"]
-    yield "sglang", list(sglang_chunks(OUTPUT, incremental=True))
-    yield "sglang", {"choices": [{"index": 0}], "usage": usage, "sglext": {"routed_experts": int32_base64(FULL)}}
-    yield "sglang_jax", {"choices": [{"index": 0, "routed_experts": int32_base64(FULL)}], "usage": usage}
-    yield "megatron", [{"prompt_tokens": PROMPT, "generated_tokens": OUTPUT, "routing_indices": COMPACT.tolist()}]
-    yield "megatron", {"choices": [{"index": 0, "moe_topk_indices": wrapped} | ids], "usage": usage}
-    output = {"index": 0, "token_ids": OUTPUT, "routed_experts": COMPACT.tolist(), "finish_reason": "length"}
-    yield "tensorrt_llm", {"request_id": 1, "prompt_token_ids": PROMPT, "outputs": [output]}
+    yield "sglang", sglang_stream(FULL, 6, OUTPUT, incremental=True)
+    yield "sglang", of("sglang openai", FULL)
+    yield "sglang_jax", of("sglang_jax completions", FULL)
+    yield "megatron", [of("megatron request", COMPACT.tolist())]
+    wrapped = {"moe_topk_indices": ["ndarray", {"data": COMPACT.tolist(), "dtype": "int16"}]}
+    yield "megatron", {"choices": [{"index": 0} | wrapped | ids], "usage": usage(6, 5)}
+    yield "tensorrt_llm", {"request_id": 1, "outputs": [compact]}
+    yield "lmdeploy", choice | {"routed_experts": FULL.tolist()} | counts
+    narrow = of("sglang generate", FULL)
+    raw = base64.b64encode(FULL.astype("<u2").tobytes()).decode()
+    narrow["meta_info"] |= {"routed_experts": raw, "routed_experts_dtype": "uint16"}
+    yield "sglang", narrow
+    yield "nemo_gym", of("nemo_gym item", FULL)
 
 
 def structures():
     """Results of several samples; what is mutated is their structure, never an id or a route."""
-    texts = [npy_base64(array.astype(np.uint16)) for array in SAMPLE_ROUTES]
-    raws = [int32_base64(array) for array in SAMPLE_ROUTES]
-    prompts = [prompt for prompt, _ in SAMPLES]
-    total = {"prompt_tokens": 21, "completion_tokens": 12, "total_tokens": 33}
-    choices = [
-        {"index": i, "finish_reason": "stop", "prompt_token_ids": p, "token_ids": o, "routed_experts": texts[i]}
-        for i, (p, o) in enumerate(SAMPLES)
+    prompts = {"prompt_token_ids": [prompt for prompt, _ in SAMPLES]}
+    whole = [
+        FORMS["vllm completions"](rows.astype(np.uint16), *ids, f"r{i}")
+        for i, (rows, ids) in enumerate(zip(SAMPLE_ROUTES, SAMPLES))
     ]
-    alone = [
-        {
-            "id": f"r{i}",
-            "choices": [choice | {"index": 0}],
-            "usage": {"prompt_tokens": 6 + i, "completion_tokens": 5 - i},
-        }
-        for i, choice in enumerate(choices)
+    choices = [reply["choices"][0] | {"index": i} for i, reply in enumerate(whole)]
+    yield "vllm", {"id": "r", "choices": choices, "usage": usage(21, 12)}, {}
+    yield "vllm", whole, {}
+    sent = [(i, rows, len(prompt), output) for i, (rows, (prompt, output)) in enumerate(zip(SAMPLE_ROUTES, SAMPLES))]
+    replies = [sglang_result(rows, size, output, request=f"r{i}") for i, rows, size, output in sent]
+    yield "sglang", replies, prompts
+    yield "sglang", [reply | {"index": i} for i, reply in enumerate(replies)], prompts
+    streams = [
+        sglang_stream(rows, size, output, index=i, request=f"r{i}", incremental=True) for i, rows, size, output in sent
     ]
-    yield "vllm", {"id": "r", "choices": choices, "usage": total}, {}
-    yield "vllm", alone, {}
-    replies = [sglang_result(SAMPLE_ROUTES[i], 6 + i, o, request=f"r{i}") for i, (_, o) in enumerate(SAMPLES)]
-    yield "sglang", replies, {"prompt_token_ids": prompts}
-    yield "sglang", [reply | {"index": i} for i, reply in enumerate(replies)], {"prompt_token_ids": prompts}
-    streams = []
-    for i, (_, output) in enumerate(SAMPLES):
-        for j in range(len(output)):
-            chunk = sglang_result(SAMPLE_ROUTES[i], 6 + i, output[: j + 1], request=f"r{i}") | {"index": i}
-            if j + 1 < len(output):
-                chunk["meta_info"] |= {"routed_experts": None, "finish_reason": None}
-            streams.append(chunk | {"output_ids": output[j : j + 1]})
-    yield "sglang", streams, {"prompt_token_ids": prompts}
-    jax = [{"index": i, "finish_reason": "stop", "routed_experts": raw} for i, raw in enumerate(raws)]
+    yield "sglang", [chunk for stream in streams for chunk in stream], prompts
+    jax = [{"index": i, "finish_reason": "stop", "routed_experts": int32_base64(rows)} for i, rows, *_ in sent]
     yield "sglang_jax", {"id": "r", "choices": jax}, {"token_ids": [p + o for p, o in SAMPLES]}
     megatron = [
-        {"index": i, "prompt_token_ids": p, "generation_token_ids": o, "moe_topk_indices": array[:, [0, 2, 3]].tolist()}
-        for i, ((p, o), array) in enumerate(zip(SAMPLES, SAMPLE_ROUTES))
+        {"index": i, "prompt_token_ids": p, "generation_token_ids": o, "moe_topk_indices": rows[:, [0, 2, 3]].tolist()}
+        for i, (rows, (p, o)) in enumerate(zip(SAMPLE_ROUTES, SAMPLES))
     ]
     yield "megatron", {"choices": megatron, "usage": {"prompt_tokens": 8, "completion_tokens": 12}}, {}
-    yield (
-        "vllm",
-        [c for i, (_, o) in enumerate(SAMPLES) for c in chunked(i, o, texts[i])],
-        {"prompt_token_ids": prompts},
-    )
+    streams = [vllm_stream(rows.astype(np.uint16), output, index=i) for i, rows, _, output in sent]
+    yield "vllm", [chunk for stream in streams for chunk in stream], prompts
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
@@ -165,31 +155,10 @@ class Tree:
 
 
 JUNK = [
-    None,
-    True,
-    -1,
-    0,
-    3,
-    2**40,
-    1.5,
-    float("nan"),
-    "",
-    "AAAA",
-    "x" * 500,
-    b"\x93NUMPY",
-    [],
-    [[]],
-    [[[1]]],
-    {},
-    {"a": 1},
-]
-JUNK += [FULL.tolist(), [1, "2"], npy_base64(FULL.astype(np.uint8) % 7), {"routed_experts": "AAAA"}, "abort", [[None]]]
-JUNK += [
-    ["ndarray", {"data": COMPACT.tolist(), "dtype": "int16"}],
-    [{"version": "1", "start": 0, "end": 5}],
-    10**4299,
-    10**9000,
-]
+    None, True, -1, 0, 3, 2**40, 1.5, float("nan"), "", "AAAA", "x" * 500, b"\x93NUMPY", [], [[]], [[[1]]], {}, {"a": 1},
+    FULL.tolist(), [1, "2"], npy_base64(FULL.astype(np.uint8) % 7), {"routed_experts": "AAAA"}, "abort", [[None]],
+    ["ndarray", {"data": COMPACT.tolist(), "dtype": "int16"}], [{"version": "1", "start": 0, "end": 5}], 10**4299, 10**9000,
+]  # fmt: skip
 
 
 def change_anything(parent, key, rng):
@@ -232,18 +201,9 @@ def change_structure(parent, key, rng):
 
 
 KEYS = [
-    "choices",
-    "routed_experts",
-    "token_ids",
-    "meta_info",
-    "sglext",
-    "prompt_token_ids",
-    "usage",
-    "id",
-    "index",
-    "x",
-]
-KEYS += ["outputs", "finish_reason", "output_ids", "moe_topk_indices", "weight_versions", "routing_indices", "metadata"]
+    "choices", "routed_experts", "token_ids", "meta_info", "sglext", "prompt_token_ids", "usage", "id", "index", "x",
+    "outputs", "finish_reason", "output_ids", "moe_topk_indices", "weight_versions", "routing_indices", "metadata",
+]  # fmt: skip
 
 
 def arbitrary(rng, depth=0):
@@ -251,15 +211,9 @@ def arbitrary(rng, depth=0):
     kind = rng.randrange(11 if depth < 4 else 8)
     if kind < 8:
         scalars = [
-            None,
-            rng.random() < 0.5,
-            rng.randrange(-9, 999),
-            rng.getrandbits(80),
-            rng.gauss(0, 1e9),
-            "",
-            b"\x93",
-        ]
-        scalars += [rng.randbytes(rng.randrange(20)), rng.randbytes(rng.randrange(20)).decode("latin-1"), "AAAAAAAA"]
+            None, rng.random() < 0.5, rng.randrange(-9, 999), rng.getrandbits(80), rng.gauss(0, 1e9), "", b"\x93",
+            rng.randbytes(rng.randrange(20)), rng.randbytes(rng.randrange(20)).decode("latin-1"), "AAAAAAAA",
+        ]  # fmt: skip
         return rng.choice([*scalars, np.zeros((rng.randrange(3), 4, 3), np.int16), float("inf")])
     if kind == 8:
         return {rng.choice(KEYS): arbitrary(rng, depth + 1) for _ in range(rng.randrange(4))}

@@ -80,6 +80,8 @@ def test_completions_of_0_17_send_no_ids():
         engines.megatron.decode(bare, model=MODEL)
     with pytest.raises(PayloadError, match="has 8 rows"):
         engines.megatron.decode(bare, model=MODEL, token_ids=both[1:])
+    with pytest.raises(PayloadError, match="Each pipeline stage records its own layers only"):
+        engines.megatron.decode(rows(0)[:, :2], model=MODEL, token_ids=both)
 
 
 def test_ids_of_the_message_are_used():

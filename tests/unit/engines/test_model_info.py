@@ -1,6 +1,8 @@
 import json
+import re
 
 import pytest
+import torch
 
 from megatron_router_replay.engines import ModelRoutingInfo
 from megatron_router_replay.errors import PayloadError
@@ -23,10 +25,6 @@ def test_reads_a_dict_a_file_and_a_folder(tmp_path):
 
 QWEN3 = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 128, "num_experts_per_tok": 8}
 DEEPSEEK = {"num_hidden_layers": 5, "n_routed_experts": 384, "num_experts_per_tok": 8, "n_shared_experts": 1}
-
-
-def test_qwen3_moe_sparse_step_and_dense_layers():
-    assert read(QWEN3 | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}).moe_layer_numbers == (2, 6)
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2", "glm4_moe"])
@@ -65,7 +63,7 @@ def test_nemotron_h_patterns():
         (QWEN3, "decoder_sparse_step=None"),
         (QWEN3 | {"decoder_sparse_step": 1}, "mlp_only_layers=None"),
         (QWEN3 | {"decoder_sparse_step": 1, "mlp_only_layers": [6]}, r"mlp_only_layers=\[6\]"),
-        (DEEPSEEK | {"model_type": "deepseek_v3"}, "first_k_dense_replace=None"),
+        (DEEPSEEK | {"model_type": "deepseek_v3"}, "lacks mlp_layer_types / first_k_dense_replace"),
         (DEEPSEEK | {"model_type": "deepseek_v3", "first_k_dense_replace": 5}, "it is dense"),
         (
             {"model_type": "mixtral", "num_hidden_layers": 2, "num_experts_per_tok": 2},
@@ -91,51 +89,101 @@ def test_an_unreadable_config_raises_by_name(tmp_path):
         read(3)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "expected"),
-    [
-        ("Qwen3MoeConfig", {"num_hidden_layers": 4, "mlp_only_layers": [1]}, (4, (1, 3, 4), 128, 8, 0)),
-        ("Qwen3NextConfig", {"num_hidden_layers": 2}, (2, (1, 2), 512, 10, 1)),
-        ("Qwen3_5MoeTextConfig", {"num_hidden_layers": 2}, (2, (1, 2), 256, 8, 1)),
-        ("MixtralConfig", {"num_hidden_layers": 2}, (2, (1, 2), 8, 2, 0)),
-        ("DeepseekV3Config", {"num_hidden_layers": 5}, (5, (4, 5), 256, 8, 1)),
-        ("Glm4MoeConfig", {"num_hidden_layers": 3}, (3, (2, 3), 128, 8, 1)),
-        ("GptOssConfig", {"num_hidden_layers": 2}, (2, (1, 2), 128, 4, 0)),
-        ("Llama4TextConfig", {"num_hidden_layers": 4, "interleave_moe_layer_step": 2}, (4, (2, 4), 16, 1, 1)),
-        ("NemotronHConfig", {}, (4, (2,), 8, 2, 1)),
-    ],
-)
-def test_agrees_with_the_config_classes_of_transformers(name, changes, expected):
+BUILT = [
+    ("Qwen3MoeConfig", {"mlp_only_layers": [1]}, (1, 3, 4, 5, 6), (128, 8, 0)),
+    ("Qwen3NextConfig", {}, (1, 2, 3, 4, 5, 6), (512, 10, 1)),
+    ("MixtralConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2, 0)),
+    ("OlmoeConfig", {}, (1, 2, 3, 4, 5, 6), (64, 8, 0)),
+    ("FlexOlmoConfig", {}, (1, 2, 3, 4, 5, 6), (7, 5, 0)),
+    ("PhimoeConfig", {}, (1, 2, 3, 4, 5, 6), (16, 2, 0)),
+    ("GptOssConfig", {}, (1, 2, 3, 4, 5, 6), (128, 4, 0)),
+    ("GraniteMoeConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2, 0)),
+    ("GraniteMoeSharedConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2, 1)),
+    ("GraniteMoeHybridConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2, 1)),
+    ("MiniMaxConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2, 0)),
+    ("MiniMaxM2Config", {}, (1, 2, 3, 4, 5, 6), (256, 8, 0)),
+    ("MiniMaxM3VLTextConfig", {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4}, (3, 4, 5, 6), (128, 4, 0)),
+    ("HunYuanMoEV1Config", {"num_experts": 8, "moe_topk": 2}, (1, 2, 3, 4, 5, 6), (8, 2, 1)),
+    ("LongcatFlashConfig", {"num_layers": 3}, (1, 2, 3), (512 + 256, 12, 0)),
+    ("DeepseekV3Config", {}, (4, 5, 6), (256, 8, 1)),
+    ("DeepseekV4Config", {}, (4, 5, 6), (256, 6, 1)),  # three hash layers first
+    ("KimiLinearConfig", {}, (2, 3, 4, 5, 6), (256, 8, 1)),
+    ("BailingHybridConfig", {}, (3, 4, 5, 6), (512, 8, 1)),
+    ("Dots1Config", {"first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+     (3, 4, 5, 6), (8, 2, 1)),
+    ("MiMoV2FlashConfig", {}, (2, 3, 4, 5, 6), (256, 8, 0)),
+    ("ExaoneMoeConfig", {}, (2, 3, 4, 5, 6), (64, 8, 1)),
+    ("Glm4MoeConfig", {}, (2, 3, 4, 5, 6), (128, 8, 1)),
+    ("Glm4MoeLiteConfig", {}, (2, 3, 4, 5, 6), (64, 4, 1)),
+    ("Ernie4_5_MoeConfig", {"moe_layer_start_index": 2, "moe_layer_end_index": 4}, (3, 4, 5), (64, 6, 2)),
+    ("Ernie4_5_MoeConfig", {"moe_layer_interval": 2}, (2, 4, 6), (64, 6, 2)),
+    ("AfmoeConfig", {"num_dense_layers": 2}, (3, 4, 5, 6), (64, 6, 2)),
+    ("Lfm2MoeConfig", {"num_dense_layers": 2, "layer_types": ["full_attention"] * 6}, (3, 4, 5, 6), (32, 4, 0)),
+    ("JambaConfig", {"expert_layer_period": 3, "expert_layer_offset": 1}, (2, 5), (16, 2, 0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "moe_layers", "counts"), BUILT)
+def test_moe_layers_are_those_where_transformers_builds_experts(name, changes, moe_layers, counts):
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, name):
         pytest.skip(f"this transformers has no {name}")
-    assert facts(read(getattr(transformers, name)(**changes))) == expected
+    sizes = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"intermediate_size": 32, "head_dim": 16, "vocab_size": 256_000}
+    built = getattr(transformers, name)(**(sizes | changes))
+    assert facts(read(built))[1:] == (moe_layers, *counts)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(built)
+    kinds = {module_name: type(module).__name__ for module_name, module in model.named_modules()}
+    hashed = {layer_of(module_name) for module_name, kind in kinds.items() if kind.endswith("HashRouter")}
+    routed = {layer_of(module_name) for module_name, kind in kinds.items() if kind.endswith("Experts")} - hashed
+    assert sorted(routed - {None}) == list(moe_layers)
+
+
+def layer_of(module_name):
+    found = re.search(r"layers\.(\d+)", module_name)
+    return int(found[1]) + 1 if found else None
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("values", "expected"),
     [
-        ("Qwen3MoeConfig", {"mlp_only_layers": [1], "num_experts": 8, "moe_intermediate_size": 16}),
-        ("MixtralConfig", {"num_local_experts": 4}),
-        (
-            "DeepseekV3Config",
-            {
-                "first_k_dense_replace": 2,
-                "n_routed_experts": 8,
-                "moe_intermediate_size": 16,
-                "n_group": 1,
-                "topk_group": 1,
-            },
-        ),
-        ("Glm4MoeConfig", {"first_k_dense_replace": 1, "n_routed_experts": 8, "moe_intermediate_size": 16}),
-        ("GptOssConfig", {"num_local_experts": 4}),
+        ({"model_type": "step3p5", "num_hidden_layers": 5, "moe_layers_enum": "3,4,5", "moe_num_experts": 288,
+          "moe_top_k": 8}, (5, (4, 5), 288, 8, 1)),
+        ({"model_type": "bailing_moe_v2", "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_experts": 256,
+          "num_experts_per_tok": 8, "num_shared_experts": 1}, (3, (2, 3), 256, 8, 1)),
+        ({"model_type": "minimax_m3", "num_hidden_layers": 3, "moe_layer_freq": [0, 1, 1], "num_local_experts": 128,
+          "num_experts_per_tok": 4}, (3, (2, 3), 128, 4, 0)),
+        ({"model_type": "deepseek_v4", "num_hidden_layers": 4, "num_hash_layers": 3, "n_routed_experts": 256,
+          "num_experts_per_tok": 6, "n_shared_experts": 1}, (4, (4,), 256, 6, 1)),
+        ({"model_type": "llama4_text", "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "num_local_experts": 16,
+          "num_experts_per_tok": 1}, (4, (2, 4), 16, 1, 1)),
+        ({"model_type": "qwen3_omni_moe", "thinker_config": {"model_type": "x", "text_config": {
+            "model_type": "qwen3_omni_moe_text", "num_hidden_layers": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
+            "num_experts": 128, "num_experts_per_tok": 8}}}, (2, (1, 2), 128, 8, 0)),
     ],
-)
-def test_moe_layers_are_those_where_transformers_builds_a_router(name, changes):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    sizes |= {"intermediate_size": 16, "vocab_size": 32, "num_experts_per_tok": 2, "head_dim": 16}
-    built = getattr(transformers, name)(**(sizes | changes))
-    model = transformers.AutoModelForCausalLM.from_config(built)
-    routers = [n for n, module in model.named_modules() if type(module).__name__.lower().endswith("topkrouter")]
-    assert read(built).moe_layer_numbers == tuple(int(n.split("layers.")[1].split(".")[0]) + 1 for n in routers)
+)  # fmt: skip
+def test_released_configs_that_transformers_does_not_write(values, expected):
+    assert facts(read(values)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"model_type": "step3p5", "num_hidden_layers": 5}, "lacks mlp_layer_types / moe_layers_enum:"),
+        ({"model_type": "step3p5", "moe_layers_enum": [1, 2], "mlp_layer_types": ["sparse"] * 3}, "num_hidden_layers=None"),
+        ({"model_type": "deepseek_v3", "moe_layer_freq": [0, 1]}, "num_hidden_layers=None"),
+        ({"model_type": "step3p5", "num_hidden_layers": 5, "moe_layers_enum": "3,x"}, "moe_layers_enum='3,x', expected"),
+        ({"model_type": "deepseek_v4", "num_hidden_layers": 5}, "lacks mlp_layer_types / num_hash_layers"),
+        ({"model_type": "deepseek_v4", "num_hidden_layers": 2, "num_hash_layers": 1, "mlp_layer_types": ["moe", "moe"]},
+         "mlp_layer_types and num_hash_layers of the deepseek_v4 config disagree"),
+        ({"model_type": "jamba", "num_hidden_layers": 2, "expert_layer_period": 0}, "period=0, expected .* of 1 or more"),
+        ({"model_type": "lfm2_moe", "num_hidden_layers": 2}, "num_dense_layers=None"),
+        ({"model_type": "hunyuan_v1_moe", "num_hidden_layers": 2, "num_experts": 8, "moe_topk": [2, 1]},
+         r"moe_topk=\[2, 1\]"),
+        ({"model_type": "ernie4_5_moe", "num_hidden_layers": 2, "moe_layer_interval": 1}, "moe_layer_start_index=None"),
+    ],
+)  # fmt: skip
+def test_rules_that_a_config_leaves_open_raise(values, named):
+    with pytest.raises(PayloadError, match=named):
+        read(values)

@@ -1,96 +1,142 @@
-"""The rule of rows, and the shapes that a sample's arrays may have, each at its boundary."""
+"""How many rows and columns a sample's arrays may have, each at its boundary, and where each row comes to lie."""
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_router_replay.engines import DecodeOptions, ModelRoutingInfo
 from megatron_router_replay.engines.payload import Source
-from megatron_router_replay.engines.rows import RowLayout, SampleRows, check_rows, find_columns, most_ids
+from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace, find_columns, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import routes
 
-MODEL = ModelRoutingInfo(num_layers=4, moe_layer_numbers=(2, 3), num_experts=16, topk=2, num_shared_experts=1)
-SOURCE = Source(engine="E", field="f")
+MODEL = ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 3), num_experts=8, topk=2)
+WIDE = ModelRoutingInfo(num_layers=4, moe_layer_numbers=(2, 3), num_experts=16, topk=2, num_shared_experts=1)
 
 
-def sample(*shapes, num_tokens=10, num_prompt_tokens=4, may_be_empty=False, token_ids=None, layout=None, **options):
-    parts = tuple(np.zeros(shape, np.uint8) for shape in shapes)
+def sample(
+    *parts, num_tokens=None, prompt=None, ids=None, version=None, name="s", may_be_empty=False, layout=None, **options
+):
+    parts = tuple(np.asarray(part) for part in parts)
+    num_rows = sum(len(part) for part in parts if part.ndim)
     return SampleRows(
-        source=SOURCE,
-        layout=RowLayout(parts=parts, **(layout or {})),
-        tokens=SampleTokens(num_tokens=num_tokens, num_prompt_tokens=num_prompt_tokens, token_ids=token_ids),
+        source=Source(engine="E", field="f", sample=name),
+        layout=RowLayout(parts=parts, **({"columns": (0, 1)} | (layout or {}))),
+        tokens=SampleTokens(
+            num_tokens=num_rows + 1 if num_tokens is None else num_tokens,
+            num_prompt_tokens=prompt,
+            token_ids=None if ids is None else np.array(ids, np.int32),
+        ),
         options=DecodeOptions(**options),
+        weight_version=None if version is None else np.array(version, np.int32),
         may_be_empty=may_be_empty,
     )
 
 
-def refused(one, message):
+def rows(*experts, dtype=np.uint8):
+    """A row of two layers for each number e: the experts e, e + 1 and e + 2, e + 3."""
+    return np.array([[[e, e + 1], [e + 2, e + 3]] for e in experts], dtype).reshape(len(experts), 2, 2)
+
+
+def refused(message, *samples, model=MODEL):
     with pytest.raises(PayloadError, match=message):
-        check_rows(one, MODEL)
+        build_trace(samples, model=model)
+
+
+def of_ten(num_rows, *, num_tokens=10, prompt=4, columns=(0, 1), layout=None, **options):
+    """`num_rows` rows for ten tokens of WIDE."""
+    part = routes(num_rows, 2, num_experts=16, topk=2)
+    return sample(part, num_tokens=num_tokens, prompt=prompt, layout={"columns": columns} | (layout or {}), **options)
+
+
+# How many rows
 
 
 @pytest.mark.parametrize("start", [0, 3, 9])
 def test_s_minus_1_minus_start_rows_are_legal_and_no_others(start):
     legal = 10 - 1 - start
-    for rows in {*range(12)} - {legal}:
-        refused(sample((rows, 4, 2), start=start), f"has {rows} rows for tokens {start}\\.\\.9: expected {legal} ")
-    check_rows(sample((legal, 4, 2), start=start), MODEL)
+    for num_rows in {*range(12)} - {legal}:
+        message = f"has {num_rows} rows for tokens {start}\\.\\.9: expected {legal} "
+        refused(message, of_ten(num_rows, start=start), model=WIDE)
+    assert build_trace([of_ten(legal, start=start)], model=WIDE).replay_mask.sum() == legal
 
 
 def test_a_start_at_the_end_has_no_rows_and_one_behind_it_is_refused():
-    check_rows(sample((0, 4, 2), start=10), MODEL)
-    refused(sample((0, 4, 2), start=11), r"start=11 must lie in 0\.\.10")
+    build_trace([of_ten(0, start=10)], model=WIDE)
+    refused(r"start=11 must lie in 0\.\.10", of_ten(0, start=11), model=WIDE)
+
+
+SURPLUS = "Are these the ids of prompt and output.* allow_surplus_rows=True"
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "layout", "advice"),
+    ("num_rows", "options", "layout", "advice"),
     [
-        (10, {"start": 3}, {}, "ignored start"),
+        (10, {"start": 3}, {}, "ignored start and sent every row: decode with start=0.$"),
         (9, {"start": 3}, {}, "ignored start"),
-        (8, {"start": 3}, {}, "Surplus rows"),
+        (8, {"start": 3}, {}, SURPLUS),
         (7, {"start": 3}, {}, "One more"),
-        (10, {}, {}, "One more"),
-        (11, {}, {}, "Surplus rows"),
-        (8, {}, {}, "Was start passed on"),
+        (10, {}, {}, "One more.* allow_surplus_rows=True"),
+        (11, {}, {}, SURPLUS),
+        (17, {}, {}, SURPLUS),
+        (18, {}, {}, "as many too few as the prompt has.$"),
+        (18, {"allow_surplus_rows": True}, {}, "has 18 rows"),
+        (500, {"allow_surplus_rows": True}, {}, "has 500 rows"),
+        (8, {"allow_surplus_rows": True}, {}, "Was start passed on"),
         (11, {"allow_surplus_rows": True}, {"explain_surplus": "Because."}, "Because"),
     ],
 )
-def test_a_wrong_number_of_rows_is_explained(rows, options, layout, advice):
-    refused(sample((rows, 4, 2), layout=layout, **options), advice)
+def test_a_wrong_number_of_rows_is_explained(num_rows, options, layout, advice):
+    refused(advice, of_ten(num_rows, layout=layout, **options), model=WIDE)
 
 
-def test_surplus_rows_are_legal_if_allowed_and_missing_ones_never():
-    for rows in (9, 10, 11, 500):
-        check_rows(sample((rows, 4, 2), allow_surplus_rows=True), MODEL)
-    refused(sample((8, 4, 2), allow_surplus_rows=True), "has 8 rows")
+@pytest.mark.parametrize("surplus", [1, 2, 8])
+def test_surplus_rows_are_dropped_if_that_is_allowed_and_not_looked_at(surplus):
+    part = np.concatenate([rows(0, 1), np.full((surplus, 2, 2), 9)])
+    trace = build_trace([sample(part, num_tokens=3, allow_surplus_rows=True)], model=MODEL)
+    assert trace.replay_mask.tolist() == [True, True, False]
+    assert trace.topk_indices[:2].tolist() == rows(0, 1).tolist()
 
 
-def test_a_row_of_the_last_token_is_legal_where_an_engine_may_send_one():
-    for layout in ({"may_have_last_row": True}, {"may_have_last_row": True, "last_row_is_route": True}):
-        check_rows(sample((10, 4, 2), layout=layout), MODEL)
-        check_rows(sample((9, 4, 2), layout=layout), MODEL)
-        refused(sample((11, 4, 2), layout=layout), "expected 9 .* or 10")
-    nothing_generated = sample((10, 4, 2), num_prompt_tokens=10)
-    check_rows(nothing_generated, MODEL)
-    assert nothing_generated.last_row_is_route
-    assert not sample((9, 4, 2)).last_row_is_route
+@pytest.mark.parametrize(("last_row", "is_routed"), [("padding", False), ("route", True)])
+def test_a_row_of_the_last_token_is_legal_where_an_engine_may_send_one(last_row, is_routed):
+    layout = {"last_row": last_row}
+    for parts in ([rows(0, 1, 2)], [rows(0), rows(1, 2)]):
+        trace = build_trace([sample(*parts, num_tokens=3, layout=layout)], model=MODEL)
+        assert trace.replay_mask.tolist() == [True, True, is_routed]
+    assert build_trace([sample(rows(0, 1), num_tokens=3, layout=layout)], model=MODEL).replay_mask.sum() == 2
+    refused("expected 2 .* or 3", sample(rows(0, 1, 2, 3), num_tokens=3, layout=layout))
+    # Of a prompt alone the last token was forwarded.
+    trace = build_trace([sample(rows(0, 1, 2), num_tokens=3, prompt=3)], model=MODEL)
+    assert trace.replay_mask.tolist() == [True] * 3
 
 
-def test_an_aborted_request_may_have_no_rows():
-    check_rows(sample(may_be_empty=True), MODEL)
-    refused(sample(), "has 0 rows")
-    refused(sample((8, 4, 2), may_be_empty=True), "has 8 rows")
+def test_an_aborted_request_may_have_no_rows_and_not_any_number_of_tokens():
+    empty = {"may_be_empty": True, "layout": {}}
+    assert build_trace([sample(num_tokens=10, **empty)], model=MODEL).replay_mask.sum() == 0
+    refused("has 0 rows", sample(num_tokens=10))
+    refused("has 8 rows", of_ten(8, may_be_empty=True), model=WIDE)
+    build_trace([sample(num_tokens=1 << 20, **empty)], model=MODEL)
+    refused("claims 1048577 prompt tokens", sample(num_tokens=(1 << 20) + 1, **empty))
 
 
-def test_memory_for_tokens_that_a_response_only_claims_is_bounded():
-    check_rows(sample(num_tokens=1 << 20, may_be_empty=True), MODEL)
-    refused(sample(num_tokens=(1 << 20) + 1, may_be_empty=True), "claims 1048577 prompt tokens")
-    check_rows(sample(num_tokens=(1 << 20) + 1, may_be_empty=True, token_ids=np.zeros(1, np.int32)), MODEL)
+def test_rows_at_the_end_may_be_missing_where_the_layout_and_the_caller_say_so():
+    layout = {"may_end_early": True}
+    refused("has 2 rows", sample(rows(0, 1), num_tokens=6, layout=layout))
+    refused("has 2 rows", sample(rows(0, 1), num_tokens=6, missing="live"))
+    trace = build_trace([sample(rows(0, 1), num_tokens=6, layout=layout, missing="live")], model=MODEL)
+    assert trace.replay_mask.tolist() == [True, True, False, False, False, False]
+
+
+# Which columns
 
 
 @pytest.mark.parametrize("shape", [(9, 8), (72,), (9, 4, 2, 1), ()])
 def test_an_array_has_three_axes(shape):
-    refused(sample(shape), r"expected \[rows, layers, topk\] = \[rows, 4, 2\]")
+    refused(
+        r"expected \[rows, layers, topk\] = \[rows, 4, 2\]", sample(np.zeros(shape, int), num_tokens=10), model=WIDE
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,37 +147,201 @@ def test_an_array_has_three_axes(shape):
         (4, "has 4 experts a token.*Is this the config"),
     ],
 )
-@pytest.mark.parametrize("num_tokens", [2, 10])
-def test_another_width_is_refused_also_of_a_single_row(width, message, num_tokens):
-    refused(sample((num_tokens - 1, 4, width), num_tokens=num_tokens, num_prompt_tokens=1), message)
-
-
-def test_another_number_of_layers_is_refused_also_of_a_single_row():
-    refused(sample((1, 2, 2), num_tokens=2), r"has 2 layers, the model has 4 \(2 of them MoE\)")
-    refused(sample((1, 0, 2), num_tokens=2), "has 0 layers")
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_another_width_or_number_of_layers_is_refused_also_of_a_single_row(width, message, num_rows):
+    every = {"layout": {"columns": None}}
+    refused(message, sample(np.zeros((num_rows, 4, width), int), **every), model=WIDE)
+    refused(
+        r"has 2 layers, the model has 4 \(2 of them MoE\)", sample(np.zeros((num_rows, 2, 2), int), **every), model=WIDE
+    )
+    refused("has 0 layers", sample(np.zeros((num_rows, 0, 2), int), **every), model=WIDE)
 
 
 def test_no_rows_may_have_any_width():
-    check_rows(sample((0, 0, 0), (9, 4, 2)), MODEL)
+    build_trace([sample(np.zeros((0, 0, 0), int), rows(0, 1))], model=MODEL)
 
 
 @pytest.mark.parametrize(
     ("layout", "num_columns", "columns"),
     [
-        ({}, 4, ((1, 2), (0, 3))),
-        ({"filler_columns": ()}, 4, ((1, 2), ())),
-        ({"moe_columns": (0, 1)}, 2, ((0, 1), ())),
-        ({"moe_columns": (0, 1), "filler_columns": (2,)}, 3, ((0, 1), (2,))),
+        ({"columns": None}, 4, ((1, 2), (0, 3))),
+        ({"columns": None, "filler": ()}, 4, ((1, 2), ())),
+        ({}, 2, ((0, 1), ())),
+        ({"filler": (2,)}, 3, ((0, 1), (2,))),
     ],
 )
 def test_the_columns_of_a_layout(layout, num_columns, columns):
-    assert find_columns(sample((9, num_columns, 2), layout=layout), num_columns, MODEL) == columns
+    one = sample(np.zeros((9, num_columns, 2)), layout=layout)
+    assert find_columns(one, num_columns, WIDE) == columns
     for other in (num_columns - 1, num_columns + 1):
         with pytest.raises(PayloadError, match=f"has {other} layers"):
-            find_columns(sample((9, other, 2), layout=layout), other, MODEL)
+            find_columns(one, other, WIDE)
+
+
+@pytest.mark.parametrize("filler", [0, -1])
+def test_columns_of_other_layers_hold_filler(filler):
+    array = np.insert(rows(0, 1, 2, dtype=np.int32), 1, filler, axis=1)
+    for layout, where in (({"columns": None}, "layer_number 2"), ({"columns": (0, 2), "filler": (1,)}, "column 1")):
+        trace = build_trace([sample(array, layout=layout)], model=MODEL)
+        assert trace.topk_indices[:3].tolist() == rows(0, 1, 2).tolist()
+        for wrong in ([0, 1], [-1, 0], [1, 1]):
+            broken = array.copy()
+            broken[1, 1] = wrong
+            refused(f"{where} is dense .* but row ", sample(broken, layout=layout))
+    broken[1, 1] = -1 - filler  # some rows 0 and some -1
+    refused("not filler", sample(broken, layout=layout))
+    build_trace([sample(broken, layout=layout, missing="live")], model=MODEL)
+    broken[2, 1] = 5
+    if filler == 0:
+        refused(r"row \d holds \[", sample(broken, num_tokens=5, start=1, layout={"columns": None}))
+    build_trace([sample(broken, layout={"columns": None, "filler": ()})], model=MODEL)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64])
+def test_columns_in_another_order_are_put_in_the_order_of_the_layers(dtype):
+    swapped = {"layout": {"columns": (1, 0)}}
+    trace = build_trace([sample(rows(0, 1, dtype=dtype)[:, ::-1], **swapped)], model=MODEL)
+    assert trace.topk_indices[:2].tolist() == rows(0, 1).tolist()
+    broken = np.array([[[2, 3], [0, 1]], [[8, 0], [0, 1]]], dtype)
+    refused("row 1, layer 3 of topk_indices", sample(broken, **swapped))
 
 
 def test_a_text_may_hold_a_few_thousand_rows_too_many_and_the_shared_experts():
     tokens = SampleTokens(num_tokens=10, num_prompt_tokens=None, token_ids=None)
-    assert most_ids(MODEL, tokens, DecodeOptions()) == (10 + 4096) * 4 * 3
-    assert most_ids(MODEL, tokens, DecodeOptions(allow_surplus_rows=True)) == (10 + 65536) * 4 * 3
+    assert most_ids(WIDE, tokens, DecodeOptions()) == (10 + 4096) * 4 * 3
+    assert most_ids(WIDE, tokens, DecodeOptions(allow_surplus_rows=True)) == (10 + 65536) * 4 * 3
+
+
+# Where they come to lie
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64])
+def test_samples_stand_behind_one_another_with_filler_where_there_is_no_route(dtype):
+    trace = build_trace(
+        [
+            sample(rows(0, 1, dtype=dtype), rows(2, dtype=dtype)),
+            sample(rows(3, dtype=dtype), num_tokens=4, start=2),
+            sample(rows(dtype=dtype), num_tokens=1),
+            sample(rows(4, 4, dtype=dtype), num_tokens=2, layout={"last_row": "route"}),
+        ],
+        model=MODEL,
+    )
+    assert trace.topk_indices.dtype is torch.uint8
+    assert trace.layer_numbers == (1, 3)
+    assert trace.sequence_lengths == (4, 4, 1, 2)
+    routed = [0, 1, 2, None, None, None, 3, None, None, 4, 4]
+    assert trace.replay_mask.tolist() == [expert is not None for expert in routed]
+    for row, expert in enumerate(routed):
+        if expert is not None:
+            assert trace.topk_indices[row].tolist() == rows(expert).tolist()[0]
+    # Filler is spread by the token's place in its sample: ids 2 i and 2 i + 1, modulo 8.
+    filler = [trace.topk_indices[row].tolist() for row in (3, 4, 5, 7, 8)]
+    assert filler == [[[2 * i % 8, 2 * i % 8 + 1]] * 2 for i in (3, 0, 1, 3, 0)]
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.uint8), (257, torch.int16)])
+def test_ids_are_stored_as_narrow_as_the_model_allows(num_experts, dtype):
+    model, top = (
+        ModelRoutingInfo(num_layers=1, moe_layer_numbers=(1,), num_experts=num_experts, topk=2),
+        num_experts - 1,
+    )
+    trace = build_trace([sample([[[0, top]]], layout={"columns": None})], model=model)
+    assert trace.topk_indices.dtype is dtype
+    assert trace.topk_indices[0].tolist() == [[0, top]]
+    for array in ([[[0, top + 1]]], np.array([[[0, top + 1]]], np.int16)):
+        message = rf"row 0, layer 1 of topk_indices is \[0, {top + 1}\]"
+        refused(message, sample(array, layout={"columns": None}), model=model)
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (257, np.int16)])
+def test_memory_comes_from_whoever_is_asked_for_it(num_experts, dtype):
+    sizes, memory = [], np.zeros(64, np.uint8)
+    model = ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 3), num_experts=num_experts, topk=2)
+    one = sample(rows(0, 1, dtype=dtype))
+    trace = build_trace([one], model=model, allocate=lambda size: sizes.append(size) or memory[:size])
+    assert sizes == [3 * 2 * 2 * np.dtype(dtype).itemsize]
+    assert memory.view(dtype)[:8].tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+    assert trace.topk_indices.data_ptr() == memory.ctypes.data
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+@pytest.mark.parametrize("row", [0, 262_143, 262_144, 299_999])
+def test_a_fault_in_any_block_is_named_by_its_row(dtype, row):
+    array = np.tile(rows(0, 1, 2, dtype=dtype), (100_000, 1, 1))
+    for ids, message in (
+        ([8, 0], rf"row {row + 5}, layer 3 of topk_indices is \[8, 0\]"),
+        ([5, 5], rf"row {row + 5}; first"),
+    ):
+        array[row, 1] = ids
+        refused(message, sample(array, num_tokens=300_006, start=5))
+
+
+def test_the_rows_of_the_second_part_are_counted_behind_those_of_the_first():
+    refused("row 3, layer 1 of topk_indices", sample(rows(0, 1, 2), [[[9, 0], [1, 2]]]))
+    refused(r"row 3 \(generation\); first: row 3", sample(rows(0, 1, 2), [[[1, 1], [1, 2]]], prompt=3))
+
+
+def test_rows_before_a_token_are_ignored_if_the_caller_says_so():
+    part = np.concatenate([np.full((2, 2, 2), 99), rows(0, 1, dtype=np.int64)])
+    trace = build_trace([sample(part, ignore_before=2)], model=MODEL)
+    assert trace.replay_mask.tolist() == [False, False, True, True, False]
+    assert trace.topk_indices[2:4].tolist() == rows(0, 1).tolist()
+    refused("layer 1 of topk_indices", sample(part, ignore_before=1))
+
+
+CONSTANT, VARIED = rows(*[0] * 32), rows(*[i % 5 for i in range(32)])
+
+
+@pytest.mark.parametrize(
+    ("parts", "start", "prompt", "message"),
+    [
+        ((VARIED, CONSTANT), 0, 32, r"rows 32\.\.63 \(generation\)"),
+        ((CONSTANT, VARIED), 0, 32, r"rows 0\.\.31 \(prompt\)"),
+        ((CONSTANT, VARIED), 0, None, r"rows 0\.\.32 of 64 rows 0\.\.63 \(all\) are equal"),
+        ((CONSTANT, VARIED), 0, 34, r"rows 0\.\.32 of 34 rows 0\.\.33 \(prompt\) are equal"),
+        ((VARIED, VARIED), 0, 34, None),
+        ((CONSTANT, CONSTANT), 8, None, r"rows 8\.\.71 \(all\)"),
+        ((CONSTANT,), 0, 0, r"rows 0\.\.31 \(generation\)"),
+        ((CONSTANT,), 9, 5, r"rows 9\.\.40 \(generation\)"),
+        ((CONSTANT,), 68, 101, r"rows 68\.\.99 \(prompt\)"),
+    ],
+)
+def test_prompt_and_generation_are_looked_at_by_themselves(parts, start, prompt, message):
+    array = np.concatenate(parts)
+    given = {"start": start, "prompt": prompt, "num_tokens": start + len(array) + 1}
+    ids = range(given["num_tokens"])
+    if message is None:
+        build_trace([sample(array, ids=ids, **given)], model=MODEL)
+        return
+    refused(message, sample(array, **given))
+    refused(message, sample(array, ids=ids, **given))
+    build_trace([sample(array, allow_constant_layers=True, **given)], model=MODEL)
+    # Few different tokens: degenerate output is believed.
+    build_trace([sample(array, ids=[i % 20 for i in ids], **given)], model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("what", "having"),
+    [("token ids", {"ids": [1, 2]}), ("sample id", {"sample_id": "a"}), ("weight version", {"version": [3, 3]})],
+)
+def test_all_samples_have_it_or_none_has(what, having):
+    for pair in ([having, {}], [{}, having]):
+        samples = [sample(rows(0), name=f"number {i}", **options) for i, options in enumerate(pair)]
+        refused(f"number {pair.index({})}: has no {what} while others", *samples)
+
+
+def test_what_all_samples_have_is_joined():
+    trace = build_trace(
+        [
+            sample(rows(0), ids=[5, 6], sample_id="a", version=[1, 2]),
+            sample(rows(1), ids=[7, 8], sample_id="b", version=[3, 3]),
+            sample(num_tokens=1, ids=[9], sample_id="c"),  # no row, so no version that is missing
+        ],
+        model=MODEL,
+    )
+    assert trace.token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert trace.sample_ids == ("a", "b", "c")
+    assert trace.weight_version.tolist() == [1, 2, 3, 3, -1]
+    assert trace.weight_version.dtype is trace.token_ids.dtype is torch.int32
+    none = build_trace([], model=MODEL)
+    assert (len(none), none.sequence_lengths, none.sample_ids, none.token_ids) == (0, (), None, None)

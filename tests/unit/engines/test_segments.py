@@ -16,7 +16,8 @@ IDS = tokens(400)
 
 def turn(end, start=0, array=ROUTES, ids=IDS, **options):
     """A decoded turn of `end` tokens whose routes begin at token `start`."""
-    return engines.vllm.decode(array[start : end - 1], model=MODEL, token_ids=ids[:end], start=start, **options)
+    ids = None if ids is None else ids[:end]
+    return engines.vllm.decode(array[start : end - 1], model=MODEL, token_ids=ids, start=start, **options)
 
 
 def test_the_row_at_a_turn_boundary_is_replaced_by_the_real_one():
@@ -32,15 +33,6 @@ def test_the_row_at_a_turn_boundary_is_replaced_by_the_real_one():
     assert segments.next_start == 29
 
 
-def test_asking_from_s_instead_of_s_minus_1_leaves_the_boundary_row_missing():
-    segments = RoutingSegments()
-    segments.append(turn(10))
-    segments.append(turn(30, start=10))
-    assert segments.trace().replay_mask.tolist() == [True] * 9 + [False] + [True] * 19 + [False]
-    assert segments.num_missing == 2
-    assert segments.next_start == 9
-
-
 def test_the_first_generation_wins_over_routes_of_newer_weights():
     newer = routes(400, 3, num_experts=32, topk=4, seed=5).astype(np.uint8)
     segments = RoutingSegments()
@@ -54,15 +46,6 @@ def test_the_first_generation_wins_over_routes_of_newer_weights():
     assert segments.overlap.differing > 100
 
 
-def test_an_overlap_with_the_same_weights_must_agree():
-    other = routes(400, 3, num_experts=32, topk=4, seed=5).astype(np.uint8)
-    segments = RoutingSegments()
-    segments.append(turn(40), weight_version=1)
-    with pytest.raises(PayloadError, match=r"117 decisions on tokens 0\.\.38 differ.*layer_number 1.*start right"):
-        segments.append(turn(60, array=other), weight_version=1)
-    assert len(segments) == 40
-
-
 def test_a_few_different_decisions_are_counted_and_the_order_of_experts_is_not():
     again = ROUTES[:, :, ::-1].copy()
     again[3, 1] = [0, 1, 2, 3]
@@ -73,37 +56,12 @@ def test_a_few_different_decisions_are_counted_and_the_order_of_experts_is_not()
     assert torch.equal(segments.trace().topk_indices[:39], torch.from_numpy(ROUTES[:39]))
 
 
-def test_a_history_that_changed_between_turns_is_refused():
-    edited = [*IDS[:5], IDS[5] + 1, *IDS[6:]]
-    segments = RoutingSegments()
-    segments.append(turn(10))
-    with pytest.raises(PayloadError, match=f"token 5 is {IDS[5] + 1}, an earlier segment had {IDS[5]}"):
-        segments.append(turn(30, start=9, ids=edited))
-
-
 def test_an_aborted_first_part_without_output_is_resumed():
     segments = RoutingSegments()
     segments.append(engines.vllm.decode(vllm_output(None, IDS[:10], [], finish_reason="abort"), model=MODEL))
     assert segments.next_start == 0
     segments.append(turn(30))
     assert segments.num_missing == 1
-
-
-def test_gaps_are_missing_rows_with_distinct_experts():
-    def part(a, b):
-        array = ROUTES[a:b]
-        return engines.array.decode(array, model=MODEL, axes=("token", "layer", "expert"), num_tokens=b - a)
-
-    segments = RoutingSegments()
-    segments.append(part(0, 10))
-    segments.append(part(25, 40), start=25)
-    trace = segments.trace()
-    assert trace.replay_mask.tolist() == [True] * 10 + [False] * 15 + [True] * 15
-    assert all(len(set(row.tolist())) == 4 for row in trace.topk_indices[10:25, 0])
-    assert segments.next_start == 10
-    segments.append(part(8, 30), start=8)
-    assert torch.equal(segments.trace().topk_indices, torch.from_numpy(ROUTES[:40]))
-    assert segments.next_start == 40
 
 
 def test_segments_must_be_of_one_kind():
@@ -133,7 +91,7 @@ def test_a_returned_trace_does_not_change_when_more_is_appended():
 
 
 def test_appending_turns_copies_bytes_in_proportion_to_the_total():
-    part = engines.array.decode(ROUTES[:8], model=MODEL, axes=("token", "layer", "expert"), num_tokens=8)
+    part = turn(9, ids=None, num_tokens=9)[:8]
     for num_turns in (100, 400):
         joined, copied = RoutingSegments(), 0
         for i in range(num_turns):
@@ -239,15 +197,6 @@ def test_a_segment_inside_what_is_known_fills_only_what_is_missing():
     assert (segments.num_missing, segments.next_start, len(segments)) == (0, 5, 5)
 
 
-def test_a_row_that_neither_has_stays_missing():
-    segments = RoutingSegments()
-    segments.append(trace_of(3, replay_mask=[True, False, False]))
-    segments.append(trace_of(3, first_expert=4, replay_mask=[False, False, True]))
-    assert segments.trace().replay_mask.tolist() == [True, False, True]
-    assert segments.trace().topk_indices[[0, 2], 0].tolist() == [[0, 1], [4, 5]]
-    assert segments.next_start == 1
-
-
 def test_a_gap_has_no_version_and_no_route():
     segments = RoutingSegments()
     segments.append(trace_of(2), weight_version=7)
@@ -275,7 +224,7 @@ def test_a_start_that_is_none(start):
 
 
 def test_the_ids_before_the_first_segment_must_be_known():
-    with pytest.raises(PayloadError, match=r"the token ids of 0\.\.2, before this segment, are unknown"):
+    with pytest.raises(PayloadError, match=r"a segment starts at token 3, only 0 are known"):
         RoutingSegments().append(trace_of(2, token_ids=[4, 5]), start=3)
     segments = RoutingSegments()
     segments.append(trace_of(2), start=3)

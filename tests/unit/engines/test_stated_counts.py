@@ -15,6 +15,7 @@ from tests.unit.engines.engine_payloads import (
     routes,
     sglang_result,
     tokens,
+    usage,
 )
 
 MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
@@ -25,12 +26,11 @@ IDS = PROMPT + OUTPUT
 ROWS = routes(S - 1, 3, num_experts=16, topk=2).astype(np.uint8)
 
 
-def usage(prompt, output):
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-
-
 def vllm_choice(index=0, prompt=PROMPT, output=OUTPUT, ids=True):
-    rows = routes(len(prompt) + len(output) - 1, 3, num_experts=16, topk=2, seed=index).astype(np.uint8)
+    rows = routes(len(prompt) + len(output) - 1, 3, num_experts=16, topk=2).astype(np.uint8)
+    rows[len(prompt) :] = np.roll(
+        rows[len(prompt) :], index, axis=1
+    )  # one prompt has one route, its outputs have several
     choice = {"index": index, "finish_reason": "length", "routed_experts": npy_base64(rows)}
     return choice | ({"prompt_token_ids": prompt, "token_ids": output} if ids else {})
 
@@ -70,21 +70,17 @@ def test_a_count_that_is_none_is_refused(value):
 
 def test_usage_is_summed_over_choices_with_each_prompt_once():
     """Source: vLLM 0.30 captures completions_n2 and completions_batch: n = 2 counts P once and G twice."""
-    other = tokens(4, seed=8)
-    n2 = [vllm_choice(0), vllm_choice(1, output=OUTPUT[:3])]
-    two = [vllm_choice(0), vllm_choice(1, prompt=other)]
-    both = [vllm_choice(0), vllm_choice(1), vllm_choice(2, prompt=other), vllm_choice(3, prompt=other)]
-    for choices, right in ((n2, (P, G + 3)), (two, (P + 4, 2 * G)), (both, (P + 4, 4 * G))):
-        response = {"id": "a", "choices": choices, "usage": usage(*right)}
-        engines.vllm.decode_batch(response, model=MODEL)
-        given = [c["prompt_token_ids"] + c["token_ids"] for c in choices]
-        bare = [{k: v for k, v in c.items() if k not in ("token_ids", "prompt_token_ids")} for c in choices]
-        engines.vllm.decode_batch(response | {"choices": bare}, model=MODEL, token_ids=given)
-        for wrong in ((right[0] + 1, right[1]), (right[0], right[1] - 1), (2 * right[0] + 1, right[1])):
+    choices = [vllm_choice(0), vllm_choice(1, output=OUTPUT[:3])]
+    bare = [{k: v for k, v in c.items() if k not in ("token_ids", "prompt_token_ids")} for c in choices]
+    given = {"token_ids": [c["prompt_token_ids"] + c["token_ids"] for c in choices]}
+    for sent, options in ((choices, {}), (bare, given)):
+        response = {"id": "a", "choices": sent, "usage": usage(P, G + 3)}
+        engines.vllm.decode_batch(response, model=MODEL, **options)
+        for wrong in ((P + 1, G + 3), (P, G + 2), (2 * P + 1, G + 3)):
             with pytest.raises(PayloadError, match="usage"):
-                engines.vllm.decode_batch(response | {"usage": usage(*wrong)}, model=MODEL)
-            with pytest.raises(PayloadError, match="usage"):
-                engines.vllm.decode(response | {"usage": usage(*wrong)}, model=MODEL, choice=0)
+                engines.vllm.decode_batch(response | {"usage": usage(*wrong)}, model=MODEL, **options)
+    with pytest.raises(PayloadError, match="usage"):
+        engines.vllm.decode({"choices": choices, "usage": usage(P, G)}, model=MODEL, choice=0)
 
 
 @pytest.mark.parametrize("name", ["completions", "completions_n2", "completions_batch", "chat", "generate"])

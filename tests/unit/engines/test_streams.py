@@ -8,7 +8,16 @@ import torch
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import config, int32_base64, npy_base64, read_json, routes, tokens
+from tests.unit.engines.engine_payloads import (
+    config,
+    int32_base64,
+    npy_base64,
+    read_json,
+    routes,
+    sglang_stream,
+    tokens,
+    vllm_stream,
+)
 
 MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
 P, G = 7, 5
@@ -17,36 +26,21 @@ PROMPT = tokens(P)
 
 
 def rows(index):
-    return routes(S - 1, 3, num_experts=16, topk=2, seed=index).astype(np.uint8)
+    """The prompt is the same for all, and so are its routes."""
+    own, prompt = (routes(S - 1, 3, num_experts=16, topk=2, seed=seed) for seed in (index, 0))
+    return np.concatenate([prompt[:P], own[P:]]).astype(np.uint8)
 
 
 def output(index):
     return tokens(G, seed=20 + index)
 
 
-def vllm_chunks(index=0, request="r", size=1):
-    chunks = []
-    for begin in range(0, G, size):
-        last = begin + size >= G
-        choice = {"index": index, "token_ids": output(index)[begin : begin + size]}
-        choice |= {
-            "finish_reason": "length" if last else None,
-            "routed_experts": npy_base64(rows(index)) if last else None,
-        }
-        chunks.append({"request_id": request, "choices": [choice], "usage": None})
-    return chunks
+def vllm_chunks(index=0, **options):
+    return vllm_stream(rows(index), output(index), index=index, **options)
 
 
-def sglang_chunks(index=None, request="r", incremental=False, size=1):
-    chunks, key = [], index or 0
-    for begin in range(0, G, size):
-        end = min(begin + size, G)
-        meta = {"id": request, "prompt_tokens": P, "completion_tokens": end, "finish_reason": None}
-        if end == G:
-            meta |= {"finish_reason": {"type": "length", "length": G}, "routed_experts": int32_base64(rows(key))}
-        ids = output(key)[begin:end] if incremental else output(key)[:end]
-        chunks.append({"text": "", "output_ids": ids, "meta_info": meta} | ({} if index is None else {"index": index}))
-    return chunks
+def sglang_chunks(index=None, **options):
+    return sglang_stream(rows(index or 0), P, output(index or 0), index=index, **options)
 
 
 def jax_choice_chunks(index):
@@ -271,7 +265,7 @@ def test_an_sglang_stream_that_does_not_say_how_many_ids_it_has_at_its_end_raise
         decode("sglang", chunks)
     chunks = sglang_chunks(incremental=incremental)
     del chunks[-1]["output_ids"]
-    with pytest.raises(PayloadError, match="has no output_ids while others have"):
+    with pytest.raises(PayloadError, match="has the ids None while others have a list"):
         decode("sglang", chunks)
 
 

@@ -124,23 +124,6 @@ def test_0_21_one_output_token_has_no_generation_rows():
         assert trace.replay_mask.tolist() == [True] * P + [False]
 
 
-def test_several_responses_as_llm_generate_returns_them():
-    want = [routes(P + G - 1, 5, num_experts=8, topk=2, seed=s).astype(np.uint8) for s in (1, 2, 3)]
-    model = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(1, 2, 3, 4, 5), num_experts=8, topk=2)
-    outputs = [vllm_output(array, PROMPT, OUTPUT) for array in want]
-    trace = engines.vllm.decode_batch(outputs, model=model, sample_ids=["a", "b", "c"], weight_version=4)
-    assert trace.sequence_lengths == (12, 12, 12)
-    assert trace.sample_ids == ("a", "b", "c")
-    assert trace.weight_version.unique().tolist() == [4]
-    for sample, array in zip(trace.samples(), want):
-        check(sample, array.astype(np.int64))
-    with pytest.raises(PayloadError, match="holds 3 choices"):
-        engines.vllm.decode(outputs, model=model)
-    with pytest.raises(PayloadError, match="2 token_ids for 3 choices"):
-        engines.vllm.decode_batch(outputs, model=model, token_ids=[IDS, IDS])
-    assert len(engines.vllm.decode(outputs[:1], model=model)) == 12
-
-
 def test_0_21_over_http_needs_no_ids_of_one_choice_whose_counts_are_stated():
     want = routes(P + G - 1, 3, num_experts=300, topk=4)
     response = {
@@ -156,13 +139,6 @@ def test_0_21_over_http_needs_no_ids_of_one_choice_whose_counts_are_stated():
     del response["usage"]
     with pytest.raises(PayloadError, match="nothing says how many tokens the prompt has"):
         engines.vllm.decode(response, model=MODEL, num_tokens=P + G)
-
-
-def test_no_rows_say_nothing_of_their_layers():
-    """One token was sampled of no prompt: whatever shape its no rows have."""
-    for columns in (3, 5):
-        trace = engines.vllm.decode(np.zeros((0, columns, 4), np.int32), model=MODEL, token_ids=IDS[:1])
-        assert trace.replay_mask.tolist() == [False]
 
 
 def test_0_21_prompt_and_generation_are_each_of_their_own_tokens():

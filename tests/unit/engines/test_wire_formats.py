@@ -8,15 +8,13 @@ import pytest
 import torch
 
 from megatron_router_replay import engines
-from megatron_router_replay.engines import payload
 from megatron_router_replay.engines.payload import (
     Source,
     as_array,
     as_token_ids,
     decode_base64,
-    parse_int32,
     parse_npy,
-    short_repr,
+    parse_raw,
 )
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import npy_base64
@@ -91,16 +89,9 @@ def test_a_payload_too_large_is_refused_before_it_is_decoded():
         decode_base64("A" * 400, source=SOURCE, max_bytes=100)
 
 
-@pytest.fixture(params=["standard library", "pybase64"])
-def base64_library(request, monkeypatch):
-    fast = None if request.param == "standard library" else pytest.importorskip("pybase64")
-    monkeypatch.setattr(payload, "_pybase64", fast)
-
-
-@pytest.mark.usefixtures("base64_library")
-@pytest.mark.parametrize("text", ["AAA", "AA=A", "AAA\u00e9", "AA A", "AAAA=AAA", "A===", "====", "AA\nA", "AAAAAAA\n"])
+@pytest.mark.parametrize("text", ["AAA", "AA=A", "AAA\u00e9", "A===", "AAAAAAA\n"])
 def test_base64_with_foreign_characters_is_refused(text):
-    with pytest.raises(PayloadError, match="base64"):
+    with pytest.raises(PayloadError, match=r"not base64.* Was the string cut"):
         decode_base64(text, source=SOURCE, max_bytes=100)
 
 
@@ -169,16 +160,6 @@ def test_an_npy_header_is_as_long_as_those_of_numpy_at_most(header_bytes, accept
         parse_npy(raw, source=SOURCE)
 
 
-@pytest.mark.usefixtures("base64_library")
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 97, 98, 99])
-def test_base64_of_every_length_is_read(size):
-    data = bytes(i % 251 for i in range(size))
-    text = base64.b64encode(data)
-    for form in (text, text.decode()):
-        assert decode_base64(form, source=SOURCE, max_bytes=size) == data
-        assert decode_base64(form, source=SOURCE, max_bytes=1000) == data
-
-
 def test_base64_of_more_than_the_most_is_refused():
     for most, characters in ((99, 136), (98, 132), (0, 4)):
         decode_base64("A" * characters, source=SOURCE, max_bytes=most)
@@ -188,11 +169,11 @@ def test_base64_of_more_than_the_most_is_refused():
 
 def test_int32_is_a_whole_number_of_rows():
     raw = struct.pack("<12i", *range(12))
-    array = parse_int32(raw, source=SOURCE, num_columns=3, topk=2)
+    array = parse_raw(raw, dtype="int32", source=SOURCE, num_columns=3, topk=2)
     assert array.tolist() == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]]
     for size in (4, 23, 25, 36):
         with pytest.raises(PayloadError, match=rf"{size} bytes are {size / 24:.3f} rows of 3 layers x top-2 int32"):
-            parse_int32(bytes(size), source=SOURCE, num_columns=3, topk=2)
+            parse_raw(bytes(size), dtype="int32", source=SOURCE, num_columns=3, topk=2)
 
 
 class LikeAnArray:
@@ -260,10 +241,7 @@ def test_what_is_no_array_of_integers_is_named(value, message):
         as_array(value, source=SOURCE)
 
 
-def test_a_value_that_cannot_be_written_out_does_not_break_a_message():
-    assert short_repr(10**9000) == "a int that cannot be written out"
-    assert short_repr("x" * 100) == "x" * 60
-    assert short_repr([1] * 100, 5) == "[1, 1"
+def test_a_message_begins_with_the_source():
     assert str(Source(engine="E", field="f")) == "E: f"
     assert str(Source(engine="E", field="f", sample="s").error("wrong")) == "E: f of s: wrong"
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_router_replay.layout import pack_rows, rows_for_router, split_context_parallel, split_sequence_parallel
+from megatron_router_replay.layout.split import rows_for_router, split_context_parallel, split_sequence_parallel
+from tests.unit.layout.numbered import pack_rows
 
 pytest.importorskip("megatron.core", reason="compares with Megatron-Core's own splits")
 from megatron.core import utils

@@ -1,17 +1,13 @@
+"""Sequences as a padded batch or a packed row."""
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.layout import (
-    number_rows,
-    pack_rows,
-    pack_sequences,
-    pad_rows,
-    pad_sequences,
-    pad_to_multiple,
-)
+from megatron_router_replay.layout.rows import number_rows, pack_sequences, pad_sequences
+from tests.unit.layout.numbered import pack_rows, pad_rows
 
 lengths_of_sequences = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
@@ -24,10 +20,6 @@ def test_padding_on_the_right_and_on_the_left():
 
 def test_a_padded_batch_is_rounded_up_to_the_multiple():
     assert pad_rows([3, 1], multiple=4).tolist() == [[0, 1, 2, -1], [3, -1, -1, -1]]
-
-
-def test_a_microbatch_of_some_samples_keeps_their_trace_rows():
-    assert pad_rows([2, 3], row_starts=[7, 0]).tolist() == [[7, 8, -1], [0, 1, 2]]
 
 
 def test_packing_aligns_each_sequence_and_the_last_takes_the_rest():
@@ -45,23 +37,11 @@ def test_a_total_that_fp8_asks_for_keeps_the_last_sequence_splittable():
     assert packed.cu_seqlens_padded.tolist() == [0, 6, 48]
 
 
-def test_without_a_multiple_nothing_is_padded():
-    assert pack_rows([1, 2]).values.tolist() == [[0, 1, 2]]
-    assert pad_rows([1, 3]).tolist() == [[0, -1, -1], [1, 2, 3]]
-    assert pad_sequences([torch.tensor([5])], fill=0).tolist() == [[5]]
-    assert pack_sequences([torch.tensor([5])], fill=0).values.tolist() == [[5]]
-
-
 def test_packing_into_a_bucket():
+    assert pack_rows([2, 1]).values.tolist() == [[0, 1, 2]]
     packed = pack_rows([2, 1], total_length=6)
     assert packed.values.tolist() == [[0, 1, 2, -1, -1, -1]]
     assert packed.cu_seqlens_padded.tolist() == [0, 2, 6]
-
-
-def test_padding_a_batch_that_is_laid_out_already():
-    rows = torch.tensor([[0, 1, 2], [3, 4, -1]])
-    assert pad_to_multiple(rows, multiple=4, fill=-1).tolist() == [[0, 1, 2, -1], [3, 4, -1, -1]]
-    assert pad_to_multiple(rows, multiple=3, fill=-1) is rows
 
 
 def test_values_of_any_shape_and_dtype_take_the_same_path():
@@ -102,15 +82,14 @@ def test_every_row_appears_once_and_in_order_when_packed(lengths, sequence_multi
         (lambda: pad_rows([5], seq_length=4), "use seq_length=5, or truncate tokens and routes together"),
         (lambda: pad_rows([2], seq_length=6, multiple=4), "use seq_length=8"),
         (lambda: pad_rows([]), "no sequences"),
-        (lambda: pad_rows([-1]), "none negative"),
-        (lambda: pad_rows([1, 2], row_starts=[0]), "one start a sequence"),
+        (lambda: number_rows([-1]), "a sequence length=-1 must be an integer of 0 or more"),
+        (lambda: number_rows([1.0]), "a sequence length=1.0 must be an integer"),
         (lambda: pad_rows([1], side="middle"), "'left' or 'right'"),
         (lambda: pad_rows([1], multiple=0), "1 or more"),
         (lambda: pack_rows([]), "no sequences"),
         (lambda: pack_rows([5, 5], total_length=8), "at least 10"),
         (lambda: pack_rows([4], sequence_multiple=4, total_length=6), "a multiple of 4"),
         (lambda: pack_rows([4], sequence_multiple=0), "1 or more"),
-        (lambda: pad_to_multiple(torch.zeros(3), multiple=2, fill=0), r"must be \[b, s, ...\]"),
         (lambda: pad_sequences([torch.zeros(1), torch.zeros(1, dtype=torch.int64)], fill=0), "sequence 1"),
     ],
 )
@@ -119,7 +98,7 @@ def test_what_does_not_fit_says_what_to_do(call, message):
         call()
 
 
-def test_rows_are_numbered_from_zero_by_default():
+def test_rows_are_numbered_from_zero():
     assert [rows.tolist() for rows in number_rows([2, 0, 1])] == [[0, 1], [], [2]]
 
 
@@ -129,10 +108,3 @@ def test_more_positions_than_int32_counts_are_refused_before_memory_is_taken():
         pack_sequences([one.expand(2**31)], fill=0)
     with pytest.raises(LayoutError, match="more than cu_seqlens"):
         pack_sequences([one.expand(2**30)] * 2, fill=0)
-
-
-def test_padding_holds_as_much_as_a_token_does():
-    routes = torch.arange(6).view(1, 3, 2)  # one sequence of three tokens, top-2
-    assert pad_to_multiple(routes, multiple=4, fill=-1).tolist() == [[[0, 1], [2, 3], [4, 5], [-1, -1]]]
-    with pytest.raises(LayoutError, match=r"values of shape \[3\]: they must be \[b, s, ...\]"):
-        pad_to_multiple(torch.arange(3), multiple=4, fill=-1)

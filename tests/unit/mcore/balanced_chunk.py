@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, non_reentrant, reentrant
+from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, by_hooks, non_reentrant, plain, reentrant
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,16 @@ def inside_out(layer: Any, hidden: Tensor) -> Tensor:
 
 def outside_in(layer: Any, hidden: Tensor) -> Tensor:
     return non_reentrant(lambda inner: reentrant(layer, inner), hidden)
+
+
+BALANCED_KINDS = {
+    "plain": plain,
+    "reentrant": reentrant,
+    "non-reentrant": non_reentrant,
+    "by hooks": by_hooks,
+    "non-reentrant in reentrant": inside_out,
+    "reentrant in non-reentrant": outside_in,
+}
 
 
 def counters(chunk: Chunk) -> list[list[int]]:

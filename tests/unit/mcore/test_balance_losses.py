@@ -1,4 +1,4 @@
-"""What auxiliary losses see under a session: tokens alone, and whose experts was asked for.
+"""What auxiliary losses see under a session: tokens alone, each once, with the load of the live scores.
 
 The oracle calls Megatron-Core's own loss function on the logits of the tokens, with padding cut away by hand, and lets
 autograd differentiate that. The loss itself is told apart from the rest of the gradient by a run with aux_loss="off".
@@ -15,30 +15,12 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
-from tests.unit.mcore.balanced_chunk import balanced, inside_out, logged, not_compiled, one_rank, outside_in
-from tests.unit.mcore.tiny_chunk import (
-    EXPERTS,
-    TOPK,
-    Chunk,
-    by_hooks,
-    non_reentrant,
-    plain,
-    random_routes,
-    reentrant,
-    tokens,
-)
+from tests.unit.mcore.balanced_chunk import BALANCED_KINDS, balanced, logged, not_compiled, one_rank
+from tests.unit.mcore.tiny_chunk import EXPERTS, TOPK, Chunk, plain, random_routes, tokens
 
 __all__ = ["not_compiled", "one_rank"]
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-KINDS = {
-    "plain": plain,
-    "reentrant": reentrant,
-    "non-reentrant": non_reentrant,
-    "by hooks": by_hooks,
-    "non-reentrant in reentrant": inside_out,
-    "reentrant in non-reentrant": outside_in,
-}
 NAMES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
@@ -103,20 +85,18 @@ def inputs_of(chunk: Chunk, num_microbatches: int = 1) -> list[list[Tensor]]:
 
 
 def loss_by_hand(
-    name: str, hidden: Tensor, weight: Tensor, routes: Tensor | None, earlier: list[Tensor] | None = None
+    name: str, hidden: Tensor, weight: Tensor, earlier: list[Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (loss, load [num_experts]) of one layer: of its tokens alone, one sequence after the other.
 
     Args:
         hidden: [s, b, h].
-        routes: [5, topk], the tokens' experts, for the load; None: the live ones.
         earlier: for global_aux_loss, the loads of the micro-batches before.
     """
     keep = ~PADDING
     of_tokens = hidden.transpose(0, 1)[keep]  # [5, h]: three of the first sequence, two of the second
     scores = torch.softmax(torch.nn.functional.linear(of_tokens, weight), dim=-1)
-    experts = scores.topk(TOPK, dim=1).indices if routes is None else routes
-    chosen = torch.zeros_like(scores).scatter(1, experts, 1.0)
+    chosen = torch.zeros_like(scores).scatter(1, scores.topk(TOPK, dim=1).indices, 1.0)
 
     def switch(rows: slice, load: Tensor, num_tokens: float) -> Tensor:
         return switch_load_balancing_loss_func(
@@ -140,7 +120,7 @@ def loss_by_hand(
 
 
 def expected(
-    chunk: Chunk, names: tuple[str, ...], choice: str, num_microbatches: int = 1, order: list[int] | None = None
+    chunk: Chunk, names: tuple[str, ...], num_microbatches: int = 1, order: list[int] | None = None
 ) -> tuple[list[Tensor], dict[str, list[float]]]:
     """Return (gradient of each router by these losses alone, what is logged of each)."""
     hidden = inputs_of(chunk, num_microbatches)
@@ -148,11 +128,10 @@ def expected(
     for layer, router in enumerate(chunk.routers):
         weight = router.weight.detach().clone().requires_grad_()
         total = weight.new_zeros(())
-        routes = ROUTES[:, layer] if choice == "replayed" else None
         for name in names:
             earlier: list[Tensor] = []
             for number in order or range(num_microbatches):
-                loss, load = loss_by_hand(name, hidden[layer][number], weight, routes, earlier)
+                loss, load = loss_by_hand(name, hidden[layer][number], weight, earlier)
                 earlier.append(load)
                 total = total + loss
                 logs[name][layer] += float(loss.detach() / COEFFICIENT)
@@ -160,22 +139,21 @@ def expected(
     return gradients, logs
 
 
-@pytest.mark.parametrize("choice", ["live", "replayed"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BALANCED_KINDS)
 @pytest.mark.parametrize(
     "names",
     [("aux_loss",), ("seq_aux_loss",), ("global_aux_loss",), ("aux_loss", "seq_aux_loss", "global_aux_loss")],
     ids="+".join,
 )
-def test_a_loss_is_that_of_the_tokens_alone_whatever_recomputes(names, kind, choice):
+def test_a_loss_is_that_of_the_tokens_alone_whatever_recomputes(names, kind):
     chunk = with_loss(*names)
-    chunk.around = KINDS[kind]
-    gradients, logs = expected(chunk, names, choice)
+    chunk.around = BALANCED_KINDS[kind]
+    gradients, logs = expected(chunk, names)
     without = run(chunk, aux_loss="off")
     assert all(logged(NAMES[name]) is None or not logged(NAMES[name]).any() for name in names)
     for router in chunk.routers:
         router.reset_global_aux_loss_tracker()
-    whole = run(chunk, aux_loss=choice)
+    whole = run(chunk)
     for one, off, by_hand in zip(whole, without, gradients):
         torch.testing.assert_close(one - off, by_hand, rtol=1e-4, atol=1e-5)
         assert by_hand.abs().max() > 1e-3
@@ -186,10 +164,10 @@ def test_a_loss_is_that_of_the_tokens_alone_whatever_recomputes(names, kind, cho
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant", "by hooks"])
 def test_several_micro_batches_in_one_backward_add_their_global_load_up_once(kind):
     chunk = with_loss("global_aux_loss")
-    chunk.around = KINDS[kind]
+    chunk.around = BALANCED_KINDS[kind]
     # A reentrant checkpoint first has gradients in its recompute, and autograd runs the youngest first.
     order = [1, 0] if kind == "reentrant" else [0, 1]
-    gradients, logs = expected(chunk, ("global_aux_loss",), "live", 2, order)
+    gradients, logs = expected(chunk, ("global_aux_loss",), 2, order)
     without = run(chunk, num_microbatches=2, aux_loss="off")
     for router in chunk.routers:
         router.reset_global_aux_loss_tracker()
@@ -220,7 +198,7 @@ def test_nothing_is_changed_where_no_padding_is_known(name):
 def test_a_micro_batch_of_padding_alone_has_no_loss_and_harms_no_gradient(name, kind):
     """Megatron-Core divides by its number of tokens, 0: a loss that is not a number, and then weights that are none."""
     chunk = with_loss(name)
-    chunk.around = KINDS[kind]
+    chunk.around = BALANCED_KINDS[kind]
 
     def gradients(choice: str) -> list[Tensor]:
         chunk.zero_grad()
@@ -237,28 +215,18 @@ def test_a_micro_batch_of_padding_alone_has_no_loss_and_harms_no_gradient(name, 
     assert logged(NAMES[name]).isfinite().all()
 
 
-@pytest.mark.parametrize("choice", ["live", "replayed"])
-def test_a_padding_mask_of_megatrons_own_holds_too(choice):
+def test_a_padding_mask_of_megatrons_own_holds_too():
     """Tokens that either of the two masks are left out."""
     chunk = with_loss("aux_loss")
-    gradients, logs = expected(chunk, ("aux_loss",), choice)
+    gradients, logs = expected(chunk, ("aux_loss",))
     for layer in chunk.layers:
         # Megatron-Core gets [s, b]: here it is told of the second sequence, the session of the first.
         layer.router_args = (torch.stack([torch.zeros(4, dtype=torch.bool), PADDING[1]], dim=1),)
     of_first = torch.stack([PADDING[0], torch.zeros(4, dtype=torch.bool)])
 
-    def whole(choice: str) -> list[Tensor]:
-        chunk.zero_grad()
-        with mrr.replay(chunk, trace(), aux_loss=choice) as session:
-            session.microbatch(ROWS.masked_fill(PADDING, -1), padding=of_first)
-            chunk(tokens(2, 4), 0).square().mean().backward()
-        return [router.weight.grad.clone() for router in chunk.routers]
-
-    off = whole("off")
-    on = whole(choice)
-    for layer, (one, other, by_hand) in enumerate(zip(on, off, gradients)):
-        if layer == 0:  # behind it, the rows that Megatron-Core alone calls padding went to live experts
-            torch.testing.assert_close(one - other, by_hand, rtol=1e-4, atol=1e-5)
+    off, on = run(chunk, padding=of_first, aux_loss="off"), run(chunk, padding=of_first)
+    # Behind the first layer, the rows that Megatron-Core alone calls padding went to live experts.
+    torch.testing.assert_close(on[0] - off[0], gradients[0], rtol=1e-4, atol=1e-5)
     assert logged("load_balancing_loss")[0].item() == pytest.approx(logs["aux_loss"][0], rel=1e-5)
 
 
@@ -301,7 +269,7 @@ def test_a_loss_of_sequences_refuses_packed_ones(name):
 def test_a_fused_loss_is_left_to_the_unfused_code_where_there_is_padding(monkeypatch):
     """Stand-ins for Transformer Engine's two kernels: of the scores, and of the loss, which takes whole numbers alone."""
     chunk = with_loss("aux_loss")
-    gradients, _ = expected(chunk, ("aux_loss",), "live")
+    gradients, _ = expected(chunk, ("aux_loss",))
     without = run(chunk, aux_loss="off")
     calls = []
 
@@ -328,13 +296,3 @@ def test_a_fused_loss_is_left_to_the_unfused_code_where_there_is_padding(monkeyp
         session.microbatch(rows)
         chunk(tokens(2, 2), 0).square().mean().backward()
     assert calls == [4, 4, 4]
-
-
-def test_the_choice_stands_in_the_report():
-    chunk = with_loss("aux_loss")
-    with mrr.replay(chunk, trace(), aux_loss="replayed") as session:
-        session.microbatch(ROWS, padding=PADDING)
-        chunk(tokens(2, 4), 0).square().mean().backward()
-    assert str(session.report).splitlines()[-1] == "  aux loss                  aux_loss=replayed"
-    assert session.report.to_dict()["aux_loss"] == "replayed"
-    assert session.report.to_dict()["expert_bias"] is None

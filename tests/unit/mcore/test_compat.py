@@ -1,22 +1,28 @@
-"""Which Megatron-Core will do: the feature decides, tried out on the routing function; numbers only say what was tested."""
+"""Which Megatron-Core will do: the feature decides, asked of the routing function; numbers only say what was tested."""
 
+import dataclasses
 from typing import Any
 
 import megatron.core
 import pytest
 import torch
+from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch import Tensor
 
-from megatron_router_replay.errors import UnsupportedRouterError
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore.compat import (
     TESTED,
-    check_routing_function,
     check_version,
     is_newer_than_tested,
     megatron_version,
+    must_verify,
     version_numbers,
 )
+from tests.unit.mcore.tiny_chunk import EXPERTS, ROWS, Chunk, random_trace, reentrant, tokens
+
+pytestmark = pytest.mark.version
 
 
 def test_the_imported_megatron_core_replays_and_its_version_is_its_own_word():
@@ -50,23 +56,38 @@ def test_what_is_newer_than_all_that_was_tested(version, newer):
     assert is_newer_than_tested(version) is newer
 
 
-def test_a_routing_function_without_the_feature_is_refused_whatever_its_number():
-    def before_0_16(logits: Tensor, topk: int, fused: bool = False) -> Any:
-        return topk_routing_with_score_function(logits, topk, fused=fused)
-
-    with pytest.raises(
-        UnsupportedRouterError, match=r"0\.15\.3 .*no router_replay argument.*0\.16\.1, 0\.17\.1, 0\.18\.2"
-    ):
-        check_routing_function(before_0_16, "0.15.3")
+def before_0_16(logits: Tensor, topk: int, fused: bool = False) -> Any:
+    raise AssertionError("it is not called")
 
 
-def ignores_it(logits: Tensor, topk: int, router_replay: Any = None, **options: Any) -> Any:
-    return topk_routing_with_score_function(logits, topk, **options)
+def of_a_trainer(*args: Any, router_replay: Any = None, **options: Any) -> Any:
+    return topk_routing_with_score_function(*args, router_replay=router_replay, **options)
 
 
-def ignores_it_for_sigmoid(logits: Tensor, topk: int, router_replay: Any = None, **options: Any) -> Any:
-    heard = None if options["score_function"] == "sigmoid" else router_replay
-    return topk_routing_with_score_function(logits, topk, router_replay=heard, **options)
+def test_a_routing_function_without_the_feature_is_refused_whatever_its_number(monkeypatch):
+    monkeypatch.setattr(router_module, "topk_routing_with_score_function", before_0_16)
+    with pytest.raises(UnsupportedRouterError, match=r"no router_replay argument.*0\.16\.1, 0\.17\.1, 0\.18\.2"):
+        check_version()
+    with pytest.raises(UnsupportedRouterError, match="no router_replay argument"):
+        mrr.freeze_recompute(Chunk())
+
+
+def test_where_nobody_here_has_read_what_routes_every_decision_is_verified(monkeypatch):
+    assert must_verify() == is_newer_than_tested(megatron.core.__version__)
+    monkeypatch.setattr(router_module, "topk_routing_with_score_function", of_a_trainer)
+    assert must_verify()
+    monkeypatch.undo()
+    monkeypatch.setattr(megatron.core, "__version__", "0.20.0")
+    assert must_verify()
+    chunk = Chunk()
+    chunk.around = reentrant
+    with mrr.freeze_recompute(chunk) as freeze:
+        chunk(tokens()).float().sum().backward()
+    assert (freeze.report.decisions_wrong, freeze.report.decisions_verified) == (0, 48)
+
+
+def ignores_it(*args: Any, router_replay: Any = None, **options: Any) -> Any:
+    return topk_routing_with_score_function(*args, **options)
 
 
 def asks_twice(*args: Any, **options: Any) -> Any:
@@ -76,29 +97,36 @@ def asks_twice(*args: Any, **options: Any) -> Any:
 
 def adds_an_expert(*args: Any, **options: Any) -> Any:
     probs, routing_map = topk_routing_with_score_function(*args, **options)
-    return probs, routing_map | torch.tensor([[True, False, False, False]])
-
-
-def loses_a_probability(*args: Any, **options: Any) -> Any:
-    probs, routing_map = topk_routing_with_score_function(*args, **options)
-    return probs * torch.tensor([[1.0, 0.0, 1.0, 1.0]]), routing_map
+    return probs, routing_map | torch.eye(EXPERTS, dtype=torch.bool)[:1]
 
 
 @pytest.mark.parametrize(
-    "function", [ignores_it, ignores_it_for_sigmoid, asks_twice, adds_an_expert, loses_a_probability]
+    ("function", "message"),
+    [
+        (ignores_it, "layer 1 chose experts without asking"),
+        (asks_twice, "layer 1 asked for its experts twice in one call"),
+        (adds_an_expert, "decisions left their router with other experts than were decided"),
+    ],
 )
-def test_a_routing_function_that_does_not_do_what_the_replay_object_says_is_refused(function):
-    with pytest.raises(UnsupportedRouterError, match=r"9\.9 cannot replay routes exactly"):
-        check_routing_function(function, "9.9")
+def test_a_routing_function_that_does_not_do_what_it_is_told_raises(function, message, monkeypatch):
+    chunk = Chunk()
+    monkeypatch.setattr(router_module, "topk_routing_with_score_function", function)
+    with pytest.raises(ReplayStateError, match=message), mrr.replay(chunk, random_trace(8)) as session:
+        session.microbatch(ROWS)
+        chunk(tokens())
 
 
-def test_a_routing_function_is_tried_out_once():
-    calls = []
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls.append(options["score_function"])
-        return topk_routing_with_score_function(*args, **options)
-
-    check_routing_function(counted, "9.9")
-    check_routing_function(counted, "9.9")
-    assert calls == ["softmax", "sigmoid"]
+@pytest.mark.parametrize(("version", "refused"), [("0.19.2", False), ("0.21.0", True)])
+def test_a_newer_version_refuses_a_setting_that_is_unknown_here(version, refused, monkeypatch):
+    chunk = Chunk()
+    kind = type(chunk.config)
+    chunk.config.__class__ = dataclasses.make_dataclass(
+        "OfTomorrow", [("moe_router_dreams", float, dataclasses.field(default=0.0))], bases=(kind,)
+    )
+    chunk.config.moe_router_dreams = 0.5
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    if not refused:
+        mrr.freeze_recompute(chunk).close()  # a tested version is not asked about fields
+        return
+    with pytest.raises(UnsupportedRouterError, match=r"layers? 1.*: moe_router_dreams=0\.5 is unknown here.*0\.21\.0"):
+        mrr.freeze_recompute(chunk)

@@ -3,12 +3,14 @@
 import copy
 import gc
 import pickle
+import weakref
 from enum import Enum
 
 import numpy as np
 import pytest
 import torch
 
+import megatron_router_replay as mrr
 from megatron_router_replay import RouterReplay, RouterReplayAction, RouterReplayError, install, uninstall
 from megatron_router_replay.errors import ReplayStateError, TraceError, UnsupportedRouterError
 from tests.unit.mcore.tiny_chunk import (
@@ -58,6 +60,11 @@ def forward(chunk, number):
     return chunk(tokens(), number).square().mean()
 
 
+def queued():
+    """How many targets each instance still has for recomputes that are announced."""
+    return [len(replay.replay_backward_list) for replay in RouterReplay.global_router_replay_instances]
+
+
 def wrong(seen):
     return sum(
         int((routing_map != as_map(routes(number)[layer - 1])).any(dim=1).sum())
@@ -83,7 +90,49 @@ def test_every_recompute_uses_its_forwards_routes_whatever_the_action_says_by_th
                 loss.backward()
     assert num_recomputed(seen) == 6
     assert wrong(seen) == 0
-    assert [replay.replay_backward_list for replay in RouterReplay.global_router_replay_instances] == [[]] * 3
+    # As upstream: a call under REPLAY_BACKWARD takes the first entry off, whichever its tape says.
+    assert queued() == [0 if action is BACKWARD else 2] * 3
+
+
+@pytest.mark.parametrize("outer", [reentrant, non_reentrant])
+def test_checkpoints_inside_checkpoints(chunk, outer):
+    inner = chunk.around
+    chunk.around = lambda layer, hidden: outer(lambda hidden: inner(layer, hidden), hidden)
+    with watched(chunk) as seen:
+        losses = [forward(chunk, number) for number in range(2)]
+        RouterReplay.clear_global_router_replay_action()
+        disturb(chunk)
+        (losses[0] + losses[1]).backward()
+    assert num_recomputed(seen) in (6, 12)  # what the inner one saves may spare the outer one its recompute
+    assert wrong(seen) == 0
+
+
+@pytest.mark.parametrize("action", [FORWARD, RECORD, None])
+def test_a_model_that_a_session_has_left_is_driven_as_before(chunk, action):
+    for _ in range(2):
+        with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+            loss = chunk(tokens(), 0).square().sum()
+            disturb(chunk)
+            loss.backward()
+        assert (num_recomputed(seen), flips(seen)) == (3, 0)
+        with watched(chunk) as seen:
+            RouterReplay.set_replay_data(routes(1))
+            if action is not None:
+                RouterReplay.set_global_router_replay_action(action)
+            loss = chunk(tokens(), 1).square().sum()
+            if action is not None:
+                disturb(chunk)
+            RouterReplay.clear_global_router_replay_action()
+            loss.backward()
+        assert (num_recomputed(seen), flips(seen)) == (3, 0)
+        assert wrong(seen) == 0 or action is not FORWARD
+
+
+def test_a_driven_forward_whose_recompute_comes_inside_a_session_raises(chunk):
+    loss = forward(chunk, 0)
+    RouterReplay.clear_global_router_replay_action()
+    with pytest.raises(ReplayStateError, match="ran before the session, live or driven"), mrr.freeze_recompute(chunk):
+        loss.backward()
 
 
 def test_a_recorded_forward_is_frozen_in_its_recompute_too(chunk):
@@ -100,11 +149,14 @@ def test_a_recorded_forward_is_frozen_in_its_recompute_too(chunk):
     assert all(torch.equal(a, b) for a, b in zip(recorded, RouterReplay.get_recorded_data()))
 
 
-def test_a_recompute_takes_its_own_entry_out_and_no_other(chunk):
-    losses = [forward(chunk, number) for number in (0, 1)]
-    RouterReplay.set_global_router_replay_action(BACKWARD)
-    losses[1].backward()
-    for router, target in zip(chunk.routers, routes(0)):
+def test_an_announced_recompute_takes_the_first_entry_off_and_uses_its_own(chunk):
+    with watched(chunk) as seen:
+        losses = [forward(chunk, number) for number in (0, 1)]
+        RouterReplay.set_global_router_replay_action(BACKWARD)
+        disturb(chunk)
+        losses[1].backward()
+    assert (num_recomputed(seen), wrong(seen)) == (3, 0)
+    for router, target in zip(chunk.routers, routes(1)):
         assert [entry.tolist() for entry in router.router_replay.replay_backward_list] == [target.tolist()]
 
 
@@ -112,7 +164,6 @@ def test_entries_of_passes_without_a_backward_are_never_used(chunk):
     with watched(chunk) as seen:
         with torch.no_grad():
             forward(chunk, 0)  # old log-probs
-        assert [replay.replay_backward_list for replay in RouterReplay.global_router_replay_instances] == [[]] * 3
         RouterReplay.set_replay_data(routes(1))  # skipped
         chunk.fail_at = 1
         with pytest.raises(ArithmeticError):
@@ -130,7 +181,7 @@ def test_a_replay_action_in_the_recompute_of_a_live_forward_raises(chunk, action
     RouterReplay.set_replay_data(routes(0))
     loss = chunk(tokens(), 0).square().mean()
     RouterReplay.set_global_router_replay_action(action)
-    with pytest.raises(ReplayStateError, match="whose forward is not known"):
+    with pytest.raises(ReplayStateError, match="in a recompute whose forward ran without an action"):
         loss.backward()
 
 
@@ -141,35 +192,32 @@ def test_the_recompute_of_a_live_forward_records_nothing(chunk):
     assert RouterReplay.get_recorded_data() == [None] * 3
 
 
-def test_switched_off_nothing_is_kept(chunk):
+def test_a_target_lives_as_long_as_the_graph_that_may_ask_for_it(chunk):
     loss = forward(chunk, 0)
+    kept = [weakref.ref(router.router_replay.target_topk_idx) for router in chunk.routers]
     RouterReplay.clear_global_router_replay_action()
-    assert all(replay._alive for replay in RouterReplay.global_router_replay_instances)
+    RouterReplay.clear_global_indices()
+    gc.collect()
+    assert all(target() is not None for target in kept)
     loss.backward()
     del loss
     gc.collect()
-    assert not any(replay._alive for replay in RouterReplay.global_router_replay_instances)
+    assert all(target() is None for target in kept)
 
 
-def test_targets_are_copied_and_checked_however_they_are_set():
+def test_targets_are_copied_and_checked_where_they_are_set():
     replay = RouterReplay()
     target = torch.tensor([[0, 1], [2, 3]])
-    replay.target_topk_idx = target
+    replay.set_target_indices(target)
     target.zero_()
     assert replay.target_topk_idx.tolist() == [[0, 1], [2, 3]]
     for bad in ([[0, 0]], [[0, -1]], [0, 1], [[0.5, 1.0]], "routes", object()):
         with pytest.raises(TraceError):
-            replay.target_topk_idx = bad
-        with pytest.raises(TraceError):
             replay.set_target_indices(bad)
-    for given in (
-        [[0, 1], [2, 3]],
-        np.array([[0, 1], [2, 3]], dtype=np.uint16),
-        np.array([[0, 1], [2, 3]], dtype=np.uint32),
-    ):
+    for given in ([[0, 1], [2, 3]], *(np.array([[0, 1], [2, 3]], dtype) for dtype in (np.uint16, np.uint32))):
         replay.set_target_indices(given)
         assert replay.target_topk_idx.tolist() == [[0, 1], [2, 3]]
-    assert len(replay.replay_backward_list) == 3
+    assert len(replay.replay_backward_list) == 4
 
 
 def test_a_wrong_number_of_tensors_raises_what_megatron_core_raises():
@@ -180,28 +228,26 @@ def test_a_wrong_number_of_tensors_raises_what_megatron_core_raises():
         RouterReplay.set_replay_data([])
 
 
-def test_actions_of_either_enum_mean_the_same():
-    theirs = upstream().RouterReplayAction
-    for ours in RouterReplayAction:
-        same = theirs[ours.name]
-        assert ours == same
-        assert same == ours
-        assert hash(ours) == hash(same)
-        assert {ours: 1}[same] == 1
-    assert RouterReplayAction.RECORD != theirs.REPLAY_FORWARD
-    assert RouterReplayAction.RECORD != "record"
-    another = Enum("Another", {"RECORD": "record"})
-    assert RouterReplayAction.RECORD != another.RECORD
-    assert RouterReplayAction.RECORD != type("RouterReplayAction", (), {"value": "record"})()
+def test_list_enum_and_static_helpers_are_megatrons_own():
+    theirs = upstream().RouterReplay
+    assert issubclass(RouterReplay, theirs)
+    assert upstream().RouterReplayAction is RouterReplayAction
+    assert RouterReplay.global_router_replay_instances is theirs.global_router_replay_instances
+    for name in ("set_global_router_replay_action", "get_recorded_data", "clear_global_indices"):
+        assert getattr(RouterReplay, name) is getattr(theirs, name)
+
+
+def test_an_action_is_an_enums_member_of_that_value_or_raises():
     replay = RouterReplay()
-    replay.set_router_replay_action(theirs.RECORD)
+    replay.set_router_replay_action(Enum("Another", {"RECORD": "record"}).RECORD)  # a trainer's own, named alike
     assert replay.router_replay_action is RECORD
     with pytest.raises(ReplayStateError, match="no RouterReplayAction"):
         replay.set_router_replay_action("record")
+    assert replay.router_replay_action is RECORD
 
 
 def test_static_helpers_and_models_built_before_install_or_driven_after_uninstall():
-    theirs, their_action = upstream().RouterReplay, upstream().RouterReplayAction
+    theirs = upstream().RouterReplay
     chunk = Chunk()
     chunk.around = reentrant
     chunk.routers[0].router_replay = theirs()
@@ -209,15 +255,15 @@ def test_static_helpers_and_models_built_before_install_or_driven_after_uninstal
     chunk.routers[1].router_replay = upstream().RouterReplay()  # ours by now
     uninstall()
     chunk.routers[2].router_replay = RouterReplay()
-    for helpers, actions in ((theirs, RouterReplayAction), (RouterReplay, their_action)):
+    for helpers in (theirs, RouterReplay):
         assert len(helpers.global_router_replay_instances) == 3
         with watched(chunk) as seen:
             losses = []
             for number in range(2):
                 helpers.set_replay_data(routes(number))
-                helpers.set_global_router_replay_action(actions.REPLAY_FORWARD)
+                helpers.set_global_router_replay_action(FORWARD)
                 losses.append(chunk(tokens(), number).square().mean())
-            helpers.set_global_router_replay_action(actions.REPLAY_BACKWARD)
+            helpers.set_global_router_replay_action(BACKWARD)
             disturb(chunk)
             (losses[0] + losses[1]).backward()
         assert num_recomputed(seen) == 6
@@ -227,12 +273,12 @@ def test_static_helpers_and_models_built_before_install_or_driven_after_uninstal
 
 
 def test_an_instance_that_is_adopted_keeps_what_it_holds():
-    theirs, action = upstream().RouterReplay, upstream().RouterReplayAction
+    theirs = upstream().RouterReplay
     held, empty = theirs(), theirs()
     target, recorded = routes(0)[0], routes(1)[0]
     held.set_target_indices(target)
     held.record_indices(recorded)
-    held.set_router_replay_action(action.REPLAY_FORWARD)
+    held.set_router_replay_action(FORWARD)
     install()
     for instance in (held, empty):
         assert type(instance) is RouterReplay
@@ -272,23 +318,21 @@ def test_an_instance_that_cannot_be_adopted_is_refused_and_nothing_is_changed(na
 
 
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
-def test_the_recompute_of_an_adopted_target_takes_its_entry_out_as_any_other(around):
-    theirs, action = upstream().RouterReplay, upstream().RouterReplayAction
+def test_the_recompute_of_an_adopted_target_is_as_any_other(around):
+    theirs = upstream().RouterReplay
     chunk = Chunk()
     chunk.around = around
     for router in chunk.routers:
         router.router_replay = theirs()
     theirs.set_replay_data(routes(0))
-    theirs.set_global_router_replay_action(action.REPLAY_FORWARD)
+    theirs.set_global_router_replay_action(FORWARD)
     install()
     with watched(chunk) as seen:
         loss = chunk(tokens(), 0).square().mean()
-        theirs.clear_global_router_replay_action()
+        theirs.set_global_router_replay_action(BACKWARD)
         disturb(chunk)
         loss.backward()
-    assert (num_recomputed(seen), wrong(seen)) == (3, 0)
-    # A second target is the one that the next announced recompute takes, not what is left of the first.
-    assert [router.router_replay.replay_backward_list for router in chunk.routers] == [[]] * 3
+    assert (num_recomputed(seen), wrong(seen), queued()) == (3, 0, [0] * 3)
 
 
 def test_install_replaces_the_names_in_every_megatron_module_that_holds_them():
@@ -312,16 +356,19 @@ def test_install_replaces_the_names_in_every_megatron_module_that_holds_them():
 @pytest.mark.parametrize(
     ("field", "value"), [("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")]
 )
-def test_a_router_that_would_never_ask_raises_when_it_is_driven(field, value):
+@pytest.mark.parametrize("left_by_a_session", [False, True])
+def test_a_router_that_would_never_ask_raises_when_it_is_driven(field, value, left_by_a_session):
     install()
     chunk = Chunk(num_layers=1, moe_enable_routing_replay=True)
     (router,) = chunk.routers
     assert type(router.router_replay) is RouterReplay
-    router.router_replay.set_router_replay_action(RECORD)
-    router.router_replay.clear_router_replay_action()
+    if left_by_a_session:
+        mrr.freeze_recompute(chunk).close()
     setattr(router.config, field, value)
+    RouterReplay.set_global_router_replay_action(RECORD)
     with pytest.raises(UnsupportedRouterError, match=field):
-        RouterReplay.set_global_router_replay_action(RECORD)
+        chunk(tokens())
+    assert RouterReplay.get_recorded_data() == [None]
 
 
 def test_a_model_that_holds_replay_objects_can_be_copied_and_pickled():
@@ -333,35 +380,3 @@ def test_a_model_that_holds_replay_objects_can_be_copied_and_pickled():
     for twin in (copy.deepcopy(router.router_replay), pickle.loads(pickle.dumps(router.router_replay))):
         assert torch.equal(twin.target_topk_idx, router.router_replay.target_topk_idx)
         assert twin.target_topk_idx is not router.router_replay.target_topk_idx
-
-
-def test_a_copy_of_a_model_that_is_being_driven_does_what_it_is_told_and_nothing_before():
-    chunk = Chunk(num_layers=1)
-    (router,) = chunk.routers
-    with watched(chunk) as live:
-        chunk(tokens(), 0)
-    router.router_replay = RouterReplay()
-    RouterReplay.set_replay_data([routes(0)[0]])
-    RouterReplay.set_global_router_replay_action(FORWARD)
-    twin = copy.deepcopy(chunk)
-    of_twin = twin.routers[0].router_replay
-    RouterReplay.clear_global_router_replay_action()  # of the original alone
-    with pytest.raises(ReplayStateError, match="was copied, with its model, while REPLAY_FORWARD was set"):
-        twin(tokens(), 0)
-    with watched(twin) as seen:
-        of_twin.set_router_replay_action(FORWARD)
-        twin(tokens(), 0)
-        of_twin.clear_router_replay_action()
-        twin(tokens(), 0)
-    assert torch.equal(seen[0, 1][0], as_map(routes(0)[0]))
-    assert torch.equal(seen[0, 1][1], live[0, 1][0])
-    assert not torch.equal(seen[0, 1][0], seen[0, 1][1])
-
-
-def test_a_copy_that_is_made_while_its_original_records_routes_live():
-    chunk = Chunk(num_layers=1)
-    chunk.routers[0].router_replay = RouterReplay()
-    RouterReplay.set_global_router_replay_action(RECORD)
-    twin = copy.deepcopy(chunk)
-    twin(tokens(), 0)
-    assert twin.routers[0].router_replay.get_recorded_indices() is None

@@ -1,7 +1,5 @@
 """Forwards that fail, stop halfway or call a router twice: later ones keep their own routes, or the session raises."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -9,8 +7,12 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
+    HIDDEN,
+    ROWS,
     Chunk,
     disturb,
+    disturbed_backward,
+    forward,
     non_reentrant,
     random_trace,
     reentrant,
@@ -21,196 +23,130 @@ from tests.unit.mcore.tiny_chunk import (
 
 # torch only warns of a hook that raises behind a forward that failed
 pytestmark = pytest.mark.filterwarnings("error:module forward hook with")
-ROWS = torch.arange(8).view(2, 4)
-trace = random_trace
-
-
-def test_a_forward_that_fails_behind_the_last_router_with_others_queued_cannot_be_assigned_and_raises():
-    chunk = Chunk()
-
-    def out_of_memory(module, args, output):
-        raise ArithmeticError("in the output layer")
-
-    handle = chunk.layers[2].register_forward_hook(out_of_memory)
-    session = mrr.replay(chunk, trace())
-    session.microbatch(ROWS)
-    session.microbatch(ROWS + 8)
-    with pytest.raises(ArithmeticError):
-        chunk(tokens())
-    handle.remove()
-    with pytest.raises(ReplayStateError, match="failed while 1 others were queued"):
-        chunk(tokens())
-    mrr.close_sessions(chunk)
 
 
 class Wrapper(torch.nn.Module):
-    def __init__(self, module):
+    """A chunk and its wrapper, which fail where they are told to, once."""
+
+    def __init__(self, around=None):
         super().__init__()
-        self.module = module
-        self.fails = False
-        self.fails_behind = False
+        self.module = Chunk()
+        self.module.around = around or self.module.around
+        self.fails = ""
+        self.register_forward_pre_hook(lambda *_: self.fail("hook of the wrapper"))
+        self.module.register_forward_pre_hook(lambda *_: self.fail("hook of the chunk"))
+        self.module.layers[2].register_forward_hook(lambda *_: self.fail("behind the last router"))
+
+    def fail(self, where):
+        if self.fails == where:
+            self.fails = ""
+            raise ArithmeticError("injected")
 
     def forward(self, *args):
-        if self.fails:
-            raise ArithmeticError("injected")
+        self.fail("before the chunk")
+        if self.fails.startswith("layer"):
+            self.module.fail_at, self.fails = int(self.fails[-1]), ""
         output = self.module(*args)
-        if self.fails_behind:
-            raise ArithmeticError("injected")
+        self.fail("behind the chunk")
         return output
 
-
-def add_failing_hook(module):
-    """A hook that was there before any session's; return the list that holds an entry while it fails."""
-    failing = []
-
-    def fail(module, args):
-        if failing:
-            raise ArithmeticError("injected")
-
-    module.register_forward_pre_hook(fail)
-    return failing
-
-
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("where", ["wrapper", "hook of the wrapper", "hook of the chunk"])
-def test_a_forward_that_fails_before_it_reaches_the_chunk_leaves_later_ones_right(where, others):
-    chunk, the_trace = Chunk(), trace(32)
-    wrapper = Wrapper(chunk)
-    failing = add_failing_hook(chunk if where == "hook of the chunk" else wrapper)
-    wrapper.fails = where == "wrapper"
-    failing += [] if wrapper.fails else [True]
-    with watched(chunk) as seen:
-        session = mrr.replay(wrapper, the_trace)
-        session.microbatch(ROWS)
-        for number in range(others):
-            session.microbatch(ROWS + 8 * (number + 1))
+    def failing(self, where, number):
+        self.fails = where
         with pytest.raises(ArithmeticError):
-            wrapper(tokens(), 0)
-        wrapper.fails = False
-        failing.clear()
-        if others:
-            with pytest.raises(ReplayStateError, match="failed while 1 others were queued"):
-                wrapper(tokens(), 0)
-            mrr.close_sessions(chunk)
-        else:
-            for number in (1, 2):  # 0 is skipped
+            self(tokens(), number)
+
+
+WHERE = ["hook of the wrapper", "before the chunk", "hook of the chunk", "layer 0", "layer 1", "layer 2"]
+WHERE += ["behind the last router", "behind the chunk"]
+
+
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+@pytest.mark.parametrize("then", ["retry", "skip"])
+@pytest.mark.parametrize("where", WHERE)
+def test_a_forward_that_failed_and_was_caught_leaves_the_others_right(where, then, around):
+    model, trace, losses = Wrapper(around), random_trace(32), []
+    chunk = model.module
+    with watched(chunk) as seen, mrr.replay(model, trace) as session:
+        for number in range(4):
+            session.microbatch(ROWS + 8 * number)
+            if number in (0, 2):
+                model.failing(where, number)
+                if then == "skip":
+                    continue
                 session.microbatch(ROWS + 8 * number)
-                wrapper(tokens(), number)
-            session.close()
-            assert sorted(number for number, layer in seen if layer == 1) == [1, 2]
-    assert wrong_replays(seen, the_trace) == 0
+            losses.append(model(tokens(), number).square().sum())
+        disturbed_backward(chunk, *losses)
+    assert wrong_replays(seen, trace) == 0
+    assert {number for number, _ in seen} >= ({1, 3} if then == "skip" else {0, 1, 2, 3})
+    assert len(seen[3, 3]) == 2
 
 
-@pytest.mark.parametrize("where", ["wrapper", "hook of the wrapper", "hook of the chunk"])
-@pytest.mark.parametrize("first", ["runs", "fails in the chunk", "fails before the chunk"])
-def test_a_forward_that_fails_before_the_chunk_takes_its_routes_with_it(first, where):
-    chunk, the_trace = Chunk(), trace(24)
-    wrapper = Wrapper(chunk)
-    failing = add_failing_hook(chunk if where == "hook of the chunk" else wrapper)
-    with watched(chunk) as seen, mrr.replay(wrapper, the_trace) as session:
-        session.microbatch(ROWS)
-        chunk.fail_at = 1 if first == "fails in the chunk" else None
-        wrapper.fails = first == "fails before the chunk"
-        with contextlib.nullcontext() if first == "runs" else pytest.raises(ArithmeticError):
-            wrapper(tokens(), 0)
-        session.microbatch(ROWS + 8)
-        wrapper.fails = where == "wrapper"
-        failing[:] = [] if wrapper.fails else [True]
-        with pytest.raises(ArithmeticError):
-            wrapper(tokens(), 1)
-        session.microbatch(ROWS + 16)
-        wrapper.fails = False
-        failing.clear()
-        wrapper(tokens(), 2)
-    assert sorted(layer for number, layer in seen if number == 2) == [1, 2, 3]
-    assert wrong_replays(seen, the_trace) == 0
-
-
-def test_a_forward_that_fails_in_a_wrapper_behind_the_chunk_with_others_queued_cannot_be_assigned_and_raises():
+@pytest.mark.parametrize("num_queued", [1, 2])
+@pytest.mark.parametrize("where", WHERE)
+def test_a_failure_with_others_queued_ahead_cannot_be_assigned_and_raises(where, num_queued):
     # Queued again and repeated, it would take the routes of the next, and each later one those of the one behind it: as
     # many forwards as micro-batches, and all of them wrong.
-    chunk, the_trace = Chunk(), trace(24)
-    wrapper = Wrapper(chunk)
-    wrapper.fails_behind = True
-    with watched(chunk) as seen:
-        session = mrr.replay(wrapper, the_trace)
+    model, trace = Wrapper(), random_trace(32)
+    with watched(model.module) as seen:
+        session = mrr.replay(model, trace)
+        for number in range(1 + num_queued):
+            session.microbatch(ROWS + 8 * number)
+        model.failing(where, 0)
         session.microbatch(ROWS)
-        session.microbatch(ROWS + 8)
-        with pytest.raises(ArithmeticError):
-            wrapper(tokens(), 0)
-        wrapper.fails_behind = False
-        session.microbatch(ROWS)
-        with pytest.raises(ReplayStateError, match="micro-batch 0 failed while 2 others were queued"):
-            wrapper(tokens(), 0)
-        mrr.close_sessions(chunk)
-    assert wrong_replays(seen, the_trace) == 0
+        with pytest.raises(ReplayStateError, match=f"failed while {num_queued + 1} others were queued"):
+            model(tokens(), 0)
+        mrr.close_sessions(model)
+    assert wrong_replays(seen, trace) == 0
 
 
-def test_a_forward_that_fails_in_a_wrapper_behind_the_chunk_leaves_later_ones_right():
-    chunk, the_trace = Chunk(), trace(16)
-    wrapper = Wrapper(chunk)
-    with watched(chunk) as seen, mrr.replay(wrapper, the_trace) as session:
-        for wrapper.fails_behind in (True, False):
-            session.microbatch(ROWS)
-            with pytest.raises(ArithmeticError) if wrapper.fails_behind else contextlib.nullcontext():
-                wrapper(tokens(), 0)
-        session.microbatch(ROWS + 8)
-        wrapper(tokens(), 1)
-    assert (len(seen[0, 1]), len(seen[1, 1]), wrong_replays(seen, the_trace)) == (2, 1, 0)
-
-
-def test_a_failure_before_the_chunk_does_not_hide_that_the_forward_before_it_left_out_a_router():
-    chunk = Chunk()
-    wrapper = Wrapper(chunk)
-    failing = add_failing_hook(chunk)
-    session = mrr.replay(wrapper, trace())
+def test_a_failure_before_the_chunk_hides_no_router_that_was_left_out():
+    model = Wrapper()
+    chunk = model.module
+    session = mrr.replay(model, random_trace())
     session.microbatch(ROWS)
     chunk.around = lambda layer, hidden: hidden if layer is chunk.layers[1] else layer(hidden)
-    wrapper(tokens())
+    model(tokens())
     session.microbatch(ROWS + 8)
-    failing.append(True)
-    with pytest.raises(ArithmeticError):
-        wrapper(tokens())
-    failing.clear()
+    model.failing("hook of the chunk", 0)
     with pytest.raises(
         ReplayStateError, match="micro-batch 0: a new forward began, but no forward of its layer 2 came"
     ):
-        wrapper(tokens())
-    mrr.close_sessions(chunk)
+        model(tokens())
+    mrr.close_sessions(model)
 
 
-def test_the_end_names_the_layers_of_a_forward_that_stopped_halfway_but_not_of_one_that_failed():
+def test_the_end_names_the_layers_that_were_not_forwarded():
     chunk = Chunk()
-    with mrr.replay(chunk, trace(16)) as session:
-        session.microbatch(ROWS)
-        chunk(tokens(), 0)
-        session.microbatch(ROWS + 8)
-        chunk.fail_at = 2
-        with pytest.raises(ArithmeticError):
-            chunk(tokens(), 1)
     halfway = "micro-batch 0: its layer 2, layer 3 was not forwarded"
-    with pytest.raises(ReplayStateError, match=halfway), mrr.replay(chunk, trace()) as session:
+    with pytest.raises(ReplayStateError, match=halfway), mrr.replay(chunk, random_trace()) as session:
         session.microbatch(ROWS)
-        chunk.layers[0](torch.zeros(4, 2, chunk.layers[0].router.config.hidden_size))
+        chunk.layers[0](torch.zeros(4, 2, HIDDEN))
 
 
-def test_a_direct_forward_that_fails_before_any_router_is_found_at_the_end_at_the_latest():
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_direct_forward_that_failed_is_found_by_the_next_or_at_the_end(layer):
+    """It calls no hook that could tell."""
     chunk = Chunk()
-    session = mrr.replay(chunk, trace())
+    session = mrr.replay(chunk, random_trace())
     session.microbatch(ROWS)
-    chunk.fail_at = 0
+    chunk.fail_at = layer
     with pytest.raises(ArithmeticError):
-        chunk.forward(tokens())  # calls no hook that could tell
+        chunk.forward(tokens())
     session.microbatch(ROWS + 8)
-    chunk.forward(tokens())
-    with pytest.raises(ReplayStateError, match="routes were queued, but no forward used them"):
-        session.close()
+    if layer == 0:  # before any router
+        chunk.forward(tokens())
+        with pytest.raises(ReplayStateError, match="routes were queued, but no forward used them"):
+            session.close()
+    else:
+        with pytest.raises(ReplayStateError, match="no forward of its layer 2, layer 3 came"):
+            chunk.forward(tokens())
+        mrr.close_sessions(chunk)
 
 
 def test_layers_that_share_a_router_raise():
     chunk = Chunk(num_layers=2)
     chunk.layers[1].router = chunk.layers[0].router
-    session = mrr.replay(chunk, trace(num_layers=1))
+    session = mrr.replay(chunk, random_trace(num_layers=1))
     session.microbatch(ROWS)
     session.microbatch(ROWS + 8)
     with pytest.raises(ReplayStateError, match="called the router of layer 1 twice"):
@@ -219,7 +155,7 @@ def test_layers_that_share_a_router_raise():
 
 
 def test_a_router_that_fails_in_its_forward_and_in_its_recompute_is_retried():
-    chunk, the_trace = Chunk(), trace()
+    chunk, trace = Chunk(), random_trace()
     chunk.around = reentrant
     gating, fails = chunk.routers[1].gating, [True]
 
@@ -229,53 +165,42 @@ def test_a_router_that_fails_in_its_forward_and_in_its_recompute_is_retried():
         return gating(hidden)
 
     chunk.routers[1].gating = fail_once
-    with watched(chunk) as seen, mrr.replay(chunk, the_trace, verify=True) as session:
-        session.microbatch(ROWS)
+    with watched(chunk) as seen, mrr.replay(chunk, trace, verify=True) as session:
         with pytest.raises(ArithmeticError):
-            chunk(tokens())
-        with pytest.raises(ReplayStateError, match="outside its own forward"):
+            forward(chunk, session)
+        with pytest.raises(ReplayStateError, match="layer 2: a forward without routes"):
             chunk.routers[1].routing(torch.zeros(8, EXPERTS))
-        session.microbatch(ROWS)
-        loss = chunk(tokens()).square().sum()
+        loss = forward(chunk, session)
         disturb(chunk)
         fails.append(True)
         with pytest.raises(ArithmeticError):
             loss.backward(retain_graph=True)
         loss.backward()
-    assert wrong_replays(seen, the_trace) == 0
-
-
-def test_a_router_that_is_exchanged_during_a_freeze_is_named_at_its_end():
-    chunk = Chunk()
-    with pytest.raises(ReplayStateError, match=r"layer 2 .*exchanged during the session"), mrr.freeze_recompute(chunk):
-        chunk.layers[1].router = Chunk().layers[1].router
-        chunk(tokens())
+    assert wrong_replays(seen, trace) == 0
 
 
 def test_a_model_that_was_rebuilt_beyond_recognition_is_restored_all_the_same():
     chunk = Chunk()
-    held = list(chunk.routers)
+    before = list(chunk.routers)
     freeze = mrr.freeze_recompute(chunk)
     chunk.layers[1].router = Chunk().layers[1].router
     chunk.layers[1].router.layer_number = None
     with pytest.raises(LayoutError, match="has no layer_number"):
         freeze.close()
-    assert [router.router_replay for router in held] == [None] * 3
-    assert not [hook for module in [chunk, *held] for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+    assert not [hook for module in [chunk, *before] for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", [reentrant, non_reentrant])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_recompute_of_the_whole_model_that_stops_or_fails_leaves_the_micro_batches_that_wait(fails, kind, wrapped):
+def test_a_recompute_of_the_model_that_stops_or_fails_leaves_those_that_wait(fails, kind, wrapped):
     # A non-reentrant checkpoint stops its recompute with an exception, in the middle of the model, once it has all it needs.
-    chunk, the_trace = Chunk(), trace(24)
-    wrapper = Wrapper(chunk)
+    wrapper, trace = Wrapper(), random_trace(24)
+    chunk = wrapper.module
     model = wrapper if wrapped else chunk
-    scale = torch.ones(1, requires_grad=True)
-    with watched(chunk) as seen, mrr.replay(wrapper, the_trace) as session:
+    with watched(chunk) as seen, mrr.replay(wrapper, trace) as session:
         session.microbatch(ROWS)
-        output = kind(lambda _: model(tokens(), 0), scale)
+        output = kind(lambda _: model(tokens(), 0), torch.ones(1, requires_grad=True))
         for number in (1, 2):
             session.microbatch(ROWS + 8 * number)
         disturb(chunk)
@@ -288,4 +213,4 @@ def test_a_recompute_of_the_whole_model_that_stops_or_fails_leaves_the_micro_bat
         for number in (1, 2):
             model(tokens(), number)
     assert sorted(number for number, layer in seen if layer == 3) == [0, 1, 2]
-    assert wrong_replays(seen, the_trace) == 0
+    assert wrong_replays(seen, trace) == 0

@@ -5,8 +5,18 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import nn
 
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.mcore.find import as_chunks, check_has_experts, find_routers, unwrap, wrappers
+from megatron_router_replay.mcore.find import (
+    as_chunks,
+    check_has_experts,
+    check_whole_pipeline,
+    find_routers,
+    router_wrappers,
+    unwrap,
+    wrappers,
+)
 from tests.unit.mcore.hand_made import bare, dense, model, moe, mtp
+
+pytestmark = pytest.mark.version
 
 
 class Compiled(nn.Module):
@@ -107,3 +117,37 @@ def test_a_module_without_routers_is_a_stage_of_a_model_with_experts_or_refused(
     for wrong, why in ((no_experts, "its config has num_moe_experts=None"), (nn.Linear(1, 1), "it has no config")):
         with pytest.raises(LayoutError, match=why):
             check_has_experts([stage, bare(nn.Module, module=wrong)], [[], []])
+
+
+class Module(nn.Module):
+    def forward(self, *args):
+        raise AssertionError("it is not called")
+
+
+def test_a_wrapper_without_a_config_has_one_child_with_routers_and_that_has_a_config():
+    policy = model(moe(1))
+    actor_critic = bare(Module, policy=bare(Module, inner=policy), value_head=nn.Linear(1, 1))
+    assert unwrap(actor_critic) is policy
+    two = bare(Module, policy=policy, critic=model(moe(1)))
+    assert wrappers(two) == [two], "which of them it stands for cannot be told"
+    layers = bare(Module, layer=bare(Module, inner=moe(1)))
+    assert wrappers(layers) == [layers], "the layers of a model are no models"
+
+
+def test_a_router_inside_what_an_moe_layer_routes_with_is_the_one_that_is_found():
+    inner = moe(2).router
+    adapter = bare(Module, base=inner, scale=nn.Linear(1, 1))
+    chunk = model(moe(1), bare(ForeignMoE, router=adapter))
+    found = find_routers(chunk)
+    assert [each.name for each in found] == ["decoder.layers.0.router", "decoder.layers.1.router.base"]
+    assert router_wrappers(chunk) == {inner: adapter}
+
+
+@pytest.mark.parametrize(("size", "whole"), [(None, True), (1, True), (2, True), (3, False)])
+def test_all_chunks_of_a_virtual_pipeline_are_there_or_the_number_is_named(size, whole):
+    chunks = [model(moe(number), virtual_pipeline_model_parallel_size=size) for number in (1, 2)]
+    if whole:
+        check_whole_pipeline(chunks)
+        return
+    with pytest.raises(LayoutError, match=r"2 model chunks were given, but this rank has 3 .*not model\[0\]"):
+        check_whole_pipeline([bare(nn.Module, module=chunk) for chunk in chunks])

@@ -8,6 +8,8 @@ from megatron_router_replay.mcore.layers import check_trace_layers, layer_number
 from megatron_router_replay.mcore.patterns import main_pattern, mtp_pattern, num_decoder_layers
 from tests.unit.mcore.hand_made import bare, dense, model, moe, mtp
 
+pytestmark = pytest.mark.version
+
 
 @pytest.mark.parametrize(
     ("layers", "config", "expected"),
@@ -73,7 +75,7 @@ def test_a_trace_that_lacks_a_layer_or_has_one_too_many_is_refused(given, option
         check_trace_layers(given, stage, **options)
 
 
-def test_the_layer_behind_the_last_is_of_a_deeper_model_where_nothing_predicts_more_tokens():
+def test_without_mtp_the_layer_behind_the_last_is_of_a_deeper_model():
     check_trace_layers([1, 2], model(moe(1), moe(2)))
     with pytest.raises(TraceError, match="layer 3, but the model has 2 layers: it is of a deeper model"):
         check_trace_layers([1, 2, 3], model(moe(1), moe(2)))

@@ -1,4 +1,4 @@
-"""A multi-token-prediction layer: replayed where asked for, else live and frozen; inside the chunk's forward or behind it."""
+"""A multi-token-prediction layer: replayed where asked for, else frozen; in the chunk's forward or behind it."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from megatron_router_replay.errors import ReplayStateError, TraceError
 from tests.unit.mcore.tiny_chunk import (
     HIDDEN,
     ROWS,
-    TOPK,
     Chunk,
     as_map,
-    disturb,
+    disturbed_backward,
     flips,
+    live_maps,
     non_reentrant,
     num_recomputed,
     plain,
@@ -22,6 +22,8 @@ from tests.unit.mcore.tiny_chunk import (
     tokens,
     watched,
 )
+
+pytestmark = pytest.mark.version
 
 OF_MTP = 100  # the watcher tells the two routers of layer number 1 apart by the number of the forward
 
@@ -67,17 +69,12 @@ def is_replayed(seen, trace, number=0):
 def test_an_mtp_layer_stays_live_and_its_recompute_is_frozen(around):
     chunk, trace = WithMtp(), random_trace(8, 2)
     chunk.around = around
-    live = []
-    chunk.routers[2].register_forward_pre_hook(
-        lambda router, args: live.append(args[0].detach().flatten(0, 1) @ router.weight.detach().t())
-    )
+    live = live_maps(chunk)[1]  # of decoder layer 1 and of the MTP layer in turns
     with watched(chunk) as seen, mrr.replay(chunk, trace, verify=True) as session:
         session.microbatch(ROWS)
-        loss = chunk(tokens())
-        disturb(chunk)
-        loss.backward()
+        disturbed_backward(chunk, chunk(tokens()))
     assert is_replayed(seen, trace) == [True, True]
-    assert torch.equal(seen[OF_MTP, 1][0], as_map(live[0].topk(TOPK, dim=1).indices))
+    assert torch.equal(seen[OF_MTP, 1][0], live[1])
     assert (num_recomputed(seen), flips(seen)) == (0 if around is plain else 3, 0)
     assert (session.report.routers, session.report.forwards, session.report.microbatches) == (3, 3, 1)
 
@@ -87,9 +84,7 @@ def test_with_mtp_it_is_replayed_as_the_layer_behind_the_last():
     chunk.around = reentrant
     with watched(chunk) as seen, mrr.replay(chunk, trace, mtp=True) as session:
         session.microbatch(ROWS)
-        loss = chunk(tokens())
-        disturb(chunk)
-        loss.backward()
+        disturbed_backward(chunk, chunk(tokens()))
     assert is_replayed(seen, trace) == [True, True, True]
     assert (num_recomputed(seen), flips(seen)) == (3, 0)
     with pytest.raises(TraceError, match=r"MTP layer 3 .*has no routes"):
@@ -107,7 +102,7 @@ def test_it_is_recorded_only_if_asked_for(mtp, layers):
     assert is_replayed(seen, trace) == [True] * len(layers)
 
 
-def test_an_mtp_layer_behind_the_chunk_routes_the_micro_batch_that_the_chunk_forwarded():
+def test_an_mtp_layer_behind_the_chunk_routes_what_the_chunk_forwarded():
     chunk, trace = WithMtp(), random_trace(24)
     chunk.behind = True
     with watched(chunk) as seen, mrr.replay(chunk, trace, mtp=True) as session:
@@ -119,29 +114,29 @@ def test_an_mtp_layer_behind_the_chunk_routes_the_micro_batch_that_the_chunk_for
     assert [is_replayed(seen, trace, number) for number in range(3)] == [[True] * 3] * 3
 
 
-def test_an_mtp_layer_behind_the_chunk_that_is_left_out_raises_with_the_next_forward_or_at_the_end():
-    chunk, trace = WithMtp(), random_trace(16)
+def begin_anew(chunk, session):
+    chunk(tokens())
+    session.microbatch(ROWS + 8)
+    chunk(tokens())
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (begin_anew, "micro-batch 0: a new forward began, but no forward of its MTP layer 3"),
+        (lambda chunk, session: chunk(tokens()), "micro-batch 0: its MTP layer 3 was not forwarded"),
+        (
+            lambda chunk, session: chunk.predict(chunk.predict(chunk(tokens())).repeat(1, 1, 4)),
+            "micro-batch 1, MTP layer 3: a forward without routes",
+        ),
+    ],
+)
+def test_an_mtp_layer_behind_the_chunk_that_is_left_out_or_runs_twice_raises(steps, message):
+    chunk = WithMtp()
     chunk.behind = True
-    with (
-        pytest.raises(ReplayStateError, match="micro-batch 0: a new forward began, but no forward of its MTP layer 3"),
-        mrr.replay(chunk, trace, mtp=True) as session,
-    ):
+    with pytest.raises(ReplayStateError, match=message), mrr.replay(chunk, random_trace(16), mtp=True) as session:
         session.microbatch(ROWS)
-        chunk(tokens())
-        session.microbatch(ROWS + 8)
-        chunk(tokens())
-    with (
-        pytest.raises(ReplayStateError, match="micro-batch 0: its MTP layer 3 was not forwarded"),
-        mrr.replay(chunk, trace, mtp=True) as session,
-    ):
-        session.microbatch(ROWS)
-        chunk(tokens())
-    with (
-        pytest.raises(ReplayStateError, match="micro-batch 1, MTP layer 3: a forward without routes"),
-        mrr.replay(chunk, trace, mtp=True) as session,
-    ):
-        session.microbatch(ROWS)
-        chunk.predict(chunk.predict(chunk(tokens())).repeat(1, 1, 4))
+        steps(chunk, session)
 
 
 def test_a_chunk_that_failed_before_its_mtp_layer_is_over_with_it():
@@ -159,7 +154,7 @@ def test_a_chunk_that_failed_before_its_mtp_layer_is_over_with_it():
 
 def test_padding_that_a_live_mtp_layer_cannot_tell_raises():
     chunk, trace = WithMtp(), random_trace(8, 2)
-    chunk.behind = True
+    chunk.behind, chunk.around = True, reentrant  # where nothing is kept and nothing balanced, padding does not matter
     padding = torch.zeros(2, 4, dtype=torch.bool)
     with (
         pytest.raises(ReplayStateError, match=r"MTP layer 3 .*routes 6 tokens beside a micro-batch that has 8"),

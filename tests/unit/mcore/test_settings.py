@@ -169,3 +169,22 @@ def test_a_newer_version_refuses_what_is_unknown_here_by_name():
 def test_a_newer_version_refuses_what_could_not_be_verified():
     (reason,) = untested_version_refusals(set_after(moe_expert_capacity_factor=1.0), "0.21.0")
     assert reason.startswith("moe_expert_capacity_factor=1.0 drops tokens behind the selection")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type='sinkhorn'"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]}, "type='quantile_balancing'"),
+        ({"moe_token_drop_policy": "probs", "moe_expert_capacity_factor": 3.9}, "moe_token_drop_policy='probs'"),
+        (
+            {"moe_token_drop_policy": "probs", "moe_expert_capacity_factor": 4.0},
+            None,
+        ),  # 8 experts of 2: none is dropped
+        ({"moe_token_drop_policy": "position", "moe_expert_capacity_factor": 1.0}, None),
+    ],
+)
+def test_what_chooses_by_itself_or_drops_by_probability_is_refused(values, reason):
+    reasons = list(config_refusals(set_after(**values), ROUTER))
+    assert len(reasons) == (reason is not None)
+    assert reason is None or reason in reasons[0]

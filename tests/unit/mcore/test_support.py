@@ -15,6 +15,8 @@ from megatron_router_replay.mcore.find import find_routers
 from megatron_router_replay.mcore.support import Explanation, RouterSupport, check_supported, refusals, refusals_of
 from tests.unit.mcore.tiny_chunk import Chunk, random_trace, tokens
 
+pytestmark = pytest.mark.version
+
 
 class OtherForward(TopKRouter):
     def forward(self, *args, **kwargs):
@@ -53,8 +55,7 @@ def test_every_router_at_fault_is_named_and_one_of_no_known_class():
         check_supported(find_routers(chunk))
     assert str(caught.value).splitlines() == [
         "cannot replay exactly:",
-        "  layer 1 (layers.0.router): router class OtherForward overrides TopKRouter.forward",
-        "  layer 3 (layers.2.router): router class OtherForward overrides TopKRouter.forward",
+        "  layers 1, 3: router class OtherForward overrides TopKRouter.forward",
     ]
     assert check_supported(find_routers(Chunk())) is False  # a tested version: routing maps need no verifying
     assert refusals(nn.Linear(1, 1)) == [
@@ -111,6 +112,7 @@ def test_a_row_says_what_becomes_of_the_router():
     assert str(said(is_mtp=True)) == start + mtp
     assert str(said(is_mtp=True, unfused=True)) == start + mtp + unfused
     assert str(said(reason="why", is_mtp=True, unfused=True)) == start + "refused: why"
+    assert str(said(hashed=True, is_mtp=True)).startswith(start + "left alone: a table of token ids routes it")
 
 
 def test_a_model_is_replayable_if_it_has_routers_and_all_are():
@@ -128,6 +130,22 @@ def test_a_model_is_replayable_if_it_has_routers_and_all_are():
     ]
     assert not any(row.unfused for row in rows)
     assert (rows[4].router_class, rows[4].topk, rows[4].num_experts) == ("OtherForward", 2, 8)
+
+
+@pytest.mark.parametrize("name", ["forward", "routing"])
+def test_a_method_that_is_wrapped_on_the_router_is_no_reason(name):
+    router = Chunk().layers[0].router
+    inner = getattr(router, name)
+    setattr(router, name, lambda *args, **kwargs: inner(*args, **kwargs))
+    assert refusals(router) == []
+
+
+def test_slimes_bridge_that_dispatches_by_a_topk_of_its_own_is_refused_by_name():
+    chunk = Chunk()
+    chunk.layers[1].router._slime_ordered_topk_capture_registered = True
+    assert [len(reasons) for reasons in refusals_of(find_routers(chunk))] == [0, 1, 0]
+    with pytest.raises(UnsupportedRouterError, match=r"layer 2 .*slime's DeepEP alignment bridge"):
+        mrr.freeze_recompute(chunk)
 
 
 @pytest.mark.skipif(
@@ -151,7 +169,7 @@ def test_a_router_of_inference_routes_by_itself_only_while_inference_is_on():
             turn(True)
             assert "routes without the session while Megatron's inference mode is on" in refusals(router)[0]
             session.microbatch(torch.arange(8).view(2, 4))
-            with pytest.raises(UnsupportedRouterError, match=r"layer 2 .*inference mode is on"):
+            with pytest.raises(UnsupportedRouterError, match=r"layer 2.*inference mode is on"):
                 chunk(tokens())
             turn(False)
             assert refusals(router) == []

@@ -4,20 +4,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from tests.unit.mcore.tiny_chunk import ROWS, Chunk, as_map, disturb, flips, random_trace, reentrant, tokens, watched
+from tests.unit.mcore.balanced_chunk import one_rank
+from tests.unit.mcore.tiny_chunk import (
+    ROWS,
+    Chunk,
+    as_map,
+    disturbed_backward,
+    flips,
+    random_trace,
+    reentrant,
+    tokens,
+    watched,
+)
 
+__all__ = ["one_rank"]
+pytestmark = pytest.mark.usefixtures("one_rank")
 PARTS = {0: [0, 4, 1, 5], 1: [2, 6, 3, 7]}  # the rows of each rank's routers, s-major
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def chunk_of(rank, *, sequence_parallel=True):
@@ -44,9 +49,7 @@ def test_each_rank_replays_and_freezes_its_part_of_the_sequence(rank):
     rows[1, 1] = -1  # row 5, on rank 0
     with watched(chunk) as seen, mrr.replay(chunk, trace, verify=True) as session:
         session.microbatch(rows, trained=(rows >= 0) & (rows != 3))
-        loss = chunk(tokens()).sum()
-        disturb(chunk)
-        loss.backward()
+        disturbed_backward(chunk, chunk(tokens()).sum())
     routed = torch.tensor([row not in (3, 5) for row in PARTS[rank]])
     for layer in (1, 2, 3):
         expected = as_map(trace.layer(layer)[PARTS[rank]])
@@ -61,7 +64,7 @@ def test_each_rank_records_its_part_and_knows_no_token_of_the_other(rank):
     with watched(chunk) as seen, mrr.record(chunk) as recording:
         recording.microbatch(ROWS)
         chunk(tokens())
-    trace = recording.trace()
+    trace = recording.trace(num_tokens=8)
     here = torch.zeros(8, dtype=torch.bool)
     here[PARTS[rank]] = True
     assert torch.equal(trace.replay_mask, here)
@@ -95,7 +98,7 @@ def test_without_sequence_parallelism_each_rank_routes_all_tokens(rank):
 def test_rows_of_one_ranks_part_alone_are_refused():
     chunk = chunk_of(1)
     with (
-        pytest.raises(ReplayStateError, match=r"routes 4 tokens, \[s, b\] = \[2, 2\] on this rank, .* for \[1, 2\]"),
+        pytest.raises(ReplayStateError, match=r"routes tokens of \[s, b\] = \[2, 2\] on this rank, .* for \[1, 2\]"),
         mrr.replay(chunk, random_trace(8)) as session,
     ):
         session.microbatch(ROWS[:, 2:])

@@ -7,9 +7,12 @@ recompute belongs to without asking the package.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import megatron_router_replay as mrr
+from megatron_router_replay.mcore.tape import Entry
 
 HIDDEN, EXPERTS, TOPK, VOCAB = 8, 8, 2, 32
 ROWS = torch.arange(8).view(2, 4)
@@ -63,8 +67,7 @@ class Layer(nn.Module):
         probs, routing_map = self.router(hidden, *self.router_args)
         outputs = torch.einsum("sbh,ehk->sbek", hidden, self.experts).tanh()
         mixed = (outputs * (probs * routing_map).view(*hidden.shape[:2], EXPERTS, 1)).sum(dim=2)
-        keep = torch.ones(HIDDEN)
-        keep[-1] = 0
+        keep = torch.arange(HIDDEN, device=hidden.device) < HIDDEN - 1
         return hidden + mixed * keep
 
 
@@ -128,7 +131,7 @@ def reentrant_with_gradients(layer: Callable[..., Tensor], *inputs: Any) -> Tens
 
 
 class _CheckpointFrame:
-    """A checkpoint as Transformer Engine's without reentrance: it recomputes once, by hooks, under no name that we know."""
+    """What Transformer Engine's checkpoint without reentrance keeps from its forward to its recompute."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -136,7 +139,7 @@ class _CheckpointFrame:
         self.recomputed: list[Tensor] = []
 
 
-class Recomputing(saved_tensors_hooks):
+class _recomputation_hook(saved_tensors_hooks):  # noqa: N801  # its name there
     def __init__(self, frame: _CheckpointFrame) -> None:
         def pack_hook(x: Tensor) -> Tensor:
             frame.recomputed.append(x.detach())
@@ -145,25 +148,53 @@ class Recomputing(saved_tensors_hooks):
         super().__init__(pack_hook, lambda x: x)
 
 
-class Checkpointing(saved_tensors_hooks):
-    def __init__(self, frame: _CheckpointFrame, args: Any) -> None:
+class _checkpoint_hook(saved_tensors_hooks):  # noqa: N801
+    def __init__(self, frame: _CheckpointFrame, args: Any, kwargs: Any) -> None:
         def pack_hook(x: Tensor) -> int:
             frame.count += 1
             return frame.count - 1
 
         def unpack_hook(index: int) -> Tensor:
             if not frame.recomputed:
-                with Recomputing(frame), torch.enable_grad():
-                    frame.function(*args)
+                with transformer_engine._recomputation_hook(frame), torch.enable_grad():
+                    frame.function(*args, **kwargs)
             return frame.recomputed[index]
 
         super().__init__(pack_hook, unpack_hook)
 
 
+class _CheckpointFunction(torch.autograd.Function):
+    """Transformer Engine's reentrant checkpoint, as far as its arguments go."""
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Any, distribute_saved_activations: bool, *args: Tensor) -> Tensor:
+        ctx.run_function = run_function
+        ctx.save_for_backward(*args)
+        with torch.no_grad():
+            return run_function(*args)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.run_function(*inputs), grad)
+        return (None, None, *(tensor.grad for tensor in inputs))
+
+
+# The module under its own name, as it is where Transformer Engine is loaded.
+transformer_engine: Any = ModuleType("transformer_engine.pytorch.distributed")
+for _name in ("_CheckpointFrame", "_CheckpointFunction", "_checkpoint_hook", "_recomputation_hook"):
+    setattr(transformer_engine, _name, globals()[_name])
+sys.modules["transformer_engine.pytorch.distributed"] = transformer_engine
+
+
 def by_hooks(layer: Callable[..., Tensor], *args: Any) -> Tensor:
-    frame = _CheckpointFrame(layer)
-    with Checkpointing(frame, args):
+    with transformer_engine._checkpoint_hook(_CheckpointFrame(layer), args, {}):
         return layer(*args)
+
+
+def transformer_engine_reentrant(layer: Callable[..., Tensor], *args: Any) -> Tensor:
+    return transformer_engine._CheckpointFunction.apply(layer, False, *args)
 
 
 Seen = dict[tuple[int, int], list[Tensor]]
@@ -192,7 +223,7 @@ def disturb(chunk: Chunk, seed: int = 99) -> None:
     """Give the routers other weights, without autograd noticing: a live recompute cannot agree with its forward by luck."""
     generator = torch.Generator().manual_seed(seed)
     for router in chunk.routers:
-        router.weight.data = torch.randn(router.weight.shape, generator=generator)
+        router.weight.data = torch.randn(router.weight.shape, generator=generator).to(router.weight.device)
         router.weight.data[:, -1] = 0
 
 
@@ -236,3 +267,46 @@ def wrong_replays(seen: Seen, trace: mrr.RoutingTrace) -> int:
         expected = as_map(trace.layer(layer)[rows])
         wrong += sum(int((routing_map != expected).any(dim=1).sum()) for routing_map in maps)
     return wrong
+
+
+def live_maps(chunk: Chunk) -> dict[int, list[Tensor]]:
+    """{layer number: what the router would choose in each of its calls from now on, by the weights that it has by then}."""
+    maps: dict[int, list[Tensor]] = {router.layer_number: [] for router in chunk.routers}
+
+    def hook(router: Any, args: tuple[Tensor, ...]) -> None:
+        logits = args[0].detach().flatten(0, 1) @ router.weight.detach().t()
+        maps[router.layer_number].append(as_map(logits.topk(TOPK, dim=1).indices))
+
+    for router in chunk.routers:
+        router.register_forward_pre_hook(hook)
+    return maps
+
+
+def held(chunk: Chunk) -> int:
+    """How many calls of its routers tapes hold, which live with the graphs that may ask for them."""
+    gc.collect()
+    return sum(type(each) is Entry and each.router in chunk.routers for each in gc.get_objects())
+
+
+# Sessions, and the steps of a trainer in them
+
+Start = Callable[[Any], Any]
+STARTS: dict[str, Start] = {
+    "freeze": mrr.freeze_recompute,
+    "record": mrr.record,
+    "replay": lambda chunk: mrr.replay(chunk, random_trace()),
+}
+
+
+def forward(chunk: Chunk, session: Any = None, number: int = 0) -> Tensor:
+    """The loss of forward `number` of the same tokens; a session that wants micro-batches gets its 8 rows."""
+    if session is not None and session.queued:
+        session.microbatch(ROWS + 8 * number)
+    loss: Tensor = chunk(tokens(), number).square().sum()
+    return loss
+
+
+def disturbed_backward(chunk: Chunk, *losses: Tensor) -> None:
+    """One backward over all losses, by when the routers have other weights."""
+    disturb(chunk)
+    torch.stack(losses).sum().backward()

@@ -1,6 +1,5 @@
-"""What happens to files and envelopes on their way: bits flip, ends are lost, headers are edited and signed again."""
+"""What happens to files on their way: bits flip, ends are lost, headers are edited and signed again."""
 
-import base64
 import json
 import random
 import re
@@ -93,31 +92,3 @@ def sign(data: bytes) -> bytes:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return data
     return data[: 8 + length] + bytes(body)
-
-
-def resign(envelope: dict) -> dict:
-    """Return the envelope with a checksum that fits, as far as it can be computed."""
-    try:
-        raw = base64.b64decode(envelope["data"], validate=True)
-        raw = zlib.decompress(raw) if envelope["compression"] == "zlib" else raw
-        header = {name: value for name, value in envelope.items() if name not in ("crc32", "data")}
-        canonical = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
-    except (ValueError, KeyError, TypeError, zlib.error):
-        return envelope
-    return envelope | {"crc32": zlib.crc32(raw, zlib.crc32(canonical))}
-
-
-def mutate_envelope(rng: random.Random, envelope: dict) -> bytes:
-    kind = rng.random()
-    if kind < 0.35:
-        return rng.choice(BYTES)(rng, json.dumps(envelope).encode())
-    if kind < 0.6:
-        data = envelope["data"]
-        mutated = rng.choice(BYTES)(rng, base64.b64decode(data)) if data else rng.randbytes(3)
-        changed = envelope | {"data": base64.b64encode(mutated).decode()}
-    else:
-        try:
-            changed = json.loads(edit_json(rng, json.dumps(envelope)))
-        except ValueError:
-            return edit_json(rng, json.dumps(envelope)).encode()
-    return json.dumps(resign(changed) if isinstance(changed, dict) else changed).encode()

@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_router_replay.ids import check_topk_indices
 from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace.ids import check_topk_indices
 
 FIELDS = (
     "topk_indices",
@@ -39,6 +39,7 @@ def full_trace(num_tokens=7, **options) -> RoutingTrace:
 
 
 def assert_same(one: RoutingTrace, other: RoutingTrace) -> None:
+    """Raise unless two traces hold the same, in rows without a route too, by the same dtypes."""
     for name in FIELDS:
         a, b = getattr(one, name), getattr(other, name)
         if isinstance(a, torch.Tensor):

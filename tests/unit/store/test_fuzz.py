@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -18,11 +17,9 @@ from hypothesis import strategies as st
 
 from megatron_router_replay import RouterReplayError
 from megatron_router_replay.store import TraceStore, decode_envelope, encode_envelope, load_trace, save_trace
-from megatron_router_replay.store.npz import load_arrays, save_npz, trace_of_arrays
 from tests.unit.store import damage
-from tests.unit.store.store_traces import FIELDS, assert_same, assert_valid, full_trace, make_trace
+from tests.unit.store.store_traces import assert_same, assert_valid, full_trace, make_trace
 
-CODECS = [None, "zlib"] + (["zstd"] if find_spec("zstandard") else [])
 NUM_PROCESSES = 2
 MAX_CPU_SECONDS = 2.0
 """Of one case; of the processor, so that others on the machine do not count."""
@@ -95,7 +92,7 @@ def files(seeds) -> Counter:
 
 def parts_of_a_store(seeds) -> Counter:
     with tempfile.TemporaryDirectory() as folder:
-        store, trace = TraceStore(folder), full_trace(6)
+        store, trace = TraceStore(folder, run="a"), full_trace(6)
         path = store.save(trace, step=1)
         good = path.read_bytes()
 
@@ -111,37 +108,8 @@ def parts_of_a_store(seeds) -> Counter:
         return run(cases(), decode)
 
 
-def npz_files(seeds) -> Counter:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "x.npz"
-        written = [(trace, save_npz(trace, path).read_bytes()) for trace in TRACES]
-
-        def cases():
-            for seed in seeds:
-                rng = random.Random(seed)
-                trace, good = rng.choice(written)
-                yield rng.choice(damage.BYTES)(rng, good), trace
-
-        def decode(data):
-            path.write_bytes(data)
-            return trace_of_arrays(load_arrays(path))
-
-        return run(cases(), decode)
-
-
 def envelopes(seeds) -> Counter:
-    written = [encode_envelope(trace, compression=c, metadata={"a": "b"}) for trace in TRACES for c in (None, "zlib")]
-
-    def cases():
-        for seed in seeds:
-            rng = random.Random(seed)
-            yield damage.mutate_envelope(rng, rng.choice(written)), None
-
-    return run(cases(), lambda text: decode_envelope(text, max_bytes=1 << 20))
-
-
-def unsigned_envelopes(seeds) -> Counter:
-    written = [(trace, json.dumps(encode_envelope(trace, compression=c)).encode()) for trace in TRACES for c in CODECS]
+    written = [(trace, json.dumps(encode_envelope(trace)).encode()) for trace in TRACES]
 
     def cases():
         for seed in seeds:
@@ -153,24 +121,15 @@ def unsigned_envelopes(seeds) -> Counter:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fuzz", "num_cases", "valid"),
-    [(files, 200_000, 1000), (envelopes, 250_000, 1000)],
-    ids=["files", "envelopes"],
-)
-def test_damage_with_checksums_that_fit_is_refused_or_makes_another_valid_trace(fuzz, num_cases, valid):
+def test_damage_with_checksums_that_fit_is_refused_or_makes_another_valid_trace():
     # Some must be valid, or the damage would not reach behind the checksums.
-    assert in_processes(fuzz, num_cases)["another valid trace"] > valid
+    assert in_processes(files, 200_000)["another valid trace"] > 1000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fuzz", "num_cases"),
-    [(parts_of_a_store, 25_000), (npz_files, 75_000), (unsigned_envelopes, 100_000)],
-    ids=["parts of a store", "npz files", "envelopes"],
-)
-def test_damage_that_nobody_signed_is_never_another_trace(fuzz, num_cases):
-    assert in_processes(fuzz, num_cases)["another valid trace"] == 0
+@pytest.mark.parametrize("fuzz", [parts_of_a_store, envelopes])
+def test_damage_that_nobody_signed_is_never_another_trace(fuzz):
+    assert in_processes(fuzz, 50_000)["another valid trace"] == 0
 
 
 @settings(deadline=None)
@@ -183,22 +142,3 @@ def test_any_bytes_are_refused(data):
             load_trace(file.name)
     with pytest.raises(RouterReplayError):
         decode_envelope(data)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@settings(deadline=None)
-@given(st.sampled_from(sorted(encode_envelope(TRACES[1]))), json_values)
-def test_any_json_value_in_any_entry_is_refused_or_harmless(name, value):
-    envelope = encode_envelope(TRACES[1])
-    try:
-        trace = decode_envelope(damage.resign(envelope | {name: value}))
-    except RouterReplayError:
-        return
-    assert_valid(trace)
-    assert all(hasattr(trace, field) for field in FIELDS)

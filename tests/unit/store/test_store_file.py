@@ -1,3 +1,5 @@
+"""A trace file: its bytes, what is read of it, and that nothing which was altered is."""
+
 import json
 import os
 import resource
@@ -14,9 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_router_replay import RouterReplayError
 from megatron_router_replay.errors import StoreError
-from megatron_router_replay.store import file as file_module
 from megatron_router_replay.store import load_trace, save_trace
 from megatron_router_replay.store.reader import Reader
 from megatron_router_replay.trace import RoutingTrace
@@ -75,29 +75,28 @@ def test_the_format_is_these_bytes(tmp_path):
     assert [zlib.crc32(data) for data in in_order] == list(struct.unpack("<4I", TABLE))
 
 
-def test_a_trace_is_saved_as_the_same_bytes_every_time(tmp_path):
-    trace = full_trace(50, layer_numbers=tuple(range(1, 30)))
-    assert len({save_trace(trace, tmp_path / "x").read_bytes() for _ in range(20)}) == 1
-
-
 def test_these_bytes_are_the_trace(tmp_path):
     (tmp_path / "x").write_bytes(pinned_bytes())
     assert_same(load_trace(tmp_path / "x"), pinned_trace())
 
 
-def test_any_safetensors_reader_opens_the_file(tmp_path):
-    trace = full_trace(9, num_experts=300)
+@pytest.mark.parametrize("num_experts", [8, 300])
+def test_the_safetensors_library_reads_the_file_and_writes_the_same_bytes(tmp_path, num_experts):
+    trace = full_trace(9, num_experts=num_experts, layer_numbers=(2, 3, 20))
     path = save_trace(trace, tmp_path / "x.safetensors")
     with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        save_file(tensors, tmp_path / "again", metadata=file.metadata())
         assert json.loads(file.metadata()["megatron_router_replay.trace"])["num_tokens"] == 9
         for number in trace.layer_numbers:
             assert torch.equal(file.get_tensor(f"topk_indices.{number}"), trace.layer(number))
         assert torch.equal(file.get_tensor("replay_mask"), trace.replay_mask)
         assert torch.equal(file.get_tensor("token_ids"), trace.token_ids)
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("num_experts", [8, 256, 257, 512])
-@pytest.mark.parametrize("num_tokens", [0, 1, 4095, 4096, 4097, 9000])
+@pytest.mark.parametrize("num_experts", [256, 257])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4095, 4096, 4097])
 def test_a_trace_comes_back_as_it_was(tmp_path, num_tokens, num_experts):
     trace = full_trace(num_tokens, num_experts=num_experts, layer_numbers=(2, 5))
     assert_same(load_trace(save_trace(trace, tmp_path / "x")), trace)
@@ -123,7 +122,7 @@ def test_any_trace_comes_back_as_it_was(num_tokens, layer_numbers, num_experts, 
 
 
 def test_a_view_of_rows_and_layers_is_saved_as_what_it_shows(tmp_path):
-    view = make_trace(20).select_layers([2, 7]).slice_rows(3, 11)
+    view = make_trace(20).select_layers([2, 7])[3:11]
     assert_same(load_trace(save_trace(view, tmp_path / "x")), view)
 
 
@@ -152,7 +151,7 @@ def test_a_slice_reads_its_own_blocks_and_layers_only(tmp_path):
         garbage[start : start + size] = good[start : start + size]
     path.write_bytes(garbage)
     slices = {"layer_numbers": [4, 9], "rows": slice(4000, 4200)}
-    assert_same(load_trace(path, **slices), trace.select_layers([4, 9]).slice_rows(4000, 4200))
+    assert_same(load_trace(path, **slices), trace.select_layers([4, 9])[4000:4200])
     with pytest.raises(StoreError, match=r"topk_indices\.5, rows 0\.\.4095, is wrong"):
         load_trace(path, layer_numbers=[5], rows=slice(0, 1))
     with pytest.raises(StoreError, match=r"rows 8192\.\.12287, is wrong"):
@@ -170,21 +169,9 @@ def test_a_slice_reads_its_own_blocks_and_layers_only(tmp_path):
 def test_any_slice_is_the_slice_of_the_whole(tmp_path, start, stop):
     trace = full_trace(9000)
     path = save_trace(trace, tmp_path / "x")
-    assert_same(load_trace(path, rows=slice(start, stop)), trace.slice_rows(start, stop))
-    assert_same(load_trace(path, rows=slice(start, None)), trace.slice_rows(start, 9000))
-    assert_same(load_trace(path, rows=slice(None, stop)), trace.slice_rows(0, stop))
-
-
-def test_a_slice_is_proven_without_the_rest(tmp_path):
-    trace = full_trace(9000)
-    path = save_trace(trace, tmp_path / "x")
-    data = bytearray(path.read_bytes())
-    base, offsets = places(bytes(data))
-    data[base + offsets["replay_mask"][1] - 1] ^= 1  # the last row's mask
-    path.write_bytes(data)
-    assert_same(load_trace(path, rows=slice(0, 8192)), trace.slice_rows(0, 8192))
-    with pytest.raises(StoreError, match=r"replay_mask, rows 8192\.\.8999, is wrong"):
-        load_trace(path, rows=slice(8999, 9000))
+    assert_same(load_trace(path, rows=slice(start, stop)), trace[start:stop])
+    assert_same(load_trace(path, rows=slice(start, None)), trace[start:9000])
+    assert_same(load_trace(path, rows=slice(None, stop)), trace[:stop])
 
 
 def test_every_altered_byte_is_found_and_the_file_is_named(tmp_path):
@@ -207,7 +194,7 @@ def test_every_truncated_file_is_found(tmp_path):
         with pytest.raises(StoreError, match="of step 12"):
             load_trace(path)
     path.write_bytes(good + b"\0")
-    with pytest.raises(StoreError, match="truncated or altered"):
+    with pytest.raises(StoreError, match=f"it has {len(good) + 1} bytes, its header asks for {len(good)}"):
         load_trace(path)
 
 
@@ -219,16 +206,16 @@ def test_a_foreign_file_is_refused(tmp_path, content):
 
 
 def test_another_safetensors_file_is_refused(tmp_path):
-    for metadata in ({"format": "pt"}, None, {}, {"megatron_router_replay.trace": METADATA.decode(), "format": "pt"}):
+    for metadata in ({"format": "pt"}, None, {}):
         save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors", metadata=metadata)
-        with pytest.raises(StoreError, match=r"model\.safetensors: its metadata .* no trace file"):
+        with pytest.raises(StoreError, match=r"model\.safetensors: .* no trace file"):
             load_trace(tmp_path / "model.safetensors")
 
 
 def test_a_missing_file_or_folder_is_a_store_error(tmp_path):
     with pytest.raises(StoreError, match="nothing"):
         load_trace(tmp_path / "nothing")
-    with pytest.raises(StoreError, match="cannot load"):
+    with pytest.raises(StoreError, match=r"cannot load .* it is a folder: TraceStore\(folder\).load_step\(step\)"):
         load_trace(tmp_path)
     with pytest.raises(StoreError, match="cannot save"):
         save_trace(make_trace(), tmp_path / "no folder" / "x")
@@ -271,17 +258,17 @@ SHAPE_OF_LAYER_3 = b'"shape":[2,2],"data_offsets":[32,36]'
         ({"metadata": changed(b"[2]", b"[x]")}, "no header of a trace file"),
         ({"metadata": changed(b"[2]", b"[2.0]")}, "no header of a trace file"),
         ({"metadata": changed(b"[2]", b'"2"')}, "no header of a trace file"),
-        ({"metadata": changed(b'["a"]', b'["a","b"]')}, "one sample for each"),
+        ({"metadata": changed(b'["a"]', b'["a","b"]')}, "sample_ids names 2 samples, sequence_lengths 1"),
         ({"metadata": changed(b'["a"]', b"[1]")}, "no header of a trace file"),
         ({"metadata": changed(b'["a"]', b'["\xc3\xbc"]')}, "not as this package writes it"),
-        ({"metadata": changed(b'version":1', b'version":3')}, "version 3; this package reads"),
-        ({"metadata": changed(b'version":1', b'version":2')}, "no header of a trace file"),
+        ({"metadata": changed(b'version":1', b'version":2')}, "version 2; this package reads"),
+        ({"metadata": changed(b'version":1', b'version":3')}, "no header of a trace file"),
         ({"metadata": changed(b'version":1', b'version":1.0')}, "not as this package writes it"),
         ({"metadata": changed(b'version":1', b'version":1,"x":1')}, "not as this package writes it"),
         ({"metadata": changed(b'"topk":2', b'"topk":2,"topk":2')}, "not as this package writes it"),
         ({"metadata": changed(b'"topk":2', b'"topk":true')}, "no header of a trace file"),
         ({"metadata": changed(b'"topk":2', b'"top":2')}, "no header of a trace file"),
-        ({"metadata": changed(b'token_ids":true', b'token_ids":1')}, "has_token_ids is .1., not true or false"),
+        ({"metadata": changed(b'token_ids":true', b'token_ids":1')}, "has_token_ids=1 must be true or false"),
         ({"metadata": changed(b'rows":4096', b'rows":0')}, "block_rows=0"),
         ({"metadata": changed(b'rows":4096', b'rows":1')}, "not those that its metadata asks for"),
         ({"metadata": changed(b'tokens":2', b'tokens":9')}, "add up to 2"),
@@ -290,12 +277,12 @@ SHAPE_OF_LAYER_3 = b'"shape":[2,2],"data_offsets":[32,36]'
         ({"metadata": b""}, "no header of a trace file"),
         ({"fields": FIELDS.replace(b'"U8"', b'"I8"')}, "not those that its metadata asks for"),
         ({"fields": FIELDS.replace(b'"U8"', b'"F8_E4M3"')}, "not those that its metadata asks for"),
-        ({"fields": FIELDS.replace(b'"U8"', b'"X8"')}, "no safetensors file"),
+        ({"fields": FIELDS.replace(b'"shape"', b'"shape" ')}, "not those that its metadata asks for"),
         ({"fields": FIELDS.replace(b"indices.3", b"indices.4")}, "not those that its metadata asks for"),
         ({"fields": FIELDS.replace(SHAPE_OF_LAYER_3, b'"shape":[4],"data_offsets":[32,36]')}, "not those that"),
-        ({"fields": FIELDS.replace(SHAPE_OF_LAYER_3, b'"shape":[2,2],"data_offsets":[28,32]')}, "no safetensors file"),
-        ({"fields": FIELDS.replace(SHAPE_OF_LAYER_3, b'"shape":[2,3],"data_offsets":[32,38]')}, "no safetensors file"),
-        ({"fields": b"[" * 9000}, "no safetensors file"),
+        ({"fields": FIELDS.replace(SHAPE_OF_LAYER_3, b'"shape":[2,2],"data_offsets":[28,32]')}, "not those that"),
+        ({"fields": FIELDS.replace(SHAPE_OF_LAYER_3, b'"shape":[2,2],"data_offsets":[32,37]')}, "not those that"),
+        ({"fields": b"[" * 9000}, "not those that its metadata asks for"),
     ],
 )
 def test_a_forged_file_with_correct_checksums_cannot_make_an_invalid_trace(tmp_path, changes, message):
@@ -334,6 +321,10 @@ def test_a_file_that_claims_to_be_huge_allocates_nothing(tmp_path):
 def test_metadata_of_very_many_values_is_refused_before_it_is_parsed(tmp_path):
     (tmp_path / "x").write_bytes(forged(b"[" + b"[]," * (3 << 20)))
     with pytest.raises(StoreError, match="holds more than 4194304 values"):
+        load_trace(tmp_path / "x")
+    # Outside of our JSON nothing is parsed that could grow.
+    (tmp_path / "x").write_bytes(forged(fields=b"[" + b"[]," * (3 << 20)))
+    with pytest.raises(StoreError, match="not those that its metadata asks for"):
         load_trace(tmp_path / "x")
 
 
@@ -381,7 +372,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_a_disk_that_is_full_while_it_is_written_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(tmp_path):
     path = save_trace(make_trace(3), tmp_path / "x")
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -398,7 +389,7 @@ def test_who_reads_the_old_file_while_it_is_replaced_reads_all_of_it(tmp_path):
     path = save_trace(make_trace(3), tmp_path / "x")
     reader = Reader.open(path)
     save_trace(make_trace(5), path)
-    assert torch.equal(reader.read((2, 3, 7), 0, 3)[0], make_trace(3).topk_indices)
+    assert_same(reader.load(), make_trace(3))
     assert_same(load_trace(path), make_trace(5))
 
 
@@ -408,14 +399,9 @@ def test_a_saved_file_has_the_permissions_of_any_new_file(tmp_path):
     assert (tmp_path / "x").stat().st_mode == (tmp_path / "y").stat().st_mode
 
 
-def test_only_store_errors_reach_the_caller():
-    assert issubclass(StoreError, RouterReplayError)
-    assert file_module.load_trace is load_trace
-
-
 def test_a_giant_header_is_refused_before_it_is_parsed(tmp_path):
     path = tmp_path / "x"
     header = b'{"a":{"dtype":"U8","shape":[' + b"1," * 10_000_000 + b'1],"data_offsets":[0,1]}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
-    with pytest.raises(StoreError, match=r"its header takes 200000\d\d bytes"):
+    with pytest.raises(StoreError, match=r"cannot start with a header of 200000\d\d bytes"):
         load_trace(path)

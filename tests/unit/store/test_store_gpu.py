@@ -1,14 +1,9 @@
 import pytest
 import torch
 
-from megatron_router_replay.layout import (
-    check_rows,
-    merge_context_parallel,
-    pack_rows,
-    rows_for_router,
-    split_context_parallel,
-)
+from megatron_router_replay.layout import check_tokens, rows_for_router, split_context_parallel
 from megatron_router_replay.store import decode_envelope, encode_envelope, load_trace, merge_traces, save_trace
+from tests.unit.layout.numbered import pack_rows
 from tests.unit.store.store_traces import assert_same, full_trace
 
 pytestmark = [
@@ -39,6 +34,5 @@ def test_rows_on_a_gpu_are_split_and_merged_as_on_a_cpu():
         expected = split_context_parallel(rows, cp_rank=rank, cp_size=2, cu_seqlens_padded=bounds)
         assert part.is_cuda
         assert torch.equal(part.cpu(), expected)
-        check_rows(part, part + 100, token_ids=torch.arange(16) + 100)
-    assert torch.equal(merge_context_parallel(parts, cu_seqlens_padded=moved_bounds), moved)
+        check_tokens(part, part + 100, token_ids=torch.arange(16) + 100)
     assert torch.equal(rows_for_router(moved).cpu(), rows_for_router(rows))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_router_replay.testing import SmallAttention, row_positions
+from megatron_router_replay.testing.attention import SmallAttention, row_positions
 
 _ONE_RANK = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 

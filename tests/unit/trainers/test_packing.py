@@ -1,11 +1,13 @@
 """Rows through packers of trainers: what they fill becomes -1, and what is no row raises."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn.functional import pad
 
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.trainers import number_rows, packed
+from megatron_router_replay.trainers import number_rows, pack_rows, packing
 from tests.unit.trainers.batches import ROWS, attention_mask, nested, padded, token_ids
 
 
@@ -28,47 +30,65 @@ EXPECTED = [0, 1, 2, 3, 4, -1, -1, -1, 5, -1, -1, -1, 6, 7, 8, 9, 10, 11, 12, 13
 def test_a_packer_of_padded_batches(side):
     mask = attention_mask(side=side)
     rows = number_rows(padded(token_ids(), side=side), mask)
-    assert packed(pack_rows_of_a_mask(mask), rows).tolist() == [EXPECTED]
+    assert pack_rows(pack_rows_of_a_mask(mask), rows).tolist() == [EXPECTED]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
 def test_packers_of_lists_and_of_nested_tensors(dtype):
     rows = [torch.tensor(part, dtype=dtype) for part in ROWS]
-    assert packed(pack_list, rows).tolist() == [[*range(14), -1, -1]]
-    assert packed(lambda values: pack_list(values.unbind()), nested(rows)).dtype is torch.int64
-    assert packed(lambda values: pack_list(values.unbind()), nested(rows)).tolist() == [[*range(14), -1, -1]]
+    assert pack_rows(pack_list, rows).tolist() == [[*range(14), -1, -1]]
+    assert pack_rows(lambda values: pack_list(values.unbind()), nested(rows)).dtype is torch.int64
+    assert pack_rows(lambda values: pack_list(values.unbind()), nested(rows)).tolist() == [[*range(14), -1, -1]]
 
 
 def test_row_255_does_not_overflow_in_a_narrow_dtype():
-    assert packed(pack_list, [torch.tensor([255], dtype=torch.uint8)]).tolist() == [[255, *[-1] * 15]]
+    assert pack_rows(pack_list, [torch.tensor([255], dtype=torch.uint8)]).tolist() == [[255, *[-1] * 15]]
 
 
 def test_a_packer_may_keep_a_part_and_reorder():
     rows = number_rows(token_ids())
-    assert packed(lambda values: torch.cat(values).flip(0)[:3], rows).tolist() == [13, 12, 11]
+    assert pack_rows(lambda values: torch.cat(values).flip(0)[:3], rows).tolist() == [13, 12, 11]
 
 
 def test_rows_without_a_token_stay_without():
     rows = torch.tensor([[-1, 3, 4]])
-    assert packed(lambda values: pad(values, (0, 2)), rows).tolist() == [[-1, 3, 4, -1, -1]]
+    assert pack_rows(lambda values: pad(values, (0, 2)), rows).tolist() == [[-1, 3, 4, -1, -1]]
 
 
-@pytest.mark.parametrize(("fill", "message"), [(99, "returned 98, which is none"), (3, "returned row 2 3 times")])
+@pytest.mark.parametrize(("fill", "message"), [(99, "returned row 98, which is none"), (3, "returned row 2, twice")])
 def test_a_packer_that_fills_with_a_padding_token_raises(fill, message):
     with pytest.raises(LayoutError, match=message):
-        packed(lambda values: pad(torch.cat(values), (0, 2), value=fill), number_rows(token_ids()))
+        pack_rows(lambda values: pad(torch.cat(values), (0, 2), value=fill), number_rows(token_ids()))
 
 
 def test_a_packer_that_does_not_keep_integers_raises():
     rows = number_rows(token_ids())
     with pytest.raises(LayoutError, match=r"integer tensor, got torch\.bfloat16"):
-        packed(lambda values: torch.cat(values).to(torch.bfloat16), rows)
-    with pytest.raises(LayoutError, match=r"returned -\d+, which is none"):
-        packed(lambda values: torch.cat(values).to(torch.int8), [torch.arange(200, 210)])
+        pack_rows(lambda values: torch.cat(values).to(torch.bfloat16), rows)
+    with pytest.raises(LayoutError, match=r"returned row -\d+, which is none"):
+        pack_rows(lambda values: torch.cat(values).to(torch.int8), [torch.arange(200, 210)])
     with pytest.raises(LayoutError, match="got tuple"):
-        packed(lambda values: (torch.cat(values), None), rows)
+        pack_rows(lambda values: (torch.cat(values), None), rows)
 
 
 def test_samples_that_a_trainer_repeats_to_fill_a_batch_may_come_twice():
     rows = number_rows(token_ids())
-    assert packed(lambda values: torch.cat(values), [rows[0], rows[0]]).tolist() == [0, 1, 2, 3, 4] * 2
+    assert pack_rows(lambda values: torch.cat(values), [rows[0], rows[0]]).tolist() == [0, 1, 2, 3, 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "found", "message"),
+    [
+        ([1, 2, 3], [3, 1, 2, 0, 0], None),
+        ([1, 1, 2], [1, 1, 2], None),
+        ([], [0, 0], None),
+        ([1, 2, 3], [1, 2, 4], "none of the micro-batch's rows"),
+        ([1, 2, 3], [1, 2, 2], "a row twice"),
+        ([], [1], "none of the micro-batch's rows"),
+    ],
+)
+def test_a_gpus_check_waits_for_nothing_and_says_the_same(given, found, message):
+    """On a CPU the same operations assert at once."""
+    tensors = torch.tensor(given, dtype=torch.int64), torch.tensor(found)
+    with contextlib.nullcontext() if message is None else pytest.raises(RuntimeError, match=message):
+        packing._check(*tensors, waits=False)

@@ -6,7 +6,7 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.engines import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.trainers import number_rows, recorded, take_routes
+from megatron_router_replay.trainers import number_rows, recorded_routes, take_routes
 from tests.unit.mcore.tiny_chunk import Chunk, watched
 from tests.unit.trainers.batches import LENGTHS, ROWS, attention_mask, nested, padded
 
@@ -45,7 +45,7 @@ def test_a_recording_comes_back_in_the_container_of_the_tokens_and_replays(conta
     chunk = Chunk()
     recording, maps = recorded_by(chunk, samples)
     like, where = in_container(container, samples)
-    routes = recorded(recording, like=like, **where)
+    routes = recorded_routes(recording, like=like, **where)
     taken = take_routes(routes, INFO, tokens=like, last_row="replayed", **where)
     assert taken.trace.topk_indices.dtype is torch.uint8
     assert bool(taken.trace.replay_mask.all())
@@ -73,24 +73,24 @@ def test_a_token_that_was_recorded_nowhere_raises():
     with pytest.raises(
         ReplayStateError, match="1 of 14 tokens were recorded nowhere, the first is token 0 of sample 1"
     ):
-        recorded(recording, like=samples)
+        recorded_routes(recording, like=samples)
 
 
 def test_other_tokens_than_were_recorded_raise():
     samples = token_ids()
     recording, _ = recorded_by(Chunk(), samples)
     with pytest.raises(LayoutError, match="positions differ"):
-        recorded(recording, like=[samples[0], samples[1], samples[2].flip(0)])
+        recorded_routes(recording, like=[samples[0], samples[1], samples[2].flip(0)])
     with pytest.raises(TraceError, match="row 13 was recorded"):
-        recorded(recording, like=samples[:2])
+        recorded_routes(recording, like=samples[:2])
 
 
 def test_a_batch_that_was_numbered_before_it_was_split_names_its_rows():
     samples = token_ids()
     rows = [part + 100 for part in number_rows(samples)]
     recording, maps = recorded_by(Chunk(), samples, rows=rows)
-    routes = recorded(recording, like=samples, rows=rows)
+    routes = recorded_routes(recording, like=samples, rows=rows)
     chosen = torch.zeros(14, 8, dtype=torch.bool).scatter(1, torch.cat(routes)[:, 0].long(), True)
     assert torch.equal(chosen, maps[1])
     with pytest.raises(LayoutError, match="row -1"):
-        recorded(recording, like=samples, rows=[part - 101 for part in rows])
+        recorded_routes(recording, like=samples, rows=[part - 101 for part in rows])

@@ -40,7 +40,7 @@ def test_nested_routes_beside_nested_tokens(extra, layout):
     assert (taken.num_absent, taken.num_lost) == (0, 0)
 
 
-def test_jagged_rows_share_the_offsets_of_the_tokens_so_that_torch_computes_with_both():
+def test_jagged_rows_share_the_offsets_of_the_tokens():
     tokens = nested(token_ids())
     rows = take_routes(nested(with_row(engine_routes(), 0)), INFO, tokens=tokens).rows
     assert (rows + tokens).unbind()[2].tolist() == [300 + i + 6 + i for i in range(8)]
@@ -90,7 +90,7 @@ def test_filler_of_distinct_experts_on_padding_and_on_the_last_token():
     assert taken.trace.token_ids is None
 
 
-def test_a_last_row_that_copies_the_one_before_it_is_filler_where_the_trainer_is_said_to_copy():
+def test_a_copied_last_row_is_filler_where_the_trainer_is_said_to_copy():
     given = [torch.cat([part, part[-1:]]) for part in engine_routes()]
     assert_exact(take_routes(given, INFO, lengths=LENGTHS, last_row="copied").trace, engine_routes())
     assert_exact(
@@ -154,12 +154,12 @@ def test_a_recording_has_a_route_for_every_token():
 def test_samples_that_were_cut_keep_the_route_of_their_last_token_where_it_is_one():
     samples = with_row(engine_routes(), 0)
     cut = engine_routes(seed=1)[2][:5]  # of eight tokens, five were kept
-    taken = take_routes([cut, *samples[1:]], INFO, lengths=LENGTHS, last_row="as_given")
+    taken = take_routes([cut, *samples[1:]], INFO, lengths=LENGTHS, last_row="unchecked")
     assert taken.trace.replay_mask[:5].tolist() == [True] * 5
     assert torch.equal(taken.trace.topk_indices[:5].long(), cut[:, 1:])
     assert taken.trace.replay_mask[[5, 13]].tolist() == [False, False]
     cut[4] = cut[3]  # two equal tokens at the end of what was kept
-    taken = take_routes([cut, *samples[1:]], INFO, lengths=LENGTHS, last_row="as_given")
+    taken = take_routes([cut, *samples[1:]], INFO, lengths=LENGTHS, last_row="unchecked")
     assert taken.trace.replay_mask[:5].tolist() == [True] * 5
 
 
@@ -169,7 +169,7 @@ def test_tokens_that_rightly_have_no_route_are_named(as_counts):
     samples = with_row(engine_routes(), 0)
     samples[2][5:] = 0
     routed = torch.tensor([4, 0, 5]) if as_counts else nested([torch.arange(t) < n for t, n in zip(LENGTHS, (4, 0, 5))])
-    taken = take_routes(nested(samples), INFO, tokens=nested(token_ids()), routed=routed)
+    taken = take_routes(nested(samples), INFO, tokens=nested(token_ids()), has_route=routed)
     assert taken.trace.replay_mask.tolist() == [True] * 4 + [False] * 2 + [True] * 5 + [False] * 3
     assert (taken.num_absent, taken.num_lost) == (2, 0)  # the last token of a sample never has one
 

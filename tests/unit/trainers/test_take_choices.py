@@ -1,10 +1,10 @@
-"""take_routes(keep=, stale=): by the tokens' container, token by token; every mistake that would choose other rows raises."""
+"""Versions and masks by the tokens' container, token by token; every mistake that would choose other rows raises."""
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_router_replay.errors import LayoutError, TraceError
+from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.trainers import take_routes
 from tests.unit.trainers.batches import (
     INFO,
@@ -19,8 +19,6 @@ from tests.unit.trainers.batches import (
 # Sample 0 has 5 tokens, sample 1 one token and no route, sample 2 eight. Row 4, 5 and 13 are last tokens.
 VERSIONS = [torch.tensor([4, 4, 5, 7, 7]), torch.tensor([7]), torch.tensor([6, 6, 6, 6, 7, 7, 7, 7])]
 FLAT = [4, 4, 5, 7, 7, 7, 6, 6, 6, 6, 7, 7, 7, 7]
-AGE = {"stale": "live", "max_age": 1, "trainer_version": 7}
-STALE = [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -38,34 +36,13 @@ STALE = [0, 1, 2]
     ids=["jagged", "jagged and lists", "padded on the left", "lists of numpy"],
 )
 def test_a_partial_rollouts_versions_go_token_by_token(container):
-    routes = take_routes(engine_routes(), INFO, **container, **AGE)
-    assert routes.trace.weight_version.tolist() == FLAT
-    assert routes.trace.left_live.nonzero()[:, 0].tolist() == STALE
-    assert routes.trace.replay_mask.tolist() == [False] * 3 + [True] + [False] * 2 + [True] * 7 + [False]
-    assert (routes.num_stale, routes.num_not_kept, routes.num_absent, routes.num_lost) == (3, 0, 0, 0)
-    # What is not replayed is still there, with its token.
-    assert torch.equal(routes.trace.topk_indices[:4].long(), engine_routes()[0][:, 1:])
+    assert take_routes(engine_routes(), INFO, **container).trace.weight_version.tolist() == FLAT
 
 
-def test_stale_routes_that_are_replayed_are_counted_and_those_that_raise_name_sample_and_token():
-    given = {"lengths": LENGTHS, "weight_version": VERSIONS, "max_age": 0, "trainer_version": 7}
-    routes = take_routes(engine_routes(), INFO, **given, stale="replay")
-    assert routes.num_stale == 3 + 4
-    assert routes.trace.left_live is None
-    assert int(routes.trace.replay_mask.sum()) == 11
-    given["weight_version"] = [torch.full((5,), 7), *VERSIONS[1:]]
-    with pytest.raises(
-        TraceError, match=r"4 rows .* row 6 \(token 0 of sample 2\), of weight_version=6, 1 versions behind"
-    ):
-        take_routes(engine_routes(), INFO, **given, stale="raise")
-
-
-@pytest.mark.parametrize(
-    ("version", "stale"), [(5, [0, 1, 2, 3, 6, 7, 8, 9, 10, 11, 12]), ([5, 7, 7], [0, 1, 2, 3]), (6, [])]
-)
-def test_one_version_for_the_batch_or_a_sample(version, stale):
-    routes = take_routes(engine_routes(), INFO, lengths=LENGTHS, weight_version=version, **AGE)
-    assert routes.trace.left_live.nonzero()[:, 0].tolist() == stale
+@pytest.mark.parametrize(("version", "expected"), [(5, [5] * 14), ([5, 7, 6], [5] * 5 + [7] + [6] * 8)])
+def test_one_version_for_the_batch_or_a_sample(version, expected):
+    trace = take_routes(engine_routes(), INFO, lengths=LENGTHS, weight_version=version).trace
+    assert trace.weight_version.tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -99,45 +76,34 @@ def test_versions_of_another_number_raise():
             take_routes(engine_routes(), INFO, lengths=LENGTHS, weight_version=wrong)
 
 
-def test_what_is_too_old_takes_all_three():
-    for given in ({"stale": "live"}, {"max_age": 1}, {"trainer_version": 7}, {"stale": "live", "max_age": 1}):
-        with pytest.raises(LayoutError, match="takes all three of stale, max_age and trainer_version"):
-            take_routes(engine_routes(), INFO, lengths=LENGTHS, weight_version=7, **given)
-    with pytest.raises(TraceError, match="stale='keep' must be one of"):
-        take_routes(engine_routes(), INFO, lengths=LENGTHS, weight_version=7, **(AGE | {"stale": "keep"}))
-    with pytest.raises(TraceError, match="no weight_version"):
-        take_routes(engine_routes(), INFO, lengths=LENGTHS, **AGE)
+MASK = [torch.tensor([1, 0, 1, 1, 0]), torch.tensor([1]), torch.tensor([0, 1, 1, 1, 1, 1, 1, 0])]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_mask_in_the_tokens_container_keeps_their_routes(side):
-    mask = [torch.tensor([1, 0, 1, 1, 0]), torch.tensor([1]), torch.tensor([0, 1, 1, 1, 1, 1, 1, 0])]
-    mask = [part.bool() for part in mask]
-    for given in (
-        {"tokens": nested(token_ids()), "keep": nested(mask)},
-        {
-            "tokens": padded(token_ids(), side=side),
-            "attention_mask": attention_mask(side=side),
-            "keep": padded(mask, side=side),
-        },
-        {"lengths": LENGTHS, "keep": [part.numpy() for part in mask]},
+    mask = [part.bool() for part in MASK]
+    where = {"tokens": padded(token_ids(), side=side), "attention_mask": attention_mask(side=side)}
+    for given, keep in (
+        ({"tokens": nested(token_ids())}, nested(mask)),
+        (where, padded(mask, side=side)),
+        ({"lengths": LENGTHS}, [part.numpy() for part in mask]),
     ):
-        routes = take_routes(engine_routes(), INFO, **given, weight_version=VERSIONS, **AGE)
-        # Rows 1 and 6 are not kept; 0 and 2 are too old; row 13 was not kept either, and never had a route.
-        assert routes.trace.left_live.tolist() == [2, 1, 2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
-        assert (routes.num_not_kept, routes.num_stale) == (2, 2)
+        kept = take_routes(engine_routes(), INFO, **given).keep(keep)
+        # Rows 1 and 6 are not kept; rows 4, 5 and 13 never had a route.
+        assert (~kept.trace.replay_mask).nonzero()[:, 0].tolist() == [1, 4, 5, 6, 13]
+        assert torch.equal(kept.trace.topk_indices[:4].long(), engine_routes()[0][:, 1:])
 
 
 def test_masks_that_would_keep_other_tokens_raise():
     keep = [torch.tensor([True] * length) for length in LENGTHS]
     batch = {"tokens": padded(token_ids(), side="left"), "attention_mask": attention_mask(side="left")}
-    with pytest.raises(LayoutError, match="positions that hold no token: is it padded on another side"):
-        take_routes(engine_routes(), INFO, **batch, keep=padded(keep, side="right"))
-    with pytest.raises(LayoutError, match="keep must be bool"):
-        take_routes(engine_routes(), INFO, **batch, keep=attention_mask(side="left"))  # log-probs, advantages, ...
-    with pytest.raises(LayoutError, match="keep"):
-        take_routes(engine_routes(), INFO, **batch, keep=torch.ones(14, dtype=torch.bool))
-    with pytest.raises(LayoutError, match="the first that differs is sample 0"):
-        take_routes(engine_routes(), INFO, lengths=LENGTHS, keep=[keep[2], keep[1], keep[0]])
-    with pytest.raises(LayoutError, match="keep must be bool"):
-        take_routes(engine_routes(), INFO, lengths=LENGTHS, keep=[np.ones((t, 1), np.bool_) for t in LENGTHS])
+    left, listed = (take_routes(engine_routes(), INFO, **given) for given in (batch, {"lengths": LENGTHS}))
+    for routes, mask, message in (
+        (left, padded(keep, side="right"), "positions that hold no token: is it padded on another side"),
+        (left, attention_mask(side="left"), "keep must be bool"),  # log-probs, advantages, ...
+        (left, torch.ones(14, dtype=torch.bool), "keep"),
+        (listed, [keep[2], keep[1], keep[0]], "the first that differs is sample 0"),
+        (listed, [np.ones((t, 1), np.bool_) for t in LENGTHS], "keep must be bool"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            routes.keep(mask)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_router_replay.engines import ModelRoutingInfo
+from megatron_router_replay.engines import ModelRoutingInfo, row_check
 from megatron_router_replay.errors import LayoutError, PayloadError
-from megatron_router_replay.trainers import reader, take_routes
+from megatron_router_replay.trainers import take_routes
 from tests.unit.trainers.batches import (
     INFO,
     LENGTHS,
@@ -58,6 +58,40 @@ def test_a_row_in_front_is_found_although_the_last_two_tokens_have_one_route(fil
         take_routes([shifted], INFO, lengths=[8], missing="live")
 
 
+@pytest.mark.parametrize("filler", [0, -1, [0, 1], [5, 3]], ids=str)
+def test_late_rows_are_told_by_filler_in_front_and_a_route_at_the_end(filler):
+    """NeMo-RL's recipe: nothing else tells a shift where samples may have been cut after they were generated."""
+    late = [torch.cat([torch.tensor(filler).expand(1, 10, 2), part]) for part in engine_routes()]
+    recipe = {"model": INFO, "lengths": LENGTHS, "missing": "live", "last_row": "unchecked"}
+    with pytest.raises(LayoutError, match=r"sample 0 has filler in its first row.* one too late"):
+        take_routes(late, **recipe)
+    assert (
+        take_routes(late, **recipe, has_route=[torch.arange(t) > 0 for t in LENGTHS]).num_absent == 2
+    )  # of a single token, it is the last
+    cut = [
+        part[:4] for part in (engine_routes()[0], engine_routes()[2])
+    ]  # the last row is a route, and the first one, too
+    assert take_routes(cut, INFO, lengths=[4, 4], last_row="unchecked").trace.replay_mask.all()
+
+
+def test_samples_of_a_group_that_changed_places_raise():
+    """Two prompts of six tokens, two answers each: nine layers of six rows tell."""
+    prompts = [
+        torch.rand(6, 10, 16, generator=torch.Generator().manual_seed(i)).argsort(dim=2)[:, :, :2] for i in (1, 2)
+    ]
+    routes = [torch.cat([prompts[i // 2], engine_routes(seed=i)[0]]) for i in range(4)]
+    for part in routes:
+        part[:, 0] = 0
+    tokens = [torch.cat([torch.arange(6) + 100 * (i // 2), torch.arange(5) + 10 * i]) for i in range(4)]
+    assert len(take_routes(routes, INFO, tokens=tokens).trace) == 44
+    exchanged = [routes[0], routes[2], routes[1], routes[3]]
+    with pytest.raises(PayloadError, match=r"sample 0 and sample 1 begin with the same 6 tokens"):
+        take_routes(exchanged, INFO, tokens=tokens)
+    assert len(take_routes(exchanged, INFO, tokens=tokens, allow_unlike_prompts=True).trace) == 44
+    with pytest.raises(PayloadError, match="begin with the same 6"):  # every rank looks at all layers
+        take_routes(exchanged, INFO, tokens=tokens, layer_numbers=[0, *range(2, 11)])
+
+
 def test_a_last_row_that_is_no_copy_raises_where_the_trainer_is_said_to_copy():
     routes = torch.rand(8, 10, 16).argsort(dim=2)[:, :, :2]
     routes[7], routes[7, 9] = routes[6], routes[6, 9].flip(0)
@@ -95,11 +129,13 @@ def test_routes_that_end_before_the_sample_raise():
 def test_zeros_are_lost_data_and_not_expert_zero():
     samples = engine_routes()
     samples[2][4:] = 0
-    with pytest.raises(PayloadError, match=r"sample 2: 3 rows from row 4 on name an expert twice.*row 4, layer 2"):
+    with pytest.raises(
+        PayloadError, match=r"sample 2: 27 routes are all zero.* rows 4\.\.6; first: row 4, layer_number 2"
+    ):
         take_routes(samples, INFO, lengths=LENGTHS)
     samples = engine_routes()
     samples[2][4, 8] = 3
-    with pytest.raises(PayloadError, match=r"sample 2: 1 rows from row 4 on name an expert twice.*row 4, layer 9"):
+    with pytest.raises(PayloadError, match=r"sample 2: 1 routes name an expert twice, in layers \[9\], row 4"):
         take_routes(samples, INFO, lengths=LENGTHS)
 
 
@@ -107,7 +143,7 @@ def test_zeros_are_lost_data_and_not_expert_zero():
 def test_filler_in_the_middle_of_a_sample_is_no_route(fill):
     samples = engine_routes()
     samples[2][2:4, 1:] = fill
-    with pytest.raises(PayloadError, match="sample 2: 2 rows from row 2 on are filler"):
+    with pytest.raises(PayloadError, match=r"sample 2: 2 rows 2\.\.3 are (-1|filler)"):
         take_routes(samples, INFO, lengths=LENGTHS)
 
 
@@ -122,7 +158,7 @@ def test_zeros_of_a_top_1_model_are_lost_where_that_can_be_told():
     info = ModelRoutingInfo(num_layers=10, moe_layer_numbers=tuple(range(1, 11)), num_experts=16, topk=1)
     routes = torch.randint(16, (6, 10, 1), generator=torch.Generator().manual_seed(0))
     routes[3] = 0
-    with pytest.raises(PayloadError, match="sample 0: 1 rows from row 3 on are filler"):
+    with pytest.raises(PayloadError, match=r"sample 0: 1 rows 3\.\.3 are filler"):
         take_routes([routes], info, lengths=[7])
 
 
@@ -139,7 +175,7 @@ def test_an_id_that_no_expert_has_raises_also_where_missing_routes_are_live():
 def test_a_dtype_that_cannot_hold_the_experts_has_wrapped_them():
     info = ModelRoutingInfo(num_layers=10, moe_layer_numbers=tuple(range(1, 11)), num_experts=512, topk=2)
     wrapped = [(part + 300).to(torch.uint8) for part in engine_routes()]
-    with pytest.raises(LayoutError, match="sample 0 are uint8, which cannot hold the ids of 512"):
+    with pytest.raises(PayloadError, match="sample 0: ids are uint8, which cannot hold the ids of 512"):
         take_routes(wrapped, info, lengths=LENGTHS)
 
 
@@ -216,10 +252,12 @@ def test_a_nested_batch_has_no_attention_mask():
         take_routes(engine_routes(), INFO, tokens=nested(token_ids()), attention_mask=attention_mask())
 
 
-@pytest.mark.parametrize("routed", [[4, 0], [6, 0, 7], [torch.ones(5), torch.ones(1), torch.ones(7)], torch.ones(3, 9)])
-def test_a_mask_of_routed_tokens_of_another_shape_raises(routed):
-    with pytest.raises(LayoutError, match="routed"):
-        take_routes(engine_routes(), INFO, lengths=LENGTHS, routed=routed)
+@pytest.mark.parametrize(
+    "has_route", [[4, 0], [6, 0, 7], [torch.ones(5), torch.ones(1), torch.ones(7)], torch.ones(3, 9)]
+)
+def test_a_mask_of_routed_tokens_of_another_shape_raises(has_route):
+    with pytest.raises(LayoutError, match="has_route"):
+        take_routes(engine_routes(), INFO, lengths=LENGTHS, has_route=has_route)
 
 
 def test_arguments_that_mean_nothing_raise():
@@ -241,43 +279,28 @@ def test_all_layers_are_checked_whatever_this_rank_keeps():
     samples = engine_routes(moe_only=True)
     samples[0][3, 8] = 0
     for kept in ([2, 3, 4, 5, 6, 7, 8, 9, 10], [*range(2, 10), 10]):
-        with pytest.raises(PayloadError, match="row 3, layer 10"):
+        with pytest.raises(PayloadError, match=r"all zero, in layers \[10\], row 3"):
             take_routes(samples, INFO, lengths=LENGTHS, layer_numbers=kept)
 
 
 @pytest.mark.parametrize("rows_of_a_block", [1, 3, 4])
 def test_a_sample_of_several_blocks_is_read_as_one(monkeypatch, rows_of_a_block):
-    monkeypatch.setattr(reader, "_BLOCK_BYTES", rows_of_a_block * 10 * 2 * 8 + 1)
+    monkeypatch.setattr(row_check, "_BLOCK_BYTES", rows_of_a_block * 10 * 2 * 8 + 1)
     assert_exact(take_routes(engine_routes(), INFO, lengths=LENGTHS).trace, engine_routes())
     samples = engine_routes()
     samples[2][5, 3] = 7
-    with pytest.raises(PayloadError, match=r"sample 2: 1 rows from row 5 on name an expert twice.*row 5, layer 4"):
+    with pytest.raises(PayloadError, match=r"sample 2: 1 routes name an expert twice, in layers \[4\], row 5"):
         take_routes(samples, INFO, lengths=LENGTHS)
     taken = take_routes(samples, INFO, lengths=LENGTHS, missing="live")
     assert taken.trace.replay_mask.tolist() == [True] * 4 + [False] * 2 + [True] * 5 + [False, True, False]
     assert (taken.num_absent, taken.num_lost) == (0, 1)
     samples[2][5] = -1
-    taken = take_routes(samples, INFO, lengths=LENGTHS, missing="live", routed=[5, 1, 7])
+    taken = take_routes(samples, INFO, lengths=LENGTHS, missing="live", has_route=[5, 1, 7])
     assert taken.trace.replay_mask.tolist() == [True] * 4 + [False] * 2 + [True] * 5 + [False, True, False]
     assert (taken.num_absent, taken.num_lost) == (1, 0)
     samples[2][5, 3, 1] = 16
     with pytest.raises(PayloadError, match=r"sample 2: row 5, layer 2 .*-1"):
         take_routes(samples, INFO, lengths=LENGTHS, missing="live")
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "fill", "believed"), [(6, [7, 3], True), (7, [7, 3], False), (5, [0, 1], True), (6, [0, 1], False)]
-)
-def test_one_route_in_every_layer_is_filler_from_40_bits_on(num_layers, fill, believed):
-    """A layer has 16 x 15 routes, 7.9 bits: five that agree with the first are 39.5 bits, six 47.4; 0, 1 is known before."""
-    info = ModelRoutingInfo(
-        num_layers=num_layers, moe_layer_numbers=tuple(range(1, num_layers + 1)), num_experts=16, topk=2
-    )
-    routes = torch.rand(4, num_layers, 16, generator=torch.Generator().manual_seed(1)).argsort(dim=2)[:, :, :2]
-    routes[1] = torch.tensor(fill)
-    taken = take_routes([routes], info, lengths=[5], missing="live")
-    assert taken.trace.replay_mask.tolist() == [True, believed, True, True, False]
-    assert taken.num_absent == (0 if believed else 1)
 
 
 def few_layers(num_layers):

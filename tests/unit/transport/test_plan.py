@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_router_replay.transport import (
-    ParallelLayout,
-    Place,
-    TraceFormat,
-    TransportError,
-    partition_samples,
-    plan_routes,
-)
-from megatron_router_replay.transport.plan import bucket_rows
+from megatron_router_replay.trace.header import TraceFormat
+from megatron_router_replay.transport import ParallelLayout, Place, TransportError
+from megatron_router_replay.transport.plan import Part, partition_samples, plan_buckets, plan_routes
 
 FORMAT = TraceFormat(layer_numbers=(2, 3, 5), topk=8, num_experts=128)
 
@@ -69,14 +62,14 @@ def test_a_partition_that_does_not_fit_is_refused(partition: object, message: st
 def test_ranks_are_numbered_tp_first_pp_last() -> None:
     layout = ParallelLayout(stage_layers=((2,), (3, 5)), dp_size=2, cp_size=2, tp_size=2)
     places = layout.places()
-    assert layout.world_size == 16
+    assert len(places) == 16
     assert places[0] == Place(0, 0, 0, 0)
     assert places[1] == Place(0, 0, 0, 1)
     assert places[2] == Place(0, 0, 1, 0)
     assert places[4] == Place(1, 0, 0, 0)
+    assert places[0] == Place()
     assert places[8] == Place(0, 1, 0, 0)
     assert [layout.place_of(rank) for rank in range(16)] == places
-    assert len(layout.receivers()) == 8
 
 
 def test_a_layer_on_two_stages_is_refused() -> None:
@@ -93,10 +86,9 @@ def test_bytes_are_rows_times_layers_times_topk_and_a_mask_byte() -> None:
     layout = ParallelLayout(stage_layers=((2, 3), (5,)), dp_size=2)
     plan = plan_routes((10, 20, 30), layout=layout, format=FORMAT)
     # dp0 has samples 0 and 2: 40 rows of 2 or 1 layers x 8 ids and a byte of mask
-    assert plan.part(Place(0, 0)).nbytes == 40 * (2 * 8 + 1)
-    assert plan.part(Place(0, 1)).nbytes == 40 * (1 * 8 + 1)
-    assert plan.part(Place(1, 1)).nbytes == 20 * (1 * 8 + 1)
-    assert plan.nbytes == 60 * (3 * 8 + 2)
+    assert plan[Place(0, 0)].nbytes == 40 * (2 * 8 + 1)
+    assert plan[Place(0, 1)].nbytes == 40 * (1 * 8 + 1)
+    assert plan[Place(1, 1)].nbytes == 20 * (1 * 8 + 1)
 
 
 def test_ids_above_255_take_two_bytes_and_optional_values_four() -> None:
@@ -110,69 +102,11 @@ def test_the_payload_of_the_issue_is_384_bytes_a_token_and_480() -> None:
     assert layers.row_bytes(60) - 1 == 480
 
 
-def test_runs_join_neighbouring_samples() -> None:
-    plan = plan_routes(
-        (4, 0, 5, 6), layout=ParallelLayout(stage_layers=((2,),)), format=FORMAT, partition=[[0, 1, 2, 3]]
-    )
-    assert plan.part(Place()).runs.tolist() == [[0, 15]]
-
-
-def test_context_parallel_rows_become_runs_of_the_batch_and_are_renumbered() -> None:
-    layout = ParallelLayout(stage_layers=((2,),), dp_size=2, cp_size=2)
-    # dp1 has sample 1 (rows 4..7 of the batch) and 3 (rows 10..12): its own rows 0..6
-    rows = {
-        (0, 0): torch.arange(6),
-        (0, 1): torch.arange(6),
-        (1, 0): torch.tensor([[0, 1, -1], [6, 5, -1]]),
-        (1, 1): torch.tensor([3, 2, 4]),
-    }
-    plan = plan_routes((4, 4, 2, 3), layout=layout, format=FORMAT, cp_rows=rows)
-    part = plan.part(Place(1, 0, 0))
-    assert part.runs.tolist() == [[4, 6], [11, 13]]
-    assert part.num_rows == 4
-    assert part.sequence_lengths is None
-    assert part.local_rows(rows[1, 0]).tolist() == [[0, 1, -1], [3, 2, -1]]
-    assert plan.part(Place(1, 0, 1)).runs.tolist() == [[6, 8], [10, 11]]
-    with pytest.raises(TransportError, match="was not sent row 3"):
-        part.local_rows(torch.tensor([3]))
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [({(0, 0): torch.tensor([7])}, "reach row 7, its samples have 3 rows"), ({}, "lacks")],
-)
-def test_context_parallel_rows_that_do_not_fit_are_refused(
-    rows: dict[tuple[int, int], torch.Tensor], message: str
-) -> None:
-    with pytest.raises(TransportError, match=message):
-        plan_routes((3,), layout=ParallelLayout(stage_layers=((2,),)), format=FORMAT, cp_rows=rows)
-
-
-def test_the_digest_tells_plans_apart() -> None:
-    layout = ParallelLayout(stage_layers=((2, 3), (5,)), dp_size=2)
-    lengths = (10, 20, 30)
-
-    def digest(**changes: object) -> str:
-        options = {"layout": layout, "format": FORMAT, **changes}
-        return plan_routes(options.pop("lengths", lengths), **options).digest  # type: ignore[arg-type]
-
-    assert digest() == digest()
-    others = [
-        digest(lengths=(10, 30, 20)),
-        digest(partition="balanced"),
-        digest(layout=ParallelLayout(stage_layers=((2,), (3, 5)), dp_size=2)),
-        digest(format=TraceFormat(layer_numbers=(2, 3, 5), topk=8, num_experts=64)),
-        digest(cp_rows={(0, 0): torch.arange(4), (1, 0): torch.arange(20)}),
-    ]
-    assert len({digest(), *others}) == 6
-
-
-@given(num_rows=st.integers(0, 500), row_bytes=st.integers(0, 90), bucket_bytes=st.integers(1, 1000))
-@settings(deadline=None)
-def test_buckets_cover_all_rows_and_respect_their_size(num_rows: int, row_bytes: int, bucket_bytes: int) -> None:
-    buckets = bucket_rows(num_rows, row_bytes, bucket_bytes)
-    assert [row for start, stop in buckets for row in range(start, stop)] == list(range(num_rows))
-    assert all((stop - start) * row_bytes <= max(bucket_bytes, row_bytes) for start, stop in buckets)
+def test_tensor_parallel_ranks_share_a_part_and_pipeline_stages_do_not() -> None:
+    plan = plan_routes((3,), layout=ParallelLayout(stage_layers=((2,), (5,)), tp_size=2), format=FORMAT)
+    assert list(plan) == [Place(0, 0, 0, 0), Place(0, 0, 0, 1), Place(0, 1, 0, 0), Place(0, 1, 0, 1)]
+    assert plan[Place(tp_rank=1)] is plan[Place()]
+    assert [plan[Place(pp_rank=stage)].format.layer_numbers for stage in (0, 1)] == [(2,), (5,)]
 
 
 def test_balanced_fills_every_rank_when_all_samples_are_as_long() -> None:
@@ -219,7 +153,7 @@ def test_a_layout_has_one_rank_of_each_kind_at_least(size: str) -> None:
 def test_the_layers_of_a_stage_are_sorted_as_a_trace_has_them() -> None:
     layout = ParallelLayout(stage_layers=((5, 2), (3,)))
     assert layout.stage_layers == ((2, 5), (3,))
-    assert plan_routes((1,), layout=layout, format=FORMAT).part(Place()).layer_numbers == (2, 5)
+    assert plan_routes((1,), layout=layout, format=FORMAT)[Place()].format.layer_numbers == (2, 5)
 
 
 def test_the_last_rank_has_a_place_and_the_one_behind_it_has_none() -> None:
@@ -230,33 +164,82 @@ def test_the_last_rank_has_a_place_and_the_one_behind_it_has_none() -> None:
             layout.place_of(rank)
 
 
-def test_context_parallel_rows_reach_the_last_row_and_no_further() -> None:
-    layout = ParallelLayout(stage_layers=((2,),))
-    plan = plan_routes((3,), layout=layout, format=FORMAT, cp_rows={(0, 0): torch.tensor([2])})
-    assert plan.part(Place()).runs.tolist() == [[2, 3]]
-    with pytest.raises(TransportError, match="reach row 3, its samples have 3 rows, from 0"):
-        plan_routes((3,), layout=layout, format=FORMAT, cp_rows={(0, 0): torch.tensor([3])})
-
-
 def test_a_sample_may_have_no_tokens_but_not_fewer() -> None:
     layout = ParallelLayout(stage_layers=((2,),))
-    plan = plan_routes((0, 0), layout=layout, format=FORMAT)
-    assert (plan.nbytes, plan.part(Place()).runs.tolist()) == (0, [])
+    part = plan_routes((0, 0), layout=layout, format=FORMAT)[Place()]
+    assert (part.nbytes, part.sequence_lengths) == (0, (0, 0))
     with pytest.raises(TransportError, match="a sample has -1 tokens"):
         plan_routes((3, -1), layout=layout, format=FORMAT)
 
 
-def test_a_part_without_rows_has_none_to_renumber() -> None:
-    layout = ParallelLayout(stage_layers=((2,),))
-    part = plan_routes((3,), layout=layout, format=FORMAT, cp_rows={(0, 0): torch.tensor([-1])}).part(Place())
-    assert (part.num_rows, part.nbytes) == (0, 0)
-    assert part.local_rows(torch.tensor([[-1, -1]])).tolist() == [[-1, -1]]
-    with pytest.raises(TransportError, match="was not sent row 0"):
-        part.local_rows(torch.tensor([0]))
+def test_rows_of_a_part_are_runs_of_the_batch() -> None:
+    # dp0 has samples 0 and 2: rows 0..3 and 6..10 of the batch
+    plan = plan_routes((4, 2, 5), layout=ParallelLayout(stage_layers=((2,),), dp_size=2), format=FORMAT)
+    assert (plan[Place()].runs, plan[Place(1)].runs) == (((0, 4), (6, 11)), ((4, 6),))
 
 
-def test_a_bucket_is_filled_to_its_last_byte() -> None:
-    assert bucket_rows(5, 10, 20) == [(0, 2), (2, 4), (4, 5)]
-    assert bucket_rows(5, 10, 19) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
-    assert bucket_rows(2, 10, 9) == [(0, 1), (1, 2)], "a row is never divided"
-    assert bucket_rows(0, 10, 20) == []
+def part_of(lengths: tuple[int, ...], samples: list[int]) -> Part:
+    plan = plan_routes(lengths, layout=ParallelLayout(stage_layers=((2,),)), format=FORMAT, partition=[samples])
+    return plan[Place()]
+
+
+def buckets_of(part: Part, sender_ends: list[int], bucket_bytes: int) -> list[tuple[int, int, int, list]]:
+    buckets = plan_buckets({Place(): part}, sender_ends, bucket_bytes)
+    return [(bucket.sender, bucket.start, bucket.stop, bucket.runs) for bucket in buckets]
+
+
+def test_a_bucket_crosses_samples_but_not_senders() -> None:
+    # 9 bytes a row; sender 0 has samples 0 and 1 (rows 0..5), sender 1 sample 2 (rows 6..10, its own 0..4).
+    part = part_of((4, 2, 5), [0, 1, 2])
+    assert buckets_of(part, [6, 11], 45) == [
+        (0, 0, 5, [(0, 4), (4, 5)]),
+        (1, 6, 11, [(0, 5)]),
+        (0, 5, 6, [(5, 6)]),
+    ]
+    assert buckets_of(part, [6, 11], 1000) == [(0, 0, 6, [(0, 4), (4, 6)]), (1, 6, 11, [(0, 5)])]
+
+
+def test_samples_in_another_order_than_the_senders_make_buckets_of_their_own() -> None:
+    part = part_of((4, 2, 5), [1, 2, 0])
+    assert buckets_of(part, [6, 11], 1000) == [(0, 0, 2, [(4, 6)]), (1, 2, 7, [(0, 5)]), (0, 7, 11, [(0, 4)])]
+
+
+def test_a_bucket_is_filled_to_its_last_byte_and_a_row_never_divided() -> None:
+    part = part_of((5,), [0])
+    assert [bucket[:3] for bucket in buckets_of(part, [5], 18)] == [(0, 0, 2), (0, 2, 4), (0, 4, 5)]
+    assert [stop - start for _, start, stop, _ in buckets_of(part, [5], 17)] == [1] * 5
+    assert [stop - start for _, start, stop, _ in buckets_of(part, [5], 1)] == [1] * 5
+    assert buckets_of(part_of((0, 0), [0, 1]), [0], 100) == []
+
+
+def test_senders_and_places_take_turns() -> None:
+    # Two stages of 9 bytes a row, two senders of three and two rows, a row a bucket.
+    plan = plan_routes((3, 2), layout=ParallelLayout(stage_layers=((2,), (3,))), format=FORMAT, partition=[[0, 1]])
+    order = [(bucket.sender, bucket.place.pp_rank, bucket.start) for bucket in plan_buckets(plan, [3, 5], 9)]
+    first, second = [(0, 0, 0), (0, 1, 0), (1, 0, 3), (1, 1, 3)], [(0, 0, 1), (0, 1, 1), (1, 0, 4), (1, 1, 4)]
+    assert order == [*first, *second, (0, 0, 2), (0, 1, 2)]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    order=st.randoms(use_true_random=False),
+    senders=st.integers(1, 4),
+    bucket_bytes=st.integers(1, 60),
+)
+@settings(deadline=None)
+def test_buckets_cover_all_rows_once_and_respect_their_size(lengths, order, senders, bucket_bytes) -> None:
+    samples = list(range(len(lengths)))
+    order.shuffle(samples)
+    part = part_of(tuple(lengths), samples)
+    rows = [row for sample in samples for row in range(sum(lengths[:sample]), sum(lengths[: sample + 1]))]
+    ends = [sum(lengths[: len(lengths) * (number + 1) // senders]) for number in range(senders)]
+    came: dict[int, int] = {}
+    for sender, start, stop, runs in buckets_of(part, ends, bucket_bytes):
+        assert 0 < (stop - start) * 9 <= max(bucket_bytes, 9)
+        first = ends[sender - 1] if sender else 0
+        of_batch = [first + row for begin, end in runs for row in range(begin, end)]
+        assert all(first <= row < ends[sender] for row in of_batch)
+        assert not came.keys() & range(start, stop)
+        came |= dict(zip(range(start, stop), of_batch, strict=True))
+    assert [came[position] for position in range(len(rows))] == rows
+    assert len(came) == len(rows)

@@ -25,16 +25,24 @@ class Shape:
     shortest: int = 60
     longest: int = 170
     equal_lengths: bool = False
+    group: int = 1  # samples that share their first `prompt` rows
+    prompt: int = 40
 
 
 @dataclass
 class Pair:
-    """Routes of two runs [num_tokens, num_layers, topk], and their samples' lengths; layer i has number i + 2."""
+    """Routes of two runs [num_tokens, num_layers, topk], and their samples' lengths; layer i has number i + 2.
+
+    What the second trace says of itself is the same, unless a fault gives it `lengths_b`, `mask_b` or `layers_b`.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
     lengths: list[int]
     shape: Shape
+    lengths_b: list[int] | None = None
+    mask_b: torch.Tensor | None = None
+    layers_b: range | None = None
 
     @property
     def starts(self) -> list[int]:
@@ -45,15 +53,18 @@ class Pair:
 
     def diff(self, *, known_samples: bool = True) -> TraceDiff:
         numbers = range(FIRST_LAYER, FIRST_LAYER + self.shape.num_layers)
-        lengths = self.lengths if known_samples else None
         one, other = (
             mrr.RoutingTrace(
                 topk_indices=routes,
-                layer_numbers=numbers,
+                layer_numbers=layers,
                 num_experts=self.shape.num_experts,
-                sequence_lengths=lengths,
+                sequence_lengths=lengths if known_samples else None,
+                replay_mask=mask,
             )
-            for routes in (self.a, self.b)
+            for routes, layers, lengths, mask in (
+                (self.a, numbers, self.lengths, None),
+                (self.b, self.layers_b or numbers, self.lengths_b or self.lengths, self.mask_b),
+            )
         )
         return mrr.diff_traces(one, other)
 
@@ -67,6 +78,13 @@ def logits_of(shape: Shape, lengths: list[int], seed: int) -> torch.Tensor:
     context = torch.randn(sum(lengths), width, generator=generator)
     for i in range(1, len(context)):
         context[i] = 0.6 * context[i - 1] + 0.8 * context[i]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    for sample, start in enumerate(starts):
+        first = starts[sample - sample % shape.group]
+        for values in (embedding, context):
+            values[start : start + shape.prompt] = (
+                values[first : first + shape.prompt] if shape.group > 1 else values[start : start + shape.prompt]
+            )
     logits = []
     for layer in range(shape.num_layers):
         mixed = embedding * (1.0 - 0.5 * layer / shape.num_layers) + context

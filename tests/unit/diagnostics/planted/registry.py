@@ -8,13 +8,13 @@ from tests.unit.diagnostics.planted.noisy_pair import FIRST_LAYER, Pair, Shape
 
 @dataclass(frozen=True)
 class Named:
-    """What a finding must name; None: not asked."""
+    """What a fact must say; None: not asked, layers=(): all."""
 
-    kind: str | tuple[str, ...]
+    kind: str
     layers: tuple[int, ...] | None = None
     rows: tuple[int, int] | None = None
     samples: tuple[int, ...] | None = None
-    shift: int | None = None
+    offset: int | None = None
     words: str = ""
 
 

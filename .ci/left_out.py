@@ -1,0 +1,106 @@
+"""Prints pytest's options that leave out the slow tests which a change does not touch, and to stderr what and why.
+
+The change is all that differs from CI_BASE. Without CI_BASE, from where HEAD left origin's branch; where that is HEAD
+itself or unknown, from the newest commit on HEAD's first-parent line that is a day older than HEAD, so that no landing of
+that day is missed. Nothing is left out with CI_ALL=1, without such a commit, or for a path that no group is known to ignore.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+TEXT = ("docs/", "mkdocs.yml", ".github/", "LICENSE", "CITATION.cff", ".gitignore")
+QUICK_TESTS = ("tests/unit/", "tests/functional/")
+DAY = 24 * 60 * 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Slow tests, where their own files lie, and what neither of them reads."""
+
+    name: str
+    tests: tuple[str, ...]
+    sources: tuple[str, ...]
+    unused_parts: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def touched(self, changed: list[str]) -> list[str]:
+        """Return the changed paths that may matter to these tests."""
+        parts = tuple(f"megatron_router_replay/{part}/" for part in self.unused_parts)
+        unrelated = (*TEXT, *QUICK_TESTS, *parts, *self.unused)
+        return [
+            path
+            for path in changed
+            if path.startswith((*self.tests, *self.sources)) or not (path.startswith(unrelated) or path.endswith(".md"))
+        ]
+
+
+GROUPS = [
+    Group(
+        name="GRPO, with a real vLLM",
+        tests=("tests/functional/grpo",),
+        sources=("examples/grpo/",),
+        unused_parts=("cli", "demo", "diagnostics"),
+        unused=("benchmarks/", "examples/effect/", "examples/walkthroughs/", "examples/first_", "constraints-verl.txt"),
+    ),
+    Group(
+        name="benchmarks",
+        tests=("tests/functional/test_benchmarks.py",),
+        sources=("benchmarks/",),
+        unused_parts=("cli", "demo", "trainers"),
+        unused=("examples/", "constraints-verl.txt", "constraints-vllm.txt"),
+    ),
+    Group(
+        name="the walk-throughs",
+        tests=("tests/functional/diagnostics/test_walkthroughs.py",),
+        sources=("examples/walkthroughs/",),
+        unused_parts=("capture", "cli", "trainers", "transport"),
+        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
+    ),
+]
+
+
+def git(*arguments: str) -> str:
+    """Return what a git command prints."""
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def base() -> str | None:
+    """Return the commit that the change is held against; None if it cannot be told."""
+    if given := os.environ.get("CI_BASE"):
+        return git("rev-parse", given)
+    for branch in ("origin/HEAD", "origin/main"):
+        try:
+            common = git("merge-base", "HEAD", branch)
+        except subprocess.CalledProcessError:
+            continue  # no such branch here
+        if common != git("rev-parse", "HEAD"):
+            return common
+    commits = [line.split() for line in git("log", "--first-parent", "--format=%H %ct").splitlines()]
+    newest = int(commits[0][1])
+    return next((commit for commit, seconds in commits if int(seconds) < newest - DAY), None)
+
+
+def main() -> None:
+    """Print the options and the reasons."""
+    try:
+        commit = None if os.environ.get("CI_ALL") == "1" else base()
+        if commit is None:
+            print("slow tests: all of them", file=sys.stderr)
+            return
+        changed = [*git("diff", "--name-only", "--no-renames", commit).splitlines()]
+        changed += git("ls-files", "--others", "--exclude-standard").splitlines()
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"slow tests: all of them, for git does not say what changed: {error}", file=sys.stderr)
+        return
+    for group in GROUPS:
+        if touched := group.touched(changed):
+            print(f"slow tests: {group.name}, because of {touched[0]} and {len(touched) - 1} more", file=sys.stderr)
+        else:
+            print(f"slow tests: LEFT OUT {group.name}: nothing it reads changed since {commit[:10]}", file=sys.stderr)
+            print(*(f"--ignore={test}" for test in group.tests), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

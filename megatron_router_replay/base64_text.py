@@ -1,0 +1,31 @@
+"""Bytes <-> base64 text, strictly: with pybase64 where it is installed, which is several times faster."""
+
+from __future__ import annotations
+
+import binascii
+from importlib import import_module
+from typing import Any
+
+try:
+    _fast: Any = import_module("pybase64")
+except ImportError:
+    _fast = None
+
+
+def encode_base64(data: bytes | bytearray | memoryview) -> str:
+    """Return `data` as base64, in ASCII, without line breaks."""
+    encoded: bytes = binascii.b2a_base64(data, newline=False) if _fast is None else _fast.b64encode(data)
+    return encoded.decode("ascii")
+
+
+def decode_base64(text: str | bytes) -> bytes:
+    """Return the bytes of a base64 text; nothing in it is skipped.
+
+    Raises:
+        ValueError: a character is foreign, the padding is wrong, or something stands behind it.
+    """
+    data: bytes = binascii.a2b_base64(text, strict_mode=True) if _fast is None else _fast.b64decode(text, validate=True)
+    # Some versions of binascii let padding stand where none is needed.
+    if len(text) != -(-len(data) // 3) * 4:
+        raise ValueError(f"{len(text)} characters gave {len(data)} bytes")
+    return data

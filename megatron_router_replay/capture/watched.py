@@ -1,0 +1,170 @@
+"""watch(model): capture what `generate()` of transformers runs, with nothing announced by hand."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megatron_router_replay.capture.capturer import Capturer, check_rows
+from megatron_router_replay.capture.forward import as_integers, find_input_module, named_inputs
+from megatron_router_replay.capture.routers import CaptureError, find_router_sites
+from megatron_router_replay.trace import RoutingTrace
+
+
+class Watched:
+    """What a model ran inside `watch`: column c of row r of its last batch is position c of request r."""
+
+    def __init__(self, capturer: Capturer) -> None:
+        self._capturer = capturer
+        self._batch = 0
+        self._forward: AbstractContextManager[None] | None = None
+        self._cache: Any = lambda: None
+
+    def trace(
+        self,
+        sequences: Any,
+        attention_mask: Any,
+        *,
+        pad_token_id: int | None = None,
+        eos_token_id: int | Sequence[int] = (),
+    ) -> RoutingTrace:
+        """Return one sample for each row that `generate` returned, padding left out.
+
+        The last sampled token of a sample was never fed back, so it has no route.
+
+        Args:
+            sequences: [batch, length], prompts and what was sampled.
+            attention_mask: [batch, prompt length], as `generate` got it.
+            pad_token_id: what `generate` writes behind the end of a sequence: the pads that end a row are no tokens of it.
+            eos_token_id: a sequence ends with the first of these behind its prompt, if there is any. Pass it where sequences
+                are padded with it.
+
+        Raises:
+            CaptureError: the model ran other tokens than these, or hid others, in its last batch: another generate followed,
+                or compiled code ran, which calls no hook.
+        """
+        ids = as_integers(sequences)
+        if len(ids) != self._batch:
+            raise CaptureError(
+                f"{len(ids)} sequences, but the model ran {self._batch} rows in its last batch: take the trace before the "
+                "next generate. Compiled code is not seen, and the rows of a beam search are no sequences."
+            )
+        samples, tokens = [], []
+        for row, (sequence, in_prompt) in enumerate(zip(ids, as_integers(attention_mask) != 0)):
+            columns = np.flatnonzero(_is_token(sequence, in_prompt, pad_token_id, eos_token_id))
+            rows = self._capturer._rows(row, len(sequence))
+            if (rows["is_written"][: len(in_prompt)] & ~in_prompt).any():
+                raise CaptureError(
+                    f"row {row}: the model ran tokens that this attention_mask hides: pass it what you pass here."
+                )
+            samples.append(rows[columns[:-1]])
+            tokens.append(sequence[columns])
+            check_rows(f"row {row}, padding left out", samples[-1], tokens[-1], np.ones(len(columns) - 1, bool))
+        return self._capturer._trace(samples, np.concatenate(tokens), [len(each) for each in tokens])
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Announce the forward that the model is about to run: the columns behind its cache."""
+        if torch.compiler.is_compiling():
+            return
+        self._forward = None  # one that raised ends here
+        inputs = named_inputs(module, args, kwargs)
+        input_ids, mask, cache = (inputs.get(name) for name in ("input_ids", "attention_mask", "past_key_values"))
+        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+            raise CaptureError(
+                "a forward without input_ids [batch, length] cannot be watched: its tokens are not known."
+            )
+        batch, length = input_ids.shape
+        start = 0 if cache is None else int(cache.get_seq_length())
+        if start == 0:
+            for row in range(self._batch):
+                self._capturer.abort(row)
+            for row in range(batch):
+                self._capturer.add_request(row, num_prompt_tokens=length)
+            self._batch = batch
+        elif batch != self._batch:
+            raise CaptureError(
+                f"the model runs {batch} rows behind a cache of {self._batch}: a batch must keep its rows."
+            )
+        positions = np.broadcast_to(np.arange(start, start + length), (batch, length))
+        if length > 1 and isinstance(mask, Tensor) and mask.dim() == 2:
+            # A prompt: its padding is left out. Behind it every row runs a token in each step.
+            positions = np.where(as_integers(mask)[:, start : start + length] != 0, positions, -1)
+        self._forward = self._capturer.forward(range(batch), positions, input_ids=input_ids)
+        self._forward.__enter__()
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End the announced forward, and let the cache refuse to be reordered: rows then go on in other sequences."""
+        if self._forward is None or torch.compiler.is_compiling():
+            return
+        forward, self._forward = self._forward, None
+        forward.__exit__(None, None, None)
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None and cache is not self._cache():
+            self.release_cache()
+            cache.reorder_cache = _refuse_beams
+            self._cache = weakref.ref(cache)
+
+    def release_cache(self) -> None:
+        """Give the cache its own method back."""
+        cache = self._cache()
+        if cache is not None:
+            del cache.reorder_cache
+
+
+@contextmanager
+def watch(model: nn.Module, *, max_num_tokens: int = 8192) -> Iterator[Watched]:
+    """Capture the routes of `model.generate(...)` inside the block.
+
+    Take the trace of the last call inside the block or after it.
+
+    Args:
+        model: a transformers model.
+        max_num_tokens: the most token slots of one forward, padding included: batch times prompt length.
+
+    Raises:
+        CaptureError: a router cannot be captured, or a forward in the block cannot be told: beam search, no input_ids.
+    """
+    module = find_input_module(model)
+    if module is None:
+        raise CaptureError(f"{type(model).__name__} takes no input_ids: announce its forwards to a Capturer.")
+    capturer = Capturer(routers=find_router_sites(model), max_num_tokens=max_num_tokens)
+    seen = Watched(capturer)
+    hooks = [
+        module.register_forward_pre_hook(seen.before_forward, with_kwargs=True),
+        module.register_forward_hook(seen.after_forward),
+    ]
+    try:
+        yield seen
+        capturer.drain()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        seen.release_cache()
+        capturer._detach()
+
+
+def _is_token(
+    ids: NDArray[np.int64], in_prompt: NDArray[np.bool_], pad_token_id: int | None, eos_token_id: int | Sequence[int]
+) -> NDArray[np.bool_]:
+    """Return which columns of a row are tokens of its sequence: the prompt without padding, and what was sampled."""
+    sampled = ids[len(in_prompt) :]
+    end = len(sampled)
+    if (ends := np.flatnonzero(np.isin(sampled, eos_token_id))).size:
+        end = int(ends[0]) + 1
+    elif pad_token_id is not None:
+        end = int(np.flatnonzero(sampled != pad_token_id).max(initial=-1)) + 1
+    return np.concatenate([in_prompt, np.arange(len(sampled)) < end])
+
+
+def _refuse_beams(*_: Any, **__: Any) -> None:
+    raise CaptureError(
+        "the cache was reordered, as in beam search: a row's routes are then of other sequences. Sample without beams, or "
+        "forward the finished sequences once more inside watch."
+    )

@@ -1,0 +1,49 @@
+"""The checks that every room shares: what an integer is, and how a value looks in a message."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_router_replay.errors import TraceError
+
+
+def as_integer(
+    name: str,
+    value: Any,
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    error: Callable[[str], Exception] = TraceError,
+) -> int:
+    """Return an integer of any library as an int; floats, texts and bools are none.
+
+    Args:
+        name: of the value, for the message.
+        least, most: the range, both ends included; None: no bound.
+        error: makes the exception from the message.
+
+    Raises:
+        Exception: what `error` makes, if the value is no integer or lies outside the range.
+    """
+    try:
+        # True is an integer for Python and for torch; nobody means it as a number.
+        is_bool = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
+        number = None if is_bool else operator.index(value)
+    except (TypeError, RuntimeError, ValueError):  # torch refuses some of its tensors by other errors
+        number = None
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
+        bounds = f" in {least}..{most}" if most is not None else "" if least is None else f" of {least} or more"
+        raise error(f"{name}={shown(value)} must be an integer{bounds}, got {type(value).__name__}.")
+    return number
+
+
+def shown(value: Any, length: int = 80) -> str:
+    """Return how a value looks, cut to `length` characters."""
+    try:
+        return repr(value)[:length]
+    except Exception:  # Python refuses to write integers of thousands of digits; a caller's class may do anything
+        return f"a {type(value).__name__} that cannot be written out"

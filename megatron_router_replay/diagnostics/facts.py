@@ -1,0 +1,286 @@
+"""What a search found, and what two traces cover -> facts: sentences in which every number was counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_router_replay.diagnostics.counting import Array, Counter, Samples
+from megatron_router_replay.diagnostics.evidence import Evidence
+from megatron_router_replay.diagnostics.fact import Fact
+from megatron_router_replay.diagnostics.where import Claim, search
+from megatron_router_replay.tables import number_words
+
+
+def find_facts(counts: Counter) -> list[Fact]:
+    """Return what a pass over two traces points to: what they cover, and where the routes of b come from."""
+    covered = [*_coverage(counts)]
+    differs = counts.rows_different or not counts.layers or counts.rows_only_b
+    if not differs or not counts.a.layer_numbers or not counts.b.layer_numbers:
+        return covered
+    evidence = Evidence(counts)
+    words = _Words(evidence)
+    held = sorted((words.fact(claim) for claim in _joined(search(evidence))), key=lambda fact: -fact.decisions)
+    # One line says which rows are missing or come twice; that lengths differ follows from it.
+    if any(" missing in " in fact.text or " twice in " in fact.text for fact in held):
+        covered = [fact for fact in covered if fact.kind != "samples" or fact.samples]
+    return covered + held
+
+
+def _coverage(counts: Counter) -> Iterator[Fact]:
+    a, b, name_a, name_b = counts.a, counts.b, counts.a.name, counts.b.name
+    if not counts.layers:
+        yield Fact(
+            kind="layers",
+            text=f"no layer is in both: {name_a} has {number_words(a.layer_numbers)}, "
+            f"{name_b} has {number_words(b.layer_numbers)}.",
+            layer_numbers=b.layer_numbers,
+        )
+    if a.sequence_lengths and b.sequence_lengths and a.sequence_lengths != b.sequence_lengths:
+        yield Fact(kind="samples", text=_length_words(a.sequence_lengths, b.sequence_lengths, name_a, name_b))
+    if a.sample_ids and b.sample_ids and a.sample_ids != b.sample_ids and len(a.sample_ids) == len(b.sample_ids):
+        other = tuple(i for i, (one, two) in enumerate(zip(a.sample_ids, b.sample_ids)) if one != two)
+        same = " in another order" if sorted(a.sample_ids) == sorted(b.sample_ids) else ""
+        yield Fact(
+            kind="samples",
+            text=f"{len(other):,} of {len(a.sample_ids):,} samples have other names{same}: {number_words(other)}.",
+            samples=other,
+        )
+    for name, other_name, only in (
+        (name_a, name_b, counts.by_sample("only_a")),
+        (name_b, name_a, counts.by_sample("only_b")),
+    ):
+        # One row a sample is what engines leave out: the last token is sampled and never fed back.
+        samples = [i for i, rows in enumerate(only.tolist()) if rows > 1]
+        if samples:
+            yield Fact(
+                kind="samples",
+                text=f"{int(only[samples].sum()):,} rows of {sample_words(samples)} have a route in {name} and none in "
+                f"{other_name}.",
+                samples=tuple(samples),
+            )
+    agreeing = (counts.rows_compared - counts.different_by_layer).clamp(min=1)
+    # Noise changes the order of near-ties too, of many experts often; nearly all decisions change by somebody's sorting.
+    sorted_otherwise = (counts.other_order >= 0.9 * agreeing) & (2 * agreeing > counts.rows_compared) & (a.topk > 1)
+    if listed := sorted_otherwise.nonzero().flatten().tolist():
+        held, decisions = int(counts.other_order[listed].sum()), int(agreeing[listed].sum())
+        numbers = tuple(counts.layers[i] for i in listed)
+        yield Fact(
+            kind="expert_order",
+            text=f"{held:,} of {decisions:,} decisions that agree list their experts in another order, "
+            f"in {layer_words(numbers)}.",
+            layer_numbers=numbers,
+            held=held,
+            decisions=decisions,
+        )
+    if counts.rows_other_token:
+        yield Fact(
+            kind="tokens",
+            text=f"{counts.rows_other_token:,} of {counts.rows_with_tokens:,} rows hold another token, first row "
+            f"{counts.first_other_token:,}.",
+            held=counts.rows_other_token,
+            decisions=counts.rows_with_tokens,
+        )
+
+
+def _length_words(a: Sequence[int], b: Sequence[int], name_a: str, name_b: str) -> str:
+    if len(a) != len(b):
+        return f"{name_a} has {len(a):,} samples of {sum(a):,} rows, {name_b} has {len(b):,} of {sum(b):,} rows."
+    other = [i for i, (one, two) in enumerate(zip(a, b)) if one != two]
+    shown = ", ".join(f"sample {i} {a[i]:,} and {b[i]:,}" for i in other[:3]) + (", ..." if len(other) > 3 else "")
+    return f"{len(other):,} of {len(a):,} samples have another length, in {name_a} and in {name_b}: {shown} rows."
+
+
+def _joined(claims: list[Claim]) -> list[Claim]:
+    """Join layers that say the same of the same rows."""
+    result: list[Claim] = []
+    for claim in claims:
+        for i, other in enumerate(result):
+            if _alike(claim, other):
+                order = np.argsort(np.append(other.layers, claim.layers))
+                sources = other.source_layers + claim.source_layers
+                result[i] = replace(
+                    other,
+                    layers=np.append(other.layers, claim.layers)[order],
+                    source_layers=tuple(sources[j] for j in order) if sources else (),
+                    holds=np.concatenate([other.holds, claim.holds], axis=1)[:, order],
+                    first=min(claim.first, other.first),
+                    last=max(claim.last, other.last),
+                )
+                break
+        else:
+            result.append(claim)
+    return result
+
+
+def _alike(one: Claim, other: Claim) -> bool:
+    if one.kind == "row_order" or (one.kind, one.offset, one.scattered) != (other.kind, other.offset, other.scattered):
+        return False
+    if abs(one.first - other.first) > 2 or abs(one.last - other.last) > 2 or set(one.layers) & set(other.layers):
+        return False
+    if one.names is None or other.names is None:
+        return True
+    known = (one.names >= 0) & (other.names >= 0)
+    # A rare expert may be mistaken in one layer.
+    return bool(known.any()) and float(np.mean((one.names == other.names)[known])) > 0.95
+
+
+class _Words:
+    """Puts what was found into sentences."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.a, self.b = evidence.a, evidence.b
+        self.samples, self.samples_a = evidence.samples, evidence.samples_a
+
+    def fact(self, claim: Claim) -> Fact:
+        """Return a claim with its counts and its sentence."""
+        evidence = self.evidence
+        rows = (int(evidence.rows[claim.first]), int(evidence.rows[claim.last]))
+        counted = evidence.comparable if claim.kind == "nothing" else evidence.routed
+        inside = np.arange(claim.first, claim.last + 1)[counted[claim.first : claim.last + 1]]
+        fact = Fact(
+            kind=claim.kind,
+            text="",
+            layer_numbers=tuple(self.b.layer_numbers[layer] for layer in claim.layers),
+            rows=rows,
+            samples=self._samples_in(rows),
+            offset=claim.offset,
+            source_layers=claim.source_layers,
+            held=int(claim.holds[inside].sum()),
+            decisions=len(inside) * len(claim.layers),
+        )
+        return replace(fact, text=self._sentence(claim, fact))
+
+    def _sentence(self, claim: Claim, fact: Fact) -> str:
+        a, b, rows = self.a.name, self.b.name, self._row_words(fact)
+        layers = layer_words(fact.layer_numbers)
+        where = "in all layers" if fact.layer_numbers == self.b.layer_numbers else f"in {layers}"
+        counted = f"{fact.held:,} of {fact.decisions:,} decisions"
+        if not self.evidence.complete:
+            counted += " that were looked at"
+        if fact.kind == "row":
+            skipped = self._skipped_words(claim, fact)
+            said = f"{skipped}: {rows}" if skipped else f"{rows} of {b}"
+            return f"{said} hold {self._source_words(fact)}, {where}: {counted}."
+        if claim.scattered:
+            return (
+                f"{fact.held:,} of the {fact.decisions:,} decisions of {layers} in {rows} of {b} hold "
+                f"{layer_words(fact.source_layers)} of {a}, the others are in place."
+            )
+        if fact.kind == "layer":
+            moved = f", {_step_words(fact.offset)}" if fact.offset else ""
+            hold = "hold" if len(fact.layer_numbers) > 1 else "holds"
+            return f"{layers} of {b} {hold} {layer_words(fact.source_layers)} of {a}{moved}, in {rows}: {counted}."
+        if fact.kind == "constant":
+            route = f"experts {self._route(claim)}" if len(fact.layer_numbers) == 1 else "one route"
+            return f"{rows} of {b} repeat {route} {where}: {counted}."
+        if fact.kind == "row_order":
+            return f"{rows} of {b} hold rows of {a} in another order, {where}: {self._pairs(claim)}; {counted}."
+        if fact.kind == "names":
+            return f"{rows} of {b} name {_name_words(claim.names)}, {where}: so named, {counted} are near those of {a}."
+        return (
+            f"{rows} of {b} have nothing to do with those of {a}, {where}: {counted} are near, of unrelated rows "
+            f"{self.evidence.by_chance[claim.layers].mean():.1%} are."
+        )
+
+    def _row_words(self, fact: Fact) -> str:
+        assert fact.rows is not None
+        first, last = fact.rows
+        if (first, last) == (0, self.b.num_tokens - 1):
+            return f"all {last + 1:,} rows"
+        if not fact.samples:
+            return f"rows {first}..{last}"
+        position = first - self.samples.bounds(fact.samples[0])[0]
+        inside = f", from position {position}" if len(fact.samples) == 1 and position else ""
+        return f"rows {first}..{last} ({sample_words(fact.samples)}{inside})"
+
+    def _source_words(self, fact: Fact) -> str:
+        assert fact.rows is not None
+        assert fact.offset is not None
+        first, last = fact.rows[0] + fact.offset, fact.rows[1] + fact.offset
+        whole = _whole_samples(self.samples_a, first, last)
+        if whole and _whole_samples(self.samples, *fact.rows) and abs(fact.offset) > 1:
+            return f"{self.a.name}'s {sample_words(whole)} (rows {first}..{last})"
+        return f"{self.a.name}'s rows {first}..{last} ({_step_words(fact.offset)})"
+
+    def _skipped_words(self, claim: Claim, fact: Fact) -> str:
+        """Say which rows of a b lacks or has twice, where all rows behind a place are moved and those before it are not."""
+        assert fact.rows is not None
+        assert fact.offset is not None
+        to_the_end = fact.rows[1] == self.b.num_tokens - 1 and fact.layer_numbers == self.b.layer_numbers
+        before = self.evidence.near_in_place[: claim.first]
+        if not to_the_end or fact.rows[0] <= max(0, -fact.offset) or not len(before):
+            return ""
+        if before.mean() < 0.5 or before[-1].mean() < 0.5:
+            return ""
+        first, last = sorted((fact.rows[0], fact.rows[0] + fact.offset))
+        whole = _whole_samples(self.samples_a, first, last - 1)
+        of_samples = f" ({sample_words(whole)})" if whole else ""
+        rows, verbs = (
+            (f"row {first}", ("is missing", "comes twice"))
+            if last - first == 1
+            else (f"rows {first}..{last - 1}", ("are missing", "come twice"))
+        )
+        return f"{self.a.name}'s {rows}{of_samples} {verbs[fact.offset < 0]} in {self.b.name}"
+
+    def _samples_in(self, rows: tuple[int, int]) -> tuple[int, ...]:
+        if not self.samples.known:
+            return ()
+        sample = self.samples.of_rows(np.array(rows))
+        return tuple(range(int(sample[0]), min(int(sample[1]) + 1, self.samples.count)))
+
+    def _route(self, claim: Claim) -> list[int]:
+        first = claim.first + int(claim.holds[claim.first : claim.last + 1, 0].argmax())
+        ids: list[int] = self.evidence.ids[first, claim.layers[0]].tolist()
+        return ids
+
+    def _pairs(self, claim: Claim) -> str:
+        assert claim.source_rows is not None
+        rows = np.arange(claim.first, claim.last + 1)
+        rows = rows[claim.holds[rows].mean(axis=1) > 0.5]
+        sources, numbers = claim.source_rows[rows], self.evidence.rows[rows]
+        steps, counts = np.unique(np.diff(sources)[np.diff(numbers) == 1], return_counts=True)
+        moved = np.flatnonzero(sources != numbers)[:3]
+        shown = ", ".join(f"{numbers[i]} holds {sources[i]}" for i in moved)
+        if len(steps) and counts.max() >= 0.5 * counts.sum():
+            step = int(steps[counts.argmax()])
+            shown += f"; {counts.max():,} of {counts.sum():,} steps to the next row are {step:+d}"
+        return f"row {shown}"
+
+
+def _whole_samples(samples: Samples, first: int, last: int) -> list[int]:
+    """Return the samples that are exactly these rows; none if they begin or end inside of one."""
+    if not samples.known or first < 0 or last >= samples.num_rows:
+        return []
+    one, other = samples.of_rows(np.array([first, last])).tolist()
+    whole = other < samples.count and samples.bounds(one)[0] == first and samples.bounds(other)[1] == last + 1
+    return list(range(one, other + 1)) if whole else []
+
+
+def _name_words(names: Array | None) -> str:
+    assert names is not None
+    experts = np.arange(len(names))
+    moved = experts[(names >= 0) & (names != experts)]
+    offsets = (names[moved] - moved) % len(names)
+    if len(moved) > 2 and np.all(offsets == offsets[0]):
+        return f"each expert by its id plus {offsets[0]} (modulo {len(names)})"
+    shown = ", ".join(f"{expert} as {names[expert]}" for expert in moved[:4]) + (", ..." if len(moved) > 4 else "")
+    return f"experts by other ids ({shown})"
+
+
+def _step_words(offset: int) -> str:
+    rows = "1 row" if abs(offset) == 1 else f"{abs(offset):,} rows"
+    return f"{rows} {'earlier' if offset < 0 else 'later'}"
+
+
+def layer_words(numbers: Sequence[int]) -> str:
+    """Return "layer 5", or "layers 2..4, 9"."""
+    return f"layer{'s' if len(numbers) > 1 else ''} {number_words(numbers)}"
+
+
+def sample_words(numbers: Sequence[int]) -> str:
+    """Return "sample 5", or "samples 2..4, 9"."""
+    return f"sample{'s' if len(numbers) > 1 else ''} {number_words(numbers)}"

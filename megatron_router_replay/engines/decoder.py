@@ -1,0 +1,216 @@
+"""The one `decode` and the one `decode_batch`: every engine is a `Decoder`.
+
+An engine differs in two functions: how its results are read into replies, and how the arrays of a reply are laid out. What a
+caller may say, whose tokens the rows are, how many rows are legal and what a broken payload looks like is the same for all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Unpack
+
+import numpy as np
+import torch
+
+from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
+from megatron_router_replay.engines.options import Allocate, DecodeOptions, SampleOptions, SharedOptions, TokenIds
+from megatron_router_replay.engines.reply import Reply, refuse_non_reply
+from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
+from megatron_router_replay.engines.tokens import SampleTokens, check_usages, resolve_tokens, stamp_versions
+from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.siblings import warn_without_ids
+from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace.routing_trace import check_samples
+
+_LOG = logging.getLogger(__name__)
+
+
+class ReadReplies(Protocol):
+    """Turns a result into its generated sequences; `batch`: a list may hold any results, in order."""
+
+    def __call__(self, result: Any, *, batch: bool) -> list[Reply]: ...
+
+
+LayRows = Callable[[Reply, ModelRoutingInfo, SampleTokens, DecodeOptions], RowLayout]
+"""Reads the arrays of a reply that has routes, and says which columns and how many rows they have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoder:
+    """What one engine returns -> RoutingTrace.
+
+    Args:
+        name: of the engine; messages begin with it.
+        read: a result -> its replies.
+        rows: a reply -> its arrays.
+        if_missing: what to do about a reply without routes.
+        reads_version: the payloads of some release do not say that they are of it, so that `version` must.
+    """
+
+    name: str
+    read: ReadReplies
+    rows: LayRows
+    if_missing: str
+    reads_version: bool = False
+
+    def decode(
+        self,
+        result: Any,
+        *,
+        model: ModelLike,
+        choice: int | None = None,
+        allocate: Allocate | None = None,
+        **options: Unpack[SampleOptions],
+    ) -> RoutingTrace:
+        """Return the routes of one sample: S rows for its S tokens, the last one (and those before `start`) without a route.
+
+        Args:
+            result: what the engine returned, in any of the forms that `engines.servers` lists.
+            model: ModelRoutingInfo, or the Hugging Face config as a dict, object or path.
+            choice: the index of the choice to take of several.
+            allocate: where the memory of topk_indices comes from, such as a pool of your own; None: new
+                memory.
+            options: token_ids, start and the other fields of `engines.DecodeOptions`.
+
+        Returns:
+            [S, MoE layers, topk] with sequence_lengths (S,), and token_ids and weight_version where known.
+
+        Raises:
+            PayloadError: routes are missing, do not fit the tokens or the model, or are damaged; the reply's own counts
+                disagree with the tokens; there are several samples.
+        """
+        info = as_model_info(model)
+        replies = self._read(result, batch=False)
+        # True would be choice 1.
+        if choice is not None and (isinstance(choice, bool) or not 0 <= choice < len(replies)):
+            raise PayloadError(f"{self.name}: choice={choice!r} of a response with {len(replies)} choices.")
+        if choice is None and len(replies) != 1:
+            raise PayloadError(
+                f"{self.name}: the response holds {len(replies)} choices, decode reads one: pass choice=... or use "
+                "decode_batch."
+            )
+        return self._trace(replies, {choice or 0: DecodeOptions(**options)}, info, allocate)
+
+    def decode_batch(
+        self,
+        result: Any,
+        *,
+        model: ModelLike,
+        token_ids: Sequence[TokenIds] | None = None,
+        prompt_token_ids: TokenIds | Sequence[TokenIds] | None = None,
+        num_tokens: Sequence[int] | None = None,
+        start: int | Sequence[int] = 0,
+        sample_ids: Sequence[str] | None = None,
+        allow_unlike_prompts: bool = False,
+        allocate: Allocate | None = None,
+        **options: Unpack[SharedOptions],
+    ) -> RoutingTrace:
+        """Return the routes of all samples of a result, or of a list of results, in order.
+
+        Args:
+            result: as for `decode`, with several samples (n > 1, several prompts), or a list of such results.
+            model, allocate: as for `decode`.
+            token_ids, num_tokens, sample_ids: one per sample; choices of a response in the order of their index.
+            start: one for all, or one per sample.
+            prompt_token_ids: the ids of the one prompt that all samples have, or one list of ids per sample.
+            allow_unlike_prompts: believe samples that begin with the same tokens and have different routes there; see
+                `megatron_router_replay.siblings`.
+            options: the other fields of `engines.DecodeOptions`, for all samples.
+
+        Returns:
+            The samples in order, with sequence_lengths.
+
+        Raises:
+            PayloadError: as for `decode`; a list has another length than the samples; samples have each other's routes.
+        """
+        info = as_model_info(model)
+        replies = self._read(result, batch=True)
+        given: dict[str, Any] = {
+            "token_ids": token_ids,
+            "prompt_token_ids": _per_sample(prompt_token_ids, len(replies)),
+            "num_tokens": num_tokens,
+            "start": [start] * len(replies) if isinstance(start, (int, np.integer)) else start,
+            "sample_ids": sample_ids,
+        }
+        given = {name: _as_list(name, values) for name, values in given.items() if values is not None}
+        for name, values in given.items():
+            if len(values) != len(replies):
+                raise PayloadError(f"{self.name}: {len(values)} {name} for {len(replies)} choices: give one a choice.")
+        given["sample_id"] = given.pop("sample_ids", [None] * len(replies))
+        each = {i: DecodeOptions(**{n: v[i] for n, v in given.items()}, **options) for i in range(len(replies))}
+        trace = self._trace(replies, each, info, allocate)
+        if not allow_unlike_prompts:
+            names = [reply.source.sample for reply in replies]
+            check_samples(trace, trace.sequence_lengths or (), source=self.name, names=names)
+        return trace
+
+    def _read(self, result: Any, *, batch: bool) -> list[Reply]:
+        for item in [result, *(result if batch and isinstance(result, (list, tuple)) else ())]:
+            refuse_non_reply(item, self.name)
+        return self.read(result, batch=batch)
+
+    def _trace(
+        self,
+        replies: Sequence[Reply],
+        options: Mapping[int, DecodeOptions],
+        model: ModelRoutingInfo,
+        allocate: Allocate | None,
+    ) -> RoutingTrace:
+        """Return the trace of the replies that have options; the others only take part in their response's counts."""
+        # Before the tokens: a reply without routes has no ids either, most of the time, and to ask for those would mislead.
+        for i in options:
+            self._check_routes(replies[i], may_be_empty=replies[i].aborted)
+        tokens = {i: resolve_tokens(replies[i], options[i]) for i in options}
+        check_usages(replies, tokens)
+        samples = [self._sample(replies[i], model, tokens[i], options[i]) for i in options]
+        trace = build_trace(samples, model=model, allocate=allocate)
+        if trace.token_ids is None:
+            warn_without_ids()
+        if _LOG.isEnabledFor(logging.INFO):
+            rows = [len(samples), trace.num_tokens, int(trace.replay_mask.sum()), trace.num_layers]
+            _LOG.info("%s: decoded %d samples: %d tokens, %d with a route, %d MoE layers", self.name, *rows)
+        return trace
+
+    def _check_routes(self, reply: Reply, *, may_be_empty: bool) -> None:
+        if not reply.has_routes and not may_be_empty:
+            raise reply.source.error(
+                f"missing, though the model has MoE layers: it would train on live routes. {self.if_missing}"
+            )
+
+    def _sample(
+        self, reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions
+    ) -> SampleRows:
+        if options.version is not None and not self.reads_version:
+            raise reply.source.error(f"version={options.version!r} means nothing here: the payload says what it is.")
+        # An aborted request that had generated tokens had routes for them: without these they are lost.
+        aborted = reply.aborted and tokens.nothing_generated
+        self._check_routes(reply, may_be_empty=aborted)
+        return SampleRows(
+            source=reply.source,
+            layout=self.rows(reply, model, tokens, options) if reply.has_routes else RowLayout(parts=()),
+            tokens=tokens,
+            options=options,
+            may_be_empty=aborted,
+            weight_version=stamp_versions(reply, tokens, options.weight_version),
+        )
+
+
+def _as_list(name: str, values: Any) -> Sequence[Any]:
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+        raise PayloadError(f"{name} is {type(values).__name__}, expected a list with one entry a sample.")
+    result: Sequence[Any] = values
+    return result
+
+
+def _per_sample(prompts: Any, num_samples: int) -> Sequence[Any] | None:
+    """Return one prompt per sample; a flat list of ids is the prompt of all."""
+    if prompts is None:
+        return None
+    values = _as_list("prompt_token_ids", prompts)
+    if isinstance(values, (torch.Tensor, np.ndarray)):
+        return [values] * num_samples if values.ndim == 1 else list(values)
+    # Arrays of no dimension have a length method as well, and are ids.
+    flat = len(values) > 0 and not any(hasattr(value, "__len__") and getattr(value, "ndim", 1) for value in values)
+    return [values] * num_samples if flat else values

@@ -1,0 +1,385 @@
+"""RouterReplay: Megatron-Core's own class, with its interface, and without what goes wrong there in silence.
+
+It is a subclass, so the list of instances, the enum and the static helpers are Megatron-Core's own. Whoever drives them
+drives this: a missing or misshaped target raises, and a recompute uses what the tape of its forward says, in any order of
+backwards. Without a tape REPLAY_BACKWARD takes the targets first in, first out, as Megatron-Core documents.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from megatron.core.transformer.moe import router_replay as upstream
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from megatron_router_replay.errors import ReplayDataError, ReplayStateError, TraceError, UnsupportedRouterError
+from megatron_router_replay.mcore import seam, tape
+from megatron_router_replay.mcore.compat import check_version
+from megatron_router_replay.mcore.microbatches import to_device
+from megatron_router_replay.mcore.support import refusals
+from megatron_router_replay.mcore.tape import Entry
+
+_LOG = logging.getLogger(__name__)
+
+RouterReplayAction = upstream.RouterReplayAction
+"""Megatron-Core's own enum: RECORD, REPLAY_FORWARD and REPLAY_BACKWARD say what a RouterReplay does in the next forward."""
+
+_REPLAYS = (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD)
+
+
+class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
+    """The routes one TopKRouter records, and those it replays; attributes and static helpers are Megatron-Core's.
+
+    Attributes:
+        target_topk_idx: [num_tokens, topk] the routes the next REPLAY_FORWARD uses, or None.
+        recorded_topk_idx: [num_tokens, topk] int64, a copy of what the last RECORD forward chose, or None; with a static
+            buffer the part of the buffer that was written.
+        router_replay_action: what the next forward does; None: route live.
+        replay_backward_list: FIFO of targets, filled by `set_target_indices`. Each forward or recompute under REPLAY_BACKWARD
+            takes one entry off; a recompute of a checkpoint uses what its forward used.
+        static_buffer: [max_tokens, topk] that recordings are written into, or None.
+    """
+
+    def __init__(self) -> None:
+        self._start()
+        super().__init__()
+
+    def _start(self) -> None:
+        self._action: Any = None
+        self._asked = False  # in the call that `watch` watches
+        self._checked: Any = None  # the router whose settings are known to be replayable
+        self.static_buffer: Tensor | None = None  # of later versions
+        self.layer_number: int | None = None
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether an action is set."""
+        return self._action is not None
+
+    @property
+    def router_replay_action(self) -> Any:
+        return self._action
+
+    @router_replay_action.setter
+    def router_replay_action(self, action: Any) -> None:
+        action = as_action(action)
+        if action is not None:
+            seam.install()
+            seam.check_installed()
+        (seam.driven.discard if action is None else seam.driven.add)(self)
+        self._action = action
+
+    @staticmethod
+    def set_replay_data(all_layers_topk_indices: list[Tensor]) -> None:
+        """Give every instance its target, in order of construction.
+
+        Raises:
+            ReplayStateError: not one tensor an instance; it is a ValueError too, as Megatron-Core's.
+            TraceError: see `set_target_indices`; nothing is set then.
+        """
+        instances = RouterReplay.global_router_replay_instances
+        if len(all_layers_topk_indices) != len(instances):
+            raise ReplayDataError(
+                f"cannot distribute {len(all_layers_topk_indices)} replay tensors over {len(instances)} routers: one "
+                "each, in order of construction. Routers of another or of a rebuilt model may still be listed: call "
+                "RouterReplay.clear_global_router_replay_instances() before building, or use a session."
+            )
+        # All are checked before the first is set: a step with targets of two batches would train.
+        targets = [as_target(topk_indices) for topk_indices in all_layers_topk_indices]
+        for instance, target in zip(instances, targets):
+            instance.set_target_indices(target)
+
+    @staticmethod
+    def set_global_static_buffers(static_buffer: Tensor) -> None:
+        """Give every instance its part of one buffer to record into, [max_tokens, num_layers, topk].
+
+        Raises:
+            ReplayStateError: not one layer an instance.
+        """
+        instances = RouterReplay.global_router_replay_instances
+        if static_buffer.dim() != 3 or static_buffer.shape[1] != len(instances):
+            raise ReplayDataError(
+                f"cannot record {len(instances)} routers into a static buffer of {list(static_buffer.shape)}: it must be "
+                "[max_tokens, num_layers, topk] with a layer a router."
+            )
+        for position, instance in enumerate(instances):
+            instance.set_static_buffer(static_buffer[:, position, :])
+
+    @staticmethod
+    def clear_global_static_buffers() -> None:
+        """Let every instance record into memory of its own again."""
+        for instance in RouterReplay.global_router_replay_instances:
+            instance.clear_static_buffer()
+
+    def set_target_indices(self, topk_indices: Tensor | Sequence[Any]) -> None:
+        """Set the routes of the next micro-batch, and queue them for its recompute.
+
+        Args:
+            topk_indices: [num_tokens, topk], any integer dtype, in the order the router sees the tokens; a tensor, an
+                array or lists. Copied.
+
+        Raises:
+            TraceError: not two-dimensional integers, an id is negative, or a row names an expert twice. On a GPU the
+                values are checked without waiting for them: a device-side assertion follows.
+        """
+        super().set_target_indices(as_target(topk_indices))
+
+    def set_static_buffer(self, buffer: Tensor) -> None:
+        """Record into this memory from now on, [max_tokens, topk] of integers, which a CUDA graph may hold.
+
+        Raises:
+            ReplayStateError: it has another shape or kind.
+        """
+        if buffer.dim() != 2 or buffer.is_floating_point() or buffer.is_complex() or buffer.dtype is torch.bool:
+            raise ReplayStateError(
+                f"a static buffer must be [max_tokens, topk] integers, got {list(buffer.shape)} {buffer.dtype}."
+            )
+        self.static_buffer = buffer
+
+    def clear_static_buffer(self) -> None:
+        """Record into memory of its own again."""
+        self.static_buffer = None
+
+    def record_indices(self, topk_indices: Tensor) -> None:
+        """Keep a copy of what a forward chose; in the static buffer, if there is one.
+
+        Raises:
+            ReplayStateError: the static buffer is too small.
+        """
+        if self.static_buffer is None:
+            self.recorded_topk_idx = topk_indices.detach().clone()  # Megatron-Core's class keeps the tensor itself
+            return
+        num_tokens, topk = topk_indices.shape
+        if self.static_buffer.shape[0] < num_tokens or self.static_buffer.shape[1] != topk:
+            raise ReplayStateError(
+                f"cannot record [{num_tokens}, {topk}] routes into a static buffer of {list(self.static_buffer.shape)}."
+            )
+        self.static_buffer[:num_tokens].copy_(topk_indices)
+        self.recorded_topk_idx = self.static_buffer[:num_tokens]
+
+    def watch(self, router: Any, route: Callable[[], Any]) -> Any:
+        """Run a router's routing while this is driven; the seam calls it.
+
+        Raises:
+            UnsupportedRouterError: the router's selection cannot be replayed exactly.
+            ReplayStateError: the routing did not ask this object.
+        """
+        if self._checked is not router:
+            reasons = refusals(router)
+            if router.config.moe_router_fusion:
+                reasons.append("moe_router_fusion=True never asks for a top-k; sessions run its unfused code")
+            if reasons:
+                raise UnsupportedRouterError(f"cannot replay {tape.layer_of(router)} exactly: " + "; ".join(reasons))
+            self._checked = router
+        self._asked = False
+        routed = route()
+        if not self._asked and not getattr(router, "is_hash_layer", False):
+            raise ReplayStateError(
+                f"{tape.layer_of(router)} chose experts without asking its RouterReplay, which is driven."
+            )
+        return routed
+
+    @_disable_dynamo
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores and ids of the experts that this call uses; Megatron-Core calls it for its top-k.
+
+        Args:
+            scores: [num_tokens, num_experts], live; logits or probabilities, with the expert bias where there is one.
+            topk: experts for each token.
+            num_groups, group_topk: group-limited routing, passed on to `default_compute_topk`.
+            default_compute_topk: the live top-k.
+
+        Returns:
+            ([num_tokens, topk] scores of the chosen experts, [num_tokens, topk] int64).
+
+        Raises:
+            ReplayStateError: a replay without a target, or a target of another shape than this forward's; a recompute whose
+                forward is not known; a graph other than torch.compile's is captured.
+        """
+        self._asked = True
+        action = self._action
+        run = tape.reading()
+        if run is not None or action in _REPLAYS or (action is not None and self.static_buffer is None):
+            # Recording into a static buffer is what a captured graph may do: it writes to the same address in every run.
+            seam.check_runs_python("a recompute" if action is None else f"a RouterReplay under {action.name}")
+        if run is not None:
+            entry = run.next(self)
+            if action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
+                self.replay_backward_list.pop(0)
+            if entry.topk_indices is not None:
+                if tape.is_written():
+                    tape.write(entry)
+                return _gather(scores, entry.topk_indices, topk)
+            if action in _REPLAYS:
+                raise ReplayStateError(f"{action.name} in a recompute whose forward ran without an action.")
+        elif tape.repeats() and action == RouterReplayAction.REPLAY_FORWARD:
+            raise ReplayStateError(
+                "REPLAY_FORWARD in a recompute whose forward is not known: it ran in a kind of checkpoint that is not known. "
+                "Name its runs with megatron_router_replay.mcore.Tape, or announce recomputes with REPLAY_BACKWARD."
+            )
+        used: Tensor | None = None
+        if run is None and action in _REPLAYS:
+            used = self._next_target(action, scores.shape[1])
+        elif run is None and action is not None:
+            used = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
+            self._check_holds(scores.shape[1])
+            if not tape.repeats():  # a recompute must not overwrite what a forward recorded
+                self.record_indices(used)
+        routed = (
+            default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            if used is None
+            else _gather(scores, used, topk)
+        )
+        if tape.is_written():
+            tape.write(Entry(self, used))
+        return cast("tuple[Tensor, Tensor]", routed)
+
+    def _next_target(self, action: Any, num_experts: int) -> Tensor:
+        if action == RouterReplayAction.REPLAY_BACKWARD:
+            if not self.replay_backward_list:
+                raise ReplayStateError(
+                    "REPLAY_BACKWARD with an empty replay_backward_list: every recompute needs one set_target_indices, "
+                    "in the order of the forwards."
+                )
+            target = self.replay_backward_list.pop(0)
+        else:
+            target = self.target_topk_idx
+            if target is None:
+                raise ReplayStateError(
+                    "REPLAY_FORWARD without a target: call set_target_indices or RouterReplay.set_replay_data first."
+                )
+        # On a GPU looking would wait for the device; there the gather asserts that each id is an expert's.
+        if not target.is_cuda and target.numel() and not 0 <= int(target.min()) <= int(target.max()) < num_experts:
+            raise TraceError(f"a replay target names expert {int(target.max())} of {num_experts} experts.")
+        return cast(Tensor, target)
+
+    def _check_holds(self, num_experts: int) -> None:
+        if self.static_buffer is not None and torch.iinfo(self.static_buffer.dtype).max < num_experts - 1:
+            raise ReplayStateError(
+                f"a static buffer of {self.static_buffer.dtype} cannot hold the ids of {num_experts} experts: they would "
+                "wrap around. Make it int16 or wider."
+            )
+
+
+def as_action(action: Any) -> Any:
+    """Return the RouterReplayAction of the same value; None stays None.
+
+    Raises:
+        ReplayStateError: there is none.
+    """
+    # By value: a trainer may hold an enum of its own that is named alike.
+    known = {member.value: member for member in RouterReplayAction}
+    if action is not None and getattr(action, "value", None) not in known:
+        raise ReplayStateError(f"{action!r} is no RouterReplayAction.")
+    return None if action is None else known[action.value]
+
+
+def as_target(topk_indices: Any) -> Tensor:
+    """Return a checked copy of a replay target, [num_tokens, topk]; of the dtype given, unsigned ones widened.
+
+    Raises:
+        TraceError: not two-dimensional integers, an id is negative, or a row names an expert twice.
+    """
+    try:
+        # A copy: a trainer may write its next micro-batch into the same buffer before this one is recomputed.
+        target = torch.as_tensor(topk_indices).detach().clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TraceError(
+            f"a replay target must be [num_tokens, topk] integers, got {type(topk_indices).__name__}: {error}"
+        ) from error
+    if target.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch sorts none of these
+        target = target.to(torch.int64)
+    if target.dim() != 2 or target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
+        raise TraceError(
+            f"a replay target must be [num_tokens, topk] integers, got {list(target.shape)} {target.dtype}."
+        )
+    ordered = target.sort(dim=1).values
+    wrong = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1) | (ordered < 0).any(dim=1)
+    if target.is_cuda:
+        torch._assert_async(~wrong.any(), "a replay target holds a negative or a repeated expert id")
+    elif bool(wrong.any()):
+        bad = int(wrong.nonzero()[0])
+        raise TraceError(
+            f"row {bad} of the replay target is {target[bad].tolist()}: ids must be distinct and not negative; "
+            "rows without a route are for a session, which lets the live router decide them."
+        )
+    return target
+
+
+def _gather(scores: Tensor, target: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    if target.shape != (scores.shape[0], topk):
+        raise ReplayStateError(
+            f"the router routes {scores.shape[0]} tokens to {topk} experts each, the routes to replay are "
+            f"{list(target.shape)}: give one row a token, in the order the router sees them (s-major, this rank's)."
+        )
+    indices = to_device(target, scores.device).to(torch.int64)
+    return scores.gather(1, indices), indices
+
+
+# ---- in the place of Megatron-Core's own
+_ORIGINAL = upstream.RouterReplay if upstream.RouterReplay is not RouterReplay else RouterReplay.__mro__[1]
+_replaced: list[ModuleType] = []
+
+
+def install() -> None:
+    """Let `moe_enable_routing_replay=True` build our RouterReplay; a second call changes nothing more.
+
+    Every loaded `megatron` module that holds Megatron-Core's class gets ours, inference modules too, and instances of models
+    that were built before become ours. Sessions do not need it: they work on any model, with the config flag on or off.
+
+    Raises:
+        UnsupportedRouterError: this Megatron-Core has no router replay.
+        TraceError: an instance of such a model holds an illegal target; nothing is changed then.
+        ReplayStateError: or what is no action.
+    """
+    check_version()
+    _adopt(each for each in _ORIGINAL.global_router_replay_instances if type(each) is _ORIGINAL)
+    seam.install()
+    # In every module: one that did `from ... import RouterReplay` holds the original under a name of its own.
+    for module_name, module in list(sys.modules.items()):
+        # Not getattr, with which a module that loads its names lazily would import them now.
+        if module_name.split(".")[0] == "megatron" and vars(module).get("RouterReplay") is _ORIGINAL:
+            module.RouterReplay = RouterReplay  # type: ignore[attr-defined]
+            _replaced.append(module)
+    _LOG.info("installed: Megatron-Core builds our RouterReplay, %d names replaced", len(_replaced))
+
+
+def uninstall() -> None:
+    """Put Megatron-Core's own class back; models that are built already keep what they have."""
+    while _replaced:
+        _replaced.pop().RouterReplay = _ORIGINAL  # type: ignore[attr-defined]
+    _LOG.info("uninstalled: Megatron-Core builds its own RouterReplay")
+
+
+def _adopt(instances: Iterable[Any]) -> None:
+    instances = list(instances)
+    # All are checked before the first is changed: half a model would be driven by each class.
+    copies = [{id(target): as_target(target) for target in _targets_of(instance)} for instance in instances]
+    actions = [as_action(instance.router_replay_action) for instance in instances]
+    for instance, copied, action in zip(instances, copies, actions):
+        vars(instance).pop("router_replay_action", None)
+        held = dict(vars(instance))
+        instance.__class__ = RouterReplay
+        instance._start()
+        vars(instance).update(held)
+        # A target and its entry in the FIFO stay one tensor.
+        instance.target_topk_idx = copied.get(id(instance.target_topk_idx))
+        instance.replay_backward_list = [copied[id(target)] for target in instance.replay_backward_list]
+        instance.router_replay_action = action
+
+
+def _targets_of(instance: Any) -> list[Tensor]:
+    return [target for target in (instance.target_topk_idx, *instance.replay_backward_list) if target is not None]

@@ -1,0 +1,243 @@
+"""Routes as a trainer's micro-batch carries them -> the routes of this rank's routers, each checked and of its token.
+
+A trainer lays routes out as it lays out tokens. A layout for another order has the right shape and is wrong in every row, so
+the layout must be proved: `stamp` adds a layer that says which token a row is of, where the rollout enters; it rides through
+the trainer's code like any layer, and is compared with the micro-batch's tokens and taken off here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.mcore import microbatches as micro
+from megatron_router_replay.mcore.chunk import Chunk
+from megatron_router_replay.mcore.layers import route_columns
+from megatron_router_replay.mcore.microbatches import Check, as_integers, as_mask
+from megatron_router_replay.trace.ids import index_dtype
+
+_DIGIT_BITS = 7
+"""Digits below 128 are legal ids in every integer dtype, and stay what they are when a trainer casts the routes."""
+
+
+def stamp(routes: Tensor, tokens: Tensor) -> Tensor:
+    """Add one layer that says which token each row of routes is of; where the rollout's routes enter the trainer.
+
+    Args:
+        routes: [..., layers, topk] integers, a row for each of the first tokens.
+        tokens: [...] or longer in its last dimension: the ids of the tokens.
+
+    Returns:
+        [..., layers + 1, topk] of the routes' dtype. The last layer holds the token's id in digits of 7 bits. Three digits
+        tell all tokens of a vocabulary below 2 million apart; with topk=2 two tokens look alike once in 16,384 pairs, with
+        topk=1 once in 128.
+
+    Raises:
+        LayoutError: there are fewer tokens than rows, or these are no integers.
+    """
+    routes, tokens = as_integers(routes, "routes"), as_integers(tokens, "tokens")
+    tokens = tokens[..., : routes.shape[-3]] if routes.dim() >= 3 else tokens
+    if routes.dim() < 3 or tokens.shape != routes.shape[:-2]:
+        raise LayoutError(
+            f"cannot stamp routes {list(routes.shape)} with tokens {list(tokens.shape)}: give [..., layers, topk] routes and "
+            "one token a row."
+        )
+    digits = _digits(tokens.to(routes.device), routes.shape[-1]).to(routes.dtype)
+    return torch.cat([routes, digits.unsqueeze(-2)], dim=-2)
+
+
+def _digits(tokens: Tensor, topk: int) -> Tensor:
+    """Return [..., topk] digits of token ids; all bits of an id count, also where there are few digits."""
+    ids = tokens.to(torch.int64)
+    bits = topk * _DIGIT_BITS
+    if bits < 21:  # too few for every vocabulary: the high bits of a multiplicative hash, which depend on all of an id
+        ids = ((ids * 0x9E3779B1) & 0xFFFFFFFF) >> (32 - bits)
+    return torch.stack([(ids >> _DIGIT_BITS * (place % 3)) & 127 for place in range(topk)], dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FedRoutes:
+    """The routes of one micro-batch, as this rank's routers see their tokens.
+
+    Args:
+        compact: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
+        live, padding: [num_tokens] bool; None: there are none, or nothing is known.
+        ordinals: [num_tokens] int64, see `microbatches.spread_padding`; with padding.
+        batch_shape: (b, s).
+        token_ids: [b, s] int64; None: not given.
+        padding_known: somebody said what is padding, by a mask or by the filler that stands there.
+        proved: the rows were compared with their tokens.
+        split, ahead: as given.
+        routes: [b, s, layers, topk] as given, without the stamp.
+        column: layer number -> its column in `routes`.
+    """
+
+    compact: Tensor
+    live: Tensor | None
+    padding: Tensor | None
+    ordinals: Tensor | None
+    batch_shape: tuple[int, int]
+    token_ids: Tensor | None
+    padding_known: bool
+    proved: bool
+    split: bool
+    ahead: bool
+    routes: Tensor
+    column: dict[int, int]
+
+    def layer_routes(self, layer_number: int) -> Tensor | None:
+        """Return [b, s, topk], the routes of one layer as given; None: there are none."""
+        column = self.column.get(layer_number)
+        return None if column is None else self.routes[:, :, column]
+
+    @classmethod
+    def checked(
+        cls,
+        chunk: Chunk,
+        check: Check,
+        *,
+        routes: Any,
+        token_ids: Any = None,
+        padding: Any = None,
+        trained: Any = None,
+        stamped: bool = False,
+        trust_layout: bool = False,
+        filler: Sequence[int] | Tensor | None = None,
+        layer_numbers: Sequence[int] | None = None,
+        split: bool = False,
+        ahead: bool = False,
+    ) -> FedRoutes:
+        """Check routes as a trainer laid them out.
+
+        Args:
+            routes: [b, s, layers, topk], or [t, layers, topk] for one packed row; any integer dtype.
+            token_ids: [b, s], what the model gets.
+            padding: [b, s] bool, True: padding, whatever its routes are.
+            trained: [b, s], non-zero: trained on; without a route it raises.
+            stamped: the last layer is the stamp; needs token_ids.
+            trust_layout: take the routes without a stamp; the report says so.
+            filler: [topk], what the trainer writes in every layer where there is no route: such rows are live.
+            layer_numbers: Megatron's number of each layer of `routes`; None: all layers of the model, or its MoE layers.
+            split: routes and masks are this sequence-parallel rank's part of s already.
+            ahead: queue behind micro-batches that wait.
+
+        Raises:
+            LayoutError: a shape, a layer, an id or a token does not fit.
+        """
+        values = as_integers(routes, "routes").detach()
+        values = values.unsqueeze(0) if values.dim() == 3 else values
+        if values.dim() != 4:
+            raise LayoutError(
+                f"routes must be [b, s, layers, topk], or [t, layers, topk] for one packed row, got {list(values.shape)}."
+            )
+        if stamped == trust_layout:
+            raise LayoutError(
+                "routes can be right in shape and wrong in every row: stamp them where the rollout enters (routes = "
+                "mrr.stamp(routes, tokens)) and say stamped=True with token_ids=, or say trust_layout=True in its place."
+            )
+        batch_shape = (int(values.shape[0]), int(values.shape[1]))
+        # All meet on the GPU if one of them is there: on the way down the host would wait.
+        there = [each.device for each in (values, token_ids, padding, trained) if isinstance(each, Tensor)]
+        device = next((each for each in there if each.type != "cpu"), values.device)
+        values = micro.to_device(values, device)
+        tokens, at_padding, at_trained = (
+            _beside(each, name, batch_shape, values.device)
+            for each, name in ((token_ids, "token_ids"), (padding, "padding"), (trained, "trained"))
+        )
+        said = None
+        if stamped:
+            if tokens is None:
+                raise LayoutError(
+                    "stamped=True compares the stamp with the tokens: give token_ids=, what the model gets."
+                )
+            values, said = values[:, :, :-1], values[:, :, -1]
+        topk, num_experts = int(chunk.taking_part[0].router.topk), int(chunk.taking_part[0].router.num_experts)
+        if values.shape[3] != topk:
+            raise LayoutError(f"routes name {values.shape[3]} experts a token, the model's topk is {topk}.")
+        column = route_columns(chunk.module, chunk.config, int(values.shape[2]), layer_numbers)
+        missing = [found for found in chunk.taking_part if found.layer_number not in column]
+        if missing:
+            raise LayoutError(f"{missing[0]} has no routes: they are of layers {sorted(column)}; say layer_numbers=.")
+        values = values.to(torch.int64, copy=True)  # a copy: a trainer reuses its buffers
+        own = micro.take_layers(values, [column[found.layer_number] for found in chunk.taking_part], dim=2)
+        # Judged by all layers of the model, so that every pipeline stage says the same of a row: one layer may rightly choose
+        # what is filler elsewhere. Hash layers hold zeros.
+        num_hashed = getattr(chunk.config, "moe_n_hash_layers", None) or 0
+        whole = micro.take_layers(values, [place for number, place in column.items() if number > num_hashed], dim=2)
+        live = (whole < 0).flatten(2).all(2)
+        if filler is not None:
+            fills = micro.to_device(torch.as_tensor(filler, dtype=torch.int64), own.device)
+            live |= (whole == fills).flatten(2).all(2)
+        known = ~live if at_padding is None else ~live & ~at_padding
+        _check_ids(whole, known, num_experts, check)
+        dense = [place for place in range(values.shape[2]) if place not in column.values()]
+        if dense:  # a trainer's own filler, in rows without a route, spreads over all layers
+            filler_there = micro.take_layers(values, dense, dim=2)
+            wrong = ((filler_there != 0) & (filler_there != -1)).flatten(2).any(2)
+            check(
+                (wrong & known).any(),
+                f"routes of the dense layers {[place + 1 for place in dense]} are not filler (0 or -1): the layers are "
+                "shifted, or of another model.",
+            )
+        if said is not None and tokens is not None:
+            differ = (said != _digits(tokens, topk).to(said.dtype)).any(dim=2) & known
+            check(
+                differ.any(),
+                "routes are of other tokens than the model gets at their positions: the trainer lays routes out in another "
+                "order than tokens (context parallelism, padding side, [s, b]), or cut one of the two.",
+            )
+        if at_trained is not None:
+            check(
+                (at_trained & ~known).any(), "a trained position has no route. Leave `trained` out to let it run live."
+            )
+        compact = chunk.router_view(own.clamp(min=0), split=split).to(index_dtype(num_experts))
+        view_live: Tensor | None = chunk.router_view(live, split=split)
+        assert view_live is not None, "just made"
+        if view_live.device.type == "cpu" and not bool(view_live.any()):
+            view_live = None
+        ordinals = None if at_padding is None else chunk.router_view(micro.padding_ordinals(at_padding), split=split)
+        return cls(
+            compact=compact,
+            live=view_live,
+            padding=None if at_padding is None else chunk.router_view(at_padding, split=split),
+            ordinals=ordinals,
+            batch_shape=batch_shape,
+            token_ids=None if split else tokens,
+            padding_known=at_padding is not None or filler is not None,
+            proved=said is not None,
+            split=split,
+            ahead=ahead,
+            routes=values,
+            column=column,
+        )
+
+
+def _beside(values: Any, name: str, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+    if values is None:
+        return None
+    checked = as_integers(values, name) if name == "token_ids" else as_mask(values, name)
+    if checked.numel() != shape[0] * shape[1] or (checked.dim() == 2 and tuple(checked.shape) != shape):
+        raise LayoutError(f"routes are of {list(shape)} tokens, {name} has the shape {list(checked.shape)}.")
+    # As it came to the device, and widened there: a copy, for a trainer reuses its buffers.
+    return micro.to_device(checked.reshape(shape), device).to(
+        torch.int64 if name == "token_ids" else torch.bool, copy=True
+    )
+
+
+def _check_ids(routes: Tensor, known: Tensor, num_experts: int, check: Check) -> None:
+    """Check that rows with a route name different experts of the model in every layer."""
+    outside = ((routes < 0) | (routes >= num_experts)).flatten(2).any(2)
+    check(
+        (outside & known).any(), f"routes name experts outside 0..{num_experts - 1}, or miss some layers of a row (-1)."
+    )
+    ordered = routes.sort(dim=3).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]).flatten(2).any(2)
+    check(
+        (twice & known).any(),
+        "routes name an expert twice in one row: was padding written without -1, padding= or filler=?",
+    )

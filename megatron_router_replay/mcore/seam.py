@@ -1,0 +1,478 @@
+"""A router is told its experts inside `TopKRouter.routing`, in this order; the order is the promise.
+
+    1  a tape is being read          -> its next entry, which must be this router's; no session is asked
+    2  any other backward            -> raises, if the router was ever held, by an open session or by one that was left
+    3  a session holds the router    -> what the session decides, written on every tape that is being written
+    4  else                          -> Megatron-Core's own code, untouched
+
+The answer is a `Decision`. It stands for `router.router_replay` in one call of `topk_routing_with_score_function`, which is
+Megatron-Core's own way to ask; a call that asks never, or twice, raises. The seams are process-wide: `install` puts them in
+once, and they pass calls on while nothing is held. Nothing is put on a model, but for a router on which somebody has wrapped
+`forward` or `routing`: there a hook checks that the map leaves the wrapper as it left the seam.
+
+Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.topk_routing_with_score_function.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from megatron.core.transformer.moe import router as router_module
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.mcore import balance, tape
+from megatron_router_replay.mcore.compat import INFERENCE_ROUTERS, TOPK_ORDER_FOLLOWS_GRAD, inference_refusals
+from megatron_router_replay.mcore.selection import LiveTopk, in_order_of_scores
+from megatron_router_replay.mcore.tally import Tally
+from megatron_router_replay.mcore.tape import Entry
+
+_TOPK = "topk_routing_with_score_function"
+
+
+class Holder(Protocol):
+    """What decides for a router: a session."""
+
+    def decide(self, router: Any, shape: torch.Size) -> Decision | None:
+        """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it."""
+
+    def decided(self, decision: Decision) -> None:
+        """Take note that the call is over."""
+
+
+class Counter(Tally):
+    """What one session counts of one router; tapes keep it, so it outlives the session.
+
+    Args:
+        flips: also take the live top-k in recomputes, and count the decisions that it would have flipped.
+        verify: compare every routing map that leaves the router with what was decided.
+        verify_seam: compare the map that leaves `TopKRouter.routing`; for a Megatron-Core that nobody here has read.
+    """
+
+    __slots__ = ("counts_flips", "verify", "verify_seam")
+
+    def __init__(self, *, flips: bool = False, verify: bool = False, verify_seam: bool = False) -> None:
+        super().__init__()
+        self.counts_flips, self.verify, self.verify_seam = flips, verify, verify_seam and not verify
+
+
+Choose = Callable[[LiveTopk], tuple[Tensor, Any]]
+"""live top-k -> (experts [num_tokens, topk] of any integer dtype, the same as tapes keep them, or None)."""
+
+
+class Decision:
+    """One call of one router; Megatron-Core asks it for the top-k, exactly once.
+
+    Args:
+        router: the TopKRouter.
+        counter: of the holder and this router.
+        choose: tells the experts; None: the router's own live top-k decides.
+        dtype: of the indices that a tape keeps.
+        holder: is told when the call is over; None: it is a recompute.
+        again: the entry that this call repeats; None: it is a forward.
+        tokens: what balancing knows of the tokens; None: Megatron-Core balances as it does without us.
+    """
+
+    __slots__ = (
+        "again", "choose", "counter", "dtype", "holder", "kept", "queued", "router", "tokens", "used",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        router: Any,
+        counter: Counter,
+        *,
+        choose: Choose | None = None,
+        dtype: torch.dtype = torch.int64,
+        holder: Holder | None = None,
+        again: Entry | None = None,
+        tokens: balance.Tokens | None = None,
+        queued: Any = None,
+    ) -> None:
+        self.router, self.counter, self.choose, self.dtype = router, counter, choose, dtype
+        self.holder, self.again, self.tokens, self.queued = holder, again, tokens, queued
+        self.used: Tensor | None = None
+        self.kept: Any = None
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (scores of the chosen experts [num_tokens, topk], their ids, int64); gradients flow to the scores.
+
+        Raises:
+            ReplayStateError: asked a second time, or the routes have another shape than the tokens.
+        """
+        if self.used is not None:
+            raise ReplayStateError(
+                f"{tape.layer_of(self.router)} asked for its experts twice in one call; which tokens the second question "
+                "is about cannot be told."
+            )
+        # A forward chooses and a recompute recalls: what differs between the two is hidden from a selective checkpoint.
+        with tape.unpaired():
+            indices = self._indices(LiveTopk(scores, topk, num_groups, group_topk, default_compute_topk))
+        return scores.gather(1, indices), indices
+
+    def _indices(self, live: LiveTopk) -> Tensor:
+        scores, topk = live.scores, live.topk
+        if self.again is not None:
+            self.used = self._recall(live)
+        elif self.choose is None:
+            self.used = live.indices()
+        else:
+            self.used, self.kept = self.choose(live)
+        if self.used.shape != (scores.shape[0], topk):
+            raise ReplayStateError(
+                f"{tape.layer_of(self.router)} routes {scores.shape[0]} tokens to {topk} experts each, its routes are "
+                f"{list(self.used.shape)}: give one row a token, in the order the router sees them (s-major, this rank's)."
+            )
+        indices = self.used = self.used.to(device=scores.device, dtype=torch.int64)
+        # The order of a live top-k's columns depends on whether gradients are on; sums over columns depend on the order.
+        if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled() and (self.again is not None or self.choose is not None):
+            indices = in_order_of_scores(indices, scores)
+        return indices
+
+    def _recall(self, live: LiveTopk) -> Tensor:
+        assert self.again is not None, "asked in a recompute"
+        assert self.again.topk_indices is not None, "a held entry is repeated"
+        used: Tensor = self.again.topk_indices.to(torch.int64)
+        if self.counter.counts_flips:
+            flipped = live.indices().sort(dim=1).values != used.sort(dim=1).values
+            self.counter.add(flips=flipped.any(dim=1).sum())
+        return used
+
+    def entry(self) -> Entry:
+        """Return what a recompute needs of this call."""
+        assert self.used is not None, "the call is over"
+        if self.kept is None:
+            with tape.unpaired():
+                self.kept = self.used.to(self.dtype)
+        return Entry(self.router, self.kept, self.counter, self.tokens)
+
+    def check_map(self, routing_map: Tensor) -> None:
+        """Count the rows of a routing map that are not as decided; the host waits for nothing."""
+        assert self.used is not None, "the call is over"
+        with tape.unpaired(), torch.no_grad():
+            expected = torch.zeros_like(routing_map).scatter_(1, self.used, True)
+            self.counter.add(wrong=(expected != routing_map).any(dim=1).sum(), decisions_verified=self.used.shape[0])
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.decision: Decision | None = None
+        # id(router) -> the map that left the seam, its version, and what was decided
+        self.maps: dict[int, tuple[Tensor, int, Decision | None]] = {}
+
+
+_thread = _Thread()
+_holders: WeakKeyDictionary[Any, list[Holder]] = WeakKeyDictionary()
+"""Every router that was ever held -> who holds it now, the innermost last; empty: nobody any more."""
+
+_watched: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
+"""Router -> (handle of the hook that looks at the map which leaves it or what is wrapped around it, users of the hook)."""
+
+num_held = 0
+"""How many times routers are held now."""
+
+driven: WeakSet[Any] = WeakSet()
+"""Objects of routers that are driven now; while there are any, as while routers are held, the seams must be in place."""
+
+strangers = 0
+"""How many forwards in training mode came from routers that nobody ever held."""
+
+
+def hold(router: Any, holder: Holder) -> None:
+    """Let a holder decide for a router, inside whoever holds it already."""
+    global num_held
+    num_held += 1
+    _holders.setdefault(router, []).append(holder)
+
+
+def release(router: Any, holder: Holder) -> None:
+    """End that; the router stays known, so that it never runs in a backward without its tape."""
+    global num_held
+    holders = _holders.get(router, [])
+    if holder in holders:
+        holders.remove(holder)
+        num_held -= 1
+
+
+def holders_of(router: Any) -> list[Holder]:
+    """Return who holds a router, the innermost last."""
+    return _holders.get(router, [])
+
+
+def _decide(router: Any, holders: list[Holder], shape: torch.Size) -> Decision | None:
+    """Return what this call uses; None: Megatron-Core's own code decides."""
+    run = tape.reading()
+    if holders or run is not None:
+        check_runs_python(router)  # a recompute that is traced would keep the entry of this one
+    if run is not None:
+        replay = getattr(router, "router_replay", None)
+        entry = run.next(replay if replay is not None and run.next_is(replay) else router)
+        if entry.counter is None:  # nobody held it
+            if holders:
+                raise ReplayStateError(
+                    f"{tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, live or "
+                    "driven: run that backward before the session begins."
+                )
+            return None
+        assert entry.topk_indices is not None, "held"
+        entry.counter.add(recomputes=1, decisions_recomputed=entry.topk_indices.shape[0])
+        return Decision(router, entry.counter, dtype=entry.topk_indices.dtype, again=entry, tokens=entry.balance)
+    if tape.repeats():
+        raise ReplayStateError(
+            f"{tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
+            "session, or in a kind of checkpoint that is not known (known: those of torch, Megatron-Core and Transformer "
+            "Engine). If your own autograd function runs the model again, name its runs with mcore.Tape."
+        )
+    if not holders:
+        return None
+    check_not_driven(router)
+    return holders[-1].decide(router, shape)
+
+
+@_disable_dynamo
+def _route(original: Any, router: Any, logits: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Run `TopKRouter.routing` of a router that is, or was, held."""
+    decision = _decide(router, _holders[router], logits.shape[:-1])
+    outer, _thread.decision = _thread.decision, decision
+    try:
+        probs, routing_map = original(router, logits, *args, **kwargs)
+    finally:
+        _thread.decision = outer
+    if decision is not None and decision.used is not None and decision.counter.verify_seam:
+        decision.check_map(routing_map)
+    # Behind the routing, so that a forward that raises has written nothing.
+    if decision is not None and decision.used is None:
+        raise ReplayStateError(
+            f"{tape.layer_of(router)} chose experts without asking: something else than Megatron-Core's "
+            "topk_routing_with_score_function decided. Was moe_router_load_balancing_type, or the function, replaced?"
+        )
+    if tape.is_written():
+        tape.write(
+            Entry(router, None) if decision is None else decision.entry() if decision.again is None else decision.again
+        )
+    if decision is not None and decision.holder is not None:
+        decision.counter.add(forwards=1)
+        decision.holder.decided(decision)
+    if router in _watched:
+        _thread.maps[id(router)] = routing_map, _version(routing_map), decision
+    elif _holders[router] and is_wrapped(router):
+        raise ReplayStateError(
+            f"{tape.layer_of(router)}: forward or routing was wrapped on the router during the session. Wrap it before, so "
+            "that the map that leaves the wrapper is checked."
+        )
+    return probs, routing_map
+
+
+def decision_under_way(router: Any) -> Decision | None:
+    """Return the decision that this thread routes with in this router's call; for balancing."""
+    decision = _thread.decision
+    return decision if decision is not None and decision.router is router else None
+
+
+def check_not_driven(router: Any) -> None:
+    """Raise if a router's own RouterReplay, Megatron-Core's or ours, is being driven.
+
+    Raises:
+        ReplayStateError: names the action.
+    """
+    replay = getattr(router, "router_replay", None)
+    action = None if replay is None else getattr(replay, "router_replay_action", "unknown")
+    if action is not None:
+        raise ReplayStateError(
+            f"{tape.layer_of(router)}: its own {type(replay).__name__} is being driven (action "
+            f"{getattr(action, 'name', action)}), and one router follows one driver. Clear its action "
+            "(RouterReplay.clear_global_router_replay_action()), or use no session."
+        )
+
+
+def check_runs_python(who: Any) -> None:
+    """Raise if what runs now becomes part of a graph that runs again without Python, with the routes of this run.
+
+    Args:
+        who: a router, or the words that name it.
+
+    Raises:
+        ReplayStateError: a CUDA graph is captured; make_fx, torch.export or torch.jit.trace traces; compiled autograd is on.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # slow to import; loaded wherever it traces
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise ReplayStateError(
+            f"{_name(who)}: cannot tell recomputes from forwards under compiled autograd: turn it off "
+            "(torch._dynamo.config.compiled_autograd = False)."
+        )
+    if is_captured():
+        raise ReplayStateError(
+            f"{_name(who)} is captured into a graph, which would repeat the routes of the capture. Leave routers "
+            "out of graphs."
+        )
+
+
+def _name(who: Any) -> str:
+    return who if isinstance(who, str) else tape.layer_of(who)
+
+
+def is_captured() -> bool:
+    """Return whether what runs now becomes part of a graph that runs again without Python."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return True
+    if torch._C._is_tracing():
+        return True
+    # make_fx and torch.export trace in a mode of the dispatcher, or of the operators above autograd.
+    modes = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
+    proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor") if modes else None
+    return bool(proxy_tensor and proxy_tensor.get_proxy_mode() is not None)
+
+
+def _version(value: Tensor) -> int:
+    return -1 if value.is_inference() else value._version
+
+
+# ---- the seams themselves
+def install() -> None:
+    """Put the seams in, once for the process.
+
+    Raises:
+        ReplayStateError: a name of torch or Megatron-Core that they lean on is gone.
+    """
+    tape.install()
+    routing, topk = TopKRouter.routing, getattr(router_module, _TOPK)
+    if not hasattr(routing, "is_seam"):
+        TopKRouter.routing = _routing_seam(routing)
+        for inference_router in INFERENCE_ROUTERS:
+            inference_router.forward = _inference_seam(inference_router.forward)
+        balance.install(TopKRouter, router_module, decision_under_way)
+    if not hasattr(topk, "is_seam"):
+        setattr(router_module, _TOPK, _topk_seam(topk))
+    tape.before_run = lambda: check_installed() if num_held or driven else None
+
+
+def check_installed() -> None:
+    """Raise if somebody has put something else in a seam's place while routers are held.
+
+    Raises:
+        ReplayStateError: names what was replaced.
+    """
+    replaced = []
+    if not hasattr(TopKRouter.routing, "is_seam"):
+        replaced.append("TopKRouter.routing")
+    if not hasattr(getattr(router_module, _TOPK), "is_seam"):
+        replaced.append(f"router.{_TOPK}")
+    if not tape.is_installed():
+        replaced.append("a checkpoint of torch or Megatron-Core")
+    if replaced:
+        raise ReplayStateError(
+            f"{' and '.join(replaced)} was replaced since routers were held, so their experts can no longer be decided. "
+            "Patch it before the session begins (it is then wrapped), and do not patch it inside."
+        )
+
+
+def _routing_seam(original: Any) -> Any:
+    @_disable_dynamo
+    def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        replay = getattr(self, "router_replay", None)
+        if self in _holders and not _is_left_to(replay, self):
+            return _route(original, self, logits, args, kwargs)
+        if replay is not None and getattr(replay, "is_driven", False):
+            routed = replay.watch(self, lambda: original(self, logits, *args, **kwargs))
+            return cast("tuple[Tensor, Tensor]", routed)
+        if self.training and self not in _holders:
+            global strangers
+            strangers += 1
+        return cast("tuple[Tensor, Tensor]", original(self, logits, *args, **kwargs))
+
+    routing.is_seam = True  # type: ignore[attr-defined]
+    return routing
+
+
+def _is_left_to(replay: Any, router: Any) -> bool:
+    """Return whether a router that sessions have left is its own RouterReplay's, which reads and writes tapes itself."""
+    if _holders[router] or not hasattr(replay, "is_driven"):
+        return False
+    run = tape.reading()
+    if run is not None:
+        return run.next_is(replay)
+    return replay.is_driven or not tape.repeats()
+
+
+def _topk_seam(original: Any) -> Any:
+    def topk_routing_with_score_function(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        decision = _thread.decision
+        if decision is not None:
+            # The fused function asks nobody.
+            kwargs = kwargs | {"router_replay": decision, "fused": False}
+        routed: tuple[Tensor, Tensor] = original(*args, **kwargs)
+        return routed
+
+    topk_routing_with_score_function.is_seam = True  # type: ignore[attr-defined]
+    topk_routing_with_score_function.__wrapped__ = original  # type: ignore[attr-defined]
+    return topk_routing_with_score_function
+
+
+def _inference_seam(original: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A frozen model may generate between its steps: a freeze queues nothing.
+        if any(getattr(holder, "queued", False) for holder in holders_of(self)):
+            for reason in inference_refusals(self):
+                raise UnsupportedRouterError(f"{tape.layer_of(self)}: {reason}.")
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def is_wrapped(router: Any) -> bool:
+    """Return whether somebody has put a method of its own on this router."""
+    return "routing" in vars(router) or "forward" in vars(router)
+
+
+def watch_maps(router: Any, module: nn.Module) -> None:
+    """Look at the map that leaves a router, or the module that is called in its place."""
+    handle, users = _watched.get(router, (None, 0))
+    if handle is None:
+        handle = module.register_forward_hook(_map_check(router, module))
+    _watched[router] = handle, users + 1
+
+
+def unwatch_maps(router: Any) -> None:
+    """End that for one user."""
+    _thread.maps.pop(id(router), None)  # of a forward that failed behind the routing, with its decision and the session
+    handle, users = _watched.pop(router)
+    if users > 1:
+        _watched[router] = handle, users - 1
+    else:
+        handle.remove()
+
+
+def _map_check(router: Any, module: nn.Module) -> Any:
+    watched, wrapped = weakref.ref(module), module is not router or is_wrapped(router)
+
+    @_disable_dynamo
+    def check(module: nn.Module, args: Any, output: Any) -> None:
+        if module is not watched():
+            return  # a copy of the model carries the hook
+        left: Tensor = output[1]
+        routing_map, version, decision = _thread.maps.pop(id(router), (None, -1, None))
+        if decision is not None and decision.counter.verify:
+            decision.check_map(left)
+        if wrapped and holders_of(router) and (left is not routing_map or _version(left) != version):
+            raise ReplayStateError(
+                f"{tape.layer_of(router)}: what somebody wrapped around the router gave another routing map than was "
+                "decided, or did not call Megatron-Core's TopKRouter.routing. A wrapper may look at the map and must "
+                "leave it alone. Import megatron_router_replay.mcore before you wrap the method."
+            )
+
+    return check

@@ -1,0 +1,64 @@
+"""Counts that are added up wherever they are made, and read together: of a GPU in one wait, when a session ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_MAX_PENDING = 256
+"""Scalars on a device that wait to be read; more are added up there first, for a freeze may last a whole training."""
+
+
+class Tally:
+    """Counts by name. What is on a device is kept there, without an operation, until `read`."""
+
+    __slots__ = ("_counts", "_limit", "_lock", "_pending")
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._pending: list[tuple[str, Tensor]] = []
+        self._limit = _MAX_PENDING
+        self._lock = threading.Lock()  # several threads may run backwards at once
+
+    def __getitem__(self, name: str) -> int:
+        """Return what was counted, without what `read` has not read."""
+        return self._counts.get(name, 0)
+
+    def add(self, **counts: Tensor | int) -> None:
+        """Add to counts by name; scalars, of which a bool counts as 0 or 1."""
+        with self._lock:
+            for name, count in counts.items():
+                if isinstance(count, Tensor) and count.device.type != "cpu":
+                    self._pending.append((name, count))
+                else:
+                    self._counts[name] = self._counts.get(name, 0) + int(count)
+            if len(self._pending) > self._limit:
+                self._add_up()
+
+    def _add_up(self) -> None:
+        by_name: dict[str, list[Tensor]] = {}
+        for name, count in self._pending:
+            by_name.setdefault(name, []).append(count)
+        self._pending = [(name, torch.stack(parts).sum()) for name, parts in by_name.items()]
+        self._limit = len(self._pending) + _MAX_PENDING
+
+    @property
+    def positive(self) -> list[str]:
+        """The names that count more than 0, in the order in which they came."""
+        return [name for name, count in self._counts.items() if count > 0]
+
+    @staticmethod
+    def read(tallies: Iterable[Tally]) -> None:
+        """Bring what is on a device to the host, all of it at once."""
+        taken: list[tuple[Tally, str, Tensor]] = []
+        for tally in tallies:
+            with tally._lock:
+                taken += [(tally, name, count) for name, count in tally._pending]
+                tally._pending = []
+        if taken:
+            counts = torch.cat([count.reshape(1) for _, _, count in taken])
+            for (tally, name, _), count in zip(taken, counts.tolist()):
+                tally.add(**{name: int(count)})

@@ -1,0 +1,285 @@
+"""Whoever runs code again carries the tape of its first run.
+
+    a checkpointed function runs     Run    one run of it in this thread: its first run writes a tape, its later runs read it
+    a router chooses experts         Entry  one call of one router, on the tape of every function that runs for the first time
+
+A checkpoint keeps the function that its recompute calls. `install` wraps that function, so that the tape lives exactly as
+long as the checkpoint, and so as the graph that can ask for a recompute. Nothing is guessed from the order of forwards and
+backwards: micro-batches may share a backward, a graph may be used twice, checkpoints may be nested.
+
+    reentrant        CheckpointFunction.forward(ctx, run_function, ...) of torch, Megatron-Core and Transformer Engine
+    non-reentrant    the hooks that torch and Transformer Engine enter around a run: _checkpoint_hook, _recomputation_hook
+
+Code that recomputes in another way names its runs itself, with `Tape`, or raises in its backward.
+
+Source: torch 2.13, torch/utils/checkpoint.py; Megatron-Core 0.16.1, tensor_parallel/random.py; Transformer Engine d0067d0,
+pytorch/distributed.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Self, cast
+from weakref import ReferenceType
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_checkpoints
+from torch.utils import _python_dispatch
+from torch.utils import checkpoint as torch_checkpoints
+
+from megatron_router_replay.errors import ReplayStateError
+
+_TAPE = "router_replay_tape"
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One call of one router, as its recompute must repeat it; it lives with the graph, so it holds no session.
+
+    Args:
+        router: the TopKRouter.
+        topk_indices: [num_tokens, topk], the experts that it used, in any integer dtype, a tensor or a
+            `microbatches.KeptLayer`; None: it ran live and unheld.
+        counter: counts the recomputes of this router.
+        balance: what its balancing has seen of these tokens; see `balance`.
+    """
+
+    router: Any
+    topk_indices: Any
+    counter: Any = None
+    balance: Any = None
+
+
+class Tape:
+    """The calls of routers in the first run of one function, in order; for code that runs a function again by itself.
+
+    with tape.first_run():      # in the forward of your autograd function
+        outputs = function(*inputs)
+    with tape.again():          # in its backward
+        outputs = function(*inputs)
+
+    Make one tape for each part of a function that is run again in another order than in the forward.
+    """
+
+    __slots__ = ("__weakref__", "_first_runs", "entries")
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._first_runs = 0
+
+    def first_run(self) -> Run:
+        """Return a context in which routers write this tape."""
+        self._first_runs += 1
+        return Run(self, reads=False)
+
+    def again(self) -> Run:
+        """Return a context in which routers take what this tape holds, from its start."""
+        return Run(self, reads=True)
+
+    @property
+    def ambiguous(self) -> bool:
+        """Whether several runs have written this tape, so that nobody knows which of them a later run repeats."""
+        return self._first_runs > 1
+
+
+class Run:
+    """One run of a function in one thread, from `__enter__` to `__exit__`."""
+
+    __slots__ = ("_position", "reads", "tape", "task")
+
+    def __init__(self, tape: Tape, *, reads: bool) -> None:
+        self.tape, self.reads = tape, reads
+        self.task = -1
+        self._position = 0
+
+    def __enter__(self) -> Self:
+        before_run()
+        self.task = graph_task()
+        _thread.runs.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _thread.runs.remove(self)
+
+    def next_is(self, router: Any) -> bool:
+        """Return whether the first run called this router where it had come as far as this one."""
+        entries = self.tape.entries
+        return self._position < len(entries) and entries[self._position].router is router
+
+    def next(self, router: Any) -> Entry:
+        """Return what this router used where the first run had come as far as this one.
+
+        Raises:
+            ReplayStateError: the first run called a different router there, or none; or there were several first runs.
+        """
+        if self.tape.ambiguous:
+            raise ReplayStateError(
+                f"{layer_of(router)}: a checkpoint ran its function several times in one forward, so the run that is "
+                "repeated here is not known. Name the runs with megatron_router_replay.mcore.Tape, one for each part."
+            )
+        entries = self.tape.entries
+        if not self.next_is(router):
+            expected = "none" if self._position == len(entries) else layer_of(entries[self._position].router)
+            raise ReplayStateError(
+                f"{layer_of(router)} is recomputed as call {self._position + 1} of its checkpoint, where the forward called "
+                f"{expected}: the checkpointed function must call the same routers in the same order, and its forward must "
+                "have run while a session, or a driven RouterReplay, held them."
+            )
+        self._position += 1
+        return entries[self._position - 1]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+
+
+_thread = _Thread()
+
+before_run: Callable[[], None] = lambda: None  # noqa: E731
+"""The seam's check of itself, called where a tape begins to be written or read."""
+
+
+def graph_task() -> int:
+    """Return the number of the backward that runs in this thread, a different one for every backward; -1: none runs."""
+    return int(torch._C._current_graph_task_id())
+
+
+def reading() -> Run | None:
+    """Return the innermost run of this thread that repeats a first run; None: there is none, or a backward runs in it."""
+    task = graph_task()
+    for run in reversed(_thread.runs):
+        if run.reads:
+            # A backward inside a recompute calls code that this recompute's first run did not call.
+            return run if run.task == task else None
+    return None
+
+
+def repeats() -> bool:
+    """Return whether what this thread runs now repeats a forward: it is a recompute, or is called by a backward."""
+    return graph_task() != -1 or any(run.reads for run in _thread.runs)
+
+
+def write(entry: Entry) -> None:
+    """Put a router's call on the tape of every first run inside the innermost recompute of this thread."""
+    for run in reversed(_thread.runs):
+        if run.reads:
+            return
+        run.tape.entries.append(entry)
+
+
+def is_written() -> bool:
+    """Return whether this thread runs a function for the first time that may run again."""
+    return bool(_thread.runs) and not _thread.runs[-1].reads
+
+
+def unpaired() -> AbstractContextManager[Any]:
+    """Hide operations that only one of forward and recompute runs from a selective checkpoint, which pairs those of both."""
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    return cast(AbstractContextManager[Any], _python_dispatch._disable_current_modes())
+
+
+def layer_of(router: Any) -> str:
+    """Return a router's name for messages."""
+    return f"layer {getattr(router, 'layer_number', '?')}"
+
+
+def install() -> None:
+    """Wrap the checkpoints of torch, Megatron-Core and, where it is loaded, Transformer Engine; once each.
+
+    Raises:
+        ReplayStateError: one of the names that this leans on is gone.
+    """
+    _wrap_reentrant(torch_checkpoints, "CheckpointFunction")
+    _wrap_reentrant(megatron_checkpoints, "CheckpointFunction")
+    _wrap_hooks(torch_checkpoints)
+    transformer_engine = sys.modules.get("transformer_engine.pytorch.distributed")
+    if transformer_engine is not None:
+        _wrap_reentrant(transformer_engine, "_CheckpointFunction")
+        _wrap_hooks(transformer_engine)
+
+
+def is_installed() -> bool:
+    """Return whether the checkpoints are still wrapped."""
+    hooks = all(
+        hasattr(getattr(torch_checkpoints, name), _TAPE) for name in ("_checkpoint_hook", "_recomputation_hook")
+    )
+    functions = (torch_checkpoints.CheckpointFunction.forward, megatron_checkpoints.CheckpointFunction.forward)
+    return hooks and all(hasattr(forward, _TAPE) for forward in functions)
+
+
+def _attribute(module: Any, name: str) -> Any:
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        raise ReplayStateError(
+            f"{module.__name__} has no {name}, so its recomputes cannot be told from forwards: use a tested version of it."
+        ) from error
+
+
+def _wrap_reentrant(module: Any, name: str) -> None:
+    """Let every run of the function that a reentrant checkpoint keeps be a Run."""
+    function = _attribute(module, name)
+    forward = _attribute(function, "forward")
+    if hasattr(forward, _TAPE):
+        return
+
+    def taped(ctx: Any, run_function: Any, *args: Any) -> Any:
+        tape = Tape()
+        is_first = True
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with tape.first_run() if is_first else tape.again():
+                return run_function(*args, **kwargs)
+
+        try:
+            return forward(ctx, run, *args)
+        finally:
+            is_first = False
+
+    setattr(taped, _TAPE, True)
+    function.forward = staticmethod(taped)
+
+
+def _wrap_hooks(module: Any) -> None:
+    """Let every run of a non-reentrant checkpoint be a Run; both of its runs know the frame that they belong to."""
+    for name, reads in (("_checkpoint_hook", False), ("_recomputation_hook", True)):
+        hook = _attribute(module, name)
+        if not hasattr(hook, _TAPE):
+            setattr(module, name, _taped_hook(hook, reads))
+
+
+def _taped_hook(hook: Any, reads: bool) -> Any:
+    class Taped(hook):  # type: ignore[misc]
+        def __init__(self, frame: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(frame, *args, **kwargs)
+            # torch gives a recompute a weak reference to its frame, Transformer Engine the frame.
+            if isinstance(frame, ReferenceType):
+                frame = frame()
+            if reads:
+                # A frame from before `install` has no tape: routers raise where they find nothing on this one.
+                self._run = (getattr(frame, _TAPE, None) or Tape()).again()
+            else:
+                setattr(frame, _TAPE, Tape())
+                self._run = getattr(frame, _TAPE).first_run()
+
+        def __enter__(self) -> Any:
+            entered = super().__enter__()
+            try:
+                self._run.__enter__()
+            except BaseException:
+                super().__exit__(None, None, None)
+                raise
+            return entered
+
+        def __exit__(self, *error: Any) -> Any:
+            self._run.__exit__()
+            return super().__exit__(*error)
+
+    setattr(Taped, _TAPE, True)
+    return Taped

@@ -1,0 +1,155 @@
+"""What kind of trace this is: its fields, their checks, the bytes of a row, and the JSON of both.
+
+A `TraceFormat` is what all traces of a run have in common. A `TraceHeader` adds the sizes of one trace; with it, memory for
+the trace can be laid out before a byte of it has come. Files and transports carry one or the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay.checks import as_integer, shown
+from megatron_router_replay.errors import TraceError
+from megatron_router_replay.trace.ids import index_dtype
+from megatron_router_replay.trace.routing_trace import RoutingTrace
+from megatron_router_replay.trace.values import as_layer_numbers, as_sample_ids, as_sequence_lengths, check_topk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceFormat:
+    """What a row of a trace holds; together with the number of layers it fixes the bytes of a row.
+
+    Args:
+        layer_numbers: Megatron's global layer_number (from 1) of each layer, strictly increasing.
+        topk, num_experts: experts chosen by a route, and experts in each layer.
+        has_token_ids, has_weight_version: whether each row also holds these.
+
+    Raises:
+        TraceError: a value is of another type or out of range.
+    """
+
+    layer_numbers: tuple[int, ...]
+    topk: int
+    num_experts: int
+    has_token_ids: bool = False
+    has_weight_version: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("topk", "num_experts"):
+            object.__setattr__(self, name, as_integer(name, getattr(self, name)))
+        check_topk(self.topk, self.num_experts)
+        object.__setattr__(self, "layer_numbers", as_layer_numbers(self.layer_numbers))
+        for name in ("has_token_ids", "has_weight_version"):
+            if type(getattr(self, name)) is not bool:
+                raise TraceError(f"{name}={shown(getattr(self, name))} must be true or false.")
+
+    @classmethod
+    def of(cls, trace: RoutingTrace) -> Self:
+        """Return the format, or the header, of a trace.
+
+        Raises:
+            TraceError: rows of it were left out by choice, which no file and no message holds.
+        """
+        trace.check_nothing_left_out("save or send a trace")
+        present = {"has_token_ids": trace.token_ids is not None, "has_weight_version": trace.weight_version is not None}
+        values: dict[str, Any] = {f.name: getattr(trace, f.name) for f in fields(cls) if f.name not in present}
+        return cls(**values, **present)  # type: ignore[arg-type]
+
+    @property
+    def format(self) -> TraceFormat:
+        """What a row holds, without the sizes of one trace."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(TraceFormat)}
+        return TraceFormat(**values)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_numbers)
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        return index_dtype(self.num_experts)
+
+    @property
+    def per_token(self) -> dict[str, torch.dtype]:
+        """The tensors that hold one value a row whatever its layers, with their dtypes, in the order of files."""
+        values = {"replay_mask": torch.bool}
+        values |= {"token_ids": torch.int32} if self.has_token_ids else {}
+        return values | ({"weight_version": torch.int32} if self.has_weight_version else {})
+
+    def row_bytes(self, num_layers: int | None = None) -> int:
+        """Return the bytes of one row: layers * topk ids of 1 or 2 bytes, a mask byte, 4 for each optional value.
+
+        Args:
+            num_layers: of a part of the layers; default: all.
+        """
+        layers = self.num_layers if num_layers is None else num_layers
+        return layers * self.topk * self.index_dtype.itemsize + sum(dtype.itemsize for dtype in self.per_token.values())
+
+    def empty(
+        self, num_rows: int, num_layers: int | None = None, device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
+        """Return uninitialised memory for rows: topk_indices [num_rows, num_layers, topk] and the values per token."""
+        layers = self.num_layers if num_layers is None else num_layers
+        ids = torch.empty((num_rows, layers, self.topk), dtype=self.index_dtype, device=device)
+        per_token = {name: torch.empty(num_rows, dtype=dtype, device=device) for name, dtype in self.per_token.items()}
+        return {"topk_indices": ids, **per_token}
+
+    def select_layers(self, layer_numbers: Sequence[int]) -> TraceFormat:
+        """Return the format of some of the layers.
+
+        Raises:
+            TraceError: one of them is not a layer of this format.
+        """
+        missing = sorted(set(layer_numbers) - set(self.layer_numbers))
+        if missing:
+            raise TraceError(f"there is no layer_number {missing[0]}; there are {list(self.layer_numbers)}.")
+        return replace(self.format, layer_numbers=tuple(layer_numbers))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values that `json.dumps` takes."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return what `to_json` described; other entries of `values` are ignored.
+
+        Raises:
+            TraceError: an entry is missing, of another type or out of range.
+        """
+        known: dict[str, Any] = {field.name: values.get(field.name) for field in fields(cls)}
+        return cls(**known)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceHeader(TraceFormat):
+    """Everything about a trace but its tensors, whose names, dtypes and shapes follow from it.
+
+    Args:
+        num_tokens: rows of the trace.
+        sequence_lengths: tokens of each sample; their sum is num_tokens.
+        sample_ids: a name for each sample; needs `sequence_lengths`.
+
+    Raises:
+        TraceError: a value is of another type or out of range, or values contradict each other.
+    """
+
+    num_tokens: int
+    sequence_lengths: tuple[int, ...] | None = None
+    sample_ids: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        TraceFormat.__post_init__(self)  # super() does not work in a dataclass with slots
+        object.__setattr__(self, "num_tokens", as_integer("num_tokens", self.num_tokens, least=0, most=(1 << 63) - 1))
+        lengths = as_sequence_lengths(self.sequence_lengths, self.num_tokens)
+        object.__setattr__(self, "sequence_lengths", lengths)
+        object.__setattr__(self, "sample_ids", as_sample_ids(self.sample_ids, lengths))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of the trace."""
+        return self.num_tokens * self.row_bytes()

@@ -1,0 +1,513 @@
+"""RoutingTrace: which experts every token used in every MoE layer, checked once when made.
+
+Token-major, as inference engines send it, so that samples concatenate with one copy and a micro-batch is one
+gather of whole rows. Nothing here is widened to int64; that is left to the router of one layer and one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay.checks import as_integer
+from megatron_router_replay.errors import TraceError
+from megatron_router_replay.siblings import Sibling, check_siblings
+from megatron_router_replay.trace.ids import check_topk_indices
+from megatron_router_replay.trace.runs import as_slice
+from megatron_router_replay.trace.values import (
+    as_integer_tensor,
+    as_layer_numbers,
+    as_mask,
+    as_per_token,
+    as_replay_mask,
+    as_sample_ids,
+    as_sequence_lengths,
+    as_stored_indices,
+    check_topk,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RoutingTrace:
+    """The routes of a batch of tokens: one row per token, one entry per MoE layer.
+
+    Args:
+        topk_indices: [num_tokens, num_layers, topk], torch or numpy, any integer dtype. Stored as a copy in
+            `index_dtype(num_experts)`. A row of -1 in every layer has no route.
+        layer_numbers: Megatron's global layer_number (from 1) of each entry of axis 1, strictly increasing.
+        num_experts: experts in each layer, shared experts not counted.
+        replay_mask: [num_tokens] bool, True: this row has a route, False: the live router decides. Default: all True
+            except rows of -1. Rows without a route hold `topk` distinct ids, spread over all experts.
+        token_ids: [num_tokens] any integer dtype, stored as int32; proves that routes and tokens still match.
+        sequence_lengths: tokens of each sample, in order; their sum is num_tokens.
+        sample_ids: a name for each sample; needs `sequence_lengths`.
+        weight_version: [num_tokens] or one int: version of the weights that chose the routes, stored as int32.
+
+    Two traces are equal if all their values are, wherever their tensors are; what stands in rows without a route does not
+    count. So a trace has no hash: it is no key of a dictionary.
+
+    Attributes:
+        left_out: [num_tokens] bool, True: `keep` left this row out, which has a route, so that the live router decides it;
+            None: nobody chose. It stays with the rows in memory. Files, envelopes, transports and merges refuse a trace in
+            which rows were left out: choose where the trace is replayed.
+
+    Raises:
+        TraceError: shapes disagree, an id is outside 0..num_experts-1, a row names an expert twice, a row is -1 in
+            some places only.
+    """
+
+    topk_indices: Tensor
+    layer_numbers: tuple[int, ...]
+    num_experts: int
+    replay_mask: Tensor = None  # type: ignore[assignment]  # None on the way in, a tensor ever after
+    token_ids: Tensor | None = None
+    sequence_lengths: tuple[int, ...] | None = None
+    sample_ids: tuple[str, ...] | None = None
+    weight_version: Tensor | None = None
+    left_out: Tensor | None = field(init=False, default=None)
+    # How often each tensor had been changed in place when the trace was made: torch counts that for a tensor and its views.
+    _versions: tuple[int, ...] = field(init=False, default=())
+
+    if TYPE_CHECKING:  # what goes in is wider than what is stored
+
+        def __init__(
+            self,
+            *,
+            topk_indices: ArrayLike | Tensor,
+            layer_numbers: Iterable[int],
+            num_experts: int,
+            replay_mask: ArrayLike | Tensor | None = None,
+            token_ids: ArrayLike | Tensor | None = None,
+            sequence_lengths: Iterable[int] | None = None,
+            sample_ids: Iterable[str] | None = None,
+            weight_version: ArrayLike | Tensor | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        num_experts = as_integer("num_experts", self.num_experts)
+        indices = as_integer_tensor("topk_indices", self.topk_indices)
+        if indices.dim() != 3:
+            raise TraceError(f"topk_indices must be [num_tokens, num_layers, topk], got shape {list(indices.shape)}.")
+        num_tokens, num_layers, topk = indices.shape
+        check_topk(topk, num_experts)
+        layer_numbers = as_layer_numbers(self.layer_numbers)
+        if len(layer_numbers) != num_layers:
+            raise TraceError(
+                f"layer_numbers names {len(layer_numbers)} layers, topk_indices has {num_layers} on axis 1: one number a "
+                "layer, dense layers left out of both."
+            )
+        mask = as_replay_mask(self.replay_mask, indices)
+        # Checked as they came, before narrowing: a cast would wrap 300 to 44, and 256 to expert 0.
+        check_topk_indices(indices, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=mask)
+        indices = as_stored_indices(indices, mask, num_experts)
+
+        lengths = as_sequence_lengths(self.sequence_lengths, num_tokens)
+        self._store(
+            topk_indices=indices,
+            layer_numbers=layer_numbers,
+            num_experts=num_experts,
+            replay_mask=mask,
+            token_ids=as_per_token("token_ids", self.token_ids, num_tokens),
+            weight_version=as_per_token("weight_version", self.weight_version, num_tokens),
+            sequence_lengths=lengths,
+            sample_ids=as_sample_ids(self.sample_ids, lengths),
+        )
+
+    @classmethod
+    def from_checked(
+        cls,
+        *,
+        topk_indices: Tensor,
+        layer_numbers: tuple[int, ...],
+        num_experts: int,
+        replay_mask: Tensor,
+        token_ids: Tensor | None = None,
+        weight_version: Tensor | None = None,
+        left_out: Tensor | None = None,
+        # Any: a type checker takes **tensors for every keyword, these two as well.
+        sequence_lengths: Any = None,
+        sample_ids: Any = None,
+    ) -> RoutingTrace:
+        """Make a trace of values that are proven valid, without a copy and without a check; for parts of this package.
+
+        All values are as a checked trace stores them.
+        """
+        values = {name: value for name, value in locals().items() if name != "cls"}
+        # Neither __init__ nor __post_init__ runs: those copy, and read every id once more.
+        trace = object.__new__(cls)
+        trace._store(**values)
+        return trace
+
+    def _store(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # the class is frozen, for its callers and for itself
+        object.__setattr__(self, "_versions", self._count_changes())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew: the tensors of a copy or of another process count their changes from 0.
+        self.check_unchanged()
+        return _from_values, ({name: getattr(self, name) for name in _FIELDS},)
+
+    def check_unchanged(self) -> None:
+        """Raise if a tensor of the trace was changed in place since it was made: nobody has checked what it holds now.
+
+        Sessions and everything that makes a trace of this one call it; it costs microseconds. It does not see what numpy, or
+        a collective of torch.distributed, writes into the same memory.
+
+        Raises:
+            TraceError: names the tensor.
+        """
+        versions = self._count_changes()
+        if versions != self._versions:
+            changed = [name for (name, _), a, b in zip(self._tensors(), versions, self._versions) if a != b]
+            raise TraceError(
+                f"{', '.join(changed)} of the trace was changed in place after it was checked: what it holds now may be no "
+                "routes at all. Make a new RoutingTrace of the changed values."
+            )
+
+    def _count_changes(self) -> tuple[int, ...]:
+        # Tensors made in inference_mode count nothing.
+        return tuple(0 if tensor.is_inference() else tensor._version for _, tensor in self._tensors())
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.topk_indices.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.topk_indices.shape[1])
+
+    @property
+    def topk(self) -> int:
+        return int(self.topk_indices.shape[2])
+
+    @property
+    def device(self) -> torch.device:
+        return self.topk_indices.device
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __getitem__(self, rows: slice) -> RoutingTrace:
+        """Return some rows, in order, as a view: `trace[:5]`, `trace[-3:]`, `trace[::2]`; sample metadata is dropped.
+
+        Raises:
+            TraceError: anything but a slice with a step of 1 or more.
+        """
+        if not isinstance(rows, slice) or (rows.step is not None and rows.step < 1):
+            raise TraceError(
+                f"cannot take {rows!r} of a trace: trace[start:stop] takes neighbours, trace.gather_rows(rows) any rows in "
+                "any order, trace.select_samples(samples) whole samples."
+            )
+        return self._rows(rows, sequence_lengths=None, sample_ids=None)
+
+    def __iter__(self) -> Iterator[RoutingTrace]:
+        """Yield each sample's trace, as `samples` does; `len(trace)` counts tokens."""
+        return self.samples()
+
+    def __repr__(self) -> str:
+        routed = f"{int(self.replay_mask.sum())} with a route"
+        if self.left_out is not None:
+            routed = f"{routed}, {int(self.left_out.sum())} left out"
+        # Without them nothing proves that the routes are of the tokens that they are replayed for.
+        proof = "" if self.token_ids is not None else ", without token ids"
+        return (
+            f"RoutingTrace({self.num_tokens} tokens ({routed}){proof}, layers {list(self.layer_numbers)}, top-{self.topk} of "
+            f"{self.num_experts} experts, {str(self.topk_indices.dtype).removeprefix('torch.')})"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RoutingTrace):
+            return NotImplemented
+        plain = ("layer_numbers", "num_experts", "topk", "sequence_lengths", "sample_ids")
+        if any(getattr(self, name) != getattr(other, name) for name in plain):
+            return False
+        # Whether a row was left out by choice, or never had a route, is told apart: None left out none.
+        same = _equal(self.replay_mask, other.replay_mask) and _equal(self._left_out(), other._left_out())
+        same &= _equal(self.token_ids, other.token_ids) and _equal(self.weight_version, other.weight_version)
+        if not same:
+            return False
+        routed = self.replay_mask | self._left_out()
+        return _equal(self.topk_indices[routed], other.topk_indices[routed.to(other.device)])
+
+    __hash__ = None  # type: ignore[assignment]  # its tensors are compared by value, and have no hash that fits
+
+    def layer(self, layer_number: int) -> Tensor:
+        """Return the routes of one layer, [num_tokens, topk], a view."""
+        return self.topk_indices[:, self._layer_index(layer_number)]
+
+    def select_layers(self, layer_numbers: Sequence[int]) -> RoutingTrace:
+        """Return the trace of these layers, in the order of their numbers; a view where they are neighbours.
+
+        Raises:
+            TraceError: the trace has no such layer.
+        """
+        numbers = tuple(sorted(set(layer_numbers)))
+        indices = as_slice([self._layer_index(number) for number in numbers])
+        return self._with(topk_indices=self.topk_indices[:, indices], layer_numbers=numbers)
+
+    def renumber(self, layer_numbers: Mapping[int, int]) -> RoutingTrace:
+        """Return the trace with other layer numbers, for a model whose routers are numbered otherwise than the engine's.
+
+        A hybrid model in which only layers 2, 4, 6 have routers, served as a model of layers 1, 2, 3, takes
+        `trace.renumber({1: 2, 2: 4, 3: 6})`.
+
+        Args:
+            layer_numbers: new number of each layer of the trace; numbers of other layers are not looked at.
+
+        Raises:
+            TraceError: a layer gets no number, two layers the same one, or a number is below 1.
+        """
+        missing = [number for number in self.layer_numbers if number not in layer_numbers]
+        if missing:
+            raise TraceError(
+                f"cannot renumber layers {list(self.layer_numbers)}: the mapping says nothing of layer {missing[0]}. Name "
+                "every layer, also those that keep their number."
+            )
+        new = [as_integer("a layer number", layer_numbers[number]) for number in self.layer_numbers]
+        if len(set(new)) != len(new):
+            raise TraceError(
+                f"cannot renumber layers {list(self.layer_numbers)} to {new}: two layers would share a number."
+            )
+        # Layers stand in the order of their numbers, whatever the mapping does to that.
+        order = sorted(range(len(new)), key=new.__getitem__)
+        numbers = as_layer_numbers([new[i] for i in order])
+        return self._with(topk_indices=self.topk_indices[:, as_slice(order)], layer_numbers=numbers)
+
+    def keep(self, mask: ArrayLike | Tensor) -> RoutingTrace:
+        """Return the trace with routes only where `mask` is True; the live router decides every other row, by choice.
+
+        A session counts such rows apart and lets them be trained on; see docs/stale.md. A row that was left out before, or
+        that has no route, gets none by being kept.
+
+        Args:
+            mask: [num_tokens] bool, in the order of the rows.
+
+        Raises:
+            TraceError: mask has another shape or dtype.
+        """
+        kept = as_mask("the mask", mask, self.num_tokens).to(self.device)
+        left_out = self._left_out() | (self.replay_mask & ~kept)
+        return self._with(replay_mask=self.replay_mask & kept, left_out=left_out)
+
+    def check_nothing_left_out(self, attempt: str) -> None:
+        """Raise TraceError if `keep` left out a row: its route would be lost, and that it was by choice.
+
+        Args:
+            attempt: what cannot be done, for the message.
+        """
+        count = int(self._left_out().sum())
+        if count:
+            raise TraceError(
+                f"cannot {attempt} of which {count} rows were left out by choice (keep): that choice would be taken for lost "
+                "routes. Take the trace as it was before, and choose last, in the trace that is replayed."
+            )
+
+    def gather_rows(self, rows: Tensor | Sequence[int]) -> RoutingTrace:
+        """Return a copy with these rows in this order; sample metadata is dropped.
+
+        Args:
+            rows: [n] any integer dtype, each in 0..num_tokens-1; a row may appear more than once.
+
+        Raises:
+            TraceError: a row lies outside the trace.
+        """
+        index = as_integer_tensor("rows", rows).to(device=self.device, dtype=torch.int64)
+        if index.dim() != 1:
+            raise TraceError(f"rows must be one-dimensional, got shape {list(index.shape)}.")
+        # A -1 would take the last row, silently.
+        if index.numel() and not (0 <= int(index.min()) and int(index.max()) < self.num_tokens):
+            raise TraceError(
+                f"cannot gather rows {int(index.min())}..{int(index.max())} of a trace of {self.num_tokens} tokens: "
+                "rows count from 0; padding (-1) has no row."
+            )
+        return self._rows(index, sequence_lengths=None, sample_ids=None)
+
+    def select_samples(self, samples: Sequence[int]) -> RoutingTrace:
+        """Return these samples in this order; filters, permutes or repeats whole samples with their tokens.
+
+        Raises:
+            TraceError: the trace has no sequence_lengths, or a sample lies outside it.
+        """
+        starts, lengths = self._sample_bounds()
+        for sample in samples:
+            if not 0 <= sample < len(lengths):
+                raise TraceError(f"cannot select sample {sample} of {len(lengths)} samples.")
+        rows = [torch.arange(starts[sample], starts[sample] + lengths[sample]) for sample in samples]
+        index = torch.cat([torch.empty(0, dtype=torch.int64), *rows])  # of no samples as well
+        names = None if self.sample_ids is None else tuple(self.sample_ids[sample] for sample in samples)
+        chosen = tuple(lengths[sample] for sample in samples)
+        return self._rows(index.to(self.device), sequence_lengths=chosen, sample_ids=names)
+
+    def samples(self) -> Iterator[RoutingTrace]:
+        """Yield each sample's trace, as views.
+
+        Raises:
+            TraceError: the trace has no sequence_lengths.
+        """
+        starts, lengths = self._sample_bounds()
+        for i, (start, length) in enumerate(zip(starts, lengths)):
+            names = None if self.sample_ids is None else (self.sample_ids[i],)
+            yield self._rows(slice(start, start + length), sequence_lengths=(length,), sample_ids=names)
+
+    def to(self, device: torch.device | str) -> RoutingTrace:
+        """Return the trace with its tensors on `device`."""
+        return self._with(**{name: tensor.to(device) for name, tensor in self._tensors()})
+
+    def _left_out(self) -> Tensor:
+        return torch.zeros_like(self.replay_mask) if self.left_out is None else self.left_out
+
+    def _rows(self, index: slice | Tensor, **metadata: Any) -> RoutingTrace:
+        return self._with(**{name: tensor[index] for name, tensor in self._tensors()}, **metadata)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name in TENSOR_FIELDS if (tensor := getattr(self, name)) is not None)
+
+    def _with(self, **changes: Any) -> RoutingTrace:
+        self.check_unchanged()  # the new trace would count from now on
+        values: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
+        return RoutingTrace.from_checked(**(values | changes))
+
+    def _layer_index(self, layer_number: int) -> int:
+        try:
+            return self.layer_numbers.index(layer_number)
+        except ValueError:
+            raise TraceError(
+                f"the trace has no layer_number {layer_number}; it has {list(self.layer_numbers)}."
+            ) from None
+
+    def _sample_bounds(self) -> tuple[list[int], list[int]]:
+        if self.sequence_lengths is None:
+            raise TraceError("this trace does not know its samples: make it with sequence_lengths=...")
+        return [0, *accumulate(self.sequence_lengths)][:-1], list(self.sequence_lengths)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b.to(a.device))
+
+
+def _from_values(values: dict[str, Any]) -> RoutingTrace:
+    return RoutingTrace.from_checked(**values)
+
+
+_FIELDS = tuple(field.name for field in fields(RoutingTrace) if not field.name.startswith("_"))
+TENSOR_FIELDS = ("topk_indices", "replay_mask", "token_ids", "weight_version", "left_out")
+"""The tensors of a trace, one row a token each; all but the first two may be None."""
+
+
+def check_traces(traces: Sequence[RoutingTrace], attempt: str) -> None:
+    """Raise TraceError unless there is a trace, all are traces, and none was changed in place since it was made.
+
+    Args:
+        attempt: what is done with them, for the message.
+    """
+    if isinstance(traces, RoutingTrace) or not traces:
+        what = "one trace by itself" if isinstance(traces, RoutingTrace) else "no traces"
+        raise TraceError(f"cannot {attempt} {what}: give a list, at least one is needed.")
+    for i, trace in enumerate(traces):
+        if not isinstance(trace, RoutingTrace):
+            raise TraceError(f"cannot {attempt} {type(trace).__name__} (number {i}): each must be a RoutingTrace.")
+        trace.check_unchanged()
+
+
+def concat_traces(traces: Sequence[RoutingTrace], *, allow_unlike_prompts: bool = False) -> RoutingTrace:
+    """Join traces of different samples, in order; rows are numbered on.
+
+    Row 0 of the second trace comes after the last row of the first. `merge_traces` joins what ranks recorded of one batch.
+
+    Metadata that every trace has is kept. A trace without sequence_lengths counts as one sample; one with lengths () is a
+    batch of no samples and changes nothing.
+
+    Args:
+        allow_unlike_prompts: believe samples that begin with the same tokens and have different routes there; see
+            `megatron_router_replay.siblings`.
+
+    Raises:
+        TraceError: no traces; layers, num_experts or topk differ; only some have token_ids, sample_ids or
+            weight_version.
+        PayloadError: two samples have each other's routes.
+    """
+    check_traces(traces, "concatenate")
+    first = traces[0]
+    for i, trace in enumerate(traces):
+        for name in ("layer_numbers", "num_experts", "topk"):
+            if getattr(trace, name) != getattr(first, name):
+                raise TraceError(
+                    f"cannot concatenate trace {i} with {name}={getattr(trace, name)} "
+                    f"behind trace 0 with {name}={getattr(first, name)}: they are of different models."
+                )
+    # A trace without rows has as many token ids as it has rows, whether it says so or not.
+    have_rows = [trace.num_tokens > 0 for trace in traces]
+    values = {
+        "topk_indices": [trace.topk_indices for trace in traces],
+        "replay_mask": [trace.replay_mask for trace in traces],
+        "token_ids": _all_or_none("token_ids", traces, needed=have_rows),
+        "weight_version": _all_or_none("weight_version", traces, needed=have_rows),
+    }
+    if any(trace.left_out is not None for trace in traces):
+        values["left_out"] = [trace._left_out() for trace in traces]
+    lengths = names = None
+    if any(trace.sequence_lengths is not None for trace in traces):
+        # Not "or": the lengths () of a batch of no samples are no missing lengths.
+        per_trace = [(t.num_tokens,) if t.sequence_lengths is None else t.sequence_lengths for t in traces]
+        lengths = tuple(length for part in per_trace for length in part)
+        parts = _all_or_none("sample_ids", traces, needed=[len(part) > 0 for part in per_trace])
+        names = tuple(name for part in parts for name in part) if parts else None
+    tensors = {name: torch.cat(parts) if parts else None for name, parts in values.items()}
+    joined = first._with(**tensors, sequence_lengths=lengths, sample_ids=names)
+    if not allow_unlike_prompts:
+        each = lengths if lengths is not None else tuple(trace.num_tokens for trace in traces)
+        check_samples(joined, each, source="concat_traces", names=names)
+    return joined
+
+
+def check_samples(
+    trace: RoutingTrace, lengths: Sequence[int], *, source: str, names: Sequence[str] | None = None
+) -> None:
+    """Raise PayloadError if samples that begin with the same tokens have routes of different ones there.
+
+    Args:
+        trace: without token ids nothing is known of its samples, and nothing is compared.
+        lengths: of its samples, which add up to its tokens.
+        source, names: for messages; names of the samples, by default their numbers.
+    """
+    if trace.token_ids is None or len(lengths) < 2:
+        return
+    ids, routed = trace.token_ids.numpy(force=True), trace.replay_mask.numpy(force=True)
+    versions = None if trace.weight_version is None else trace.weight_version.numpy(force=True)
+    samples, start = [], 0
+    for i, length in enumerate(lengths):
+        rows = slice(start, start + length)
+        samples.append(
+            Sibling(
+                name=names[i] if names else f"sample {i}",
+                token_ids=ids[rows],
+                routed=routed[rows],
+                weight_version=None if versions is None else versions[rows],
+                routes=partial(_take_rows, trace.topk_indices[rows]),
+            )
+        )
+        start += length
+    check_siblings(samples, source=source)
+
+
+def _take_rows(routes: Tensor, rows: Any) -> Any:
+    return routes[torch.from_numpy(rows)].numpy(force=True)
+
+
+def _all_or_none(name: str, traces: Sequence[RoutingTrace], *, needed: Sequence[bool]) -> list[Any]:
+    """Return this value of every trace that has it; none have it, or all that are `needed` do."""
+    having = [i for i, trace in enumerate(traces) if getattr(trace, name) is not None]
+    missing = [i for i, trace in enumerate(traces) if getattr(trace, name) is None and needed[i]]
+    if having and missing:
+        raise TraceError(f"cannot concatenate: trace {having[0]} has {name}, trace {missing[0]} has none.")
+    return [getattr(traces[i], name) for i in having]

@@ -1,0 +1,134 @@
+"""What a caller gives a trace or a file's header says -> what a trace stores: checked, and copies of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_router_replay.checks import as_integer, shown
+from megatron_router_replay.errors import TraceError
+from megatron_router_replay.trace.ids import index_dtype, spread_experts
+
+_MAX_INTEGER = (1 << 63) - 1
+
+
+def as_integer_tensor(name: str, value: Any) -> Tensor:
+    """Return `value` as a tensor of an integer dtype that torch can compute with; may share memory with it."""
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+    else:
+        array = np.asarray(value)
+        if array.dtype.kind not in "iu" and array.size:
+            raise TraceError(f"{name} must hold integers, got {array.dtype} from {type(value).__name__}.")
+        # torch has no other byte order and warns of read-only memory; numpy's empty lists are floats.
+        dtype = array.dtype.newbyteorder("=") if array.size else np.dtype(np.int64)
+        tensor = torch.from_numpy(array.astype(dtype))
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        raise TraceError(f"{name} must hold integers, got {tensor.dtype}.")
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has no arithmetic for these
+        tensor = tensor.to(torch.int64)
+    return tensor
+
+
+def as_mask(name: str, value: Any, num_tokens: int) -> Tensor:
+    """Return [num_tokens] bool, which may share memory with a tensor that was given; or raise TraceError."""
+    mask = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    if mask.dtype is not torch.bool or mask.shape != (num_tokens,):
+        dtype = str(mask.dtype).removeprefix("torch.")
+        raise TraceError(f"{name} must be [{num_tokens}] bool, got {list(mask.shape)} {dtype}.")
+    return mask
+
+
+def as_replay_mask(value: Any, indices: Tensor) -> Tensor:
+    """Return [num_tokens] bool, False where the caller says so or a row is -1 in every layer; or raise TraceError."""
+    num_tokens = indices.shape[0]
+    missing = torch.zeros(num_tokens, dtype=torch.bool, device=indices.device)
+    if indices.dtype is not torch.uint8 and indices[:1].numel():  # of no layers, all() would be -1
+        missing = (indices == -1).flatten(1).all(dim=1)
+    if value is None:
+        return ~missing
+    return as_mask("replay_mask", value, num_tokens).to(indices.device) & ~missing
+
+
+def as_stored_indices(indices: Tensor, mask: Tensor, num_experts: int) -> Tensor:
+    """Return checked indices in the stored dtype, rows outside the mask filled with distinct ids; a copy."""
+    stored = indices.to(index_dtype(num_experts), copy=True)
+    unused = (~mask).nonzero()[:, 0]
+    if unused.numel():
+        spread = spread_experts(0, stored.shape[0], topk=stored.shape[2], num_experts=num_experts).to(stored.device)
+        stored[unused] = spread[unused].unsqueeze(1)
+    return stored
+
+
+def as_per_token(name: str, value: Any, num_tokens: int) -> Tensor | None:
+    """Return [num_tokens] int32, a copy, from that many integers or one for all; or raise TraceError."""
+    if value is None:
+        return None
+    tensor = as_integer_tensor(name, value)
+    if tensor.dim() == 0:
+        tensor = tensor.expand(num_tokens)
+    if tensor.shape != (num_tokens,):
+        raise TraceError(f"{name} must be [{num_tokens}], one a token, got shape {list(tensor.shape)}.")
+    if tensor.numel():
+        lowest, highest = map(int, tensor.aminmax())
+        if lowest < -(2**31) or highest >= 2**31:
+            raise TraceError(f"{name} lies in {lowest}..{highest}, which int32 cannot hold.")
+    return tensor.to(torch.int32, copy=True)
+
+
+def check_topk(topk: int, num_experts: int) -> None:
+    """Raise TraceError unless that many of that many experts can be chosen and stored."""
+    index_dtype(num_experts)
+    if not 1 <= topk <= num_experts:
+        raise TraceError(f"topk={topk} must lie in 1..num_experts={num_experts}.")
+
+
+def as_layer_numbers(value: Any) -> tuple[int, ...]:
+    """Return increasing layer numbers from 1 or more, or raise TraceError."""
+    numbers = _as_integers("layer_numbers", value)
+    if (numbers and numbers[0] < 1) or any(a >= b for a, b in pairwise(numbers)):
+        raise TraceError(f"layer_numbers must increase from 1 or more, got {shown(list(numbers))}.")
+    return numbers
+
+
+def as_sequence_lengths(value: Any, num_tokens: int) -> tuple[int, ...] | None:
+    """Return lengths that add up to num_tokens, or raise TraceError."""
+    if value is None:
+        return None
+    lengths = _as_integers("sequence_lengths", value)
+    if sum(lengths) != num_tokens or min(lengths, default=0) < 0:
+        raise TraceError(
+            f"sequence_lengths {shown(list(lengths))} add up to {sum(lengths)}, the trace has {num_tokens} tokens; none may "
+            "be negative."
+        )
+    return lengths
+
+
+def as_sample_ids(value: Any, lengths: tuple[int, ...] | None) -> tuple[str, ...] | None:
+    """Return one name for each of the lengths, or raise TraceError."""
+    if value is None:
+        return None
+    names = _as_tuple("sample_ids", value)
+    if any(not isinstance(name, str) for name in names):
+        raise TraceError(f"sample_ids={shown(names)} must be a list of strings.")
+    if lengths is None or len(names) != len(lengths):
+        known = None if lengths is None else len(lengths)
+        raise TraceError(f"sample_ids names {len(names)} samples, sequence_lengths {known}.")
+    return names
+
+
+def _as_integers(name: str, values: Any) -> tuple[int, ...]:
+    # Of 64 bits at the most, so that sizes which are computed of them stay small integers.
+    return tuple(as_integer(name, value, least=-_MAX_INTEGER, most=_MAX_INTEGER) for value in _as_tuple(name, values))
+
+
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    # A text is a list of its letters, and a mapping one of its keys; nobody means them.
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise TraceError(f"{name}={shown(values)} must be a list.")
+    return tuple(values)

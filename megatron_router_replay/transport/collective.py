@@ -1,0 +1,337 @@
+"""Routes over torch.distributed: rollout processes send, training ranks receive, all in one group of their own.
+
+    store = open_store("10.0.0.7", 29400, is_server=False)                  # all processes meet here
+
+    routes = RouteGroup(store, layout, sender=0, host="10.0.0.8")           # in the rollout process
+    routes.send(traces)                                                     # returns at once; the next send joins this one
+
+    routes = RouteGroup(store, layout, place=layout.place_of(rank), host="10.0.0.9")        # in training rank `rank`
+    trace = routes.receive()                                                # this place's samples and layers
+
+A batch has three steps. All processes exchange what the senders have, and compute the same plan from it. Buckets of whole
+rows go from the sender that has them to TP rank 0 of a place, straight into its trace, and on to its TP group. All processes
+meet once more, so a batch has arrived everywhere or raises everywhere. Whatever ends one process, an error, a signal or
+Ctrl-C, ends the waits of all within seconds, with its words.
+
+Tested with gloo in processes of one machine. With "nccl" the buckets take the same path between GPUs; that was not run yet.
+
+**No authentication.** Neither the store nor gloo's and NCCL's connections ask who connects, and nothing is encrypted: whoever
+reaches them can pose as a sender and so choose the experts that a model trains with. Store and gloo listen on the loopback
+interface unless you name a different `host`; name one of a network that only the job can reach.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import accumulate
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace.header import TraceFormat
+from megatron_router_replay.transport.gather import Memory, RowSource, TraceRows, trace_of_memory, views_of_bytes
+from megatron_router_replay.transport.group import Backend, Connections, Store, Transfer, run_in_thread
+from megatron_router_replay.transport.plan import (
+    Bucket,
+    ParallelLayout,
+    Part,
+    Partition,
+    Place,
+    TransportError,
+    plan_buckets,
+    plan_routes,
+)
+from megatron_router_replay.transport.timing import TransportTimes
+
+PROTOCOL = 4
+_NUM_BUFFERS = 4
+_WINDOW = 2
+"""Buckets that a receiver has asked for: one on the wire, one that it consumes or passes on."""
+_END_S = 2.0
+
+Consume = Callable[[int, RoutingTrace], None]
+
+
+class RouteGroup:
+    """One process of a transport, from its constructor, which waits for all processes, to `close`.
+
+    It is a rollout process with `sender`, a training rank with `place`. A `with` block joins and closes it.
+
+    Args:
+        store: where the processes meet, see `open_store`.
+        layout: of training; the same in all processes, or all raise.
+        sender, num_senders: which rollout process this is, of how many. A batch has the samples of sender 0, then those of
+            sender 1 and so on.
+        place: of this training rank, `layout.place_of(rank)`.
+        name: tells transports on one store apart; used once.
+        host: address of this machine on which gloo listens.
+        backend, device: "nccl" moves buckets between GPUs: `device` has a sender's buckets, a receiver's trace.
+        bucket_bytes: the same in all processes. A sender stages at most four buckets, whatever the payload.
+        timeout: for each message, once a transfer has begun; for a consumer of `stream`, for each bucket.
+        ready_timeout: for all processes to begin, at the start and with every batch.
+        times: where seconds are counted; make one to count decoding in it, too.
+
+    Raises:
+        TransportError: a process did not come, or they do not agree.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layout: ParallelLayout,
+        *,
+        sender: int | None = None,
+        place: Place | None = None,
+        num_senders: int = 1,
+        name: str = "routes",
+        host: str = "127.0.0.1",
+        backend: Backend = "gloo",
+        device: torch.device | str = "cpu",
+        bucket_bytes: int = 32 << 20,
+        timeout: timedelta = timedelta(minutes=2),
+        ready_timeout: timedelta = timedelta(hours=2),
+        times: TransportTimes | None = None,
+    ) -> None:
+        places = layout.places()
+        if (sender is None) == (place is None) or bucket_bytes < 1:
+            raise TransportError(
+                f"give a sender or a place, and bucket_bytes above 0: {sender}, {place}, {bucket_bytes}."
+            )
+        if sender not in (None, *range(num_senders)) or place not in (None, *places):
+            raise TransportError(f"there is no {sender=} of {num_senders}, or no {place=} in {layout}.")
+        self.layout, self.sender, self.place = layout, sender, place
+        self.times = times or TransportTimes("training" if sender is None else "rollout")
+        self._rank = num_senders + places.index(place) if place is not None else sender or 0
+        self._num_senders, self._bucket_bytes, self._device = num_senders, bucket_bytes, torch.device(device)
+        self._ready_timeout = ready_timeout
+        self._error: BaseException | None = None
+        self._sending: Future[None] | None = None
+        self._staging = [torch.empty(0, dtype=torch.uint8)]  # kept from batch to batch: new memory costs time
+        members = [f"rollout process {number}" for number in range(num_senders)]
+        members += [f"training rank {place}" for place in places]
+        self._connections = Connections(
+            store, name, rank=self._rank, members=members, timeout=timeout, device=self._device
+        )
+        terms: dict[str, Any] = {"protocol": PROTOCOL, "num_senders": num_senders, "bucket_bytes": bucket_bytes}
+        terms |= {"backend": backend, **asdict(layout)}
+        with self._told_to_all():
+            self._connections.connect(terms=terms, host=host, backend=backend, timeout=ready_timeout)
+        _open.add(self)
+
+    def send(
+        self, traces: RoutingTrace | Sequence[RoutingTrace] | RowSource, *, partition: Partition = "round_robin"
+    ) -> None:
+        """Start to send this sender's samples of a batch and return; first waits until the last batch has arrived.
+
+        Args:
+            traces: the samples, or a source that writes rows as they are asked for. Not to be changed until `join`, or
+                the next `send`, has returned.
+            partition: of the samples of all senders, the same on all; see `partition_samples`.
+
+        Raises:
+            TransportError: the last batch did not arrive, or the traces differ in kind.
+        """
+        self.join()
+        with self._told_to_all():
+            if self.sender is None:
+                raise TransportError(f"{self.place} is a training rank: it receives.")
+            traces = [traces] if isinstance(traces, RoutingTrace) else traces
+            source = TraceRows(traces) if isinstance(traces, Sequence) else traces
+            header = {
+                "format": source.format.to_json(),
+                "sequence_lengths": [int(length) for length in source.sequence_lengths],
+                "partition": partition if isinstance(partition, str) else [[*map(int, rank)] for rank in partition],
+                "times": self.times.take(),
+            }
+        # The thread alone holds the source: it is gone when the thread is.
+        self._sending = run_in_thread(self._send, source, header, name="routes-send")
+
+    def join(self) -> None:
+        """Wait until the batch that is sent in the background has arrived everywhere.
+
+        Raises:
+            TransportError: a process failed, died or did not begin in time.
+            Exception: the error of a source of your own, as it was raised.
+        """
+        if self._sending is not None:
+            self._sending.exception()  # waits
+            sending, self._sending = self._sending, None
+            sending.result()
+        self._raise_if_over()
+
+    def receive(self) -> RoutingTrace:
+        """Return the next batch's routes for this place: its data-parallel rank's samples, its stage's layers.
+
+        Raises:
+            TransportError: a process failed, died or did not begin in time, or they do not agree.
+        """
+        part, memory = self._receive(None)
+        return trace_of_memory(memory, part.format, part.sequence_lengths)
+
+    def stream(self, consume: Consume) -> None:
+        """Receive the next batch in buckets that are never all in memory; for batches larger than that.
+
+        Args:
+            consume: called with the first row of each bucket and its trace. The buckets of one sender come in order. The
+                memory is used again afterwards, so copy what you keep.
+
+        Raises:
+            TransportError: as `receive`.
+            Exception: the error of `consume`, as it was raised; all other processes raise TransportError.
+        """
+        self._receive(consume)
+
+    def close(self) -> None:
+        """Leave: a process that waits for this one, or will, raises. A batch under way is not waited for."""
+        left = TransportError(f"{self._connections.member} closed the transport.")
+        self._error = self._error or left
+        self._connections.leave(str(left), _END_S)
+        _open.discard(self)
+        if self._sending is not None:
+            with suppress(TimeoutError):
+                self._sending.exception(_END_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                self._fail(error)
+            else:
+                self.join()
+        finally:
+            self.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell all processes that this one cannot go on, and why; they raise. The first failure counts."""
+        self._error = self._error or error
+        known = isinstance(error, TransportError)
+        self._connections.fail(str(error) if known else f"{self._connections.member}: {type(error).__name__}: {error}")
+
+    @contextmanager
+    def _told_to_all(self) -> Iterator[None]:
+        """Tell all processes what is raised; the transport is over then."""
+        self._raise_if_over()
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _raise_if_over(self) -> None:
+        if self._error is not None:
+            raise TransportError(f"this transport is over: {self._error}") from self._error
+
+    def _agree(self, header: dict[str, Any] | None) -> tuple[dict[Place, Part], list[int]]:
+        """Return the plan of the batch that all processes begin, and where each sender's rows end in it."""
+        headers = [each or {} for each in self._connections.exchange(header, self._ready_timeout)[: self._num_senders]]
+        for name in ("format", "partition"):
+            first = headers[0].get(name)
+            for number, value in enumerate(each.get(name) for each in headers):
+                if value != first:
+                    values = f"{str(value)[:200]}, rollout process 0 {str(first)[:200]}"
+                    raise TransportError(f"rollout process {number} sends {name}={values}: all send the same.")
+        if self.sender is None:
+            reports = [each["times"] for each in headers]
+            names = {name for report in reports for name in report}
+            # The senders worked at the same time, so the longest counts.
+            self.times.add({name: max(report.get(name, 0.0) for report in reports) for name in names})
+        format, partition = TraceFormat.from_json(headers[0]["format"]), headers[0]["partition"]
+        lengths = [length for each in headers for length in each["sequence_lengths"]]
+        plan = plan_routes(lengths, layout=self.layout, format=format, partition=partition)
+        return plan, list(accumulate(sum(each["sequence_lengths"]) for each in headers))
+
+    def _send(self, source: RowSource, header: dict[str, Any]) -> None:
+        with self._told_to_all():
+            with self.times.measure("wait"):
+                plan, sender_ends = self._agree(header)
+            with self.times.measure("send"):
+                size, free = max(self._bucket_bytes, source.format.row_bytes()), self._staging
+                if free[0].numel() < size:
+                    free = self._staging = [torch.empty(size, dtype=torch.uint8) for _ in range(_NUM_BUFFERS)]
+                under_way: deque[tuple[Transfer, Tensor]] = deque()
+                ranks = {place: rank for rank, place in enumerate(plan, self._num_senders) if place.tp_rank == 0}
+                for bucket in plan_buckets({place: plan[place] for place in ranks}, sender_ends, self._bucket_bytes):
+                    if bucket.sender != self.sender:
+                        continue
+                    if not free:
+                        free.append(self._finish_oldest(under_way))
+                    buffer, format = free.pop(), plan[bucket.place].format
+                    memory = views_of_bytes(buffer, format, bucket.stop - bucket.start)
+                    source.fill(bucket.runs, format.layer_numbers, memory)
+                    messages = [message.to(self._device) for message in _messages(memory)]
+                    under_way.append((self._connections.send(messages, ranks[bucket.place]), buffer))
+                while under_way:
+                    free.append(self._finish_oldest(under_way))
+                self._connections.exchange(None, self._ready_timeout)  # all that was sent has arrived
+
+    def _finish_oldest(self, under_way: deque[tuple[Transfer, Tensor]]) -> Tensor:
+        transfer, buffer = under_way.popleft()
+        self._connections.finish(transfer)
+        return buffer
+
+    def _receive(self, consume: Consume | None) -> tuple[Part, dict[str, Tensor]]:
+        with self._told_to_all():
+            if self.place is None:
+                raise TransportError(f"rollout process {self.sender} sends: it does not receive.")
+            with self.times.measure("wait"):
+                plan, sender_ends = self._agree(None)
+            part = plan[self.place]
+            with self.times.measure("receive"):
+                buckets = plan_buckets({self.place: part}, sender_ends, self._bucket_bytes)
+                memory = self._receive_buckets(part, buckets, self.place.tp_rank, consume)
+                self._connections.exchange(None, self._ready_timeout)
+            return part, memory
+
+    def _receive_buckets(
+        self, part: Part, buckets: Sequence[Bucket], tp_rank: int, consume: Consume | None
+    ) -> dict[str, Tensor]:
+        """Receive buckets into the memory of the whole part, or of two buckets for `consume`; TP rank 0 passes them on."""
+        largest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
+        free = [part.format.empty(largest, device=self._device) for _ in range(_WINDOW)] if consume else []
+        whole = part.format.empty(0 if consume else part.num_rows, device=self._device)
+        relays = [self._rank + offset for offset in range(1, self.layout.tp_size)] if tp_rank == 0 else []
+        coming, asked = deque(buckets), deque[tuple[Bucket, dict[str, Tensor], Memory, Transfer]]()
+        while coming or asked:
+            while coming and len(asked) < _WINDOW:
+                bucket = coming.popleft()
+                memory, start = (free.pop(), 0) if consume else (whole, bucket.start)
+                rows: Memory = {name: each[start : start + bucket.stop - bucket.start] for name, each in memory.items()}
+                rank = bucket.sender if tp_rank == 0 else self._rank - tp_rank
+                asked.append((bucket, memory, rows, self._connections.receive(_messages(rows), rank)))
+            bucket, memory, rows, transfer = asked.popleft()
+            self._connections.finish(transfer)
+            passed_on = [self._connections.send(_messages(rows), rank) for rank in relays]
+            if consume:
+                consume(bucket.start, trace_of_memory(rows, part.format))
+                free.append(memory)
+            for transfer in passed_on:  # until then their memory must not change
+                self._connections.finish(transfer)
+        return whole
+
+
+def _messages(memory: Memory) -> list[Tensor]:
+    """Return contiguous rows as flat uint8, the one dtype that every backend carries (NCCL has no int16)."""
+    return [memory[name].view(-1).view(torch.uint8) for name in sorted(memory) if memory[name].numel()]
+
+
+_open: set[RouteGroup] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what nobody closed: a thread that comes back from C++ while the interpreter ends would abort the process."""
+    for group in list(_open):
+        group.close()

@@ -1,0 +1,40 @@
+"""Forget what one case leaves behind in Megatron-Core's module globals, so that the next starts as in a new process."""
+
+import gc
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+
+
+def reset_megatron_state() -> None:
+    """Destroy the model-parallel groups and reset every global of Megatron-Core that training fills.
+
+    The groups' processes must all call it. The default process group stays.
+    """
+    from megatron.core import num_microbatches_calculator, parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, router_replay
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
+
+    RotaryEmbedding.forward.cache_clear()  # its keys hold modules and process groups
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        parallel_state._global_process_group_list = None
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    random._CUDA_RNG_STATE_TRACKER = None
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    if find_spec("megatron.core.transformer.moe.moe_logging"):  # since 0.19
+        import_module("megatron.core.transformer.moe.moe_logging").destroy_moe_metrics_tracker()
+    else:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+    MTPLossLoggingHelper.tracker.clear()
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
+    # Of the class that bears the name now: `install()` may have put ours in its place.
+    router_replay.RouterReplay.global_router_replay_instances.clear()
+    gc.collect()

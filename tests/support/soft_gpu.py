@@ -1,0 +1,534 @@
+"""A GPU made of software: tensors that say they are on cuda:0, hold real values, and log what a program asks of the device.
+
+Real are the values, torch's dispatcher and autograd, and that a backward runs in a thread of the device's own, as it does
+on a GPU. Logged are the operations, the copies between host and device, what makes the host wait, and accesses to memory
+that no event or stream order puts one behind the other. A host tensor beside one of the device raises, as it does there.
+
+    with SoftGpu() as gpu:            # in a process that has run no backward yet, as a `GlooWorkers(1)`
+        model, tokens = to_gpu(model), tokens.to("cuda")
+        with gpu.logged() as log:
+            ...
+    log.waits, log.pageable, log.kernels; gpu.races
+
+What it cannot show: time, real kernels and their rounding, how often an operation really launches, memory and the caching
+allocator, CUDA graphs, NCCL, compiled code, Transformer Engine, several devices. A host that waits in a thread has waited
+for all threads. What passes here can still be wrong or slow on a GPU; what fails here fails there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _python_dispatch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from megatron_router_replay.testing import cpu
+from megatron_router_replay.testing.cuda_stand_ins import replacements
+
+CUDA, HERE, HOST_DEVICE = torch.device("cuda", 0), "gpu:0", torch.device("cpu")
+_LIBRARY, _MEGATRON = "/megatron_router_replay/", "/megatron/core/"
+_ALLOCATES = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+_READS = {"_local_scalar_dense", "is_nonzero", "equal"}
+_WAITS = {"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "bincount"}
+"""Operations whose result has a size that only the device knows."""
+
+
+class Op(NamedTuple):
+    """One thing that was asked of the device: kind "kernel", "h2d", "d2h" or "wait"; `ours`: the library asked."""
+
+    kind: str
+    name: str
+    where: str
+    ours: bool
+    pageable: bool
+    in_backward: bool
+
+
+class Log:
+    """What happened while it was open."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+
+    def of(self, kind: str) -> list[Op]:
+        return [op for op in self.ops if op.kind == kind]
+
+    @property
+    def kernels(self) -> int:
+        return len(self.of("kernel"))
+
+    @property
+    def waits(self) -> list[str]:
+        """Where the host waited for the device, whoever asked."""
+        return [f"{op.name} at {op.where}" for op in self.of("wait")]
+
+    @property
+    def pageable(self) -> list[str]:
+        """Uploads from memory that is not page-locked: the driver stages them behind all work of the stream."""
+        return [f"{op.name} at {op.where}" for op in self.of("h2d") if op.pageable]
+
+
+# ---- who has seen what: vector clocks of the streams, and of the host
+class Clock(dict[Any, int]):
+    def join(self, other: Clock) -> None:
+        for agent, tick in other.items():
+            self[agent] = max(tick, self.get(agent, 0))
+
+
+class Stream:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device, self.clock = CUDA, Clock()
+
+    def step(self) -> int:
+        self.clock.join(HOST.clock)  # what the host has waited for, every later operation has
+        self.clock[self] = self.clock.get(self, 0) + 1
+        return self.clock[self]
+
+    def wait_event(self, event: Event) -> None:
+        self.clock.join(event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.clock.join(other.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _log("wait", "Stream.synchronize")
+        HOST.clock.join(self.clock)
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.clock = Clock()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = Clock((stream or current()).clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current()).wait_event(self)
+
+    def synchronize(self) -> None:
+        _log("wait", "Event.synchronize")
+        HOST.clock.join(self.clock)
+
+    def query(self) -> bool:
+        """Return whether the host knows already that it has happened."""
+        return all(HOST.clock.get(stream, 0) >= tick for stream, tick in self.clock.items() if stream is not HOST)
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+HOST = Stream()
+DEFAULT = Stream()
+_threads = threading.local()
+_lock = threading.RLock()
+_gpu: SoftGpu | None = None  # the one that is in use
+
+
+def current(*args: Any) -> Stream:
+    return getattr(_threads, "stream", DEFAULT)
+
+
+@contextlib.contextmanager
+def on_stream(stream: Stream | None) -> Iterator[None]:
+    before = current()
+    _threads.stream = stream or before
+    try:
+        yield
+    finally:
+        _threads.stream = before
+
+
+def in_use() -> SoftGpu | None:
+    return _gpu
+
+
+class Memory:
+    """What is known of one storage, on the device or page-locked."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.stream = where, current()
+        self.accesses: dict[tuple[Stream, bool], int] = {}  # (who, writes) -> when last
+        self.recorded: set[Stream] = set()
+        self.users = 0
+
+
+_memory: dict[int, Memory] = {}
+
+
+def _key(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _touch(agent: Stream, tensors: list[Tensor], written: list[Tensor]) -> None:
+    """Note an access; a race where nothing puts it behind another's write, or a write behind another's read."""
+    tick = agent.step()
+    writes = {_key(t) for t in written}
+    with _lock:
+        for key in {_key(t) for t in tensors} | writes:
+            memory = _memory.get(key)
+            if memory is None:
+                continue
+            for (other, wrote), when in memory.accesses.items():
+                if other is not agent and (wrote or key in writes) and agent.clock.get(other, 0) < when:
+                    who = "the host" if HOST in (agent, other) else "another stream"
+                    _race(f"{who} uses memory of {memory.where} at {_caller()[0]}, and nothing orders the two")
+            memory.accesses[agent, key in writes] = tick
+
+
+def _free(key: int) -> None:
+    with _lock:
+        memory = _memory.get(key)
+        if memory is None:
+            return
+        memory.users -= 1
+        if memory.users:
+            return
+        del _memory[key]
+        for (stream, _), when in memory.accesses.items():
+            known = {HOST, memory.stream} | memory.recorded
+            if stream not in known and max(each.clock.get(stream, 0) for each in (HOST, memory.stream)) < when:
+                _race(f"memory of {memory.where} was freed while another stream may use it: no record_stream")
+
+
+def _race(what: str) -> None:
+    if _gpu is not None:
+        _gpu.races.append(what)
+
+
+def _caller() -> tuple[str, bool]:
+    """Return (innermost line of the library or of Megatron-Core, else of the program; whether it is the library's)."""
+    frame: Any = sys._getframe(1)
+    program = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if _LIBRARY in name and "/testing/" not in name:
+            return f"{name.split(_LIBRARY)[-1]}:{frame.f_lineno}", True
+        if _MEGATRON in name:
+            return f"{name.split(_MEGATRON)[-1]}:{frame.f_lineno} (Megatron-Core)", False
+        if not program and name != __file__ and "/torch/" not in name:
+            program = f"{name.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return program, False
+
+
+def _log(kind: str, name: str, *, pageable: bool = False) -> None:
+    if _gpu is not None and _gpu.log is not None:
+        where, ours = _caller()
+        in_backward = torch._C._current_graph_task_id() != -1
+        _gpu.log.ops.append(Op(kind, name, where, ours, pageable, in_backward))
+
+
+# ---- tensors
+class GpuTensor(Tensor):
+    """A tensor of the CPU that says it is on cuda:0."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, t: Tensor, requires_grad: bool = False) -> Any:
+        return Tensor._make_wrapper_subclass(
+            cls, t.size(), strides=t.stride(), storage_offset=t.storage_offset(), dtype=t.dtype,
+            device=torch.device(HERE), requires_grad=requires_grad,
+        )  # fmt: skip
+
+    def __init__(self, t: Tensor, requires_grad: bool = False) -> None:
+        self._t, self._let_go = t, _own(self, t)
+
+    @property
+    def data(self) -> Any:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Any) -> None:  # Megatron-Core makes tensors viewless so
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._let_go()
+        self._t, self._let_go = value._t, _own(self, value._t)
+
+    def record_stream(self, stream: Any) -> None:
+        _memory[_key(self._t)].recorded.add(stream)
+
+    def tolist(self) -> Any:
+        return self.detach().cpu().tolist()
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"GpuTensor({self._t!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return _run(func, args, kwargs or {})
+        except BaseException:
+            if torch._C._current_graph_task_id() != -1:  # it ends the process, without a word
+                traceback.print_exc()
+            raise
+
+
+def _own(owner: Any, t: Tensor) -> Any:
+    key = _key(t)
+    with _lock:
+        _memory.setdefault(key, Memory(_caller()[0])).users += 1
+    return weakref.finalize(owner, _free, key)
+
+
+def _is_gpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type in ("cuda", "gpu")
+
+
+def _pin(t: Tensor) -> Tensor:
+    _own(t.untyped_storage(), t)
+    return t
+
+
+def is_pinned(t: Tensor) -> bool:
+    return not isinstance(t, GpuTensor) and _key(t) in _memory
+
+
+def _unwrap(value: Any) -> Any:
+    return value._t if isinstance(value, GpuTensor) else value
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run one operation of torch on the CPU, as the device or the host would."""
+    name = func._schema.name.split("::")[1]
+    inner, inner_kwargs = pytree.tree_map(_unwrap, (args, dict(kwargs)))
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    on_device = [t for t in tensors if isinstance(t, GpuTensor)]
+    to_gpu = _is_gpu(kwargs.get("device"))
+    if kwargs.get("device") is not None:
+        inner_kwargs["device"] = HOST_DEVICE
+    page_locked = bool(inner_kwargs.pop("pin_memory", False))
+
+    if name == "_to_copy" and kwargs.get("device") is not None and to_gpu != bool(on_device):
+        copied = func(*inner, **inner_kwargs)
+        copied = copied.clone() if copied.data_ptr() == inner[0].data_ptr() else copied
+        non_blocking = bool(kwargs.get("non_blocking"))
+        if not to_gpu and non_blocking:
+            _pin(copied)  # torch allocates it so
+        result = GpuTensor(copied) if to_gpu else copied
+        _transfer(args[0], result, non_blocking)
+        return result
+    if name == "copy_" and len(on_device) == 1:
+        func(*inner, **inner_kwargs)
+        _transfer(args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
+        return args[0]
+
+    mutated = [
+        leaf
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in pytree.tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+        if isinstance(leaf, Tensor)
+    ]
+    if (
+        on_device
+        and name.startswith(("index", "_index"))
+        and name.rstrip("_") in ("index", "index_put", "_index_put_impl")
+    ):
+        _check_indices([leaf for leaf in pytree.tree_leaves(args[1:2]) if isinstance(leaf, Tensor)])
+    elif on_device and not func._schema.name.startswith("c10d"):
+        strange = [t for t in tensors if not isinstance(t, GpuTensor) and t.dim()]
+        if strange and name not in ("set_", "copy_"):
+            raise RuntimeError(f"{name}: expected all tensors on cuda:0, one {list(strange[0].shape)} is on the cpu")
+    output = func(*inner, **inner_kwargs)
+    if page_locked:
+        _pin(output)
+    if not on_device and not to_gpu:
+        _touch(HOST, [t for t in tensors if is_pinned(t)], [t for t in mutated if is_pinned(t)])
+        return output
+    is_view = name in ("detach", "alias", "_unsafe_view", "lift_fresh") or any(
+        returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns
+    )
+    if name in _READS:
+        _log("wait", name)
+        HOST.clock.join(current().clock)
+    if not is_view and name not in _ALLOCATES | _READS:
+        _log("kernel", name)
+        if name in _WAITS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            _log("wait", name)
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        same = [t for t in on_device if t._t is value]  # in place: the same object comes back
+        return same[0] if same else GpuTensor(value)
+
+    result = output if name in _READS else pytree.tree_map(wrap, output)
+    if not is_view and name not in _ALLOCATES:
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, GpuTensor)]
+        _touch(current(), [t._t for t in on_device], [_unwrap(t) for t in (*made, *mutated)])
+    return result
+
+
+def _check_indices(indices: list[Tensor]) -> None:
+    for index in indices:
+        if index.dtype in (torch.bool, torch.uint8):
+            _log("wait", "index with a mask")
+        if not isinstance(index, GpuTensor):
+            _log("h2d", "index with a tensor of the host", pageable=True)
+            _log("wait", "index with a tensor of the host")
+
+
+def _transfer(source: Tensor, target: Tensor, non_blocking: bool) -> None:
+    up = isinstance(target, GpuTensor)
+    host = source if up else target
+    pinned = is_pinned(host)
+    _log("h2d" if up else "d2h", "copy", pageable=not pinned)
+    ends = [_unwrap(source), _unwrap(target)]
+    if pinned:
+        _touch(current(), ends[:1], ends[1:])
+    else:  # what the driver stages, it has read when it returns
+        _touch(current(), ends[: 0 if up else 1], ends[1:] if up else [])
+    if not non_blocking or (not up and not pinned):
+        _log("wait", "copy up" if up else "copy down")
+        HOST.clock.join(current().clock)
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+# ---- in the place of torch.cuda
+@cache
+def _register() -> None:
+    """Let autograd run the backward of these tensors in a thread of their device; before the process's first backward."""
+    _setup_privateuseone_for_python_backend("gpu", backend_module=_Backend())
+
+
+class _Backend(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+class SoftGpu:
+    """The device; one at a time.
+
+    Attributes:
+        races: accesses that nothing orders, in words.
+    """
+
+    def __init__(self) -> None:
+        self.races: list[str] = []
+        self.log: Log | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> SoftGpu:
+        global _gpu
+        _register()
+        if cpu.is_active():  # its stand-ins send to the CPU what shall come here
+            cpu._patched.close()
+            self._stack.callback(cpu._apply)
+        for owner, name, value in self._patches():
+            self._stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        self._stack.enter_context(_Mode())
+        _gpu = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        global _gpu
+        _gpu = None
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def logged(self) -> Iterator[Log]:
+        before, self.log = self.log, Log()
+        try:
+            yield self.log
+        finally:
+            self.log = before
+
+    def _patches(self) -> list[tuple[Any, str, Any]]:
+        megatron = cpu._megatron_patches()
+        submit, tensor, as_tensor, move = ThreadPoolExecutor.submit, torch.tensor, torch.as_tensor, Tensor.to
+
+        def submit_with_mode(pool: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+            def call() -> Any:  # a dispatch mode is of one thread
+                with _Mode():
+                    return function(*args, **kwargs)
+
+            return submit(pool, call)
+
+        disable_modes = _python_dispatch._disable_current_modes
+
+        @contextlib.contextmanager
+        def disable_other_modes() -> Iterator[None]:
+            with disable_modes(), _Mode():
+                yield
+
+        def to(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            # torch's C++ has another name for this device: a move to where the tensor is must stay no operation.
+            def here(value: Any) -> Any:
+                return HERE if isinstance(value, str | torch.device) and _is_gpu(value) else value
+
+            return move(self, *map(here, args), **{name: here(value) for name, value in kwargs.items()})
+
+        def new_tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            made = tensor(data, *args, **kwargs)  # made on the host and copied, below the dispatcher
+            return made.to(device) if _is_gpu(device) else made
+
+        def new_as_tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            made = data if isinstance(data, GpuTensor) else as_tensor(data, *args, **kwargs)
+            return made if device is None else made.to(device)
+
+        def synchronize(*args: Any) -> None:
+            _log("wait", "torch.cuda.synchronize")
+
+        cuda = {
+            "Stream": Stream, "Event": Event, "stream": on_stream, "current_stream": current, "synchronize": synchronize,
+            "default_stream": lambda *args: DEFAULT, "current_device": lambda: 0, "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+        }  # fmt: skip
+        return [
+            *megatron,
+            *replacements(),
+            *((torch.cuda, name, value) for name, value in cuda.items()),
+            (_python_dispatch, "_disable_current_modes", disable_other_modes),
+            (ThreadPoolExecutor, "submit", submit_with_mode),
+            (Tensor, "to", to),
+            (torch, "tensor", new_tensor),
+            (torch, "as_tensor", new_as_tensor),
+            (Tensor, "pin_memory", lambda t, *args: t if is_pinned(t) else _pin(t.clone())),
+            (Tensor, "is_pinned", lambda t, *args: is_pinned(t)),
+        ]
+
+
+def to_gpu(module: nn.Module) -> nn.Module:
+    """Move a module's parameters and buffers; tied ones stay tied, and parameters keep their attributes."""
+    moved: dict[int, nn.Parameter] = {}
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None and not isinstance(parameter, GpuTensor):
+                if id(parameter) not in moved:
+                    copy = nn.Parameter(GpuTensor(parameter.data.clone()), requires_grad=parameter.requires_grad)
+                    for attribute, value in vars(parameter).items():
+                        setattr(copy, attribute, value)
+                    moved[id(parameter)] = copy
+                each._parameters[name] = moved[id(parameter)]
+        for name, buffer in each._buffers.items():
+            if buffer is not None and not isinstance(buffer, GpuTensor):
+                each._buffers[name] = GpuTensor(buffer.clone())
+    return module

@@ -1,0 +1,216 @@
+"""GlooWorkers: a pool of processes that run one test case after another as ranks of a gloo process group.
+
+The import of Megatron is paid once: by a fork server that all pools of this process share. What can go wrong in a
+distributed test ends here as a `WorkersError`: a rank that raises, dies or waits for ever. A pool that saw one is
+killed, and the next run starts another.
+"""
+
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, get_all_start_methods, get_context
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_router_replay.errors import RouterReplayError
+from tests.support.worker_process import Job, worker_main
+
+# How long the other ranks may go on after one of them failed: time to fail too, and say why.
+_GRACE_S = 3.0
+_MAX_THREADS = 64
+"""Of an idle worker. Megatron's DDP keeps itself alive, and with it its process groups, whose threads poll for ever."""
+
+_PRELOAD = "megatron_router_replay.testing.preload"
+
+
+class WorkersError(RouterReplayError):
+    """A function failed on one or more ranks of a GlooWorkers pool; the message has every rank's traceback."""
+
+
+class GlooWorkers:
+    """A pool of `world_size` processes, started on first use and kept until `close`.
+
+    Every run is a case of its own: a fresh gloo process group, no Megatron parallel state or other leftovers, seeds
+    set, `torch.set_num_threads(1)`, inside `megatron_on_cpu()`. Workers have the environment variables of the first
+    pool's start; they end with this process, also if it is killed.
+
+    Args:
+        world_size: number of processes.
+        seed: what python, numpy and torch are seeded with before every run.
+        preload: names of further modules that the fork server imports once; if this process has one already, without effect.
+    """
+
+    def __init__(self, world_size: int, *, seed: int = 1234, preload: Sequence[str] = ()) -> None:
+        self.world_size = world_size
+        self.seed = seed
+        self._preload = [_PRELOAD, *preload]
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._folder: Path | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
+        """Run `fn(*args)` on every rank and return the results by rank.
+
+        Args:
+            fn: a function defined at the top level of a module. The workers import that module by name with this
+                process's sys.path or, where the name cannot be imported (pytest's importlib mode), load it from its
+                file; so a test module needs no package around it. A script needs `if __name__ == "__main__":`.
+            args: picklable; tensors are copied.
+            timeout_s: for the slowest rank, the start of the pool not counted.
+
+        Returns:
+            One result per rank. Tensors are ordinary CPU tensors: copied through a pipe, no shared memory.
+
+        Raises:
+            WorkersError: a rank raised or died (the others had a few seconds to report, too), or time ran out (the
+                message then has every stack). The pool is gone; the next run starts another.
+        """
+        job = pickle.dumps(Job.of(fn, args))
+        try:
+            if not all(process.is_alive() for process in self._processes) or not self._processes:
+                self._start()
+            for pipe in self._pipes:
+                pipe.send_bytes(job)
+            replies = self._collect(timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        if set(replies) != set(range(self.world_size)) or not all(ok for ok, _ in replies.values()):
+            message = self._describe_failure(fn, replies, timeout_s)
+            self.close()
+            raise WorkersError(message)
+        if max(map(_num_threads, self.process_ids)) > _MAX_THREADS:
+            self.close()  # others start in a fraction of a second; these would take the processor from every later case
+        return [replies[rank][1] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Kill the processes, if any; the next run starts others."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(60.0)  # a killed process is soon gone, but its forkserver may be slow to say so
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._processes, self._pipes, self._folder = [], [], None
+
+    def __enter__(self) -> "GlooWorkers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The worker processes' ids by rank; empty while there is no pool."""
+        return [process.pid for process in self._processes]
+
+    def _start(self) -> None:
+        self.close()
+        self._folder = Path(tempfile.mkdtemp(prefix="gloo_workers_"))
+        context = _context(self._preload)
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=worker_main,
+                args=(theirs, rank, self.world_size, self._folder, self.seed),
+                name=f"gloo-worker-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        ready, _ = self._receive(set(range(self.world_size)), deadline=time.monotonic() + 300.0)
+        if len(ready) != self.world_size:
+            raise WorkersError(
+                f"cannot start {self.world_size} workers: ranks {sorted(set(range(self.world_size)) - set(ready))} "
+                "ended or did not answer within 300 s; their messages are on stderr."
+            )
+
+    def _collect(self, timeout_s: float) -> dict[int, tuple[bool, Any]]:
+        """Return the replies that came: all, or what there is after the grace that follows a failure, or at the end."""
+        replies: dict[int, tuple[bool, Any]] = {}
+        waiting = set(range(self.world_size))
+        deadline = time.monotonic() + timeout_s
+        failed = False
+        while waiting and time.monotonic() < deadline:
+            new, dead = self._receive(waiting, deadline, first_only=True)
+            replies.update(new)
+            waiting -= set(new) | dead
+            if not failed and (dead or any(not ok for ok, _ in new.values())):
+                failed = True
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return replies
+
+    def _receive(
+        self, waiting: set[int], deadline: float, *, first_only: bool = False
+    ) -> tuple[dict[int, tuple[bool, Any]], set[int]]:
+        """Wait for replies of these ranks; return them by rank, and the ranks that died instead."""
+        replies: dict[int, tuple[bool, Any]] = {}
+        dead: set[int] = set()
+        while (left := waiting - set(replies) - dead) and not (first_only and (replies or dead)):
+            # A process that ended closes its end of the pipe, so the pipe is ready either way.
+            ranks = {self._pipes[rank]: rank for rank in left}
+            ready: list[Any] = connection.wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                try:
+                    replies[ranks[pipe]] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    dead.add(ranks[pipe])
+        return replies, dead
+
+    def _describe_failure(self, fn: Callable[..., Any], replies: dict[int, tuple[bool, Any]], timeout_s: float) -> str:
+        name = f"{fn.__module__}.{fn.__qualname__}"
+        parts = [f"{name} failed on {self.world_size} workers (limit {timeout_s:g} s)."]
+        silent = [rank for rank in range(self.world_size) if rank not in replies]
+        stacks = self._dump_stacks(silent)
+        for rank in range(self.world_size):
+            if rank in stacks:
+                parts.append(f"rank {rank} was still running, here:\n{stacks[rank]}")
+            elif rank in silent:
+                # Its pipe is closed, so it is dead; on a busy machine its fork server takes seconds to say how it died.
+                self._processes[rank].join(20.0)
+                parts.append(f"rank {rank} died (exit code {self._processes[rank].exitcode}).")
+            else:
+                ok, result = replies[rank]
+                parts.append(f"rank {rank} returned." if ok else f"rank {rank} raised:\n{result}")
+        return "\n\n".join(parts)
+
+    def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Let the ranks that are alive write where they are (faulthandler), and return it."""
+        assert self._folder is not None
+        alive = [rank for rank in ranks if self._processes[rank].is_alive()]
+        for rank in alive:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        if alive:
+            time.sleep(0.3)
+        return {rank: (self._folder / f"stack_{rank}").read_text() for rank in alive}
+
+
+def _num_threads(process_id: int) -> int:
+    """Return how many threads a process has; 0 where the system does not say."""
+    try:
+        return len(os.listdir(f"/proc/{process_id}/task"))
+    except FileNotFoundError:
+        return 0
+
+
+def _context(preload: list[str]) -> Any:
+    """Return how processes start: forked from a server that has imported Megatron, else (Windows) spawned."""
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(preload)  # no effect if this process has a fork server already; then slower
+    return context

@@ -1,0 +1,114 @@
+"""miles' own actor, from the rollout's stored object to the optimizer, on a CPU: reference pass, log-probs, training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_router_replay.testing import ParallelSizes
+from tests.trainers import oracle, small_model
+from tests.trainers.slime import SERVICES, Args
+from tests.trainers.slime import args as arguments_of_slime
+from tests.trainers.sources import Source
+from tests.trainers.stand_ins import trainer_imports
+
+SOURCE = Source(name="miles", packages=("miles",))
+
+
+def rollout_data(seed: int) -> dict[str, Any]:
+    """What miles' rollout manager stores for a rank, micro-batches of unlike sizes and order."""
+    ids, routes = oracle.rollout(seed)
+    return {
+        "partition": list(range(len(ids))),
+        "tokens": [part.tolist() for part in ids],
+        "response_lengths": [len(part) - prompt for part, prompt in zip(ids, oracle.PROMPTS)],
+        "rewards": [float(i % 2) for i in range(len(ids))],
+        "truncated": [0] * len(ids),
+        "loss_masks": [[1] * (len(part) - prompt) for part, prompt in zip(ids, oracle.PROMPTS)],
+        "sample_indices": list(range(len(ids))),
+        "rollout_ids": list(range(len(ids))),
+        "rollout_mask_sums": [len(part) - prompt for part, prompt in zip(ids, oracle.PROMPTS)],
+        "rollout_log_probs": [[-1.0] * (len(part) - prompt) for part, prompt in zip(ids, oracle.PROMPTS)],
+        "rollout_routed_experts": [part.int().numpy() for part in routes],
+        "total_lengths": [len(part) for part in ids],
+        "raw_reward": [float(i % 2) for i in range(len(ids))],
+        "num_rollouts": [len(ids)],
+        "num_microbatches": [4],
+        "micro_batch_indices": [[0, 2], [1], [5, 3], [4]],
+    }
+
+
+def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
+    """Train on one rollout; {pass: (decisions, wrong)} of the reference, log-prob and training passes."""
+    with trainer_imports(folder, ("miles",), services=SERVICES):
+        torch._dynamo.config.disable = True
+        from miles.backends.megatron_utils import actor, model, parallel
+        from miles.backends.training_utils import data, log_utils
+        from miles.utils.ft_utils.process_group_utils import GroupInfo
+        from miles.utils.replay_base import routing_replay_manager
+
+        chunks = small_model.build(layout, **options)
+        chunks[0].role = "actor"
+        arguments: Args = arguments_of_slime(layout, **{"qkv_format": "thd", "allgather_cp": False, **flags})
+        arguments.pipeline_model_parallel_size = layout.pp_size
+        model.get_args = parallel.get_args = lambda: arguments
+        parallel.mpu.get_data_parallel_group_gloo = (
+            parallel.mpu.get_data_parallel_group
+        )  # gloo's are the only groups here
+        model.DumperMegatronUtil = _NoDumper
+        model.torch.cuda.mem_get_info = lambda device=None: (1, 1)  # there is memory
+        actor.is_first_replica_megatron_main_rank = model.is_first_replica_megatron_main_rank = lambda: False
+        from miles.backends.training_utils.parallel import set_parallel_state
+
+        set_parallel_state(parallel.create_megatron_parallel_state(GroupInfo(rank=0, size=1, group=None)))
+        # Services: the object store, the trackers.
+        boxes = [rollout_data(i) for i in range(parallel.mpu.get_data_parallel_world_size())]
+        data.process_rollout_data = lambda args, ref, rank, size, witness_info: (_shard(args, ref[rank]), _Nothing())
+        log_utils.gather_log_data = actor.log_perf_data = lambda *args, **kwargs: None
+        routing_replay_manager.enabled = False  # as `init` leaves it
+        ids, routes = oracle.rollout(parallel.mpu.get_data_parallel_rank())
+        me = object.__new__(actor.MegatronTrainRayActor)
+        me.args, me.role, me.model, me.optimizer = arguments, "actor", chunks, small_model.NoOptimizer()
+        me.with_ref = True
+        me.opt_param_scheduler = SimpleNamespace(step=lambda increment: None, get_lr=lambda group: 0.0)
+        me.prof = SimpleNamespace(step=lambda rollout_id: None)
+        me.rollout_data_postprocess, me.weight_updater = None, SimpleNamespace(pop_metrics=dict)
+        me._heartbeat, me._ft_test_action_executor = SimpleNamespace(bump=lambda: None), None
+        with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
+            me.weights_backuper = SimpleNamespace(
+                backup_tags={"ref", "actor", "old_actor"}, restore=lambda tag: seen.mark(), backup=lambda tag: None
+            )
+            me._active_model_tag = "actor"
+            actor.Timer().start("train_wait")  # miles does so at the end of init
+            me.train(0, boxes)
+        return [part.counts() for part in seen if sum(part.looked.values())]
+
+
+def _shard(args: Any, stored: dict[str, Any]) -> dict[str, Any]:
+    from miles.ray.rollout.train_data_conversion import process_rollout_data_shard
+
+    shard: dict[str, Any] = process_rollout_data_shard(args, stored)
+    return shard
+
+
+class _NoDumper:
+    """Stands for SGLang's dumper of activations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wrap_forward_step(self, forward_step: Any) -> Any:
+        return forward_step
+
+    def finalize(self, model: Any) -> None:
+        pass
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass

@@ -1,0 +1,156 @@
+"""NeMo-RL's own Megatron worker, from a sharded batch to the optimizer, on a CPU: reference, previous log-probs, training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_router_replay.testing import ParallelSizes
+from tests.trainers import oracle, small_model
+from tests.trainers.sources import Source
+from tests.trainers.stand_ins import trainer_imports
+
+SOURCE = Source(name="nemo_rl", packages=("nemo_rl",))
+SERVICES = ("ray", "transformers", "wandb")
+LENGTH = 24  # of the padded batch
+
+
+def batch(seed: int) -> dict[str, Any]:
+    """What the driver sends: padded on the right; no route of a last token, of one observation, of padding (zeros)."""
+    ids, routes = oracle.rollout(seed)
+    tokens = torch.zeros(len(ids), LENGTH, dtype=torch.int64)
+    experts = torch.zeros(len(ids), LENGTH, oracle.LAYERS, oracle.TOPK, dtype=torch.int16)
+    token_mask = torch.zeros(len(ids), LENGTH)
+    for i, (part, route) in enumerate(zip(ids, routes)):
+        tokens[i, : len(part)] = part
+        experts[i, : len(route)] = route.to(torch.int16)
+        experts[i, len(part) - 1] = torch.arange(oracle.TOPK)  # vLLM's worker fills so
+        token_mask[i, oracle.PROMPTS[i] : len(part)] = 1
+    experts[3, 9:11] = -1  # their sentinel of a missing route
+    return {
+        "input_ids": tokens,
+        "input_lengths": torch.tensor(oracle.LENGTHS),
+        "routed_experts": experts,
+        "token_mask": token_mask,
+        "sample_mask": torch.ones(len(ids)),
+        "advantages": torch.ones(len(ids), LENGTH),
+        "prev_logprobs": torch.full((len(ids), LENGTH), -1.0),
+        "generation_logprobs": torch.full((len(ids), LENGTH), -1.0),
+        "reference_policy_logprobs": torch.full((len(ids), LENGTH), -1.0),
+    }
+
+
+def routes_of_tokens(seed: int) -> dict[int, Any]:
+    ids, routes = oracle.rollout(seed)
+    known = oracle.routes_of_tokens(ids, routes)
+    for token in ids[3][9:11].tolist():
+        del known[token]
+    return known
+
+
+def config(layout: ParallelSizes, packs: bool, dynamic: bool) -> dict[str, Any]:
+    return {
+        "train_global_batch_size": len(oracle.LENGTHS),
+        "train_micro_batch_size": 2,
+        "logprob_batch_size": 2,
+        "make_sequence_length_divisible_by": 8,
+        "router_replay": {"enabled": True},
+        "generation": {"backend": "vllm"},
+        "sequence_packing": {"enabled": packs},
+        "dynamic_batching": {"enabled": dynamic},
+        "megatron_cfg": {
+            "enabled": True,
+            "tensor_model_parallel_size": layout.tp_size,
+            "sequence_parallel": layout.sequence_parallel,
+            "pipeline_model_parallel_size": layout.pp_size,
+            "context_parallel_size": layout.cp_size,
+            "empty_unused_memory_level": 0,
+            "moe_per_layer_logging": False,
+        },
+    }
+
+
+def step(
+    folder: str, layout: ParallelSizes, options: dict[str, Any], packs: bool = False, dynamic: bool = False
+) -> Any:
+    """Reference log-probs, previous log-probs, a training step; {pass: (decisions, wrong)} of each."""
+    with trainer_imports(folder, SOURCE.packages, services=SERVICES):
+        torch._dynamo.config.disable = True
+        torch.set_grad_enabled(True)  # get_logprobs leaves it off where it raises
+        from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+        from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+        from nemo_rl.models.megatron import data as megatron_data
+        from nemo_rl.models.megatron.router_replay import validate_router_replay_config
+        from nemo_rl.models.policy.workers import megatron_policy_worker as worker
+
+        cfg = config(layout, packs, dynamic)
+        validate_router_replay_config(cfg)
+        # An older Megatron-Core has no total_tokens, which only Transformer Engine reads.
+        megatron_data.PackedSeqParams = small_model.packed_seq_params
+        chunks = small_model.build(layout, **options)
+        rank = worker.parallel_state.get_data_parallel_rank()
+        # Megatron-Bridge and Megatron-LM's training loop, and the GPU.
+        megatron_data.get_ltor_masks_and_position_ids = lambda data, **_: (
+            None,
+            None,
+            torch.arange(data.shape[1]).expand_as(data).contiguous(),
+        )
+        worker.get_pg_collection = lambda model: SimpleNamespace(mp=None)
+        worker.logical_and_across_model_parallel_group = lambda value, mp_group: value
+        worker.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
+        worker.get_moe_metrics = lambda **_: {}
+        worker.get_rerun_state_machine = _Once
+        torch.cuda.get_device_name = lambda *_: "cpu"
+        me = object.__new__(worker.MegatronPolicyWorkerImpl)
+        me.cfg, me.model, me.dtype, me.dp_size = cfg, chunks[0], torch.float32, 1
+        me.dp_size = worker.parallel_state.get_data_parallel_world_size()
+        me.optimizer, me.scheduler = (
+            small_model.NoOptimizer(),
+            SimpleNamespace(step=lambda increment: None, get_lr=lambda group: 0.0, get_wd=lambda: 0.0),
+        )
+        me.optimizer.grad_norms_by_group, me.optimizer.param_groups = {}, [None]
+        me.timer = SimpleNamespace(start=lambda name: None, stop=lambda name: None)
+        me.mcore_state = SimpleNamespace(straggler_timer=None)
+        me.delegate_pack_to_model = me.delegate_mtp_loss_mask_to_model = False
+        me.model_slices_context_parallel_inputs = me.defer_fp32_logits = False
+        me.media_placeholder_token_id = me.draft_model = me.sampling_params = None
+        me.should_disable_forward_pre_hook = me._first_train_step_forward_pre_hook_disabled = False
+        me._router_replay_enabled = True
+        me._get_model_config = lambda: chunks[0].module.config
+        me._uses_mxfp8_overlap_shared_param_buffer = lambda: False
+        me._copy_main_params_to_param_buffer = lambda: None
+        me._set_moe_grad_scale_func = me._set_mtp_grad_scale_func = lambda scale: None
+        me._compute_moe_grad_scale = lambda tokens: None
+        me._collect_mtp_metrics = lambda *_: None
+
+        def shard() -> Any:
+            args: dict[str, Any] = {"max_tokens_per_microbatch": 32, "input_lengths_key": "input_lengths"}
+            args["input_key"] = "input_ids"
+            if packs:
+                args |= {"algorithm": "modified_first_fit_decreasing", "sequence_length_pad_multiple": 8}
+                return BatchedDataDict(batch(rank)).shard_by_batch_size(1, sequence_packing_args=args)[0][0]
+            if dynamic:
+                args |= {"sequence_length_round": 8}
+                return BatchedDataDict(batch(rank)).shard_by_batch_size(1, dynamic_batching_args=args)[0][0]
+            return BatchedDataDict(batch(rank)).shard_by_batch_size(1)[0]
+
+        with oracle.watched(chunks, routes_of_tokens(rank)) as seen:
+            me.get_logprobs(data=shard(), require_router_replay=False)
+            seen.mark()
+            me.get_logprobs(data=shard())
+            seen.mark()
+            me.train(shard(), ClippedPGLossFn(ClippedPGLossConfig()), gbs=len(oracle.LENGTHS) * me.dp_size)
+        return [part.counts() for part in seen]
+
+
+class _Once:
+    """Stands for Megatron's machine that runs a step again to look for faults of the hardware: once."""
+
+    def __init__(self) -> None:
+        self._runs = 1
+
+    def should_run_forward_backward(self, data_iterator: Any) -> bool:
+        self._runs -= 1
+        return self._runs >= 0

@@ -1,0 +1,125 @@
+"""What Megatron's routers did while a trainer ran its own code, against the routes that the rollout sent.
+
+Nothing here knows the package under test: hooks on Megatron's modules read the tokens that a chunk gets and the routing maps
+that leave its routers. Every token of a batch has an id of its own, so a position's token says which route it must have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAYERS, EXPERTS, TOPK, VOCAB = 4, 16, 4, 320
+LENGTHS = (7, 12, 5, 16, 9, 3)
+PROMPTS = (3, 4, 2, 6, 3, 1)
+PASSES = ("no grad", "train", "recompute")
+
+
+@dataclass
+class Seen:
+    """Decisions by pass: looked at, and not those of the rollout. A pass is "no grad", "train" or "recompute"."""
+
+    looked: Counter[str] = field(default_factory=Counter)
+    wrong: Counter[str] = field(default_factory=Counter)
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        return {name: (self.looked[name], self.wrong[name]) for name in PASSES}
+
+
+def rollout(seed: int = 0, *, dense_first: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+    """Return tokens [T], all different and none 0, and an engine's routes [T - 1, LAYERS, TOPK] of each sample."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = list((torch.randperm(VOCAB - 1, generator=generator)[: sum(LENGTHS)] + 1).split(LENGTHS))
+    routes = [torch.rand(len(i) - 1, LAYERS, EXPERTS, generator=generator).argsort(dim=2)[:, :, :TOPK] for i in ids]
+    for part in routes:
+        if dense_first:
+            part[:, 0] = 0
+    return ids, routes
+
+
+def routes_of_tokens(ids: list[Tensor], routes: list[Tensor]) -> dict[int, Tensor]:
+    """Return the route [LAYERS, TOPK] of each token that has one."""
+    return {int(token): route for tokens, part in zip(ids, routes) for token, route in zip(tokens, part)}
+
+
+@contextmanager
+def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[list[Seen]]:
+    """Yield what the routers of these chunks did, one `Seen` for each `mark()`; see `Marks`."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    seen = Marks()
+    tp_rank, tp_size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    handles = []
+    for chunk in chunks:
+        model = chunk
+        while hasattr(model, "module"):
+            model = model.module
+        now: list[Tensor] = []
+        again: dict[Any, deque[Tensor]] = defaultdict(deque)
+
+        def enter(module: Any, args: Any, kwargs: Any, now: list[Tensor] = now) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return
+            tokens = kwargs.get("input_ids", args[0] if args else None)
+            tokens = seen.tokens(tokens)
+            at = tokens.t().reshape(-1)  # s-major; tensor-parallel ranks share s
+            now[:] = [at.chunk(tp_size)[tp_rank] if tp_size > 1 else at]
+
+        def routed(
+            router: Any, args: Any, output: Any, now: list[Tensor] = now, again: dict[Any, deque[Tensor]] = again
+        ) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                # A chunk's micro-batches are recomputed in the order of their forwards.
+                phase, tokens = "recompute", again[router].popleft()
+            else:
+                phase, tokens = "train" if router.training else "no grad", now[0]
+                if phase == "train":
+                    again[router].append(tokens)
+            routing_map = output[1]
+            assert len(routing_map) == len(tokens), (list(routing_map.shape), list(tokens.shape))
+            for token, chosen in zip(tokens.tolist(), routing_map):
+                if token in route_of:
+                    expected = torch.zeros_like(chosen)
+                    expected[route_of[token][router.layer_number - 1].long()] = True
+                    seen[-1].looked[phase] += 1
+                    seen[-1].wrong[phase] += not torch.equal(expected, chosen)
+
+        handles.append(model.register_forward_pre_hook(enter, with_kwargs=True))
+        handles += [
+            module.register_forward_hook(routed) for module in model.modules() if isinstance(module, TopKRouter)
+        ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Marks(list[Seen]):
+    """A list of `Seen`; `mark()` begins the next one."""
+
+    def __init__(self) -> None:
+        super().__init__([Seen()])
+        self._given: Tensor | None = None
+
+    def mark(self) -> None:
+        self.append(Seen())
+
+    def give(self, tokens: Tensor) -> None:
+        """Say what the next forwards' tokens are, for a trainer whose later pipeline stages get none."""
+        self._given = tokens.clone()
+
+    def tokens(self, given: Any) -> Tensor:
+        tokens = self._given if self._given is not None else given
+        assert isinstance(tokens, Tensor), "a stage without input_ids, and nobody said what they are"
+        return tokens.clone()

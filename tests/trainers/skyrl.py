@@ -1,0 +1,135 @@
+"""SkyRL's own Megatron worker, from a padded batch through its micro-batching to the loss, on a CPU: log-probs, training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_router_replay.testing import ParallelSizes
+from tests.trainers import oracle, small_model
+from tests.trainers.sources import Source
+from tests.trainers.stand_ins import trainer_imports
+
+SOURCE = Source(name="skyrl", packages=("skyrl",))
+SERVICES = ("pydantic", "ray", "transformers", "wandb")
+
+
+class Config(SimpleNamespace):
+    """SkyRL's configuration; what a case does not set is off."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def config(packs: bool, max_tokens: int) -> Config:
+    return Config(
+        remove_microbatch_padding=packs,
+        max_tokens_per_microbatch=max_tokens,
+        micro_train_batch_size_per_gpu=2,
+        micro_forward_batch_size_per_gpu=2,
+        algorithm=Config(
+            temperature=1.0,
+            policy_loss_type="regular",
+            eps_clip_low=0.2,
+            eps_clip_high=0.2,
+            loss_reduction="token_mean",
+            use_entropy_loss=False,
+            use_kl_loss=False,
+            kl_loss_coef=0.0,
+            entropy_loss_coef=0.0,
+            off_policy_correction=Config(),
+        ),
+        policy=Config(
+            megatron_config=Config(mtp_loss_weight=0.0, mtp_loss_chunk_size=1, mtp_loss_topk=1),
+            model=Config(lora=Config(rank=0)),
+        ),
+    )
+
+
+def batch(seed: int) -> Any:
+    """SkyRL's own tensors of a rollout: prompts padded on the left; the worker gets what the trainer would send."""
+    from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+    from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors, make_router_padding_mask
+
+    ids, routes = oracle.rollout(seed)
+    lengths = [len(part) - prompt for part, prompt in zip(ids, oracle.PROMPTS)]
+    experts = [part.numpy().astype(np.uint8) for part in routes]
+    sequences, attention_mask, response_mask, rewards, loss_mask, log_probs, indices = (
+        convert_prompts_responses_to_batch_tensors(
+            0,
+            [part[:prompt].tolist() for part, prompt in zip(ids, oracle.PROMPTS)],
+            [part[prompt:].tolist() for part, prompt in zip(ids, oracle.PROMPTS)],
+            [[0.0] * length for length in lengths],
+            [[1] * length for length in lengths],
+            [[-1.0] * length for length in lengths],
+            experts,
+        )
+    )
+    made = TrainingInputBatch(
+        {
+            "sequences": sequences,
+            "attention_mask": attention_mask,
+            "response_mask": response_mask,
+            "loss_mask": loss_mask,
+            "rollout_logprobs": log_probs,
+            "rollout_expert_indices": indices,
+            "router_padding_mask": make_router_padding_mask(attention_mask, [len(part) for part in experts]),
+            "action_log_probs": torch.full_like(log_probs, -1.0),
+            "base_action_log_probs": torch.full_like(log_probs, -1.0),
+            "advantages": torch.ones_like(log_probs),
+        }
+    )
+    made.metadata = {"response_length": response_mask.shape[1]}
+    return made
+
+
+def step(folder: str, layout: ParallelSizes, options: dict[str, Any], packs: bool = False, max_tokens: int = 0) -> Any:
+    """Log-probs without routes (the reference's batch), with them, a training step; {pass: (decisions, wrong)} of each."""
+    with trainer_imports(folder, SOURCE.packages, services=SERVICES):
+        torch._dynamo.config.disable = True
+        from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils
+        from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
+        from skyrl.backends.skyrl_train.workers.megatron import megatron_worker as worker
+        from skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper import MegatronModelWrapper
+
+        # An older Megatron-Core has no total_tokens, which only Transformer Engine reads.
+        megatron_utils.PackedSeqParams = small_model.packed_seq_params
+        chunks = small_model.build(layout, **options)
+        rank = worker.mpu.get_data_parallel_rank()
+        me = object.__new__(worker.MegatronPolicyWorkerBase)
+        me.cfg, me.actor_module = config(packs, max_tokens), chunks
+        me.model = MegatronModelWrapper(me.cfg, chunks, policy_loss_fn=ppo_policy_loss)
+        me.enable_router_replay, me.is_vlm, me.empty_cuda_cache, me.optimizer = True, False, False, None
+        me.strategy = SimpleNamespace(all_reduce=lambda values, op=None, **_: values)
+        worker.all_reduce_metrics = lambda status, *_, **__: status
+        worker.get_moe_metrics = lambda **_: {}
+        ids, routes = oracle.rollout(rank)
+        with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
+            _know_tokens(chunks, seen)
+            reference = batch(rank)
+            del reference["rollout_expert_indices"], reference["router_padding_mask"]
+            me._forward_logprobs(reference)
+            seen.mark()
+            me._forward_logprobs(batch(rank))
+            seen.mark()
+            me.forward_backward(batch(rank))
+        return [part.counts() for part in seen]
+
+
+def _know_tokens(chunks: list[Any], seen: oracle.Marks) -> None:
+    """Later stages get tokens that are not laid out: work them out from theirs, by the layout that the first stage has."""
+    from skyrl.backends.skyrl_train.workers.megatron import megatron_model_wrapper as wrapper
+
+    for name in ("preprocess_packed_seqs", "remove_left_padding"):
+        original = getattr(wrapper, name)
+
+        def laid_out(tokens: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            seen.give(original(tokens, *args, **{**kwargs, "pre_process": True})[0])
+            return original(tokens, *args, **kwargs)
+
+        setattr(wrapper, name, laid_out)

@@ -1,0 +1,124 @@
+"""slime's own actor, from the rollout's Ray box to the optimizer, on a CPU: reference pass, log-probs, training."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_router_replay.testing import ParallelSizes
+from tests.trainers import oracle, small_model
+from tests.trainers.sources import Source
+from tests.trainers.stand_ins import trainer_imports
+
+SOURCE = Source(name="slime", packages=("slime",))
+SERVICES = ("ray", "transformers", "wandb")
+
+
+class Args(Namespace):
+    """slime's arguments; what a case does not set is off."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def args(layout: ParallelSizes, **options: Any) -> Args:
+    return Args(
+        advantage_estimator="grpo",
+        check_for_nan_in_loss_and_grad=True,
+        compute_advantages_and_returns=True,
+        data_pad_size_multiplier=8,
+        entropy_coef=0.0,
+        eps_clip=0.2,
+        eps_clip_high=0.2,
+        kl_coef=0.0,
+        kl_loss_coef=0.1,
+        kl_loss_type="low_var_kl",
+        log_probs_chunk_size=-1,
+        loss_type="policy_loss",
+        micro_batch_size=1,
+        moe_router_topk=oracle.TOPK,
+        num_experts=oracle.EXPERTS,
+        num_layers=oracle.LAYERS,
+        moe_layer_freq=[0, 1, 1, 1],
+        rollout_temperature=1.0,
+        rollout_top_p=1.0,
+        seq_length=64,
+        sequence_parallel=layout.sequence_parallel,
+        use_kl_loss=True,
+        use_rollout_routing_replay=True,
+        use_routing_replay=True,
+        get_mismatch_metrics=False,
+        keep_old_actor=True,  # so that log-probs are computed in a pass of their own
+        use_dynamic_batch_size=True,
+        use_dynamic_global_batch_size=False,
+        **options,
+    )
+
+
+def rollout_data(seed: int, steps: int) -> dict[str, Any]:
+    """What slime's rollout manager puts into a rank's box, micro-batches of unlike sizes and order."""
+    from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
+
+    ids, routes = oracle.rollout(seed)
+    data: dict[str, Any] = {
+        "partition": list(range(len(ids))),
+        "tokens": [part.tolist() for part in ids],
+        "response_lengths": [len(part) - prompt for part, prompt in zip(ids, oracle.PROMPTS)],
+        "rewards": [float(i % 2) for i in range(len(ids))],
+        "truncated": [0] * len(ids),
+        "loss_masks": [[1] * (len(part) - prompt) for part, prompt in zip(ids, oracle.PROMPTS)],
+        "sample_indices": list(range(len(ids))),
+        "rollout_ids": list(range(len(ids))),
+        "rollout_mask_sums": [len(part) - prompt for part, prompt in zip(ids, oracle.PROMPTS)],
+        "rollout_log_probs": [[-1.0] * (len(part) - prompt) for part, prompt in zip(ids, oracle.PROMPTS)],
+        "rollout_routed_experts": [part.int() for part in routes],
+        "total_lengths": [len(part) for part in ids],
+        "raw_reward": [float(i % 2) for i in range(len(ids))],
+        "global_batch_sizes": [len(ids) // steps] * steps,
+        "num_microbatches": [4 // steps] * steps,
+        "micro_batch_indices": [[0, 2], [1], [5, 3], [4]],
+    }
+    tensorize_rollout_data_for_training(data)
+    return data
+
+
+def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], steps: int = 1) -> Any:
+    """Train on one rollout; {pass: (decisions, wrong)} of the reference, log-prob and training passes."""
+    with trainer_imports(folder, ("slime",), services=SERVICES):
+        torch._dynamo.config.disable = True
+        from slime.backends.megatron_utils import actor, model
+        from slime.observability import logging_utils, train_metric_utils
+        from slime.utils import accelerator
+        from slime.utils import data as slime_data
+        from slime.utils.misc import Box
+
+        # Services: Ray's store, the trackers, the GPU.
+        slime_data.ray.get = lambda reference: reference
+        train_metric_utils.log_perf_data = lambda *args, **kwargs: None
+        logging_utils.log = train_metric_utils.gather_log_data = lambda *args, **kwargs: None
+        accelerator.current_device = accelerator.device = lambda *args, **kwargs: torch.device("cpu")
+        arguments = args(layout, **flags)
+        model.get_args = lambda: arguments
+        chunks = small_model.build(layout, **options)
+        chunks[0].role = "actor"
+        rank = actor.mpu.get_data_parallel_rank()
+        ids, routes = oracle.rollout(rank)
+        me = object.__new__(actor.MegatronTrainRayActor)
+        me.args, me.role, me.model, me.optimizer = arguments, "actor", chunks, small_model.NoOptimizer()
+        me.opt_param_scheduler = SimpleNamespace(step=lambda increment: None, get_lr=lambda group: 0.0)
+        me.prof = SimpleNamespace(step=lambda rollout_id: None)
+        me.rollout_data_postprocess, me.weight_updater = None, SimpleNamespace(pop_metrics=dict)
+        with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
+            me.weights_backuper = SimpleNamespace(
+                backup_tags={"ref", "actor", "old_actor"}, restore=lambda tag: seen.mark(), backup=lambda tag: None
+            )
+            me._active_model_tag = "actor"
+            actor.Timer().start("train_wait")  # slime does so at the end of init
+            boxes = [Box(rollout_data(i, steps)) for i in range(actor.mpu.get_data_parallel_world_size())]
+            me.train(0, boxes)
+        return [part.counts() for part in seen if sum(part.looked.values())]

@@ -1,0 +1,64 @@
+"""The tiny model that each trainer trains here, wrapped as it wraps its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_router_replay.testing import ParallelSizes, SmallAttention, build_tiny_gpt, tiny_gpt_config
+from tests.trainers.oracle import EXPERTS, LAYERS, TOPK, VOCAB
+
+
+def build(layout: ParallelSizes, **options: Any) -> list[Any]:
+    """Return this rank's chunks, in Megatron's DistributedDataParallel; layer 1 of 4 is dense."""
+    layout.initialize()
+    options = {"variable_seq_lengths": layout.pp_size > 1, **options}
+    config = tiny_gpt_config(
+        layout,
+        num_layers=LAYERS,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
+        moe_layer_freq=[0, 1, 1, 1],
+        **options,
+    )
+    chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, core_attention="small")
+    for chunk in chunks:
+        for module in chunk.modules():
+            # A trainer's mask of padded batches: padding lies behind all tokens, where a causal attention does not look.
+            if isinstance(module, SmallAttention):
+                module.register_forward_pre_hook(_without_mask, with_kwargs=True)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
+    return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+
+
+def _without_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    if "attention_mask" in kwargs:
+        return args, {**kwargs, "attention_mask": None}
+    return (*args[:3], None, *args[4:]), kwargs
+
+
+def packed_seq_params(**given: Any) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(**{name: value for name, value in given.items() if hasattr(PackedSeqParams, name)})
+
+
+class NoOptimizer:
+    """Takes every step and changes nothing: the weights of the next pass are those of this one."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[Any] = []
+        self.chained_optimizers: list[Any] = []
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def scale_loss(self, loss: Any) -> Any:
+        return loss
+
+    def step(self, *args: Any, **kwargs: Any) -> tuple[bool, float, int]:
+        return True, 0.0, 0
+
+    def get_lr(self, group: Any) -> float:
+        return 0.0

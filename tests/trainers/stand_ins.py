@@ -1,0 +1,137 @@
+"""What a trainer imports and a CPU has not: modules whose every attribute can be called, subclassed, used as a decorator."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class _AnyClass(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything()
+
+
+class Anything(metaclass=_AnyClass):
+    """Stands for a class, a function or a value of a module that is not there; used as a decorator it changes nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return cls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else Anything()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything()
+
+    def __or__(self, other: Any) -> Any:
+        return self
+
+    __ror__ = __or__
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _Module(ModuleType):
+    __version__ = "5.0.0"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        # A class, so that it can be a base, and called, and asked for attributes.
+        value = _AnyClass(name, (Anything,), {}) if name[:1].isupper() else Anything()
+        setattr(self, name, value)
+        return value
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Found last: what is asked for by a file in `folder`, and nobody has."""
+
+    def __init__(self, folder: str, packages: Sequence[str]) -> None:
+        self._folder, self._packages = folder, packages
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        inside_one = isinstance(sys.modules.get(name.rpartition(".")[0]), _Module)
+        asked = inside_one or (name.split(".")[0] not in self._packages and self._asks())
+        return ModuleSpec(name, self, is_package=True) if asked else None
+
+    def _asks(self) -> bool:
+        frame: Any = sys._getframe(2)
+        while frame is not None and ("importlib" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+            frame = frame.f_back
+        return frame is not None and frame.f_code.co_filename.startswith(self._folder)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+@contextmanager
+def trainer_imports(folder: str, packages: Sequence[str], *, services: Sequence[str] = ()) -> Iterator[None]:
+    """Let `packages` be imported from `folder` inside the block, and stand in for what they import and is not installed.
+
+    Every module of both is forgotten behind the block, so that the next case can take another folder.
+
+    Args:
+        folder: the trainer's code.
+        packages: its top-level packages.
+        services: packages that are stood in for where they are installed, too.
+    """
+    added = []
+
+    def importing(name: str, names: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        module = import_(name, names, local, fromlist, level)
+        if name.startswith("megatron.core") and str((names or {}).get("__file__", "")).startswith(folder):
+            # This Megatron-Core may be older than the trainer's.
+            for each in fromlist or ():
+                if not hasattr(module, each):
+                    setattr(module, each, _AnyClass(each, (Anything,), {}))
+                    added.append((module, each))
+        return module
+
+    import_ = builtins.__import__
+    finder = _Finder(folder, packages)
+    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] in services}
+    for name in before:
+        del sys.modules[name]
+    sys.modules.update({name: _Module(name) for name in services})
+    sys.meta_path.append(finder)
+    sys.path.insert(0, folder)
+    builtins.__import__ = importing
+    try:
+        yield
+    finally:
+        builtins.__import__ = import_
+        sys.meta_path.remove(finder)
+        sys.path.remove(folder)
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, _Module) or name.split(".")[0] in (*packages, *services):
+                del sys.modules[name]
+        sys.modules.update(before)
+        for owner, name in added:
+            delattr(owner, name)

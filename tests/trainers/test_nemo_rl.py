@@ -1,0 +1,60 @@
+"""NeMo-RL, with the edits of docs/trainers/nemo_rl.md and no others."""
+
+import re
+
+import pytest
+
+from megatron_router_replay.testing import ParallelSizes
+from tests.functional.mcore.cases import FULL
+from tests.support.workers import WorkersError
+from tests.trainers import nemo_rl
+
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+PACKED, DYNAMIC = {"packs": True}, {"dynamic": True}
+CASES = {
+    "single": (ParallelSizes(), {}, {}),
+    "single-dynamic-full": (ParallelSizes(), FULL, DYNAMIC),
+    "single-packed-moe": (ParallelSizes(), MOE, PACKED),
+    "tp2-full": (ParallelSizes(tp_size=2), FULL, {}),
+    "tp2-packed": (ParallelSizes(tp_size=2), {}, PACKED),
+    "cp2-packed-moe": (ParallelSizes(cp_size=2), MOE, PACKED),
+    "pp2-full": (ParallelSizes(pp_size=2), FULL, {}),
+    "pp2-packed-moe": (ParallelSizes(pp_size=2), MOE, PACKED),
+}
+
+FORGOTTEN = {
+    "the stamp": (('if "routed_experts" in data', "mrr.stamp("), "routes name an expert twice in one row"),
+    "the routes": (("mrr.microbatch(",), "routed_experts layer axis does not match a supported payload layout"),
+    "the filler": (("filler=range",), "routes of the dense layers [1] are not filler"),
+    "the session": (("    with (",), "no session holds this DistributedDataParallel"),
+}
+"""What is left out -> (texts of its added lines, what the user sees)."""
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory):
+    return nemo_rl.SOURCE.edited(tmp_path_factory.mktemp("nemo_rl") / "edited")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_decision_is_the_rollouts(name, edited, request):
+    layout, options, batching = CASES[name]
+    workers = request.getfixturevalue(f"workers_{layout.world_size}")
+    for reference, log_probs, train in workers.run(nemo_rl.step, str(edited), layout, options, *batching_of(batching)):
+        assert reference["no grad"][1] > 0, "the reference pass is live"
+        assert log_probs["no grad"][0] > 0
+        assert log_probs["no grad"][1] == 0
+        assert train["train"][1] == train["recompute"][1] == 0
+        assert (train["recompute"][0] > 0) == bool(options)
+
+
+def batching_of(batching):
+    return batching.get("packs", False), batching.get("dynamic", False)
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_forgotten_line_raises(name, tmp_path, workers_1):
+    lines, message = FORGOTTEN[name]
+    folder = nemo_rl.SOURCE.edited(tmp_path / "edited", without=lines)
+    with pytest.raises(WorkersError, match=re.escape(message)):
+        workers_1.run(nemo_rl.step, str(folder), ParallelSizes(), {})

@@ -1,0 +1,54 @@
+"""SkyRL, with the edits of docs/trainers/skyrl.md and no others."""
+
+import re
+
+import pytest
+
+from megatron_router_replay.testing import ParallelSizes
+from tests.functional.mcore.cases import FULL
+from tests.support.workers import WorkersError
+from tests.trainers import skyrl
+
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+CASES = {
+    "single": (ParallelSizes(), {}, {}),
+    "single-dynamic-full": (ParallelSizes(), FULL, {"max_tokens": 30}),
+    "single-packed-moe": (ParallelSizes(), MOE, {"packs": True}),
+    "tp2-full": (ParallelSizes(tp_size=2), FULL, {}),
+    "tp2-packed-dynamic": (ParallelSizes(tp_size=2), {}, {"packs": True, "max_tokens": 30}),
+    "cp2-packed-moe": (ParallelSizes(cp_size=2), MOE, {"packs": True}),
+    "pp2-packed-full": (ParallelSizes(pp_size=2), FULL, {"packs": True}),
+}
+
+FORGOTTEN = {
+    "the session of log-probs": (("#1 mrr.replay(",), "no session holds this DistributedDataParallel"),
+    "the session of training": (("#2 mrr.replay(",), "no session holds this DistributedDataParallel"),
+    "the filler": (("filler=route_padding",), "routes of the dense layers [1] are not filler"),
+}
+"""What is left out -> (texts of its added lines, what the user sees)."""
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory):
+    return skyrl.SOURCE.edited(tmp_path_factory.mktemp("skyrl") / "edited")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_decision_is_the_rollouts(name, edited, request):
+    layout, options, batching = CASES[name]
+    workers = request.getfixturevalue(f"workers_{layout.world_size}")
+    packs, max_tokens = batching.get("packs", False), batching.get("max_tokens", 0)
+    for reference, log_probs, train in workers.run(skyrl.step, str(edited), layout, options, packs, max_tokens):
+        assert reference["no grad"][1] > 0, "the reference pass is live"
+        assert log_probs["no grad"][0] > 0
+        assert log_probs["no grad"][1] == 0
+        assert train["train"][1] == train["recompute"][1] == 0
+        assert (train["recompute"][0] > 0) == bool(options)
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_forgotten_line_raises(name, tmp_path, workers_1):
+    lines, message = FORGOTTEN[name]
+    folder = skyrl.SOURCE.edited(tmp_path / "edited", without=lines)
+    with pytest.raises(WorkersError, match=re.escape(message)):
+        workers_1.run(skyrl.step, str(folder), ParallelSizes(), {})

@@ -1,0 +1,66 @@
+"""slime, with the edits of docs/trainers/slime.md and no others."""
+
+import re
+
+import pytest
+
+from megatron_router_replay.testing import ParallelSizes
+from tests.functional.mcore.cases import FULL
+from tests.support.workers import WorkersError
+from tests.trainers import slime
+
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+CASES = {
+    "single": (ParallelSizes(), {}, {}),
+    "single-full": (ParallelSizes(), FULL, {}),
+    "single-moe-two-steps": (ParallelSizes(), MOE, {"steps": 2}),
+    "tp2-full": (ParallelSizes(tp_size=2), FULL, {}),
+    "cp2-moe": (ParallelSizes(cp_size=2), MOE, {}),
+    "pp2-full": (ParallelSizes(pp_size=2), FULL, {}),
+    "pp2-vpp2-moe": (ParallelSizes(pp_size=2, vp_size=2), MOE, {}),
+}
+
+FORGOTTEN = {
+    "the stamp": (("map(mrr.stamp",), "routes name an expert twice in one row"),
+    "the filler": (("new_full",), "routes of the dense layers [1] are not filler"),
+    "the session of log-probs": (("replays = ",), "no session holds this DistributedDataParallel"),
+    "the session of training": (('timer("actor_train")',), "no session holds this DistributedDataParallel"),
+    "the routes of log-probs": (
+        ("#2 _feed_routes(args, model, batch)",),
+        "a forward without routes; 0 micro-batches were queued",
+    ),
+    "the routes of training": (
+        ("#3 _feed_routes(args, model, batch)",),
+        "a forward without routes; 0 micro-batches were queued",
+    ),
+    "the field of the batch": (('#1         "rollout_routed_experts",',), "KeyError: 'rollout_routed_experts'"),
+}
+"""What is left out -> (texts of its added lines, what the user sees)."""
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory):
+    return slime.SOURCE.edited(tmp_path_factory.mktemp("slime") / "edited")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_decision_is_the_rollouts(name, edited, request):
+    layout, options, flags = CASES[name]
+    workers = request.getfixturevalue(f"workers_{layout.world_size}")
+    flags = dict(flags)
+    steps = flags.pop("steps", 1)
+    for reference, log_probs, *train in workers.run(slime.step, str(edited), layout, options, flags, steps):
+        assert reference["no grad"][1] > 0, "the reference pass is live"
+        assert log_probs["no grad"][0] > 0
+        assert log_probs["no grad"][1] == 0
+        for phase in ("train", "recompute"):
+            assert sum(part[phase][1] for part in train) == 0
+        assert (sum(part["recompute"][0] for part in train) > 0) == bool(options)
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_forgotten_line_raises(name, tmp_path, workers_1):
+    lines, message = FORGOTTEN[name]
+    folder = slime.SOURCE.edited(tmp_path / "edited", without=lines)
+    with pytest.raises(WorkersError, match=re.escape(message)):
+        workers_1.run(slime.step, str(folder), ParallelSizes(), {}, {})

@@ -1,0 +1,203 @@
+"""The one decode and decode_batch: their names, their types and what they refuse whatever the engine."""
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_router_replay import engines
+from megatron_router_replay.engines import options
+from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import npy_base64, routes, tokens
+
+MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
+ENGINES = ("vllm", "sglang", "sglang_jax", "megatron", "tensorrt_llm", "transformers")
+S = 9
+IDS = tokens(S)
+ROWS = routes(S - 1, 3, num_experts=16, topk=2).astype(np.int32)
+
+
+def array_of(engine):
+    return {number: ROWS[:, number - 1] for number in (1, 2, 3)} if engine == "transformers" else ROWS
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "lmdeploy", "atom", "nemo_gym"])
+def test_every_engine_has_both_functions_(engine):
+    module = getattr(engines, engine)
+    assert next(iter(inspect.signature(module.decode).parameters)) == "result"
+    assert inspect.signature(module.decode_batch).return_annotation == "RoutingTrace"
+
+
+def test_the_keywords_of_decode_are_the_fields_of_its_options():
+    fields = {field.name for field in dataclasses.fields(engines.DecodeOptions)}
+    assert set(options.SampleOptions.__annotations__) == fields
+    parameters = set(inspect.signature(engines.vllm.decode_batch).parameters)
+    of_batch = set(options.SharedOptions.__annotations__) | parameters - {"result", "model", "allocate", "options"}
+    assert of_batch - {"allow_unlike_prompts", "sample_ids"} == fields - {"ignore_before", "sample_id"}
+    with pytest.raises(TypeError, match="tokens"):
+        engines.vllm.decode(ROWS, model=MODEL, tokens=IDS)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_rows_at_all_are_refused(engine):
+    none = dict.fromkeys((1, 2, 3), ROWS[:0, 0]) if engine == "transformers" else ROWS[:0]
+    with pytest.raises(PayloadError, match="has 0 rows"):
+        getattr(engines, engine).decode(none, model=MODEL, token_ids=IDS)
+    with pytest.raises(PayloadError):
+        getattr(engines, engine).decode_batch([none, none], model=MODEL, token_ids=[IDS, IDS])
+
+
+@pytest.mark.parametrize("engine", ENGINES[:-1])
+def test_one_token_has_no_row_to_have(engine):
+    trace = getattr(engines, engine).decode(ROWS[:0], model=MODEL, num_tokens=1)
+    assert trace.replay_mask.tolist() == [False]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_options_of_a_batch_are_one_a_sample(engine):
+    decode_batch, two = getattr(engines, engine).decode_batch, [array_of(engine)] * 2
+    trace = decode_batch(two, model=MODEL, num_tokens=[S, S], sample_ids=["a", "b"], weight_version=3)
+    assert trace.sample_ids == ("a", "b")
+    assert trace.weight_version.tolist() == [3] * (2 * S)
+    assert torch.equal(trace.topk_indices[: S - 1].int(), torch.from_numpy(ROWS))
+    for name, values in (("num_tokens", [S]), ("sample_ids", ["a"]), ("token_ids", [IDS] * 3), ("start", [0])):
+        with pytest.raises(PayloadError, match=f"{len(values)} {name} for 2 choices"):
+            decode_batch(two, model=MODEL, **({"num_tokens": [S, S]} | {name: values}))
+    for name, value in (("sample_ids", "ab"), ("token_ids", {0: IDS, 1: IDS}), ("start", "00")):
+        with pytest.raises(PayloadError, match=f"{name} is"):
+            decode_batch(two, model=MODEL, **({"num_tokens": [S, S]} | {name: value}))
+
+
+def test_each_sample_of_a_batch_has_its_start():
+    trace = engines.vllm.decode_batch([ROWS, ROWS[3:]], model=MODEL, num_tokens=[S, S], start=np.array([0, 3]))
+    assert trace.replay_mask.tolist() == [True] * 8 + [False] + [False] * 3 + [True] * 5 + [False]
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1", [1], None, np.array([1, 2])])
+def test_start_is_an_integer_of_0_or_more(value):
+    with pytest.raises(PayloadError, match="start="):
+        engines.vllm.decode(ROWS, model=MODEL, token_ids=IDS, start=value)
+    assert engines.vllm.decode(ROWS[1:], model=MODEL, token_ids=IDS, start=np.int64(1)).replay_mask.sum() == 7
+
+
+@pytest.mark.parametrize("engine", ["sglang", "sglang_jax", "megatron", "tensorrt_llm"])
+def test_a_version_that_would_be_ignored_is_refused(engine):
+    with pytest.raises(PayloadError, match=r"version='0\.21' means nothing here"):
+        getattr(engines, engine).decode(ROWS, model=MODEL, token_ids=IDS, version="0.21")
+
+
+@pytest.mark.parametrize("choice", [2, -1, True])
+def test_a_choice_that_is_not_there(choice):
+    choices = [
+        {
+            "index": i,
+            "token_ids": IDS[5:],
+            "prompt_token_ids": IDS[:5],
+            "routed_experts": npy_base64(ROWS.astype(np.uint8)),
+        }
+        for i in range(2)
+    ]
+    choices[1]["token_ids"] = IDS[4:8]
+    for number, last in ((0, IDS[8]), (1, IDS[7])):
+        assert engines.vllm.decode({"choices": choices}, model=MODEL, choice=number).token_ids[-1] == last
+    with pytest.raises(PayloadError, match="choice="):
+        engines.vllm.decode({"choices": choices}, model=MODEL, choice=choice)
+    with pytest.raises(PayloadError, match="holds 2 choices"):
+        engines.vllm.decode({"choices": choices}, model=MODEL)
+
+
+@pytest.mark.parametrize("value", [5, None, "x", [5], [None], [[]]])
+def test_lines_of_a_trace_that_are_none(value):
+    with pytest.raises(PayloadError):
+        engines.megatron_trace.decode(value, model=MODEL)
+
+
+def test_nothing_is_believed_or_dropped_unless_it_is_asked_for():
+    defaults = dataclasses.asdict(engines.DecodeOptions())
+    assert {name: value for name, value in defaults.items() if value is not None} == {
+        "start": 0,
+        "ignore_before": 0,
+        "missing": "raise",
+        "allow_surplus_rows": False,
+        "allow_constant_layers": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda prompt: prompt,
+        tuple,
+        np.array,
+        torch.tensor,
+        lambda prompt: [prompt, prompt],
+        lambda prompt: np.array([prompt, prompt]),
+        lambda prompt: torch.tensor([prompt, prompt]),
+        lambda prompt: [np.array(prompt), torch.tensor(prompt)],
+        lambda prompt: [np.int64(token) for token in prompt],
+    ],
+)
+def test_one_prompt_is_of_all_samples_and_a_list_of_prompts_is_one_each(form):
+    given = {"model": MODEL, "token_ids": [IDS, IDS]}
+    assert len(engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=form(IDS[:5]))) == 2 * S
+    for wrong in (IDS[1:6], [*IDS[:4], IDS[4] + 1]):
+        with pytest.raises(PayloadError, match="do not begin with the prompt"):
+            engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=form(wrong))
+
+
+def test_a_prompt_of_one_token_is_one_prompt():
+    for prompt in (IDS[:1], np.array(IDS[:1]), [IDS[:1], IDS[:1]]):
+        trace = engines.vllm.decode_batch([ROWS, ROWS], model=MODEL, token_ids=[IDS, IDS], prompt_token_ids=prompt)
+        assert len(trace) == 2 * S
+
+
+@pytest.mark.parametrize("prompts", [[], [IDS[:5]], [IDS[:5]] * 3, np.zeros((3, 2), np.int64)])
+def test_another_number_of_prompts_is_refused(prompts):
+    with pytest.raises(PayloadError, match=f"{len(prompts)} prompt_token_ids for 2 choices"):
+        engines.vllm.decode_batch([ROWS, ROWS], model=MODEL, token_ids=[IDS, IDS], prompt_token_ids=prompts)
+
+
+def test_each_prompt_is_compared_with_its_own_sample():
+    other = tokens(S, seed=5)
+    given = {"model": MODEL, "token_ids": [IDS, other]}
+    assert len(engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=[IDS[:5], other[:2]])) == 2 * S
+    with pytest.raises(PayloadError, match="do not begin with the prompt"):
+        engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=[other[:2], IDS[:5]])
+
+
+def aborted_reply(output, rows=None):
+    return {"index": 0, "prompt_token_ids": IDS[:5], "token_ids": output, "finish_reason": "abort"} | (
+        {} if rows is None else {"routed_experts": rows}
+    )
+
+
+def test_an_aborted_reply_without_output_has_no_routes_and_one_with_output_must():
+    trace = engines.vllm.decode({"choices": [aborted_reply([])]}, model=MODEL)
+    assert trace.replay_mask.tolist() == [False] * 5
+    for output in (IDS[5:6], IDS[5:8]):
+        with pytest.raises(PayloadError, match="missing, though the model has MoE layers"):
+            engines.vllm.decode({"choices": [aborted_reply(output)]}, model=MODEL)
+    with pytest.raises(PayloadError, match="missing, though the model has MoE layers"):
+        engines.vllm.decode({"choices": [aborted_reply([]) | {"finish_reason": "length"}]}, model=MODEL)
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_of_a_prompt_alone_the_last_row_is_a_route_where_it_is_sent(rows):
+    reply = aborted_reply([], ROWS[:rows].tolist())
+    trace = engines.vllm.decode({"choices": [reply]}, model=MODEL)
+    assert trace.replay_mask.tolist() == [True] * rows + [False] * (5 - rows)
+    assert trace.topk_indices[:rows].tolist() == ROWS[:rows].tolist()
+
+
+@pytest.mark.parametrize("engine", ENGINES[:-1])
+def test_a_list_of_the_rows_of_one_sample_is_one_array(engine):
+    trace = getattr(engines, engine).decode(list(ROWS), model=MODEL, token_ids=IDS)
+    assert trace.topk_indices[:-1].tolist() == ROWS.tolist()
+
+
+@pytest.mark.parametrize("result", [{}, {"choices": [{"index": 0, "finish_reason": "stop"}]}])
+def test_what_is_asked_for_first_is_the_routes(result):
+    with pytest.raises(PayloadError, match="missing, though the model has MoE layers"):
+        engines.vllm.decode(result, model=MODEL)

@@ -1,0 +1,330 @@
+"""Replies of the right shape that lie, in every engine's form: what the data shows is refused, and nothing else is."""
+
+import base64
+import json
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_router_replay import engines
+from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import decode as decode_form
+from tests.unit.engines.engine_payloads import envelope, npy_base64, routes, sglang_result, tokens, vllm_output
+
+L, E, K = 6, 32, 2
+MODEL = engines.ModelRoutingInfo(num_layers=L, moe_layer_numbers=tuple(range(1, L + 1)), num_experts=E, topk=K)
+P, G = 20, 21
+S = P + G
+PROMPT, OUTPUT = tokens(P), tokens(G, seed=2)
+IDS = PROMPT + OUTPUT
+GOOD = routes(S - 1, L, num_experts=E, topk=K).astype(np.int32)
+
+
+FORMS = [
+    "vllm object", "sglang generate", "sglang_jax completions", "megatron request", "tensorrt_llm choice",
+    "transformers hooks", "lmdeploy object", "atom object", "nemo_gym item", "array array",
+]  # fmt: skip
+
+
+def decode(form, rows, **options):
+    return decode_form(form, rows, PROMPT, OUTPUT, model=options.pop("model", MODEL), **options)
+
+
+def changed(where, value):
+    rows = GOOD.copy()
+    rows[where] = value
+    return rows
+
+
+def doubled():
+    rows = GOOD.copy()
+    rows[1:20:2] = rows[0:20:2]
+    return rows
+
+
+LIES = {
+    "filler 0..topk-1 in one row": (changed(7, [0, 1]), r"1 rows 7\.\.7.* are filler"),
+    "filler in every row": (changed(slice(None), [0, 1]), r"40 rows 0\.\.39.* are filler"),
+    "one route in every layer": (changed(slice(25, 31), [9, 4]), r"6 rows 25\.\.30.* are filler"),
+    "lost": (changed(slice(0, P), 0), r"120 routes are all zero.* rows 0\.\.19"),
+    "absent": (changed([4, 5], -1), r"2 rows 4\.\.5.* are -1 in every layer"),
+    "stands still": (
+        changed(slice(22, 36), GOOD[22]),
+        r"rows 22\.\.35 .* equal in every layer while their tokens differ",
+    ),
+    "every row twice": (doubled(), r"rows 0\.\.19 .* hold every row twice"),
+    "a layer copies its neighbour": (changed((slice(None), 3), GOOD[:, 2]), r"copies of their neighbour \(4 of 3\)"),
+    "all layers hold one layer's ids, noisy": (
+        np.concatenate([np.repeat(GOOD[:, :1], 5, axis=1), GOOD[:, 5:]], axis=1),
+        r"copies of their neighbour \(2 of 1, 3 of 2, 4 of 3, 5 of 4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("lie", LIES)
+def test_a_reply_that_lies_is_refused_by_every_decoder(form, lie):
+    rows, message = LIES[lie]
+    with pytest.raises(PayloadError, match=message):
+        decode(form, rows)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_reply_decodes_where_it_does_not_lie(form):
+    trace = decode(form, GOOD)
+    assert torch.equal(trace.topk_indices[:-1].int(), torch.from_numpy(GOOD))
+    assert trace.replay_mask.tolist() == [True] * (S - 1) + [False]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("lie", ["absent", "lost", "filler 0..topk-1 in one row"])
+def test_missing_rows_are_live_and_said_where_that_is_allowed(form, lie, caplog):
+    missing = {"absent": [4, 5], "lost": list(range(P)), "filler 0..topk-1 in one row": [7]}[lie]
+    with caplog.at_level(logging.WARNING):
+        trace = decode(form, LIES[lie][0], missing="live")
+    assert (~trace.replay_mask).nonzero()[:, 0].tolist() == [*missing, S - 1]
+    kept = [row for row in range(S - 1) if row not in missing]
+    assert torch.equal(trace.topk_indices[kept].int(), torch.from_numpy(GOOD[kept]))
+    assert "missing='live'" in caplog.text
+    for row in missing:  # distinct experts, spread
+        assert len(set(trace.topk_indices[row, 0].tolist())) == K
+    assert str(len(missing)) in caplog.text
+
+
+@pytest.mark.parametrize(
+    "form", ["vllm object", "megatron request", "transformers hooks", "lmdeploy object", "array array"]
+)
+def test_uint8_of_a_model_of_more_than_256_experts_is_refused(form):
+    model = engines.ModelRoutingInfo(num_layers=L, moe_layer_numbers=tuple(range(1, L + 1)), num_experts=300, topk=K)
+    with pytest.raises(PayloadError, match="ids are uint8, which cannot hold the ids of 300 experts"):
+        decode(form, GOOD.astype(np.uint8), model=model)
+
+
+def grouped(order):
+    """Four replies, two of each prompt; the routes of reply i are those of sample order[i]."""
+    prompts, outputs = [tokens(P, seed=30 + i) for i in (0, 0, 1, 1)], [tokens(G, seed=40 + i) for i in range(4)]
+    rows = []
+    for i in range(4):
+        own = routes(S - 1, L, num_experts=E, topk=K, seed=10 + i).astype(np.uint8)
+        own[:P] = routes(P, L, num_experts=E, topk=K, seed=20 + i // 2)
+        rows.append(own)
+    return prompts, outputs, [rows[i] for i in order]
+
+
+GROUPS = {
+    "vllm": lambda p, o, r: {
+        "id": "r",
+        "choices": [
+            {"index": i, "token_ids": o[i], "prompt_token_ids": p[i], "routed_experts": npy_base64(r[i])}
+            for i in range(4)
+        ],
+    },
+    "sglang": lambda p, o, r: [sglang_result(r[i], P, o[i], request=str(i)) for i in range(4)],
+    "tensorrt_llm": lambda p, o, r: [vllm_output(r[i].astype(np.int32), p[i], o[i]) for i in range(4)],
+}
+
+
+@pytest.mark.parametrize("engine", GROUPS)
+@pytest.mark.parametrize(
+    ("order", "pair"), [([0, 2, 1, 3], "0.*1"), ([2, 1, 0, 3], r"\d.*\d"), ([3, 1, 2, 0], r"\d.*\d")]
+)
+def test_routes_of_samples_that_changed_places_are_told_by_their_siblings(engine, order, pair):
+    """Exchanged, and n tiled beside interleaved."""
+    prompts, outputs, rows = grouped(order)
+    options = {"prompt_token_ids": prompts} if engine == "sglang" else {}
+    decode_batch, result = getattr(engines, engine).decode_batch, GROUPS[engine](prompts, outputs, rows)
+    with pytest.raises(PayloadError, match=f"{pair}.* begin with the same 20 tokens"):
+        decode_batch(result, model=MODEL, **options)
+    assert len(decode_batch(result, model=MODEL, allow_unlike_prompts=True, **options)) == 4 * S
+    right = GROUPS[engine](*grouped([0, 1, 2, 3]))
+    assert len(decode_batch(right, model=MODEL, **options)) == 4 * S
+
+
+def test_forwards_of_transformers_end_with_the_prompt():
+    def seen(*sizes):
+        parts = np.split(GOOD[: sum(sizes)], np.cumsum(sizes)[:-1])
+        return {n: [torch.from_numpy(part[:, n - 1].copy()) for part in parts] for n in range(1, L + 1)}
+
+    given = {"model": MODEL, "token_ids": IDS, "prompt_token_ids": PROMPT}
+    for sizes in ((P, *[1] * (G - 1)), (8, P - 8, *[1] * (G - 1))):  # prefilled at once, or in two chunks
+        assert engines.transformers.decode(seen(*sizes), **given).replay_mask.sum() == S - 1
+    with pytest.raises(PayloadError, match=r"forwards of 21, 1, 1.* none of which ends with the prompt's 20 tokens"):
+        engines.transformers.decode(seen(P + 1, *[1] * (G - 2)), **given)
+
+
+@pytest.mark.parametrize("form", ["vllm array", "sglang array", "array array"])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_ids_of_the_output_alone_are_not_answered_with_surplus_rows(form, allowed):
+    with pytest.raises(PayloadError, match=r"Are these the ids of prompt and output[^_]*$"):
+        decode(form, GOOD, token_ids=OUTPUT, allow_surplus_rows=allowed)
+
+
+def test_fewer_rows_of_the_generation_are_live_where_the_prompts_are_apart():
+    """vLLM's first descriptions: as many rows as output tokens "or fewer"; the prompt's own array says where they begin."""
+    output = vllm_output(GOOD[P : P + 15].astype(np.int16), PROMPT, OUTPUT, prompt_array=GOOD[:P].astype(np.int16))
+    with pytest.raises(PayloadError, match="has 35 rows"):
+        engines.vllm.decode(output, model=MODEL)
+    trace = engines.vllm.decode(output, model=MODEL, missing="live")
+    assert trace.replay_mask.tolist() == [True] * 35 + [False] * 6
+    with pytest.raises(PayloadError, match="has 35 rows"):  # one array does not say which rows are missing
+        engines.vllm.decode(vllm_output(GOOD[:35], PROMPT, OUTPUT), model=MODEL, missing="live")
+
+
+# What is sent
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_sglangs_narrow_wire(dtype):
+    reply = sglang_result(GOOD, P, OUTPUT)
+    text = base64.b64encode(GOOD.astype(dtype).tobytes()).decode()
+    reply["meta_info"] |= {"routed_experts": text, "routed_experts_dtype": dtype}
+    openai = {"choices": [{"index": 0}], "sglext": {"routed_experts": text, "routed_experts_dtype": dtype}}
+    for result in (reply, openai):
+        trace = engines.sglang.decode(result, model=MODEL, token_ids=IDS)
+        assert torch.equal(trace.topk_indices[:-1].int(), torch.from_numpy(GOOD))
+    if dtype != "int32":
+        with pytest.raises(PayloadError, match=f"are 40 rows of {dtype}, and nothing says so: pass the whole reply"):
+            engines.sglang.decode(text, model=MODEL, token_ids=IDS)
+    reply["meta_info"]["routed_experts_dtype"] = "float32"
+    with pytest.raises(PayloadError, match="routed_experts_dtype is 'float32', expected one of int32, uint16, uint8"):
+        engines.sglang.decode(reply, model=MODEL, token_ids=IDS)
+
+
+def test_joined_prefill_and_decode_replies_never_believe_the_decoders_prompt():
+    first = vllm_output(GOOD[:P].astype(np.uint8), PROMPT, [7])
+    for rubbish in (0, 99, GOOD[20:40]):
+        rows = GOOD.astype(np.uint8)
+        rows[:P] = rubbish
+        second = vllm_output(rows, PROMPT, OUTPUT)
+        trace = engines.join_prefill_decode(first, second, engine=engines.vllm, model=MODEL, sample_id="a")
+        assert torch.equal(trace.topk_indices[:-1].int(), torch.from_numpy(GOOD))
+        assert trace.replay_mask.tolist() == [True] * (S - 1) + [False]
+        assert (trace.token_ids.tolist(), trace.sample_ids) == (IDS, ("a",))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((GOOD[: P - 1], PROMPT[:-1], [7]), (GOOD, PROMPT, OUTPUT), "prompt of 19 tokens, the decode reply of 20"),
+        ((GOOD[:P], [*PROMPT[:-1], 1], [7]), (GOOD, PROMPT, OUTPUT), "token 19 is"),
+        (
+            (GOOD[: P - 1], PROMPT, []),
+            (GOOD, PROMPT, OUTPUT),
+            "no route of prompt token 19: ask the prefill server for one",
+        ),
+        ((GOOD[:P], PROMPT, [7]), (GOOD[:-1], PROMPT, OUTPUT), "has 39 rows"),
+        ((GOOD[:P], PROMPT, [7]), (changed(30, 0), PROMPT, OUTPUT), "all zero.* row 30"),
+    ],
+)
+def test_replies_of_different_requests_are_not_joined(first, second, message):
+    with pytest.raises(PayloadError, match=message):
+        engines.join_prefill_decode(vllm_output(*first), vllm_output(*second), engine=engines.vllm, model=MODEL)
+
+
+def test_nothing_proves_that_replies_without_ids_are_of_one_request():
+    replies = [{"choices": [{"index": 0, "routed_experts": GOOD[:n]}], "usage": {"prompt_tokens": P, "completion_tokens": g}}
+               for n, g in ((P, 1), (S - 1, G))]  # fmt: skip
+    with pytest.raises(PayloadError, match="nothing proves that the two replies are of one request"):
+        engines.join_prefill_decode(*replies, engine=engines.vllm, model=MODEL)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
+@pytest.mark.parametrize("last", [None, [-1, -1], [0, 1]])
+def test_nemo_gyms_envelope_with_and_without_a_row_of_the_last_token(dtype, last):
+    rows = GOOD if last is None else np.concatenate([GOOD, np.tile(last, (1, L, 1))])
+    item = {"prompt_token_ids": PROMPT, "generation_token_ids": OUTPUT, "routed_experts": envelope(rows, dtype)}
+    trace = engines.nemo_gym.decode(item, model=MODEL)
+    assert torch.equal(trace.topk_indices[:-1].int(), torch.from_numpy(GOOD))
+    assert engines.nemo_gym.decode(envelope(rows, dtype), model=MODEL, token_ids=IDS).replay_mask.sum() == S - 1
+    assert engines.nemo_gym.decode_batch([item, item], model=MODEL).sequence_lengths == (S, S)
+
+
+def test_a_literal_envelope():
+    model = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(2,), num_experts=8, topk=2)
+    text = "nrlre1:int16:2x1x2:AQACAAMABAA="  # 1 0 2 0 3 0 4 0
+    assert engines.nemo_gym.decode(text, model=model, num_tokens=3).topk_indices[:2].tolist() == [[[1, 2]], [[3, 4]]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nrlre2:int16:2x1x2:AAAA", "expected nrlre1"),
+        ("nrlre1:float16:2x1x2:AAAA", "expected nrlre1"),
+        (envelope(GOOD).replace(":40x", ":41x"), "states 41 rows and holds 40"),
+        (envelope(GOOD).replace("x6x", "x5x"), "rows"),
+        (envelope(GOOD)[:-3], "not base64"),
+        ("nrlre1:int16:2x0x2:", "no routes"),
+        (envelope(np.concatenate([GOOD[:1], GOOD])), "the last one is a route.* one too late"),
+    ],
+)
+def test_envelopes_that_are_none_say_why(text, message):
+    with pytest.raises(PayloadError, match=message):
+        engines.nemo_gym.decode(text, model=MODEL, token_ids=IDS)
+
+
+def test_dense_columns_of_lmdeploy_are_memory_that_nobody_wrote():
+    model = engines.ModelRoutingInfo(num_layers=L + 1, moe_layer_numbers=tuple(range(2, L + 2)), num_experts=E, topk=K)
+    rows = np.concatenate([np.full((S - 1, 1, K), 54321), GOOD], axis=1).astype(np.uint16)
+    reply = SimpleNamespace(token_ids=OUTPUT, input_token_len=P, generate_token_len=G, routed_experts=rows, index=0)
+    trace = engines.lmdeploy.decode(reply, model=model, prompt_token_ids=PROMPT)
+    assert torch.equal(trace.topk_indices[:-1].int(), torch.from_numpy(GOOD))
+    reply.input_token_len = P + 1
+    with pytest.raises(PayloadError, match="input_token_len=21"):
+        engines.lmdeploy.decode(reply, model=model, prompt_token_ids=PROMPT)
+
+
+# Replies that are none
+
+
+async def coroutine():
+    pass
+
+
+HTTP = SimpleNamespace(status_code=503, text="upstream busy", json=dict)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "the result is None"),
+        ({"error": {"message": "model overloaded", "code": 503}}, "answered with an error: 'model overloaded'"),
+        ({"error": "bad request"}, "answered with an error: 'bad request'"),
+        ({"object": "error", "message": "too long"}, "answered with an error: 'too long'"),
+        ({"detail": [{"msg": "field required"}]}, "answered with an error: .*field required"),
+        (json.dumps({"choices": []}), "is the JSON text .* parse it first"),
+        (json.dumps([{"text": ""}]).encode(), "is the JSON text .* parse it first"),
+        ('data: {"choices": []}', "is the JSON text .* of a stream each chunk"),
+        ("Internal Server Error", "is the text 'Internal Server Error', no reply"),
+        ("<html>", "is the text '<html>', no reply"),
+        (HTTP, r"is an HTTP response \(status 503, 'upstream busy'\).* pass response.json\(\)"),
+        (SimpleNamespace(status=200, read=bytes), r"is an HTTP response \(status 200\)"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt_llm", "nemo_gym"])
+def test_what_is_no_reply_gets_its_own_sentence(engine, result, message):
+    module = getattr(engines, engine)
+    for call in (lambda: module.decode(result, model=MODEL), lambda: module.decode_batch([result], model=MODEL)):
+        with pytest.raises(PayloadError, match=message):
+            call()
+
+
+def test_a_coroutine_was_not_awaited():
+    pending = coroutine()
+    with pytest.raises(PayloadError, match="is a coroutine that was not awaited"):
+        engines.vllm.decode(pending, model=MODEL)
+    pending.close()
+
+
+def test_what_is_no_model_says_what_is_one():
+    with pytest.raises(PayloadError, match=r"got Linear. A Megatron-Core model is read by ModelRoutingInfo.of_model"):
+        engines.vllm.decode(GOOD, model=torch.nn.Linear(1, 1), token_ids=IDS)
+    with pytest.raises(
+        PayloadError, match=r"no such file or folder here\. The id of a model on a hub is not looked up"
+    ):
+        engines.vllm.decode(GOOD, model="Qwen/Qwen3-30B-A3B", token_ids=IDS)
+    with pytest.raises(PayloadError, match="layer_numbers= names the layer of each column"):
+        engines.array.decode(GOOD[:, :5], model=MODEL, axes=("token", "layer", "expert"), token_ids=IDS)

@@ -1,0 +1,217 @@
+"""Every form of every engine: how many rows are legal for S tokens asked from `start`; lists of which no reply is lost."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_router_replay import engines
+from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import (
+    DATA,
+    FORMS,
+    config,
+    decode,
+    read_json,
+    routes,
+    sglang_result,
+    tokens,
+    vllm_output,
+)
+from tests.unit.engines.test_streams import PROMPT as STREAM_PROMPT
+from tests.unit.engines.test_streams import sglang_chunks, vllm_chunks
+
+MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
+P, G = 7, 5
+S = P + G
+PROMPT, OUTPUT = tokens(P), tokens(G, seed=2)
+IDS = PROMPT + OUTPUT
+ROWS = routes(S + 4, 3, num_experts=16, topk=2).astype(np.uint8)
+FULL_FORWARDS = ("transformers hooks",)
+EXACT = [form for form in FORMS if form not in FULL_FORWARDS]
+
+
+def rows_of(form, num_rows, **options):
+    start = options.get("start", 0)
+    return decode(form, ROWS[start : start + num_rows], PROMPT, OUTPUT, model=MODEL, **options)
+
+
+@pytest.mark.parametrize("form", EXACT)
+@pytest.mark.parametrize("start", [0, 1, 3, S - 2, S - 1])
+def test_exactly_s_minus_1_minus_start_rows_are_legal(form, start):
+    legal = S - 1 - start
+    trace = rows_of(form, legal, start=start)
+    assert trace.replay_mask.tolist() == [False] * start + [True] * legal + [False]
+    assert torch.equal(trace.topk_indices[start:-1].int(), torch.from_numpy(ROWS[start : S - 1]).int())
+    # One row more or less is a shift: a lost token, a start that is off by one, ids without BOS.
+    if form != "nemo_gym item":  # which may have a row of the last token, if it is filler
+        with pytest.raises(PayloadError, match=rf"{legal + 1} rows|bytes"):
+            rows_of(form, legal + 1, start=start)
+    for wrong in {0, 1, legal - 1, legal + 2} - {legal, legal + 1, -1}:
+        with pytest.raises(PayloadError, match=rf"{wrong} rows|bytes"):
+            rows_of(form, wrong, start=start)
+
+
+@pytest.mark.parametrize("form", [form for form in EXACT if form.split()[1] in ("array", "text", "openai")])
+def test_ids_without_the_bos_token_are_refused(form):
+    with pytest.raises(PayloadError):
+        decode(form, ROWS[: S - 1], PROMPT[1:], OUTPUT, model=MODEL)
+
+
+@pytest.mark.parametrize("form", [form for form in EXACT if not form.startswith(("megatron", "nemo_gym"))])
+@pytest.mark.parametrize("surplus", [1, 4])
+def test_surplus_rows_are_dropped_only_when_asked(form, surplus):
+    with pytest.raises(PayloadError):
+        rows_of(form, S - 1 + surplus)
+    trace = rows_of(form, S - 1 + surplus, allow_surplus_rows=True)
+    assert trace.replay_mask.tolist() == [True] * (S - 1) + [False]
+    with pytest.raises(PayloadError):
+        rows_of(form, S - 2, allow_surplus_rows=True)
+
+
+def test_megatron_never_has_surplus_rows_behind_the_last_token():
+    """Parts of a suspended request are concatenated: the surplus lies in the middle, so it cannot be cut off."""
+    for options in ({}, {"allow_surplus_rows": True}):
+        with pytest.raises(PayloadError, match="suspended"):
+            decode(
+                "megatron request", np.concatenate([ROWS[:9], ROWS[: S - 1]]), PROMPT, OUTPUT, model=MODEL, **options
+            )
+
+
+@pytest.mark.parametrize("form", ["vllm object", "sglang generate", "megatron request", "tensorrt_llm object"])
+@pytest.mark.parametrize("num_rows", [P - 1, P])
+def test_a_prompt_alone_may_have_a_row_for_its_last_token(form, num_rows):
+    trace = decode(form, ROWS[:num_rows], PROMPT, [], model=MODEL)
+    assert trace.replay_mask.tolist() == [True] * num_rows + [False] * (P - num_rows)
+
+
+def test_array_and_transformers_may_have_a_row_for_every_token():
+    for form, options in (("array array", {"last_token_routed": True}), ("transformers hooks", {})):
+        for num_rows in (S - 1, S):
+            assert int(rows_of(form, num_rows, **options).replay_mask.sum()) == num_rows
+        for num_rows in (0, S - 2, S + 1):
+            with pytest.raises(PayloadError):
+                rows_of(form, num_rows, **options)
+
+
+@pytest.mark.parametrize(("prompt", "generation", "legal"), [
+    (P, G - 1, True), (P, G, True), (P, G - 2, False), (P, G + 1, False), (P - 1, G, False), (P - 1, G + 1, False),
+    (P + 1, G - 1, False), (P + 1, G - 2, False), (0, S - 1, False),
+])  # fmt: skip
+def test_vllm_0_21_has_p_rows_and_g_minus_1_or_g(prompt, generation, legal):
+    parts = ROWS[P : P + generation].astype(np.int16), ROWS[:prompt].astype(np.int16)
+    output = vllm_output(parts[0], PROMPT, OUTPUT, prompt_array=parts[1])
+    if not legal:
+        with pytest.raises(PayloadError):
+            engines.vllm.decode(output, model=MODEL)
+        return
+    trace = engines.vllm.decode(output, model=MODEL)
+    assert trace.replay_mask.tolist() == [True] * (S - 1) + [False]
+    assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(ROWS[: S - 1]))
+
+
+def test_an_aborted_sample_without_ids_has_only_rows_without_a_route():
+    trace = engines.sglang.decode(sglang_result(None, P, [], finish="abort"), model=MODEL)
+    assert (trace.token_ids, trace.sequence_lengths, bool(trace.replay_mask.any())) == (None, (P,), False)
+    assert all(len(set(route)) == 2 for route in trace.topk_indices[:, 0].tolist())
+
+
+@pytest.mark.parametrize("form", ["vllm array", "sglang array", "megatron array", "array array"])
+def test_the_trace_keeps_no_buffer_of_the_caller(form):
+    ids, rows = np.array(IDS, np.int32), ROWS[: S - 1].copy()
+    trace = decode(form, rows, PROMPT, OUTPUT, model=MODEL, token_ids=ids)
+    before = trace.token_ids.clone(), trace.topk_indices.clone()
+    ids += 1
+    rows[:] = rows[:, :, ::-1].copy()
+    assert torch.equal(trace.token_ids, before[0])
+    assert torch.equal(trace.topk_indices, before[1])
+
+
+def test_all_captured_arrays_have_s_minus_1_minus_start_rows():
+    """The captures of real engines obey the rule, and one row more is refused for each of them."""
+    counted = 0
+    for name in sorted(path.stem for path in DATA.glob("*.npz")):
+        meta, arrays = read_json(f"{name}.json"), np.load(DATA / f"{name}.npz")
+        engine = {"vllm": "vllm", "sglang": "sglang", "sgljax": "sglang_jax"}.get(name.split("_")[0])
+        for case, facts in meta.get("cases", {}).items():
+            if case not in arrays:
+                continue
+            start, ids = facts.get("routed_experts_prompt_start", 0), facts["prompt_token_ids"] + facts["token_ids"]
+            assert len(arrays[case]) == len(ids) - 1 - start
+            model = config("qwen3moe" if meta["ckpt"] == "qwen3moe_hd128" else meta["ckpt"])
+            more = np.concatenate([arrays[case], arrays[case][-1:]])
+            with pytest.raises(PayloadError):
+                getattr(engines, engine).decode(more, model=model, token_ids=ids, start=start)
+            counted += 1
+    assert counted == 33 + 8 + 8
+
+
+# Lists: every reply is a sample, and replies are no stream
+
+LENGTHS = [(7, 5), (4, 6), (9, 2)]
+LISTED = [
+    "vllm completions", "vllm without ids", "vllm object", "sglang generate", "sglang openai", "sglang_jax generate",
+    "sglang_jax completions",
+]  # fmt: skip
+
+
+def sample(i):
+    prompt, output = LENGTHS[i]
+    rows = routes(prompt + output - 1, 3, num_experts=16, topk=2, seed=i).astype(np.uint8)
+    return rows, tokens(prompt, seed=40 + i), tokens(output, seed=50 + i)
+
+
+def replies(form, requests):
+    return [FORMS[form](*sample(i), request) for i, request in enumerate(requests)]
+
+
+@pytest.mark.parametrize("form", LISTED)
+@pytest.mark.parametrize("requests", ["a", "abc", "aaa", "aba", [None, None, None]])
+def test_every_reply_of_a_list_is_a_sample(form, requests):
+    decode_batch, listed = getattr(engines, form.split()[0]).decode_batch, replies(form, requests)
+    trace = decode_batch(listed, model=MODEL)
+    assert trace.sequence_lengths == tuple(map(sum, LENGTHS[: len(requests)]))
+    for i, one in enumerate(trace.samples()):
+        assert torch.equal(one.topk_indices[:-1], torch.from_numpy(sample(i)[0]))
+    assert torch.equal(decode_batch([[reply] for reply in listed], model=MODEL).topk_indices, trace.topk_indices)
+
+
+@pytest.mark.parametrize("requests", ["abc", "aaa"])
+@pytest.mark.parametrize("aborted", [0, 1, 2])
+def test_an_aborted_reply_of_a_list_stays_a_sample(requests, aborted):
+    lengths = tuple(sum(size) if i != aborted else size[0] for i, size in enumerate(LENGTHS))
+    listed = replies("sglang generate", requests)
+    listed[aborted] = sglang_result(None, LENGTHS[aborted][0], [], request=requests[aborted], finish="abort")
+    outputs = replies("vllm object", requests)
+    outputs[aborted] = vllm_output(None, sample(aborted)[1], [], finish_reason="abort")
+    for engine, results in ((engines.sglang, listed), (engines.sglang_jax, listed), (engines.vllm, outputs)):
+        trace = engine.decode_batch(results, model=MODEL)
+        assert trace.sequence_lengths == lengths
+        assert [bool(one.replay_mask.any()) for one in trace.samples()] == [i != aborted for i in range(3)]
+
+
+@pytest.mark.parametrize("form", LISTED)
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("requests", ["abc", "aaa"])
+def test_a_reply_without_routes_raises_instead_of_being_left_out(form, lost, requests):
+    listed = replies(form, requests)
+    reply = listed[lost]
+    if "object" in form:
+        reply.outputs[0].routed_experts = None
+    elif "choices" in reply:
+        reply.pop("sglext", None)
+        reply["choices"][0].pop("routed_experts", None)
+    else:
+        reply["meta_info"]["routed_experts"] = None
+    with pytest.raises(PayloadError, match="missing"):
+        getattr(engines, form.split()[0]).decode_batch(listed, model=MODEL)
+
+
+def test_streams_of_several_requests_in_one_list_are_told_apart_by_their_ids():
+    for engine, chunks in (("vllm", vllm_chunks), ("sglang", sglang_chunks), ("sglang_jax", sglang_chunks)):
+        together = [chunk for pair in zip(chunks(request="b"), chunks(request="a")) for chunk in pair]
+        for result in (together, [chunks(request="b"), chunks(request="a")], [chunks(), chunks()]):
+            for prompts in (STREAM_PROMPT, [STREAM_PROMPT, STREAM_PROMPT]):  # one for all, or one a sample
+                trace = getattr(engines, engine).decode_batch(result, model=MODEL, prompt_token_ids=prompts)
+                assert len(trace.sequence_lengths) == 2
+            with pytest.raises(PayloadError, match="3 prompt_token_ids for 2"):
+                getattr(engines, engine).decode_batch(result, model=MODEL, prompt_token_ids=[STREAM_PROMPT] * 3)

@@ -1,0 +1,335 @@
+"""Every mode of session as one program on the software GPU: what it asks of the device, and whether it is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron_router_replay as mrr
+from megatron_router_replay.mcore.prefetching import prefetch
+from tests.support import soft_gpu
+from tests.support.soft_gpu import SoftGpu, to_gpu
+from tests.unit.mcore.tiny_chunk import (
+    EXPERTS,
+    TOPK,
+    VOCAB,
+    Chunk,
+    as_map,
+    disturb,
+    flips,
+    non_reentrant,
+    plain,
+    random_routes,
+    reentrant,
+    watched,
+    wrong_replays,
+)
+
+AROUND = {"plain": plain, "reentrant": reentrant, "non_reentrant": non_reentrant}
+NUM, LAYERS = 3, 3
+ROWS = torch.arange(8 * NUM).view(NUM, 2, 4)
+IDS = (ROWS * 7) % VOCAB
+TRACE = mrr.RoutingTrace(
+    topk_indices=random_routes(8 * NUM, LAYERS),
+    layer_numbers=range(1, LAYERS + 1),
+    num_experts=EXPERTS,
+    token_ids=IDS.flatten(),
+)
+ROUTES = TRACE.topk_indices.view(NUM, 2, 4, LAYERS, TOPK)
+
+Queue = Callable[[int], dict[str, Any]]
+"""Micro-batch -> what its forward gets besides the tokens; called right before it."""
+Mode = Callable[[Chunk], Iterator[Queue]]
+
+
+@dataclass
+class Asked:
+    """What a program of NUM micro-batches asked of the device, and what it got.
+
+    Attributes:
+        waits, pageable: in queuing, forward and backward.
+        at_the_start, at_the_end: waits in opening and leaving the session.
+        launches: operations of one micro-batch, the last, in queuing, forward and backward.
+        wrong: decisions that are not the trace's; flips: recomputed decisions that are not their forward's.
+    """
+
+    waits: list[str] = field(default_factory=list)
+    pageable: list[str] = field(default_factory=list)
+    at_the_start: list[str] = field(default_factory=list)
+    at_the_end: list[str] = field(default_factory=list)
+    launches: int = 0
+    races: list[str] = field(default_factory=list)
+    wrong: int = 0
+    flips: int = 0
+
+
+def no_session(chunk: Chunk) -> Iterator[Queue]:
+    yield lambda number: {}
+
+
+def megatron_replay(chunk: Chunk, action: str = "REPLAY_FORWARD") -> Iterator[Queue]:
+    """Megatron-Core's own class, its targets on the device beforehand; recomputes are announced, as it wants them."""
+    from megatron.core.transformer.moe import router_replay as upstream
+
+    actions = upstream.RouterReplayAction
+    for router in chunk.routers:
+        router.router_replay = upstream.RouterReplay()
+        router.register_forward_pre_hook(lambda router, args: router.router_replay.set_router_replay_action(
+            getattr(actions, action) if torch._C._current_graph_task_id() == -1 else actions.REPLAY_BACKWARD
+        ))  # fmt: skip
+    with _unlogged():
+        targets = [[layer.to("cuda") for layer in _layers(number)] for number in range(NUM)]
+
+    def queue(number: int) -> dict[str, Any]:
+        for router, target in zip(chunk.routers, targets[number]):
+            router.router_replay.clear_indices()
+            router.router_replay.set_target_indices(target)
+        return {}
+
+    yield queue
+
+
+def megatron_record(chunk: Chunk) -> Iterator[Queue]:
+    yield from megatron_replay(chunk, "RECORD")
+
+
+def drop_in(chunk: Chunk) -> Iterator[Queue]:
+    """Our RouterReplay, driven as Megatron-Core's, with targets on the host."""
+    from megatron_router_replay.mcore.driven import RouterReplay, RouterReplayAction
+
+    for router in chunk.routers:
+        router.router_replay = RouterReplay()
+
+    def queue(number: int) -> dict[str, Any]:
+        for router, target in zip(chunk.routers, _layers(number)):
+            router.router_replay.clear_indices()
+            router.router_replay.set_target_indices(target)
+            router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        return {}
+
+    yield queue
+    for router in chunk.routers:
+        router.router_replay.clear_router_replay_action()
+
+
+def _layers(number: int) -> tuple[Tensor, ...]:
+    """Return a micro-batch's routes as its routers see them, one [num_tokens, topk] a layer."""
+    return TRACE.topk_indices[ROWS[number].t().reshape(-1)].long().unbind(1)
+
+
+def in_session(open_session: Callable[[Chunk], Any], queue: Callable[[Any, Chunk, int], Any]) -> Mode:
+    def mode(chunk: Chunk) -> Iterator[Queue]:
+        with open_session(chunk) as session:
+            yield lambda number: queue(session, chunk, number) or {}
+
+    return mode
+
+
+def _queue_rows(session: Any, chunk: Chunk, number: int, **options: Any) -> None:
+    session.microbatch(ROWS[number], chunk, **options)
+
+
+def attached(chunk: Chunk) -> Iterator[Queue]:
+    mrr.attach(chunk)
+    with mrr.replay(chunk, TRACE):
+        yield lambda number: {"routing_rows": ROWS[number]}
+
+
+def prefetched(chunk: Chunk) -> Iterator[Queue]:
+    with mrr.replay(chunk, TRACE) as session:
+        ahead = prefetch(TRACE, ROWS.unbind(0), device="cuda")
+        yield lambda number: session.microbatch(next(ahead), chunk) or {}
+        ahead.close()
+
+
+def other_stream(chunk: Chunk) -> Iterator[Queue]:
+    """Queued under another current stream than the model's."""
+    side = torch.cuda.Stream()
+
+    def queue(number: int) -> dict[str, Any]:
+        with torch.cuda.stream(side):
+            session.microbatch(ROWS[number], chunk)
+        return {}
+
+    with mrr.replay(chunk, TRACE) as session:
+        yield queue
+
+
+def _feed(session: Any, chunk: Chunk, number: int, *, device: str, stamped: bool) -> None:
+    with _unlogged():
+        routes = mrr.stamp(ROUTES[number], IDS[number]) if stamped else ROUTES[number].clone()
+        routes = routes.pin_memory() if device == "page-locked" else routes.to(device)
+        ids = IDS[number].to("cuda")
+    if stamped:
+        mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=ids)
+    else:
+        mrr.microbatch(chunk, routes=routes, trust_layout=True)
+    with _unlogged():
+        routes.zero_()  # a trainer uses its memory again
+
+
+def fed(device: str, *, stamped: bool, **options: Any) -> Mode:
+    return in_session(
+        lambda chunk: mrr.replay(chunk, **options),
+        lambda session, chunk, number: _feed(session, chunk, number, device=device, stamped=stamped),
+    )
+
+
+def _on_the_gpu(chunk: Chunk, **options: Any) -> Any:
+    with _unlogged():
+        trace = TRACE.to("cuda")
+    return mrr.replay(chunk, trace, **options)
+
+
+def _queue_gpu_rows(session: Any, chunk: Chunk, number: int) -> None:
+    with _unlogged():
+        rows = ROWS[number].to("cuda")
+    session.microbatch(rows, chunk)
+
+
+LIVE = torch.arange(8 * NUM) % 8 == 5
+"""A row of each micro-batch that `some live` gives no route."""
+
+
+def _some_live(chunk: Chunk) -> Any:
+    return mrr.replay(chunk, TRACE.keep(~LIVE))
+
+
+def recorded(chunk: Chunk) -> Iterator[Queue]:
+    """A recording that is also read."""
+    with mrr.record(chunk) as session:
+        yield lambda number: session.microbatch(ROWS[number], chunk) or {}
+    session.trace()
+
+
+MODES: dict[str, Mode] = {
+    "no session": no_session,
+    "Megatron's replay": megatron_replay,
+    "Megatron's record": megatron_record,
+    "record": recorded,
+    "replay": in_session(lambda chunk: mrr.replay(chunk, TRACE), _queue_rows),
+    "attached": attached,
+    "prefetched": prefetched,
+    "some live": in_session(_some_live, _queue_rows),
+    "verify": in_session(lambda chunk: mrr.replay(chunk, TRACE, verify=True), _queue_rows),
+    "trace on the GPU": in_session(_on_the_gpu, _queue_gpu_rows),
+    "trace on the GPU, all routed": in_session(lambda chunk: _on_the_gpu(chunk, min_replayed=1.0), _queue_gpu_rows),
+    "fed from the host": fed("cpu", stamped=False),
+    "fed from the host, stamped": fed("cpu", stamped=True),
+    "fed from page-locked memory, stamped": fed("page-locked", stamped=True),
+    "fed on the GPU": fed("cuda", stamped=False),
+    "fed on the GPU, stamped, all routed": fed("cuda", stamped=True, min_replayed=1.0),
+    "another stream": other_stream,
+    "freeze": in_session(lambda chunk: mrr.freeze_recompute(chunk), lambda *args: None),
+    "drop-in": drop_in,
+}
+LIVE_MODES = ("no session", "record", "Megatron's record", "freeze")
+"""In which the routers choose by themselves."""
+
+
+def ask(name: str, recompute: str) -> dict[str, Any]:
+    """Run a mode on the software GPU, in a process of its own; see `Asked`."""
+    asked = Asked()
+    with SoftGpu() as gpu:
+        chunk = Chunk(LAYERS)
+        chunk.around = AROUND[recompute]
+        to_gpu(chunk)
+        tokens = [ids.to("cuda") for ids in IDS]
+        mode = contextmanager(MODES[name])(chunk)
+        with _watched(chunk) as seen:
+            with gpu.logged() as log:
+                queue = mode.__enter__()
+            asked.at_the_start += log.waits
+            for number in range(NUM):
+                with gpu.logged() as log:
+                    others = queue(number)
+                    loss = chunk(tokens[number], number, **others).square().sum()
+                    with _unlogged():
+                        disturb(chunk, seed=number)
+                    loss.backward()
+                asked.waits += log.waits
+                asked.pageable += log.pageable
+                asked.launches = log.kernels
+            with gpu.logged() as log:
+                mode.__exit__(None, None, None)
+            asked.at_the_end += log.waits
+        on_host = {key: [routing_map.cpu() for routing_map in maps] for key, maps in seen.items()}
+        asked.flips = flips(on_host)
+        if name not in LIVE_MODES:
+            asked.wrong = wrong_replays(on_host, TRACE)
+        if name == "some live":
+            asked.wrong = _wrong_of_routed(on_host)
+        asked.races = sorted(set(gpu.races))
+    return asdict(asked)
+
+
+def told_late(what: str) -> str:
+    """Return what a session says, when it is left, of a fault that only the device knew of."""
+    with SoftGpu():
+        chunk: Any = to_gpu(Chunk(LAYERS))
+        trace, rows, ids = TRACE.to("cuda"), ROWS[0].to("cuda"), IDS[0].to("cuda")
+        rows[0, 1] = -1 if what == "no route" else 1
+        ids[1, 2] += what == "another token"
+        session = mrr.replay(chunk, trace, min_replayed=1.0)
+        session.microbatch(rows, chunk)
+        chunk(ids)
+        try:
+            session.close()
+        except mrr.RouterReplayError as error:
+            return str(error)
+    return ""
+
+
+def recording() -> tuple[mrr.RoutingTrace, dict[tuple[int, int], Tensor]]:
+    """Return what was recorded on the device, and the maps that left the routers."""
+    with SoftGpu():
+        chunk: Any = to_gpu(Chunk(LAYERS))
+        with watched(chunk) as seen, mrr.record(chunk) as session:
+            for number in range(NUM):
+                session.microbatch(ROWS[number], chunk)
+                chunk(IDS[number].to("cuda"), number)
+        return session.trace(), {key: maps[0].cpu() for key, maps in seen.items()}
+
+
+def _wrong_of_routed(seen: Any) -> int:
+    """How many decisions of rows that have a route are not the trace's."""
+    wrong = 0
+    for (number, layer), maps in seen.items():
+        rows = ROWS[number].t().reshape(-1)
+        routed = ~LIVE[rows]
+        expected = as_map(TRACE.layer(layer)[rows])[routed]
+        wrong += sum(int((routing_map[routed] != expected).any(dim=1).sum()) for routing_map in maps)
+    return wrong
+
+
+@contextmanager
+def _watched(chunk: Chunk) -> Iterator[Any]:
+    """As `watched`, whose own operations are not logged."""
+    with watched(chunk) as seen:
+        for router in chunk.routers:
+            (number, hook), *_ = list(router._forward_hooks.items())[-1:]
+
+            def unlogged(*args: Any, hook: Any = hook) -> None:
+                with _unlogged():
+                    hook(*args)
+
+            router._forward_hooks[number] = unlogged
+        yield seen
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    gpu: Any = soft_gpu.in_use()
+    log, gpu.log = gpu.log, None
+    known = soft_gpu.Clock(soft_gpu.HOST.clock)
+    try:
+        yield
+    finally:
+        gpu.log = log
+        # What the host waited for in here, the program has not waited for.
+        soft_gpu.HOST.clock = soft_gpu.Clock(known | {soft_gpu.HOST: soft_gpu.HOST.clock.get(soft_gpu.HOST, 0)})

@@ -1,0 +1,306 @@
+"""RouterReplay: Megatron-Core's interface, without what goes wrong in silence; scores by hand, and no model."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megatron_router_replay import RouterReplay, RouterReplayAction, RouterReplayError
+from megatron_router_replay.errors import ReplayStateError, TraceError
+from megatron_router_replay.mcore import Tape
+from tests.unit.mcore.tiny_chunk import reentrant
+
+TARGET = torch.tensor([[3, 1], [0, 2]])
+SCORES = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
+
+
+def live_topk(scores, topk, num_groups=None, group_topk=None):
+    return torch.topk(scores, k=topk, dim=1)
+
+
+def route(replay, scores=SCORES, topk=2):
+    return replay.get_replay_topk(scores, topk, None, None, live_topk)
+
+
+def test_without_an_action_it_routes_live():
+    values, indices = route(RouterReplay())
+    assert indices.tolist() == [[1, 2], [0, 3]]
+    assert torch.equal(values, torch.tensor([[0.4, 0.3], [0.4, 0.3]]))
+
+
+def test_record_keeps_a_copy_not_a_reference():
+    replay = RouterReplay()
+    replay.set_router_replay_action(RouterReplayAction.RECORD)
+    _, indices = route(replay)
+    indices.zero_()  # Megatron-Core 0.16.1 keeps this very tensor
+    assert replay.get_recorded_indices().tolist() == [[1, 2], [0, 3]]
+
+
+def test_forward_replay_uses_the_target_in_its_column_order_with_the_live_scores():
+    replay = RouterReplay()
+    replay.set_target_indices(TARGET)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    values, indices = route(replay)
+    assert indices.tolist() == TARGET.tolist()
+    assert torch.equal(values, torch.tensor([[0.2, 0.4], [0.4, 0.2]]))
+
+
+def test_compact_targets_are_widened_where_they_are_used():
+    replay = RouterReplay()
+    replay.set_target_indices(TARGET.to(torch.uint8))
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    _, indices = route(replay)
+    assert (indices.dtype, indices.tolist()) == (torch.int64, TARGET.tolist())
+    assert replay.replay_backward_list[0].dtype is torch.uint8
+
+
+def test_backward_replay_takes_the_micro_batches_first_in_first_out():
+    replay = RouterReplay()
+    for target in (TARGET, TARGET.flip(1), TARGET.flip(0)):
+        replay.set_target_indices(target)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+    used = [route(replay)[1].tolist() for _ in range(3)]
+    assert used == [TARGET.tolist(), TARGET.flip(1).tolist(), TARGET.flip(0).tolist()]
+    assert replay.replay_backward_list == []
+    with pytest.raises(ReplayStateError, match="empty replay_backward_list"):
+        route(replay)
+
+
+def recomputing(around, replay, used):
+    """A function of one leaf that routes, inside a checkpoint."""
+
+    def routed(leaf):
+        used.append(route(replay)[1].tolist())
+        return leaf.clone()
+
+    return around(routed, torch.zeros(1, requires_grad=True))
+
+
+class Unknown(torch.autograd.Function):
+    """A checkpoint of a trainer's own."""
+
+    @staticmethod
+    def forward(ctx, function, leaf):
+        ctx.function = function
+        return function(leaf)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, ctx.function(grad)
+
+
+class Named(torch.autograd.Function):
+    """The same, with its runs named."""
+
+    @staticmethod
+    def forward(ctx, function, leaf):
+        ctx.function, ctx.tape = function, Tape()
+        with ctx.tape.first_run():
+            return function(leaf)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with ctx.tape.again():
+            return None, ctx.function(grad)
+
+
+@pytest.mark.parametrize("around", [reentrant, Named.apply], ids=["known", "named"])
+def test_a_recompute_is_recognised_without_setting_replay_backward(around):
+    replay, used = RouterReplay(), []
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    replay.set_target_indices(TARGET)
+    first = recomputing(around, replay, used)
+    replay.set_target_indices(TARGET.flip(1))
+    second = recomputing(around, replay, used)
+    first.backward()  # 1F1B: the oldest first, when the target is the youngest's already
+    second.backward()
+    assert used == [TARGET.tolist(), TARGET.flip(1).tolist(), TARGET.tolist(), TARGET.flip(1).tolist()]
+    assert len(replay.replay_backward_list) == 2, (
+        "an entry goes with a call under REPLAY_BACKWARD, and at no other time"
+    )
+
+
+def test_a_recompute_that_nobody_knows_takes_the_fifo_or_raises():
+    replay, used = RouterReplay(), []
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    replay.set_target_indices(TARGET)
+    outputs = [recomputing(Unknown.apply, replay, used) for _ in range(2)]
+    with pytest.raises(ReplayStateError, match="in a recompute whose forward is not known"):
+        outputs[0].backward()
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+    outputs[1].backward()
+    assert used == [TARGET.tolist()] * 3
+    assert replay.replay_backward_list == []
+
+
+def test_a_recorded_forward_is_replayed_in_its_checkpoint():
+    from torch.utils.checkpoint import checkpoint
+
+    replay = RouterReplay()
+    replay.set_router_replay_action(RouterReplayAction.RECORD)
+    scores = SCORES.clone().requires_grad_()
+    loss = checkpoint(lambda scores: route(replay, scores)[0].square().sum(), scores, use_reentrant=False)
+    replay.set_target_indices(replay.get_recorded_indices())
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+    loss.backward()
+    assert replay.replay_backward_list == []
+    assert torch.equal(scores.grad, torch.tensor([[0.0, 0.8, 0.6, 0.0], [0.8, 0.0, 0.0, 0.6]]))
+
+
+def test_a_replay_without_a_target_raises():
+    replay = RouterReplay()
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with pytest.raises(ReplayStateError, match="without a target"):
+        route(replay)
+
+
+@pytest.mark.parametrize(
+    "target", [TARGET[:1], torch.cat([TARGET, TARGET]), torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.tensor([[0], [1]])]
+)
+def test_a_target_of_another_shape_raises(target):
+    # Too few rows would leave tokens without experts, one row would be broadcast, another topk is accepted elsewhere.
+    replay = RouterReplay()
+    replay.set_target_indices(target)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with pytest.raises(ReplayStateError, match="routes 2 tokens to 2 experts"):
+        route(replay)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ([[0, 1], [2, 2]], r"row 1 .* is \[2, 2\]"),
+        ([[0, 0], [0, 0]], r"row 0 .* is \[0, 0\]"),
+        ([[0, 1], [-1, 2]], r"row 1 .* is \[-1, 2\]"),
+        ([0, 1], r"got \[2\]"),
+        ([[0.0, 1.0]], "float32"),
+    ],
+)
+def test_a_target_that_no_router_could_choose_raises_when_it_is_set(target, said):
+    replay = RouterReplay()
+    with pytest.raises(TraceError, match=said):
+        replay.set_target_indices(torch.tensor(target))
+    assert replay.target_topk_idx is None
+    assert replay.replay_backward_list == []
+
+
+def test_an_expert_that_does_not_exist_raises_when_it_is_used():
+    replay = RouterReplay()
+    replay.set_target_indices(torch.tensor([[0, 4], [1, 2]]))
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with pytest.raises(TraceError, match="names expert 4 of 4 experts"):
+        route(replay)
+
+
+def test_the_static_helpers_reach_every_instance_in_order():
+    replays = [RouterReplay(), RouterReplay()]
+    RouterReplay.set_replay_data([TARGET, TARGET.flip(1)])
+    assert [replay.target_topk_idx.tolist() for replay in replays] == [TARGET.tolist(), TARGET.flip(1).tolist()]
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    for replay in replays:
+        route(replay)
+    assert [recorded.tolist() for recorded in RouterReplay.get_recorded_data()] == [[[1, 2], [0, 3]]] * 2
+    RouterReplay.clear_global_router_replay_action()
+    RouterReplay.clear_global_indices()
+    for replay in replays:
+        assert (replay.router_replay_action, replay.target_topk_idx, replay.recorded_topk_idx) == (None, None, None)
+        assert replay.replay_backward_list == []
+    RouterReplay.clear_global_router_replay_instances()
+    assert RouterReplay.global_router_replay_instances == []
+
+
+def test_set_replay_data_sets_all_or_nothing():
+    replays = [RouterReplay(), RouterReplay()]
+    with pytest.raises(ReplayStateError, match="1 replay tensors over 2 routers"):
+        RouterReplay.set_replay_data([TARGET])
+    with pytest.raises(TraceError):
+        RouterReplay.set_replay_data([TARGET, torch.zeros(2, 2, dtype=torch.int64)])
+    assert [replay.target_topk_idx for replay in replays] == [None, None]
+
+
+def test_gradients_reach_the_scores_of_the_replayed_experts_only():
+    scores = SCORES.clone().requires_grad_()
+    replay = RouterReplay()
+    replay.set_target_indices(TARGET)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    values, _ = route(replay, scores)
+    (values * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
+    assert scores.grad.tolist() == [[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 4.0, 0.0]]
+
+
+def test_every_error_is_of_the_package():
+    assert issubclass(ReplayStateError, RouterReplayError)
+    assert issubclass(TraceError, RouterReplayError)
+
+
+def test_recording_goes_into_a_static_buffer():
+    replays = [RouterReplay(), RouterReplay()]
+    buffer = torch.full((6, 2, 2), -1, dtype=torch.int16)
+    RouterReplay.set_global_static_buffers(buffer)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    for replay in replays:
+        route(replay)
+    assert buffer[:2, 0].tolist() == buffer[:2, 1].tolist() == [[1, 2], [0, 3]]
+    assert (buffer[2:] == -1).all()
+    assert replays[0].get_recorded_indices().data_ptr() == buffer.data_ptr()
+    with pytest.raises(ReplayStateError, match="2 routers"):
+        RouterReplay.set_global_static_buffers(buffer[:, :1])
+    RouterReplay.clear_global_static_buffers()
+    assert [replay.static_buffer for replay in replays] == [None, None]
+
+
+def test_a_recording_that_does_not_fit_its_static_buffer_raises():
+    replay = RouterReplay()
+    replay.set_static_buffer(torch.full((3, 2), -1))
+    fits = [[0, 1], [2, 3], [4, 5]]
+    replay.record_indices(torch.tensor(fits))
+    assert replay.recorded_topk_idx.tolist() == fits
+    for shape in ((4, 2), (3, 1), (2, 3), (4, 3)):
+        with pytest.raises(
+            ReplayStateError, match=rf"\[{shape[0]}, {shape[1]}\] routes into a static buffer of \[3, 2\]"
+        ):
+            replay.record_indices(torch.zeros(shape, dtype=torch.int64))
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        with pytest.raises(ReplayStateError, match="must be"):
+            replay.set_static_buffer(torch.zeros(3, 2, dtype=dtype))
+    for shape in ((3,), (3, 2, 1)):
+        with pytest.raises(ReplayStateError, match="must be"):
+            replay.set_static_buffer(torch.zeros(shape, dtype=torch.int64))
+    assert replay.static_buffer.tolist() == fits, "what was refused has not replaced it"
+    with pytest.raises(ReplayStateError, match=r"\[3, 2\]: it must be"):
+        RouterReplay.set_global_static_buffers(replay.static_buffer)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.uint8, 256), (torch.int8, 128)])
+def test_a_static_buffer_holds_the_ids_of_as_many_experts_as_its_dtype(dtype, most):
+    replay = RouterReplay()
+    replay.set_static_buffer(torch.zeros(1, 1, dtype=dtype))
+    replay.set_router_replay_action(RouterReplayAction.RECORD)
+
+    def record(num_experts):
+        route(replay, torch.arange(float(num_experts)).unsqueeze(0), topk=1)
+
+    record(most)
+    assert replay.recorded_topk_idx.tolist() == [[most - 1]]
+    with pytest.raises(ReplayStateError, match=f"cannot hold the ids of {most + 1} experts"):
+        record(most + 1)
+
+
+def test_a_graph_may_record_into_a_static_buffer_and_do_nothing_else():
+    """A graph runs again without Python: it would replay the routes of its capture, or record into memory that is gone."""
+    replay = RouterReplay()
+
+    def capture():
+        return make_fx(lambda scores: route(replay, scores)[1])(SCORES)
+
+    assert capture()(SCORES.flip(1)).tolist() == [[2, 1], [3, 0]], "routed live, nothing of ours is in it"
+    replay.set_router_replay_action(RouterReplayAction.RECORD)
+    with pytest.raises(ReplayStateError, match="RECORD is captured into a graph"):
+        capture()
+    buffer = torch.zeros(2, 2, dtype=torch.int64)
+    replay.set_static_buffer(buffer)
+    capture()(SCORES.flip(1))
+    assert buffer.tolist() == [[2, 1], [3, 0]]
+    replay.set_target_indices(TARGET)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with pytest.raises(ReplayStateError, match="REPLAY_FORWARD is captured into a graph"):
+        capture()

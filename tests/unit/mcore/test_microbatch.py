@@ -1,0 +1,162 @@
+"""One micro-batch's rows -> what the routers replay; the path that never waits for a GPU gives the same."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.mcore.balance import Balance, Tokens
+from megatron_router_replay.mcore.microbatches import (
+    KeptLayer,
+    LayerRoutes,
+    Microbatch,
+    RowInputs,
+    count_rows,
+    padding_ordinals,
+    spread_padding,
+    take_rows,
+)
+from tests.unit.mcore.tiny_chunk import Chunk, as_map, random_routes, random_trace, tokens, watched
+
+CPU = torch.device("cpu")
+
+
+def queued(trace, rows, **options):
+    """The micro-batch as its routers get it, [s, b] as in `rows` transposed, and its rows as routers see them."""
+    chunk = Chunk()
+    session = mrr.replay(chunk, trace, min_replayed=0)
+    try:
+        session.microbatch(rows, **options)
+        return chunk, session._chunks[0].queue._waiting[0]
+    finally:
+        session.abandon()
+
+
+def counts(microbatch):
+    return tuple(int(microbatch.counts[name]) for name in ("rows", "live", "padding"))
+
+
+def test_each_layer_is_widened_with_its_block_in_the_forward_and_the_recompute():
+    compact = random_routes(6, 40).to(torch.uint8)  # two whole blocks of 16 layers, and half of one
+    routes = LayerRoutes(compact)
+    kept = [KeptLayer(routes, layer) for layer in range(40)]
+    assert {(each.shape, each.dtype) for each in kept} == {((6, 2), torch.uint8)}
+    for layer in (17, 3, 39, *(other for other in range(40) if other not in (17, 3, 39))):
+        wide = routes.layer(layer)
+        assert (wide.dtype, torch.equal(wide, compact[:, layer].long())) == (torch.int64, True)
+    assert routes._blocks == {}, "every layer was asked for, and no widened block is kept"
+    for layer in reversed(range(40)):
+        assert torch.equal(kept[layer].to(torch.int64), compact[:, layer].long())
+        assert len(routes._blocks) == (layer not in (0, 16, 32))
+
+
+def test_rows_of_an_empty_trace_are_zeros_and_others_are_gathered():
+    routes = random_routes(5)
+    rows = torch.tensor([4, 0, 4])
+    assert torch.equal(take_rows(routes, rows, CPU), routes[[4, 0, 4]])
+    assert torch.equal(take_rows(routes[:0], rows * 0, CPU), torch.zeros(3, 3, 2, dtype=routes.dtype))
+
+
+def test_padding_is_numbered_as_routers_see_it_and_spread_over_all_experts():
+    padding = torch.tensor([[False, True, True], [False, True, False]])  # s-major: no no, 0 1, 2 no
+    ordinals = padding_ordinals(padding)
+    assert [int(ordinals[b, s]) for s in range(3) for b in range(2) if padding[b, s]] == [0, 1, 2]
+    seen, numbers = padding.t().reshape(-1), ordinals.t().reshape(-1)
+    routes = random_routes(6).to(torch.uint8)
+    spread = spread_padding(routes, seen, numbers, 5)
+    assert torch.equal(spread[~seen], routes[~seen])
+    assert spread[seen].tolist() == [[[0, 1]] * 3, [[2, 3]] * 3, [[4, 0]] * 3]
+    assert spread.dtype is torch.uint8
+
+
+def test_rows_are_counted_by_kind():
+    live, padding = torch.tensor([True, False, False, True]), torch.tensor([False, True, False, False])
+    assert count_rows(4, live, padding) == {"rows": 4, "live": 2, "padding": 1}
+    assert count_rows(4, live, None) == {"rows": 4, "live": 2, "padding": 0}
+    assert count_rows(4, None, padding) == {"rows": 4, "live": 0, "padding": 1}
+    assert count_rows(4, None, None) == {"rows": 4, "live": 0, "padding": 0}
+
+
+def test_each_position_gets_its_rows_routes_and_says_whether_it_is_live():
+    trace = random_trace(4, replay_mask=torch.tensor([True, False, True, True]))
+    rows = torch.tensor([[3, -1, 0], [1, -1, -1]])  # s-major: 3 1, -1 -1, 0 -1
+    _, with_padding = queued(trace, rows, padding=rows < 0)
+    compact = with_padding.routes.compact
+    assert torch.equal(compact[[0, 4]], trace.topk_indices[[3, 0]])
+    assert compact[[2, 3, 5], 0].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert (with_padding.live.tolist(), counts(with_padding)) == ([1], (6, 1, 3))
+    _, without = queued(trace, rows)
+    assert (without.live.tolist(), counts(without)) == ([1, 2, 3, 5], (6, 4, 0))
+    _, all_known = queued(trace, torch.tensor([[0, 2, 3]]))
+    assert (all_known.live, counts(all_known)) == (None, (3, 0, 0)), "no live top-k is asked for"
+
+
+def test_an_empty_trace_serves_a_micro_batch_of_padding_alone():
+    rows = torch.full((1, 3), -1)
+    _, of_padding = queued(random_trace(0), rows, padding=rows < 0)
+    assert of_padding.routes.compact[:, 0].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert (of_padding.live, counts(of_padding)) == (None, (3, 0, 3))
+
+
+@given(st.lists(st.integers(-1, 9), min_size=2, max_size=12), st.lists(st.booleans(), min_size=10, max_size=10))
+def test_live_rows_as_a_mask_choose_what_positions_choose(rows, mask):
+    """On a GPU, live rows are a mask, for nobody waits to learn which they are."""
+    rows = torch.tensor(rows[: len(rows) // 2 * 2]).view(2, -1)
+    trace, chunk = random_trace(10, replay_mask=torch.tensor(mask)), Chunk()
+    ids = tokens(*rows.shape)
+    with watched(chunk) as seen, mrr.replay(chunk, trace, min_replayed=0) as session:
+        for number in range(2):
+            session.microbatch(rows)
+            waiting = session._chunks[0].queue._waiting[0]
+            if number and waiting.live is not None:
+                waiting.live = torch.zeros(rows.numel(), dtype=torch.bool).index_fill(0, waiting.live, True)
+            chunk(ids, number)
+        session.abandon()  # a replay of nothing would raise
+    view = rows.t().reshape(-1)
+    routed = (view >= 0) & torch.tensor(mask)[view.clamp(min=0)]
+    for layer in (1, 2, 3):
+        assert torch.equal(seen[0, layer][0], seen[1, layer][0])
+        assert torch.equal(seen[0, layer][0][routed], as_map(trace.layer(layer)[view[routed]]))
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_row_is_left_out_by_its_own_choice(left_out):
+    kept = random_trace(3).keep([row != left_out for row in range(3)])
+    rows = torch.tensor([[2, -1, 0, 1, 0]])
+    _, microbatch = queued(kept, rows, trained=torch.tensor([[1, 0, 1, 0, 0]]))
+    assert microbatch.live.tolist() == [place for place, row in enumerate(rows[0].tolist()) if row in (-1, left_out)]
+    assert microbatch.counts["left_out"] == (2 if left_out == 0 else 1)
+    assert microbatch.counts["trained_live"] == (0 if left_out == 1 else 1)
+
+
+def bare(shape, **options):
+    return Microbatch(shape=shape, batch_shape=shape[::-1], counts={}, num_routers=1, **options)
+
+
+def test_a_router_must_see_the_shape_of_its_micro_batch():
+    bare((4, 2)).check_shape("here", (4, 2))
+    bare((4, 1)).check_shape("here", (4,))
+    for expected, shape in (((4, 2), (2, 4)), ((4, 2), (8,)), ((4, 1), (5,)), ((1, 4), (4,))):
+        with pytest.raises(ReplayStateError, match=r"here, micro-batch -1: the router routes tokens of \[s, b\]"):
+            bare(expected).check_shape("here", shape)
+
+
+def test_a_live_layer_beside_a_micro_batch_knows_its_padding_or_raises():
+    known = bare((4, 2), is_token=torch.ones(8, dtype=torch.bool), packed=True)
+    told = known.tokens(Tokens(Balance()), 8, "here")
+    assert (told.is_token is known.is_token, told.packed) == (True, True)
+    with pytest.raises(ReplayStateError, match="here routes 6 tokens beside a micro-batch that has 8 on this rank"):
+        known.tokens(Tokens(Balance()), 6, "here")
+    assert bare((4, 2)).tokens(Tokens(Balance()), 6, "here").is_token is None
+
+
+def test_what_is_queued_is_a_copy_of_rows_and_of_what_stands_beside_them():
+    rows, padding = torch.tensor([0, -1]), torch.tensor([0, 7])
+    inputs = RowInputs.checked(rows, token_ids=rows + 5, padding=padding, trained=None)
+    rows.fill_(9), padding.zero_()
+    assert (inputs.rows.tolist(), inputs.token_ids.tolist()) == ([[0, -1]], [[5, 4]])
+    assert (inputs.padding.tolist(), inputs.trained) == ([[False, True]], None)
+    with pytest.raises(LayoutError, match="routing_rows must be integers"):
+        RowInputs.checked(torch.zeros(2), token_ids=None, padding=None, trained=None)

@@ -1,0 +1,179 @@
+"""The training side's rows, one micro-batch ahead."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_router_replay import RoutingTrace
+from megatron_router_replay.errors import LayoutError, TraceError
+from megatron_router_replay.mcore.prefetching import Snapshot, prefetch, prefetch_batches
+
+
+def _trace(device: str = "cpu") -> RoutingTrace:
+    ids = torch.arange(10 * 2 * 2).view(10, 2, 2)
+    return RoutingTrace(
+        topk_indices=ids,
+        layer_numbers=(1, 2),
+        num_experts=40,
+        token_ids=torch.arange(10),
+        replay_mask=ids[:, 0, 0] != 4,
+    ).to(device)
+
+
+ROWS = [torch.tensor([[3, 1, -1], [1, 7, -1]]), torch.tensor([9]), torch.tensor([-1, -1])]
+
+
+def _check(device: str) -> None:
+    trace = _trace()
+    for rows, routes in zip(ROWS, prefetch(trace, ROWS, device=device)):
+        assert torch.equal(routes.routing_rows, rows)
+        assert routes.topk_indices.device.type == torch.device(device).type
+        assert routes.source is trace
+        taken = routes.layers((1, 2)).cpu()  # [b, s, layers, topk]
+        as_2d = rows.view(1, -1) if rows.dim() == 1 else rows
+        assert taken.shape == (*as_2d.shape, 2, 2)
+        assert torch.equal(taken[as_2d >= 0], trace.topk_indices[as_2d[as_2d >= 0]])
+
+
+def test_each_microbatch_gets_its_rows_as_routers_see_them() -> None:
+    _check("cpu")
+    first = next(prefetch(_trace(), ROWS))
+    expected = _trace().topk_indices[torch.tensor([[3, 1], [1, 7]])]  # [s, b]
+    assert torch.equal(first.topk_indices[:2], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_each_microbatch_gets_its_rows_on_a_gpu() -> None:
+    _check("cuda")
+
+
+def test_the_next_microbatch_is_loaded_while_the_caller_works() -> None:
+    asked: list[int] = []
+
+    def rows() -> object:
+        for number in range(3):
+            asked.append(number)
+            yield torch.tensor([number])
+
+    steps = prefetch(_trace(), rows())  # type: ignore[arg-type]
+    next(steps)
+    assert asked == [0, 1]
+
+
+def test_nothing_is_retained_after_the_step() -> None:
+    kept = [weakref.ref(routes.topk_indices) for routes in prefetch(_trace(), ROWS)]
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None, None]
+
+
+def test_a_schedule_that_asks_for_no_more_than_it_queued_retains_nothing() -> None:
+    steps = prefetch_batches(_trace(), [{"routing_rows": rows} for rows in ROWS])
+    kept = [weakref.ref(next(steps)["routing_rows"].topk_indices) for _ in ROWS]
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None, None]
+
+
+def test_only_the_layers_asked_for_are_loaded() -> None:
+    trace = _trace()
+    (routes,) = prefetch(trace, [torch.tensor([4, 2])], layer_numbers=[2])
+    assert torch.equal(routes.layers([2])[0], trace.topk_indices[[4, 2]][:, 1:])
+    with pytest.raises(TraceError, match=r"prefetched without layer 1: \[2\]"):
+        routes.layers([1, 2])
+    with pytest.raises(TraceError, match="no layer_number 3"):
+        next(prefetch(trace, ROWS, layer_numbers=[3]))
+
+
+def test_a_data_iterator_keeps_its_batches() -> None:
+    batches = [{"tokens": number, "routing_rows": rows} for number, rows in enumerate(ROWS)]
+    loaded = list(prefetch_batches(_trace(), iter(batches)))
+    assert [batch["tokens"] for batch in loaded] == [0, 1, 2]
+    assert torch.equal(loaded[0]["routing_rows"].routing_rows, ROWS[0])
+    assert batches[0]["routing_rows"] is ROWS[0], "what was given is as it was"
+
+
+def test_rows_outside_the_trace_raise() -> None:
+    with pytest.raises(LayoutError, match=r"reach 2\.\.10, the trace has 0\.\.9"):
+        list(prefetch(_trace(), [torch.tensor([2, 10])]))
+    with pytest.raises(LayoutError, match="reach -2"):
+        list(prefetch(_trace(), [torch.tensor([-2, 3])]))
+
+
+def _sixteen(how: str) -> Iterator[dict[str, object]]:
+    """Batches of one row each, number i with token i and row i, from an iterator that uses its memory again."""
+    tokens, rows = torch.zeros(1, 40, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    as_numpy = tokens.numpy(), rows.numpy()
+    for number in range(16):
+        row = number % 10
+        if how == "torch":
+            tokens.fill_(number)
+            rows.fill_(row)
+        elif how == "numpy":
+            as_numpy[0][:] = number
+            as_numpy[1][:] = row
+        else:
+            tokens, rows = torch.full((1, 40), number), torch.full((1,), row)
+        yield {"number": number, "packed": [tokens], "routing_rows": rows}
+
+
+def test_batches_with_memory_of_their_own_come_out_as_they_went_in() -> None:
+    for number, batch in enumerate(prefetch_batches(_trace(), _sixteen("own"))):
+        assert batch["number"] == number
+        assert batch["packed"][0].tolist() == [[number] * 40]
+        assert torch.equal(batch["routing_rows"].topk_indices[0, 0], _trace().topk_indices[number % 10])
+    assert number == 15
+
+
+@pytest.mark.parametrize("how", ["torch", "numpy"])
+def test_an_iterator_that_uses_its_memory_again_is_refused(how: str) -> None:
+    with pytest.raises(LayoutError, match=r"'packed'\[0\] of a batch changed while the next batch was made.*clone"):
+        next(prefetch_batches(_trace(), _sixteen(how)))
+
+
+def test_rows_that_are_written_over_are_those_of_their_time() -> None:
+    def rows() -> Iterator[torch.Tensor]:
+        memory = torch.zeros(1, dtype=torch.int64)
+        for number in range(10):
+            yield memory.fill_(number)
+
+    taken = torch.cat([routes.topk_indices[0] for routes in prefetch(_trace(), rows())])
+    assert torch.equal(taken, _trace().topk_indices)
+
+
+def test_one_batch_given_many_times_is_no_change() -> None:
+    batch = {"tokens": torch.arange(3), "routing_rows": torch.tensor([2])}
+    assert len(list(prefetch_batches(_trace(), [batch] * 4))) == 4
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(3, 5),
+        torch.zeros(4, 6)[::2, ::3],
+        torch.zeros(70_000, dtype=torch.bfloat16),
+        np.zeros((3, 4), np.int32),
+        torch.zeros(0),
+        torch.zeros(2, dtype=torch.complex64).conj(),
+    ],
+)
+def test_a_snapshot_finds_what_torch_or_numpy_wrote(value: torch.Tensor | np.ndarray) -> None:
+    snapshot = Snapshot({"a": {"b": (1, value)}})
+    assert snapshot.changed() is None
+    value += 1
+    assert snapshot.changed() == "'a'['b'][1]"
+
+
+def test_a_snapshot_of_inference_tensors_compares_their_values() -> None:
+    with torch.inference_mode():
+        value = torch.zeros(3)
+    snapshot = Snapshot({"a": value})
+    assert snapshot.changed() is None
+    with torch.inference_mode():
+        value += 1
+    assert snapshot.changed() == "'a'"

@@ -1,0 +1,634 @@
+"""What a trainer may queue for a session, and what the forward then gets: it works or raises, and never goes unnoticed."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from tests.unit.mcore.tiny_chunk import (
+    EXPERTS,
+    HIDDEN,
+    ROWS,
+    VOCAB,
+    Chunk,
+    as_map,
+    disturbed_backward,
+    flips,
+    forward,
+    non_reentrant,
+    plain,
+    random_trace,
+    reentrant,
+    tokens,
+    watched,
+    wrong_replays,
+)
+
+QUEUED = {"record": mrr.record, "replay": lambda chunk: mrr.replay(chunk, random_trace(8))}
+IDS = tokens()
+OTHERS = (IDS + 1) % VOCAB
+
+
+def wrong(seen, the_trace, rows=ROWS):
+    """How many decisions of rows with a route are not the trace's; [b, s] rows of every forward."""
+    at = rows.t().reshape(-1)
+    routed = at >= 0
+    return sum(
+        int((routing_map[routed] != as_map(the_trace.layer(layer)[at[routed]])).any(dim=1).sum())
+        for (_, layer), maps in seen.items()
+        for routing_map in maps
+    )
+
+
+def replayed(chunk, the_trace, rows=ROWS, ids=IDS, **values):
+    """One replayed forward: what was routed, and the report."""
+    with watched(chunk) as seen, mrr.replay(chunk, the_trace) as session:
+        session.microbatch(rows, **values)
+        chunk(ids)
+    return seen, session.report
+
+
+def refused(start, rows, message, error=LayoutError, **values):
+    chunk = Chunk()
+    session = start(chunk)
+    with pytest.raises(error, match=message):
+        session.microbatch(rows, **values)
+    mrr.close_sessions(chunk)
+
+
+# ---- shapes of rows
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["called", "direct forward"])
+@pytest.mark.parametrize(
+    "rows",
+    [ROWS.reshape(-1), ROWS.t(), ROWS.reshape(1, 8), ROWS.reshape(1, 8).t(), ROWS[:1], ROWS[:, :3]],
+    ids=["flat", "[s, b]", "[1, b*s]", "[b*s, 1]", "one sequence", "too short"],
+)
+def test_rows_of_another_shape_than_the_batch_are_refused(rows, direct):
+    chunk = Chunk()
+    with pytest.raises((LayoutError, ReplayStateError), match="shape"), mrr.replay(chunk, random_trace(8)) as session:
+        session.microbatch(rows)
+        (chunk.forward if direct else chunk)(IDS)
+
+
+def test_a_packed_row_may_be_flat():
+    trace = random_trace(8)
+    seen, _ = replayed(Chunk(), trace, torch.arange(8), tokens(1, 8))
+    assert wrong(seen, trace, torch.arange(8).view(1, 8)) == 0
+
+
+@pytest.mark.parametrize(("sequences", "num_tokens"), [(1, 8), (1, 7), (2, 8)])
+def test_tokens_that_come_flat_are_of_one_sequence_or_raise(sequences, num_tokens):
+    chunk, trace = Chunk(), random_trace(8)
+    hidden = torch.zeros(num_tokens, HIDDEN)
+    session = mrr.replay(chunk, trace)
+    session.microbatch(torch.arange(8).view(sequences, -1))
+    if (sequences, num_tokens) == (1, 8):
+        for layer, router in enumerate(chunk.routers, start=1):
+            assert torch.equal(router(input=hidden)[1], as_map(trace.layer(layer)))
+        session.close()
+        return
+    with pytest.raises(ReplayStateError, match=rf"routes tokens of \[s, b\] = \[{num_tokens}\] on this rank"):
+        chunk.routers[0](hidden)
+    mrr.close_sessions(chunk)
+
+
+@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
+def test_rows_of_no_batch_and_values_of_another_shape_than_the_rows_are_refused(start):
+    for rows in (ROWS.view(1, 2, 4), ROWS[0, 0]):
+        refused(start, rows, "routing_rows must have the shape of input_ids")
+    for values in ({"padding": ROWS[0] < 0}, {"trained": ROWS[:, :1] >= 0}, {"token_ids": IDS.t()}):
+        (name,) = values
+        refused(start, ROWS, rf"routing_rows \[2, 4\] and {name} \[.*\] differ in shape", **values)
+
+
+# ---- kinds of rows, and of what stands beside them
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.uint32, np.int64])
+def test_rows_in_numpy(dtype):
+    trace = random_trace(8)
+    seen, _ = replayed(Chunk(), trace, ROWS.numpy().astype(dtype))
+    assert wrong(seen, trace) == 0
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.nested.nested_tensor([torch.arange(4), torch.arange(4)], layout=torch.jagged),
+        ROWS.to_sparse(),
+        ROWS.to("meta"),
+    ],
+    ids=["nested", "sparse", "meta"],
+)
+@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
+def test_rows_that_are_no_plain_tensor_raise(start, rows):
+    refused(start, rows, "must be a plain tensor")
+
+
+@pytest.mark.parametrize(
+    ("rows", "values", "message"),
+    [
+        ("rows", {}, "must be integers"),
+        (ROWS.float(), {}, "must be integers"),
+        (ROWS, {"token_ids": IDS + 0.5}, "token_ids must be integers"),
+        *((ROWS, {name: "abc"}, f"{name} must be") for name in ("token_ids", "padding", "trained")),
+        *((ROWS, {name: [[1, 2], [3]]}, f"{name} must be") for name in ("token_ids", "padding", "trained")),
+    ],
+)
+def test_what_is_no_array_of_its_kind_raises(rows, values, message):
+    refused(mrr.record, rows, message, **values)
+
+
+def test_masks_of_any_kind_work():
+    _, report = replayed(Chunk(), random_trace(8), trained=np.ones((2, 4), np.uint16), padding=torch.zeros(2, 4))
+    assert (report.rows_replayed, report.rows_padding) == (8, 0)
+
+
+@pytest.mark.parametrize(("dtype", "highest"), [(torch.uint8, 255), (torch.uint16, 65535)])
+def test_rows_in_which_padding_cannot_be_told_from_a_row_are_refused(dtype, highest):
+    trace = random_trace(highest + 1)
+    refused(
+        lambda chunk: mrr.replay(chunk, trace),
+        torch.tensor([[0, 1, 2, -1]]).to(dtype),
+        f"and hold {highest}, which a -1 becomes there",
+    )
+    replayed(Chunk(), trace, torch.tensor([[0, 1, 2, highest - 1]]).to(dtype), tokens(1, 4))
+
+
+# ---- which rows
+
+
+@pytest.mark.parametrize(("row", "fits"), [(-2, False), (-1, True), (0, True), (7, True), (8, False)])
+def test_rows_lie_in_the_trace_to_the_last(row, fits):
+    trace, rows = random_trace(8), ROWS.clone()
+    rows[0, 2] = row
+    if fits:
+        seen, _ = replayed(Chunk(), trace, rows)
+        assert wrong(seen, trace, rows) == 0
+    else:
+        refused(QUEUED["replay"], rows, r"routing_rows reach outside the trace's rows 0\.\.7; no row is -1")
+
+
+@pytest.mark.parametrize(("row", "fits"), [(-2, False), ((1 << 31) - 1, True), (1 << 31, False)])
+def test_rows_of_a_recording_lie_below_two_to_the_31(row, fits):
+    rows = ROWS.clone()
+    rows[0, 2] = row
+    if not fits:
+        refused(mrr.record, rows, "routing_rows reach outside")
+        return
+    chunk = Chunk()
+    mrr.record(chunk).microbatch(rows)
+    mrr.close_sessions(chunk)
+
+
+def test_a_row_that_another_rank_routed_raises_and_one_without_a_route_does_not():
+    known = torch.arange(8) != 5
+    ids = torch.where(torch.arange(8) == 6, -1, IDS.reshape(-1))  # 5 has a token and no route, 6 a route and no token
+    replayed(Chunk(), random_trace(8, replay_mask=known, token_ids=ids))
+    ids[5] = -1
+    elsewhere = random_trace(8, replay_mask=known, token_ids=ids)
+    refused(
+        lambda chunk: mrr.replay(chunk, elsewhere),
+        torch.tensor([[0, 5, 2, 5], [-1, 6, 3, 7]]),
+        r"rows that the trace knows nothing of \(row 5, 2 in all\).*recording\.gather",
+    )
+    chunk = Chunk()
+    mrr.replay(chunk, elsewhere).microbatch(torch.tensor([[0, 1, 2, 3], [-1, 6, 4, 7]]))
+    mrr.close_sessions(chunk)
+
+
+@pytest.mark.parametrize(("row", "position"), [(0, 0), (1, 2), (7, 7)])
+def test_each_single_row_of_another_rank_or_without_a_route_is_found(row, position):
+    others = torch.arange(8) != row
+    without = random_trace(8, replay_mask=others)
+    refused(
+        lambda chunk: mrr.replay(chunk, without),
+        ROWS,
+        rf"no route \(1 of them, the first is token {position} ",
+        trained=torch.ones(2, 4),
+    )
+    replayed(Chunk(), without, trained=others.view(2, 4))
+    ids = torch.where(others, IDS.reshape(-1), -1)
+    ids[4] = 0  # token 0 is a token as any other
+    trace = random_trace(8, replay_mask=others & (torch.arange(8) != 4), token_ids=ids)
+    refused(lambda chunk: mrr.replay(chunk, trace), ROWS, rf"knows nothing of \(row {row}, 1 in all\)")
+
+
+@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
+@pytest.mark.parametrize("position", [0, 3])
+def test_padding_that_has_a_row_and_trained_positions_without_one_raise(start, position):
+    padding = torch.zeros(2, 4, dtype=torch.bool)
+    padding[0, position] = True
+    rows = torch.where(padding, -1, ROWS)
+    refused(start, ROWS, "says is padding has a routing row", padding=padding)
+    refused(start, rows, "mask is inverted", padding=~padding)
+    refused(start, rows, "a trained position has", trained=padding)
+    chunk = Chunk()
+    with start(chunk) as session:
+        session.microbatch(rows, padding=padding, trained=(~padding).float())
+        chunk(IDS)
+
+
+def test_a_row_of_minus_one_is_routed_live_and_padding_is_spread():
+    chunk, trace, rows = Chunk(), random_trace(8), ROWS.clone()
+    rows[0, 1] = rows[1, 3] = -1
+    with watched(chunk) as live:
+        chunk(IDS)
+    seen, report = replayed(chunk, trace, rows)
+    assert wrong(seen, trace, rows) == 0
+    unrouted = rows.t().reshape(-1) < 0
+    assert torch.equal(seen[0, 1][0][unrouted], live[0, 1][0][unrouted])  # layer 1: behind it hidden states differ
+    assert (report.rows_replayed, report.rows_live, report.rows_padding) == (6, 2, 0)
+    assert report.metrics()["router_replay/replayed_share"] == 0.75
+    rows = torch.where(torch.arange(4) == 3, -1, ROWS)
+    seen, report = replayed(chunk, trace, rows, padding=(rows < 0).numpy())
+    assert seen[0, 1][0][-2:].sum(dim=0).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert report.metrics()["router_replay/padding_share"] == 0.25
+
+
+def test_the_rows_of_several_micro_batches_are_added_up_by_kind():
+    chunk, rows = Chunk(), ROWS.clone()
+    rows[1, 1:] = -1
+    padding = torch.zeros(2, 4, dtype=torch.bool)
+    padding[1, 2:] = True
+    with mrr.replay(chunk, random_trace(8)) as session:
+        for of_microbatch, known in ((ROWS, None), (rows, padding), (rows, None)):
+            session.microbatch(of_microbatch, padding=known)
+            chunk(IDS)
+    report = session.report
+    assert (report.rows_replayed, report.rows_live, report.rows_padding) == (8 + 5 + 5, 0 + 1 + 3, 0 + 2 + 0)
+    assert (report.tokens, report.microbatches) == (24, 3)
+
+
+def test_rows_that_are_named_twice_are_counted_and_warned_of(caplog):
+    with caplog.at_level("WARNING"):
+        _, report = replayed(Chunk(), random_trace(8), torch.tensor([[0, 1, 2, 3], [0, 1, 2, -1]]))
+    assert report.rows_repeated == 3
+    assert "3 rows were named twice" in caplog.text
+
+
+# ---- tokens: what was queued, what the trace knows, what the forward gets
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("position", range(8))
+def test_a_single_token_that_differs_is_found_and_an_unknown_one_is_not_compared(position, by_name):
+    ids = IDS.reshape(-1).clone()
+    ids[3] = -1  # of a recording that did not see it
+    chunk, rows = Chunk(), torch.where(ROWS == 6, -1, ROWS)
+    changed = torch.where(ROWS == position, OTHERS, IDS)
+    session = mrr.replay(chunk, random_trace(8, token_ids=ids))
+    session.microbatch(rows)
+    if position in (3, 6):
+        chunk(input_ids=changed) if by_name else chunk(changed)
+        session.close()
+        return
+    with pytest.raises(LayoutError, match="micro-batch 0 of chunk 0 got other input_ids"):
+        chunk(input_ids=changed) if by_name else chunk(changed)
+    mrr.close_sessions(chunk)
+
+
+def test_token_0_is_a_token_as_any_other():
+    ids = torch.where(ROWS == 4, 0, IDS)
+    with pytest.raises(LayoutError, match="got other input_ids"):
+        replayed(Chunk(), random_trace(8, token_ids=ids.reshape(-1)), ids=torch.where(ids == 0, 1, ids))
+
+
+def test_tokens_that_the_caller_gives_are_compared_with_the_trace_and_the_forward():
+    trace = random_trace(8, token_ids=IDS.reshape(-1))
+    at_once = r"input_ids\[0, 0\] is .* but its routing row 0 was recorded for token"
+    refused(lambda chunk: mrr.replay(chunk, trace), ROWS, at_once, token_ids=OTHERS)
+    replayed(Chunk(), trace, token_ids=IDS)
+    refused(QUEUED["replay"], ROWS, "given for comparison, but the trace has none", token_ids=IDS)
+    chunk = Chunk()
+    with pytest.raises(LayoutError, match="other input_ids than were queued"), mrr.record(chunk) as recording:
+        recording.microbatch(ROWS, token_ids=IDS)
+        chunk(OTHERS)
+
+
+def test_a_square_batch_that_was_transposed_is_found_by_its_input_ids():
+    batch, rows = tokens(4, 4), torch.arange(16).view(4, 4)
+    trace = random_trace(16, token_ids=batch.reshape(-1))
+    replayed(Chunk(), trace, rows, batch)
+    with pytest.raises(LayoutError, match="moved apart"):
+        replayed(Chunk(), trace, rows.t(), batch)
+
+
+def test_another_order_than_queued_is_found_by_the_input_ids():
+    chunk, batches = Chunk(), [tokens(seed=1), tokens(seed=2)]
+    trace = random_trace(16, token_ids=torch.cat([batch.reshape(-1) for batch in batches]))
+    with (
+        pytest.raises(LayoutError, match="another order than they were queued"),
+        mrr.replay(chunk, trace) as session,
+    ):
+        session.microbatch(ROWS)
+        session.microbatch(ROWS + 8)
+        chunk(batches[1])
+
+
+class Flat(Chunk):
+    """Takes [total] tokens of one packed sequence; its routers get [total, hidden]."""
+
+    def forward(self, input_ids, number=0):
+        hidden = self.embedding[input_ids] * (torch.arange(HIDDEN) < HIDDEN - 1)
+        for layer in self.layers:
+            layer.router(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_flat_input_ids_are_compared_position_by_position_and_recorded(dtype):
+    ids, rows = IDS.reshape(-1), torch.arange(8).view(1, 8)
+    trace = random_trace(8, token_ids=ids)
+    replayed(Flat(), trace, rows, ids.to(dtype))
+    with pytest.raises(LayoutError, match="other input_ids than were queued"):
+        replayed(Flat(), trace, rows, OTHERS.reshape(-1).to(dtype))
+    with pytest.raises(LayoutError, match=r"gets input_ids \[7\], its routes are for \[1, 8\]"):
+        replayed(Flat(), trace, rows, ids[:7].to(dtype))
+    chunk = Flat()
+    with mrr.record(chunk) as recording:
+        recording.microbatch(rows)
+        chunk(ids.to(dtype))
+    assert recording.trace().token_ids.tolist() == ids.tolist()
+
+
+class OfHiddenStates(Chunk):
+    """A later pipeline stage: its forward gets what is no tokens, or tokens as they were before packing."""
+
+    def forward(self, *args, **kwargs):
+        hidden = torch.zeros(4, 2, HIDDEN)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        torch.zeros(3, 5),
+        torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged),
+        None,
+        "what a stage may be given",
+    ],
+    ids=["floats", "nested", "None", "text"],
+)
+@pytest.mark.parametrize("by_name", [True, False])
+def test_what_says_nothing_of_positions_is_not_compared(argument, by_name):
+    chunk, trace = OfHiddenStates(), random_trace(8, token_ids=IDS.reshape(-1))
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        session.microbatch(ROWS)
+        chunk(input_ids=argument) if by_name else chunk(argument)
+        session.microbatch(ROWS)
+        chunk()
+    assert (len(seen[0, 2]), wrong(seen, trace)) == (2, 0)
+
+
+def test_a_stage_that_embeds_nothing_may_get_tokens_of_another_kind():
+    chunk, trace = Chunk(), random_trace(8, token_ids=torch.arange(8))
+    chunk.pre_process = False
+    seen, _ = replayed(chunk, trace)  # not the trace's tokens
+    assert wrong(seen, trace) == 0
+
+
+# ---- what changes between queue and forward changes nothing
+
+
+@pytest.mark.parametrize("batch", [(2, 4), (1, 8)], ids=["b = 2", "b = 1"])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_recording_copies_rows_and_tokens_that_the_trainer_reuses(batch, given):
+    chunk = Chunk()
+    rows, ids = torch.arange(8).view(batch), tokens(*batch)
+    rows_buffer, ids_buffer = rows.clone(), ids.clone()
+    with watched(chunk) as seen, mrr.record(chunk) as recording:
+        recording.microbatch(rows_buffer, token_ids=ids_buffer if given else None)
+        chunk(ids_buffer)
+        rows_buffer.fill_(3)
+        ids_buffer.zero_()
+    recorded = recording.trace()
+    assert recorded.token_ids.tolist() == ids.reshape(-1).tolist()
+    assert wrong(seen, recorded, rows) == 0
+
+
+def test_rows_and_a_trace_that_change_between_queue_and_forward_change_nothing():
+    chunk, trace, as_queued = Chunk(), random_trace(8), random_trace(8)
+    rows = ROWS.clone()
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        session.microbatch(rows)
+        rows.zero_()
+        trace.topk_indices.copy_(random_trace(8, seed=6).topk_indices)
+        chunk(IDS)
+    assert wrong(seen, as_queued) == 0
+
+
+@pytest.mark.parametrize("when", ["before the session", "between two micro-batches"])
+def test_a_trace_that_is_changed_in_place_is_refused_before_a_router_takes_it(when):
+    chunk, trace = Chunk(), random_trace(16).to("cpu")
+    with watched(chunk) as seen, pytest.raises(TraceError, match="topk_indices of the trace was changed in place"):
+        if when == "before the session":
+            trace.topk_indices[:, :, 1] = trace.topk_indices[:, :, 0]
+        with mrr.replay(chunk, trace) as session:
+            session.microbatch(ROWS)
+            chunk(IDS)
+            trace.topk_indices[:, :, 1] = trace.topk_indices[:, :, 0]  # one expert a token
+            session.microbatch(ROWS + 8)
+    assert len(seen) == (0 if when == "before the session" else 3)
+
+
+# ---- how many micro-batches, and of which model
+
+
+def test_micro_batches_are_named_by_their_number():
+    chunk = Chunk()
+    with pytest.raises(ReplayStateError) as raised, mrr.replay(chunk, random_trace(8)) as session:
+        for _ in range(3):
+            session.microbatch(ROWS)
+        chunk(IDS)
+    numbers = re.findall(r"micro-batch (\d), layer 1: routes were queued, but no forward", str(raised.value))
+    assert numbers == ["1", "2"]  # 0 ran
+    with (
+        pytest.raises(ReplayStateError, match="micro-batch 1, layer 1: a forward without routes; 1 micro-batches were"),
+        mrr.replay(chunk, random_trace(8)) as session,
+    ):
+        session.microbatch(ROWS)
+        chunk(IDS)
+        chunk(IDS)
+
+
+def test_a_direct_forward_may_follow_a_called_one():
+    chunk, trace = Chunk(), random_trace(16)
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        forward(chunk, session)
+        session.microbatch(ROWS + 8)
+        chunk.forward(IDS, 1)
+    assert (len(seen), wrong_replays(seen, trace)) == (6, 0)
+
+
+@pytest.mark.parametrize("kind", [plain, reentrant, non_reentrant])
+def test_an_empty_micro_batch_between_others(kind):
+    chunk, trace, losses = Chunk(), random_trace(16), []
+    chunk.around = kind
+    nothing = torch.empty(1, 0, dtype=torch.int64)
+    with mrr.replay(chunk, trace, verify=True) as session:
+        with watched(chunk) as seen:
+            for number in range(2):
+                losses.append(forward(chunk, session, number))
+        assert wrong_replays(seen, trace) == 0
+        session.microbatch(nothing)
+        assert chunk(nothing).shape == (0, 1, 32)
+        with watched(chunk) as seen:
+            disturbed_backward(chunk, *losses)
+        assert wrong_replays(seen, trace) == 0
+    assert session.report.microbatches == 3
+
+
+def test_an_empty_trace_serves_a_micro_batch_of_padding_alone():
+    _, report = replayed(Chunk(), random_trace(0), ROWS * 0 - 1, padding=torch.ones(2, 4, dtype=torch.bool))
+    assert report.padding_share == 1.0
+
+
+def test_a_session_that_replays_nothing_raises_also_if_every_row_is_minus_one():
+    with pytest.raises(ReplayStateError, match="none of 8 tokens was replayed"):
+        replayed(Chunk(), random_trace(8), ROWS * 0 - 1)
+
+
+def test_a_share_of_exactly_min_replayed_is_enough():
+    chunk = Chunk(num_layers=1)
+    for num_routed in (7, 28, 55, 56):  # n / 100 * 100 > n in floating point
+        trace = random_trace(100, 1, replay_mask=torch.arange(100) < num_routed)
+        with mrr.replay(chunk, trace, min_replayed=num_routed / 100) as session:
+            session.microbatch(torch.arange(100))
+            chunk(tokens(1, 100))
+    session = mrr.replay(chunk, trace, min_replayed=0.57)
+    session.microbatch(torch.arange(100))
+    chunk(tokens(1, 100))
+    with pytest.raises(ReplayStateError, match=r"56\.0000% of 100 tokens"):
+        session.close()
+
+
+def test_a_module_without_experts_raises_and_a_stage_without_them_does_not():
+    for start in (*QUEUED.values(), mrr.freeze_recompute, mrr.attach):
+        with pytest.raises(LayoutError, match="Linear is no Megatron-Core model with experts"):
+            start(torch.nn.Linear(2, 2))
+    chunk = Chunk()
+    chunk.layers = torch.nn.ModuleList()
+    _, report = replayed(chunk, random_trace(8))
+    assert report.routers == 0
+    chunk.config.num_moe_experts = None
+    with pytest.raises(LayoutError, match="num_moe_experts=None"):
+        mrr.record(chunk)
+
+
+def test_swapped_arguments_no_trace_no_chunks_and_a_path(tmp_path):
+    chunk, trace = Chunk(), random_trace(8)
+    with pytest.raises(TraceError, match=r"arguments are swapped: replay\(model_chunks, trace\)"):
+        mrr.replay(trace, chunk)
+    with pytest.raises(TraceError, match="cannot replay a dict"):
+        mrr.replay(chunk, {})
+    for chunks in ([], [chunk, None]):
+        with pytest.raises(LayoutError, match="model_chunks must be"):
+            mrr.record(chunks)
+    for option in ({"min_replayed": "0.9"}, {"compare_live": "x"}, {"compare_live": 1.5}):
+        with pytest.raises(TraceError, match="must be a"):
+            mrr.replay(chunk, trace, **option)
+    mrr.save_trace(trace, tmp_path / "routes.safetensors")
+    seen, _ = replayed(chunk, tmp_path / "routes.safetensors")
+    assert wrong(seen, trace) == 0
+
+
+def test_chunks_that_share_a_router_are_refused_where_micro_batches_are_queued():
+    one, other = Chunk(), Chunk(seed=1)
+    other.layers[2].router = one.layers[2].router
+    for start in QUEUED.values():
+        with pytest.raises(LayoutError, match="chunk 0 and chunk 1 share a router, layer 3"):
+            start([one, other])
+    one.around = other.around = reentrant
+    with watched(one) as seen, mrr.freeze_recompute([one, other]):
+        losses = forward(one), forward(other, number=1)
+        disturbed_backward(other, losses[0] * 0)
+        disturbed_backward(one, losses[1])
+    assert (len(seen[1, 3]), flips(seen)) == (2, 0)
+
+
+def test_a_router_whose_logits_are_not_numbers_replays_all_the_same():
+    chunk, trace = Chunk(), random_trace(8)
+    # Nor shall the next layer's hidden state be NaN.
+    chunk.around = lambda layer, hidden: (layer.router(hidden), hidden)[1]
+    for router in chunk.routers:
+        router.gating = lambda hidden: torch.full((*hidden.shape[:-1], EXPERTS), torch.nan)
+    seen, _ = replayed(chunk, trace)
+    assert (len(seen), wrong(seen, trace)) == (3, 0)
+
+
+# ---- attach: a model that takes its rows beside its tokens
+
+
+def test_an_attached_model_queues_its_rows_or_drops_them_without_a_session():
+    chunk, trace = Chunk(), random_trace(8, token_ids=IDS.reshape(-1))
+    attached = mrr.attach(chunk)
+    mrr.attach(chunk)  # anew, not twice
+    chunk.around = reentrant
+    with watched(chunk) as live:
+        chunk(input_ids=IDS, routing_rows=ROWS, routing_padding=None)
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk), mrr.replay(chunk, trace) as session:
+        disturbed_backward(chunk, chunk(input_ids=IDS, routing_rows=ROWS).sum())
+    assert (wrong(seen, trace), flips(seen), session.report.microbatches) == (0, 0, 1)
+    assert not torch.equal(live[0, 1][0], seen[0, 1][0])
+    for beside, error, message in (
+        ({"routing_rows": ROWS.flip(1)}, LayoutError, "moved apart"),
+        ({"routing_rows": ROWS * 0 - 1, "routing_trained": torch.ones(2, 4)}, LayoutError, "trained position"),
+        ({}, ReplayStateError, r"Pass routing_rows=\.\.\. to the model|a forward without routes"),
+    ):
+        with pytest.raises(error, match=message), mrr.replay(chunk, trace):
+            chunk(input_ids=IDS, **beside)
+    attached.remove()
+    mrr.attach(chunk).remove()
+    with pytest.raises(TypeError, match="routing_rows"):
+        chunk(input_ids=IDS, routing_rows=ROWS)
+
+
+def test_what_is_forgotten_first_is_named():
+    chunk, trace = Chunk(), random_trace(8)
+    with pytest.raises(ReplayStateError, match=r"Call mrr\.attach\(model_chunks\)"), mrr.replay(chunk, trace):
+        chunk(IDS, routing_rows=ROWS)
+    with pytest.raises(ReplayStateError, match=r"Pass routing_rows=\.\.\. to the model"), mrr.replay(chunk, trace):
+        chunk(IDS)
+
+
+def test_an_attached_model_inside_a_checkpoint_queues_once():
+    chunk, trace = Chunk(), random_trace(8)
+    mrr.attach(chunk)
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        scale = torch.ones(1, requires_grad=True)
+        reentrant(lambda scale: (chunk(input_ids=IDS, routing_rows=ROWS) * scale).sum(), scale).backward()
+    assert (session.report.microbatches, wrong(seen, trace)) == (1, 0)
+
+
+def test_a_copy_of_an_attached_model_is_attached_on_its_own():
+    chunk, trace = Chunk(), random_trace(8)
+    mrr.attach([chunk, Chunk(seed=1)])
+    twin = copy.deepcopy(chunk)
+    for again in (False, True):
+        if again:
+            mrr.attach(twin)
+        for model in (twin, chunk):
+            with watched(model) as seen, mrr.replay(model, trace) as session:
+                model(IDS, routing_rows=ROWS)
+            assert (wrong(seen, trace), session.report.microbatches) == (0, 1)
+            model(IDS, routing_rows=ROWS)  # without a session they are dropped
+
+
+def test_rows_that_are_queued_and_passed_as_well_raise_in_the_first_forward():
+    chunk = Chunk()
+    mrr.attach(chunk)
+    session = mrr.replay(chunk, random_trace(16))
+    session.microbatch(ROWS)
+    with watched(chunk) as seen, pytest.raises(ReplayStateError, match="not both"):
+        chunk(IDS, routing_rows=ROWS)
+    mrr.close_sessions(chunk)
+    assert not seen  # it is the first forward that raises, not the second, which would get the first one's routes

@@ -1,0 +1,548 @@
+"""Every recompute uses what its own forward used, whatever the trainer does between the two.
+
+Between forward and backward the routers get other weights, so a live recompute could not agree by luck. What was really
+routed is read off Megatron's routers, by a number that travels through the model.
+"""
+
+import copy
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.distributed._composable import checkpoint as composable
+from torch.utils.checkpoint import (
+    CheckpointFunction,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import megatron_router_replay as mrr
+from tests.unit.mcore.tiny_chunk import (
+    EXPERTS,
+    ROWS,
+    STARTS,
+    Chunk,
+    by_hooks,
+    disturb,
+    disturbed_backward,
+    flips,
+    forward,
+    held,
+    live_maps,
+    non_reentrant,
+    num_recomputed,
+    plain,
+    random_trace,
+    reentrant,
+    reentrant_with_gradients,
+    tokens,
+    transformer_engine_reentrant,
+    watched,
+    with_gradients,
+    wrong_replays,
+)
+
+AROUND = {"reentrant": reentrant, "non-reentrant": non_reentrant}
+
+
+@pytest.fixture(params=AROUND)
+def chunk(request):
+    chunk = Chunk()
+    chunk.around = AROUND[request.param]
+    return chunk
+
+
+# ---- kinds of checkpoints
+
+
+def nested(outer, inner):
+    return lambda layer, hidden: outer(lambda h: inner(layer, h), hidden)
+
+
+def without_inference_mode(layer):
+    def forward(hidden):
+        with torch.inference_mode(False):
+            return layer(hidden)
+
+    return forward
+
+
+class Delegating(torch.autograd.Function):
+    """A checkpoint of a trainer's own that calls torch's."""
+
+    @staticmethod
+    def forward(ctx, function, hidden):
+        return CheckpointFunction.forward(ctx, function, False, hidden)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return CheckpointFunction.backward(ctx, grad)[1:]
+
+
+def save_routing_on_cpu(chunk):
+    """Hide the hooks of a checkpoint where routers ask; what else it saves still makes it recompute."""
+
+    def saving(routing):
+        def forward(*args, **kwargs):
+            with save_on_cpu():
+                return routing(*args, **kwargs)
+
+        return forward
+
+    for router in chunk.routers:
+        router.routing = saving(router.routing)
+
+
+# Kind of checkpoint, and how often it runs a layer again.
+KINDS = {
+    "reentrant": (reentrant, 1),
+    "non-reentrant": (non_reentrant, 1),
+    "by hooks": (by_hooks, 1),
+    "Transformer Engine's reentrant": (transformer_engine_reentrant, 1),
+    "gradients on inside a reentrant one": (reentrant_with_gradients, 1),
+    "gradients on inside a non-reentrant one": (lambda layer, hidden: non_reentrant(with_gradients(layer), hidden), 1),
+    "inference mode off inside": (lambda layer, hidden: reentrant(without_inference_mode(layer), hidden), 1),
+    "delegating": (Delegating.apply, 1),
+    "reentrant in non-reentrant": (nested(non_reentrant, reentrant), 2),
+    "non-reentrant in reentrant": (nested(reentrant, non_reentrant), 2),
+    # The inner saves all, so the outer never recomputes.
+    "by hooks in non-reentrant": (nested(non_reentrant, by_hooks), 1),
+    "reentrant in by hooks": (nested(by_hooks, reentrant), 2),
+}
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recompute_uses_what_its_forward_chose(kind, start, left):
+    """Of two forwards in one backward, which comes in the session or when it was left."""
+    chunk, trace = Chunk(), random_trace(replay_mask=torch.arange(16) % 2 == 0)
+    chunk.around, num_recomputes = KINDS[kind]
+    start = partial(mrr.replay, trace=trace) if start is STARTS["replay"] else start
+    with watched(chunk) as seen:
+        session = start(chunk)
+        losses = [forward(chunk, session, number) for number in (0, 1)]
+        if left:
+            session.close()
+        disturbed_backward(chunk, *losses)
+        session.close()
+    assert (num_recomputed(seen), flips(seen)) == (2 * 3 * num_recomputes, 0)
+
+
+@pytest.mark.parametrize("around", [plain, reentrant])
+@pytest.mark.parametrize("saves_on_cpu", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_composable_checkpoints_of_layers_and_routers(around, saves_on_cpu, left):
+    chunk = Chunk()
+    chunk.around = around
+    if saves_on_cpu:
+        save_routing_on_cpu(chunk)
+    for layer in chunk.layers:
+        composable(layer.router)
+        composable(layer)
+    with watched(chunk) as seen:
+        freeze = mrr.freeze_recompute(chunk)
+        losses = [forward(chunk, number=number) for number in (0, 1)]
+        if left:
+            freeze.close()
+        disturbed_backward(chunk, *losses)
+        freeze.close()
+    assert num_recomputed(seen) >= 2 * 3
+    assert flips(seen) == 0
+
+
+@pytest.mark.parametrize("inner", [non_reentrant, by_hooks])
+def test_hooks_that_hide_those_of_a_checkpoint_where_routers_ask(inner):
+    chunk = Chunk()
+    chunk.around = inner
+    save_routing_on_cpu(chunk)
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+        disturbed_backward(chunk, forward(chunk))
+    assert (num_recomputed(seen), flips(seen)) == (3, 0)
+
+
+def test_group_limited_routing_is_replayed_frozen_and_live_where_it_was(chunk):
+    limited = Chunk(moe_router_num_groups=4, moe_router_group_topk=2)
+    limited.around = chunk.around
+    trace = random_trace(8, replay_mask=torch.arange(8) % 2 == 0)
+    with watched(limited) as live:
+        limited(tokens())
+    with watched(limited) as seen, mrr.replay(limited, trace) as session:
+        disturbed_backward(limited, forward(limited, session))
+    assert (num_recomputed(seen), flips(seen)) == (3, 0)
+    is_live = ROWS.t().reshape(-1) % 2 == 1
+    assert torch.equal(seen[0, 1][0][is_live], live[0, 1][0][is_live])
+
+
+# What replay and its options compute beside the choice.
+SELECTED = {
+    "freeze": mrr.freeze_recompute,
+    "replay": lambda chunk: mrr.replay(
+        chunk, random_trace(replay_mask=torch.arange(16) % 3 != 0), choose=lambda *given: given[1][:, 0] > 3
+    ),
+    "compare": lambda chunk: mrr.replay(chunk, random_trace(replay_mask=torch.arange(16) % 3 != 0), compare_live=True),
+}
+
+
+@pytest.mark.parametrize(
+    "saved", ["mm", "topk gather", "_to_copy", "sum", "where index_select sort scatter eq bitwise_and sum _to_copy"]
+)
+@pytest.mark.parametrize("start", SELECTED.values(), ids=SELECTED)
+def test_selective_checkpoints_pair_the_operations_of_forward_and_recompute(start, saved):
+    def policy(context, op, *args, **kwargs):
+        is_saved = op.overloadpacket in [getattr(torch.ops.aten, name) for name in saved.split()]
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    chunk = Chunk()
+    for router in chunk.routers:  # counted in the forward alone
+        router.enable_expert_bias, router.expert_bias = True, torch.zeros(EXPERTS)
+        router.local_tokens_per_expert = torch.zeros(EXPERTS)
+    chunk.around = lambda layer, hidden: checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts)
+    with torch.compiler.set_stance("force_eager"), watched(chunk) as seen, start(chunk) as session:
+        disturbed_backward(chunk, *(forward(chunk, session, number) for number in (0, 1)))
+    assert (num_recomputed(seen), flips(seen)) == (6, 0)
+    assert [int(router.local_tokens_per_expert.sum()) for router in chunk.routers] == [2 * 8 * 2] * 3
+
+
+# ---- orders of backwards, and graphs that micro-batches share
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 0, 1, 2), None], ids=str)
+def test_any_order_of_backwards_and_one_over_all(chunk, order):
+    trace = random_trace(24)
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        losses = [forward(chunk, session, number) for number in range(3)]
+        if order is None:
+            disturbed_backward(chunk, *losses)
+        else:
+            disturb(chunk)
+            for position, number in enumerate(order):
+                losses[number].backward(retain_graph=number in order[position + 1 :])
+    assert (num_recomputed(seen), wrong_replays(seen, trace)) == (3 * len(order or losses), 0)
+
+
+def test_a_hooked_hidden_state_that_joins_two_micro_batches(chunk):
+    hidden = []
+    handle = chunk.layers[1].register_forward_hook(lambda module, args, output: hidden.append(output))
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+        first = forward(chunk)
+        forward(chunk, number=1)
+        handle.remove()
+        disturbed_backward(chunk, first, hidden[1].square().sum())  # of the second a hidden state only, not its output
+    assert (num_recomputed(seen), flips(seen)) == (3 + 2, 0)
+
+
+@pytest.mark.parametrize("outer", AROUND)
+@pytest.mark.parametrize("inner", [plain, *AROUND.values()])
+def test_a_checkpoint_around_model_and_loss_beside_a_plain_micro_batch(outer, inner):
+    chunk, trace = Chunk(), random_trace(24)
+    chunk.around = inner
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        session.microbatch(ROWS)
+        scale = torch.ones(1, requires_grad=True)
+        inside = AROUND[outer](lambda scale: (chunk(tokens(), 0) * scale).square().mean(), scale)
+        beside, third = (forward(chunk, session, number) for number in (1, 2))
+        disturbed_backward(chunk, inside, beside)
+        third.backward()
+    assert wrong_replays(seen, trace) == 0
+    # The outer recompute calls every router; with checkpoints inside it, the inner recomputes call them once more.
+    assert {len(seen[0, layer]) - 1 for layer in (1, 2, 3)} <= ({1} if inner is plain else {1, 2})
+
+
+def test_two_forwards_of_the_model_inside_one_checkpoint(chunk):
+    def preference_loss(scale):  # DPO: chosen and rejected in one checkpointed function
+        return (chunk(tokens(), 0) - chunk(tokens(), 1)).mul(scale).square().mean()
+
+    trace = random_trace()
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        session.microbatch(ROWS)
+        session.microbatch(ROWS + 8)
+        loss = chunk.around(preference_loss, torch.ones(1, requires_grad=True))
+        disturb(chunk)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert num_recomputed(seen) >= 4 * 3
+    assert wrong_replays(seen, trace) == 0
+
+
+@pytest.mark.parametrize("wrap", [lambda output: output, lambda output: output.transpose(0, 1)[:, :1]])
+def test_an_output_changed_in_place(chunk, wrap):
+    with watched(chunk) as seen, mrr.record(chunk) as recording:
+        recording.microbatch(ROWS)
+        logits = wrap(chunk(tokens(), 0))
+        logits.div_(0.7)
+        disturbed_backward(chunk, logits.square().sum())
+    assert (num_recomputed(seen), flips(seen)) == (3, 0)
+
+
+def test_recompute_switched_on_and_off_between_micro_batches():
+    chunk, trace, losses = Chunk(), random_trace(32), []
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        for number, chunk.around in enumerate((plain, reentrant, non_reentrant, plain)):
+            losses.append(forward(chunk, session, number))
+        disturbed_backward(chunk, *losses)
+    assert (num_recomputed(seen), wrong_replays(seen, trace)) == (2 * 3, 0)
+
+
+def test_a_micro_batch_that_is_queued_inside_the_checkpoint_is_queued_once(chunk):
+    trace, around, chunk.around = random_trace(), chunk.around, plain
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+
+        def model(scale):
+            session.microbatch(ROWS)
+            return (chunk(tokens(), 0) * scale).sum()
+
+        disturbed_backward(chunk, around(model, torch.ones(1, requires_grad=True)))
+    assert (num_recomputed(seen), wrong_replays(seen, trace), session.report.microbatches) == (3, 0, 1)
+
+
+def test_both_calls_of_a_router_in_one_checkpoint_use_their_own():
+    chunk = Chunk(num_layers=1)
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+        leaf = torch.ones(1, requires_grad=True)
+        out = reentrant(lambda scale: (chunk(tokens(), 0) + 2 * chunk(tokens(seed=2), 1)) * scale, leaf)
+        disturbed_backward(chunk, out.square().sum())
+    assert (num_recomputed(seen), flips(seen)) == (2, 0)
+
+
+@pytest.mark.parametrize("outer", AROUND)
+def test_a_backward_inside_a_checkpointed_function_adds_nothing_to_its_tape(outer):
+    inner = Chunk(num_layers=1)
+    inner.around = non_reentrant
+
+    def with_gradients_of_its_own(scale):
+        with torch.enable_grad():
+            torch.autograd.grad(inner(tokens(), 0).square().sum(), inner.embedding)  # recomputes inside the first run
+        return (inner(tokens(seed=2), 1) * scale).square().sum()
+
+    with watched(inner) as seen, mrr.freeze_recompute(inner):
+        loss = AROUND[outer](with_gradients_of_its_own, torch.ones(1, requires_grad=True))
+        disturbed_backward(inner, loss)
+    assert len(seen[0, 1]) >= 4, "forward and recompute, in each run of the function"
+    assert flips(seen) == 0
+
+
+def test_saved_tensors_asked_for_outside_a_backward_are_a_recompute():
+    chunk, trace = Chunk(num_layers=1), random_trace(24, 1)
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        for number in range(3):
+            session.microbatch(ROWS + 8 * number)
+        twice = lambda ids: (chunk(ids, 0) + 2 * chunk(ids, 1)).tanh()  # noqa: E731
+        first = checkpoint(twice, tokens(), use_reentrant=False)
+        disturb(chunk)
+        assert first.grad_fn._saved_result is not None  # recomputes
+        second = chunk(tokens(), 2)
+        (first.sum() + second.sum()).backward()
+    assert num_recomputed(seen) >= 2
+    assert wrong_replays(seen, trace) == 0
+
+
+def test_gradients_that_are_asked_for_without_a_backward(chunk):
+    trace = random_trace()
+    if chunk.around is reentrant:
+        pytest.skip("torch refuses autograd.grad through a reentrant checkpoint")
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        loss = forward(chunk, session)
+        disturb(chunk)
+        torch.autograd.grad(loss, [chunk.embedding])
+    assert (num_recomputed(seen), wrong_replays(seen, trace)) == (3, 0)
+
+
+def test_gradients_under_checkpoints_are_those_without(chunk):
+    trace = random_trace(24, replay_mask=torch.arange(24) % 3 != 0)
+    gradients = []
+    for around in (plain, chunk.around):
+        fresh = Chunk()
+        fresh.around = around
+        with mrr.replay(fresh, trace) as session:
+            torch.stack([forward(fresh, session, number) for number in range(3)]).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in fresh.named_parameters()})
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    assert float(gradients[0]["layers.0.router.weight"].abs().sum()) > 0
+
+
+# ---- threads
+
+
+def in_threads(*backwards):
+    errors = []
+
+    def run(backward):
+        try:
+            backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(backward,)) for backward in backwards]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_backwards_in_several_threads_at_once_are_exact_and_verified(chunk):
+    trace = random_trace(32)
+    with watched(chunk) as seen, mrr.replay(chunk, trace, verify=True) as session:
+        losses = [forward(chunk, session, number) for number in range(4)]
+        disturb(chunk)
+        meet = threading.Barrier(4, timeout=120)
+        for router in chunk.routers:  # all four have chosen before the first is compared
+            routing = router.routing
+            router.routing = lambda *args, routing=routing, **kwargs: (routing(*args, **kwargs), meet.wait())[0]
+        in_threads(*(loss.backward for loss in losses))
+    assert (num_recomputed(seen), wrong_replays(seen, trace)) == (12, 0)
+    report = session.report
+    assert (report.recomputes, report.decisions_verified, report.decisions_wrong) == (12, 2 * 12 * 8, 0)
+
+
+def test_a_backward_on_another_thread_with_nested_checkpoints():
+    chunk, trace, losses = Chunk(), random_trace(24), []
+    chunk.around = reentrant
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        for number in range(3):
+            session.microbatch(ROWS + 8 * number)
+            scale = torch.ones(1, requires_grad=True)
+            losses.append(reentrant(lambda scale, n: (chunk(tokens(), n) * scale).square().sum(), scale, number))
+        disturb(chunk)
+        in_threads(torch.stack(losses).sum().backward)
+    assert (num_recomputed(seen), wrong_replays(seen, trace)) == (3 * 2 * 3, 0)
+
+
+# ---- sessions inside each other
+
+
+def test_a_session_inside_a_freeze_and_the_freeze_around_it_each_recompute_their_own(chunk):
+    """Sessions that were left before the one backward, between forwards of the freeze."""
+    trace = random_trace(40)
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk, verify=True) as freeze:
+        losses = [forward(chunk)]
+        for number, start in ((1, mrr.record), (3, lambda model: mrr.replay(model, trace))):
+            with start(chunk) as session:
+                losses.append(forward(chunk, session, number))
+            losses.append(forward(chunk, number=number + 1))
+        disturbed_backward(chunk, *losses)
+    assert (num_recomputed(seen), flips(seen)) == (5 * 3, 0)
+    assert wrong_replays({key: maps for key, maps in seen.items() if key[0] == 3}, trace) == 0
+    assert (freeze.report.forwards, freeze.report.recomputes) == (3 * 3, 3 * 3)  # the freeze's own
+
+
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_both_are_exact_after_both_were_left_in_either_order(chunk, inner_first):
+    trace = random_trace()
+    with watched(chunk) as seen:
+        freeze = mrr.freeze_recompute(chunk)
+        frozen = forward(chunk)
+        session = mrr.replay(chunk, trace)
+        replayed = forward(chunk, session, 1)
+        for left in (session, freeze) if inner_first else (freeze, session):
+            left.close()
+        disturb(chunk)
+        live = forward(chunk, number=2)
+        with mrr.freeze_recompute(chunk):  # under another session, too
+            (frozen + replayed).backward()
+    assert (num_recomputed(seen), flips(seen)) == (2 * 3, 0)
+    assert wrong_replays({key: maps for key, maps in seen.items() if key[0] == 1}, trace) == 0
+    with watched(chunk) as after:
+        live.detach()
+        forward(chunk, number=2)
+    assert all(torch.equal(seen[2, layer][0], after[2, layer][0]) for layer in (1, 2, 3)), "it is live"
+
+
+def test_a_copy_inside_its_originals_checkpoint_is_not_given_the_originals_routes():
+    chunk = Chunk()
+    with watched(chunk) as seen:
+        session = mrr.freeze_recompute(chunk)
+        twin = copy.deepcopy(chunk)  # with the watcher
+        scale = torch.ones(1, requires_grad=True)
+        loss = reentrant(lambda scale: (twin(tokens(), 1) - chunk(tokens(), 0)).mul(scale).square().mean(), scale)
+        disturb(twin)
+        session.close()
+        loss.backward()
+    assert all(torch.equal(*seen[0, layer]) for layer in (1, 2, 3))
+    with watched(twin) as live:
+        twin(tokens(), 2)
+    assert torch.equal(live[2, 1][0], seen[1, 1][-1])
+
+
+# ---- what is kept, and for how long
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_routes_live_as_long_as_the_graph_and_evaluations_keep_none(chunk, mode):
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+        with mode():
+            forward(chunk)
+        assert held(chunk) == 0
+        loss = forward(chunk, number=1)
+        with mode():
+            forward(chunk, number=2)
+        assert held(chunk) == 3
+        disturbed_backward(chunk, loss)
+        dropped = forward(chunk, number=3)
+        del loss
+        assert held(chunk) == 3
+        del dropped
+        assert held(chunk) == 0
+    assert flips(seen) == 0
+
+
+def test_without_checkpoints_nothing_is_kept_at_all():
+    chunk = Chunk()
+    with mrr.freeze_recompute(chunk) as freeze:
+        loss = forward(chunk)
+        assert held(chunk) == 0
+        loss.backward()
+    assert (freeze.report.forwards, freeze.report.microbatches) == (3, 1)
+
+
+def test_direct_forwards_of_the_model_are_exact_and_keep_nothing(chunk):
+    trace = random_trace()
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk), mrr.replay(chunk, trace) as session:
+        losses = []
+        for number in (0, 1):
+            session.microbatch(ROWS + 8 * number)
+            losses.append(chunk.forward(tokens(), number).square().sum())
+        disturbed_backward(chunk, *losses)
+        losses.clear()
+        assert held(chunk) == 0
+    assert (num_recomputed(seen), wrong_replays(seen, trace)) == (6, 0)
+
+
+# ---- count_flips
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_flips_are_the_decisions_that_a_live_recompute_would_have_changed(chunk, threads):
+    live = live_maps(chunk)
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk, count_flips=True) as freeze:
+        losses = [forward(chunk, number=number) for number in range(3)]
+        assert freeze.report.flips_of_layer == {1: 0, 2: 0, 3: 0}
+        disturb(chunk)
+        if threads:
+            in_threads(*(loss.backward for loss in losses))
+        else:
+            torch.stack(losses).sum().backward()
+    assert flips(seen) == 0
+    # The three forwards are of the same tokens, so what was live in any recompute of a layer belongs to any of them.
+    assert [len(maps) for maps in live.values()] == [6] * 3
+    expected = {
+        layer: sum(int((later != maps[0]).any(dim=1).sum()) for later in maps[3:]) for layer, maps in live.items()
+    }
+    assert min(expected.values()) > 0
+    report = freeze.report
+    assert report.flips_of_layer == expected
+    assert (report.recompute_flips, report.decisions_recomputed) == (sum(expected.values()), 3 * 3 * 8)
+
+
+def test_without_a_change_nothing_flips_whatever_the_order_of_the_columns(chunk):
+    # Since Megatron-Core 0.18 a forward without gradients leaves the experts of a row unsorted.
+    of_five = Chunk(moe_router_topk=5)
+    of_five.around = chunk.around
+    with mrr.freeze_recompute(of_five, count_flips=True) as freeze:
+        forward(of_five).backward()
+    assert (freeze.report.recompute_flips, freeze.report.decisions_recomputed) == (0, 24)

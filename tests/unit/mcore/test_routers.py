@@ -1,0 +1,420 @@
+"""Routers that somebody has wrapped, changed, exchanged or drives himself: exact all the same, or the session says so."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+from megatron.core.transformer.moe import router as router_module
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import nn
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
+from tests.unit.mcore.tiny_chunk import (
+    ROWS,
+    STARTS,
+    Chunk,
+    disturb,
+    disturbed_backward,
+    flips,
+    forward,
+    non_reentrant,
+    num_recomputed,
+    random_trace,
+    reentrant,
+    tokens,
+    watched,
+    wrong_replays,
+)
+
+# ---- wrapped
+
+
+def timed(method):
+    calls = []
+
+    def wrapper(*args, **kwargs):
+        calls.append(1)
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("name", ["forward", "routing"])
+def test_a_wrapped_router_works_while_the_wrapper_leaves_its_map_alone(name):
+    chunk, trace = Chunk(), random_trace()
+    chunk.around = non_reentrant
+    setattr(chunk.routers[1], name, timed(getattr(chunk.routers[1], name)))
+    assert mrr.explain(chunk).replayable
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        disturbed_backward(chunk, forward(chunk, session))
+    assert (num_recomputed(seen), wrong_replays(seen, trace)) == (3, 0)
+    assert not chunk.routers[1]._forward_hooks
+
+
+def changed(probs, routing_map):
+    return probs, routing_map.roll(1, 0)
+
+
+def changed_in_place(probs, routing_map):
+    routing_map.copy_(routing_map.roll(1, 0))
+    return probs, routing_map
+
+
+@pytest.mark.parametrize("change", [changed, changed_in_place])
+@pytest.mark.parametrize("name", ["forward", "routing"])
+def test_a_wrapper_that_changes_the_map_raises(name, change):
+    chunk = Chunk()
+    method = getattr(chunk.routers[1], name)
+    setattr(chunk.routers[1], name, lambda *args, **kwargs: change(*method(*args, **kwargs)))
+    session = mrr.replay(chunk, random_trace())
+    with pytest.raises(
+        ReplayStateError, match="layer 2: what somebody wrapped around the router gave another routing map"
+    ):
+        forward(chunk, session)
+    mrr.close_sessions(chunk)
+
+
+def test_a_wrapper_that_is_put_on_during_the_session_raises():
+    chunk = Chunk()
+    session = mrr.freeze_recompute(chunk)
+    chunk.routers[1].routing = timed(chunk.routers[1].routing)
+    with pytest.raises(ReplayStateError, match="layer 2: forward or routing was wrapped on the router during"):
+        forward(chunk)
+    session.abandon()
+
+
+class Adapted(nn.Module):
+    """PEFT's wrapper around a module: calls it and adds nothing to a router."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, *args, **kwargs):
+        return self.base_layer(*args, **kwargs)
+
+
+class Moe(BaseMoELayer):
+    def __init__(self, layer):
+        nn.Module.__init__(self)
+        self.router = Adapted(layer.router)
+
+    def forward(self, hidden):
+        return self.router(hidden)
+
+
+def test_a_router_that_peft_has_wrapped_is_replayed_and_its_map_is_looked_at():
+    chunk, trace = Chunk(), random_trace()
+    layer = chunk.layers[1]
+    layer.moe = Moe(layer)
+    del layer.router
+    layer.router = layer.moe.router.base_layer
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        disturbed_backward(chunk, forward(chunk, session))
+        assert layer.moe.router._forward_hooks
+    assert not layer.moe.router._forward_hooks
+    assert wrong_replays(seen, trace) == 0
+
+
+class Policy(nn.Module):
+    """An actor-critic: a wrapper without a config, whose model is not called `module`."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy, self.value = policy, nn.Linear(32, 1)
+
+    def forward(self, *args, **kwargs):
+        return self.policy(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["replay", "record", "attach"])
+def test_a_wrapper_of_the_model_without_a_config_is_looked_through(kind):
+    chunk, trace = Chunk(), random_trace(8)
+    model = Policy(chunk)
+    with watched(chunk) as seen:
+        if kind == "record":
+            with mrr.record(model) as recording:
+                recording.microbatch(ROWS)
+                model(tokens(), 0)
+            trace = recording.trace()
+        else:
+            attached = mrr.attach(model) if kind == "attach" else None
+            with mrr.replay(model, trace) as session:
+                if attached:
+                    model(tokens(), 0, routing_rows=ROWS)
+                else:
+                    session.microbatch(ROWS, model)
+                    model(tokens(), 0)
+    assert (len(seen), wrong_replays(seen, trace)) == (3, 0)
+
+
+# ---- replaced, exchanged, changed
+
+
+def live_without_asking(logits, padding_mask=None):
+    return logits.flatten(0, 1), logits.flatten(0, 1) > 0
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_a_router_whose_method_was_replaced_and_does_not_call_on_raises(start):
+    chunk = Chunk()
+    chunk.routers[1].routing = live_without_asking
+    session = start(chunk)
+    with pytest.raises(ReplayStateError, match=r"layer 2: .* did not call Megatron-Core's TopKRouter\.routing"):
+        forward(chunk, session)
+    mrr.close_sessions(chunk)
+    forward(chunk)
+
+
+def test_a_router_that_stops_asking_during_the_session_is_named_at_its_end():
+    chunk = Chunk()
+    with pytest.raises(ReplayStateError, match=r"layer 2 .* was replaced on the router"), mrr.freeze_recompute(chunk):
+        chunk.routers[1].routing = live_without_asking
+        forward(chunk)
+
+
+@pytest.mark.parametrize("kind", ["freeze", "replay", "drop-in"])
+def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch, kind):
+    chunk = Chunk()
+    chunk.around = reentrant
+    session = None
+    if kind == "drop-in":
+        monkeypatch.setattr(mrr.RouterReplay, "global_router_replay_instances", [])
+        chunk.routers[0].router_replay = mrr.RouterReplay()
+        chunk.routers[0].router_replay.set_router_replay_action(mrr.RouterReplayAction.RECORD)
+    else:
+        session = STARTS[kind](chunk)
+    ours = TopKRouter.routing
+    monkeypatch.setattr(TopKRouter, "routing", lambda self, *args, **kwargs: ours(self, *args, **kwargs))
+    with pytest.raises(ReplayStateError, match=r"TopKRouter\.routing was replaced"):
+        forward(chunk, session)
+    mrr.close_sessions(chunk)
+    if kind == "drop-in":
+        chunk.routers[0].router_replay.clear_router_replay_action()
+
+
+@pytest.mark.parametrize("kind", ["class", "topk", "module"])
+def test_a_router_that_changes_during_the_session_is_exact_or_raises(kind):
+    chunk = Chunk()
+    chunk.around = reentrant
+
+    class Other(TopKRouter):
+        def routing(self, *args, **kwargs):
+            return super().routing(*args, **kwargs)
+
+    if kind == "class":
+        with pytest.raises(ReplayStateError, match="class Other"), mrr.freeze_recompute(chunk):
+            chunk.routers[0].__class__ = Other
+            forward(chunk)
+    elif kind == "module":
+        exchanged = r"layer 2 .*exchanged during the session"
+        with pytest.raises(ReplayStateError, match=exchanged), mrr.freeze_recompute(chunk):
+            chunk.layers[1].router = Chunk().layers[1].router
+            forward(chunk)
+    else:
+        with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+            chunk.routers[0].topk = 3
+            disturbed_backward(chunk, forward(chunk))
+        assert (num_recomputed(seen), flips(seen), int(seen[0, 1][0].sum())) == (3, 0, 8 * 3)
+        chunk.routers[0].topk = 2
+        session = mrr.replay(chunk, random_trace(8))
+        session.microbatch(ROWS)
+        chunk.routers[0].topk = 3
+        with pytest.raises(ReplayStateError, match="layer 1 routes 8 tokens to 3 experts each"):
+            chunk(tokens())
+        mrr.close_sessions(chunk)
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_a_balancing_method_that_was_replaced_on_a_router_is_refused(start):
+    for name in ("_apply_expert_bias", "_apply_seq_aux_loss", "attach_and_log_load_balancing_loss"):
+        chunk = Chunk()
+        setattr(chunk.routers[1], name, lambda *args, **kwargs: None)
+        with pytest.raises(UnsupportedRouterError, match=rf"layer 2 .*{name} was replaced on this module"):
+            start(chunk)
+        assert "was replaced" in mrr.explain(chunk)[1].reason
+
+
+# ---- driven by somebody
+
+
+@pytest.mark.parametrize("whose", ["ours", "Megatron's"])
+def test_a_router_whose_own_replay_object_is_driven_is_refused(whose):
+    from megatron.core.transformer.moe import router_replay
+
+    chunk = Chunk()
+    module = mrr if whose == "ours" else router_replay
+    own = [module.RouterReplay() for _ in chunk.routers]
+    for router, replay in zip(chunk.routers, own):
+        router.router_replay = replay
+    with mrr.freeze_recompute(chunk):
+        forward(chunk)
+    own[1].set_router_replay_action(module.RouterReplayAction.RECORD)
+    with pytest.raises(ReplayStateError, match="is being driven"):
+        mrr.freeze_recompute(chunk)
+    assert [router.router_replay for router in chunk.routers] == own  # nothing of the model is held after the refusal
+    own[1].clear_router_replay_action()
+    with pytest.raises(ReplayStateError, match="is being driven"), mrr.record(chunk) as session:
+        own[2].set_router_replay_action(module.RouterReplayAction.RECORD)
+        forward(chunk, session)
+
+
+def test_another_object_on_a_router_is_noticed_by_the_next_forward():
+    chunk = Chunk()
+    stranger = types.SimpleNamespace(get_replay_topk=lambda scores, topk, *rest: rest[-1](scores, topk))
+    driven = "layer 2: its own SimpleNamespace is being driven"
+    with pytest.raises(ReplayStateError, match=driven), mrr.freeze_recompute(chunk):
+        chunk.routers[1].router_replay = stranger
+        forward(chunk)
+
+
+# ---- captured into a graph
+
+
+@pytest.mark.parametrize("kind", ["freeze", "replay"])
+def test_a_router_that_is_traced_is_refused(kind):
+    chunk = Chunk()
+    trace = torch.fx.experimental.proxy_tensor.make_fx(lambda hidden: chunk.routers[0](hidden)[0])
+    session = STARTS[kind](chunk)
+    if session.queued:
+        session.microbatch(ROWS)
+    with pytest.raises(ReplayStateError, match=r"layer 1 .*is captured into a graph"):
+        trace(torch.ones(4, 2, 8))
+    mrr.close_sessions(chunk)
+
+
+def test_compiled_autograd_is_refused_while_a_session_runs(monkeypatch):
+    import torch._dynamo.compiled_autograd as compiled_autograd
+
+    chunk = Chunk()
+    monkeypatch.setattr(compiled_autograd, "in_compiled_autograd_region", True)
+    with pytest.raises(ReplayStateError, match="under compiled autograd"), mrr.freeze_recompute(chunk):
+        forward(chunk)
+    forward(chunk)
+
+
+# ---- moe_router_fusion=True: Megatron-Core's routing function asks, and fuses nothing
+
+FUNCTION = "topk_routing_with_score_function"
+
+
+def test_fused_routers_ask_the_unfused_function_that_was_there_before(monkeypatch):
+    chunk, trace = Chunk(), random_trace()
+    router = chunk.routers[1]
+    router.config = dataclasses.replace(router.config)  # of this router alone
+    router.config.moe_router_fusion = True
+    assert [each.unfused for each in mrr.explain(chunk)] == [False, True, False]
+    before, calls = getattr(router_module, FUNCTION), []
+
+    def theirs(*args, **kwargs):
+        calls.append(kwargs["fused"])
+        return before(*args, **kwargs)
+
+    monkeypatch.setattr(router_module, FUNCTION, theirs)
+    chunk.around = reentrant
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk, verify=True) as freeze:
+        with mrr.replay(chunk, trace, verify=True) as session:
+            disturbed_backward(chunk, forward(chunk, session))
+        disturbed_backward(chunk, forward(chunk, number=1))
+    assert (num_recomputed(seen), flips(seen)) == (6, 0)
+    assert wrong_replays({key: maps for key, maps in seen.items() if key[0] == 0}, trace) == 0
+    assert calls == [False] * 12
+    for report in (session.report, freeze.report):
+        assert (report.decisions_verified, report.decisions_wrong) == (48, 0)
+
+
+def test_a_function_that_is_put_there_during_the_session_is_noticed(monkeypatch):
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace(8))
+    before = getattr(router_module, FUNCTION)
+    monkeypatch.setattr(router_module, FUNCTION, lambda *args, **kwargs: before(*args, **kwargs))
+    with pytest.raises(ReplayStateError, match=r"router\.topk_routing_with_score_function was replaced"):
+        forward(chunk, session)
+    mrr.close_sessions(chunk)
+
+
+# ---- hash layers: DeepSeek-V4's router as Megatron-LM's dev branch has it, a table of token ids selects and asks nobody
+
+
+def hashed_chunk():
+    chunk = Chunk()
+    router = chunk.routers[0]
+    router.is_hash_layer = True
+    router.tid2eid = torch.stack([(torch.arange(32) + k) % 8 for k in range(2)], dim=1)
+
+    def by_table(self, logits, *args, **kwargs):
+        routing_map = torch.zeros(logits.shape[0] * logits.shape[1], 8, dtype=torch.bool)
+        routing_map = routing_map.scatter(1, self.tid2eid[self.ids.t().reshape(-1)], True)
+        return torch.softmax(logits.view(-1, 8), -1) * routing_map, routing_map
+
+    router.ids = tokens()
+    router.routing = types.MethodType(by_table, router)
+    return chunk
+
+
+def test_a_hash_layer_is_left_alone_and_the_rest_is_replayed():
+    chunk = hashed_chunk()
+    routes = random_trace(8).topk_indices[:, 1:]
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[2, 3], num_experts=8)
+    chunk.around = reentrant
+    explanation = mrr.explain(chunk)
+    assert explanation.replayable
+    assert "a table of token ids routes it" in str(explanation[0])
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk), mrr.replay(chunk, trace, verify=True) as session:
+        disturbed_backward(chunk, forward(chunk, session))
+    assert (num_recomputed(seen), flips(seen), session.report.decisions_wrong) == (3, 0, 0)
+    assert wrong_replays({key: maps for key, maps in seen.items() if key[1] > 1}, trace) == 0
+
+
+def test_routes_of_a_trace_for_a_hash_layer_are_held_against_its_table():
+    chunk = hashed_chunk()
+    ids = tokens().reshape(-1)
+    right = random_trace(8).topk_indices.long()
+    right[:, 0] = chunk.routers[0].tid2eid[ids]
+    wrong = right.clone()
+    wrong[3, 0] = (wrong[3, 0] + 2) % 8
+    for routes, holds in ((right, True), (wrong, False)):
+        trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1, 2, 3], num_experts=8, token_ids=ids)
+        session = mrr.replay(chunk, trace)
+        if holds:
+            session.microbatch(ROWS)
+        else:
+            with pytest.raises(LayoutError, match="the routes given for it are not the table's"):
+                session.microbatch(ROWS)
+        mrr.close_sessions(chunk)
+
+
+# ---- choose=
+
+
+def test_choose_says_which_decisions_are_replayed_and_is_not_asked_in_recomputes():
+    chunk, trace, asked = Chunk(), random_trace(8), []
+    chunk.around = reentrant
+
+    def even_rows(layer_number, routes, own, scores):
+        asked.append((layer_number, routes.shape, own.shape, scores.shape))
+        return torch.arange(8) % 2 == 0
+
+    with watched(chunk) as live:
+        chunk(tokens(), 0)
+    with watched(chunk) as seen, mrr.replay(chunk, trace, choose=even_rows) as session:
+        loss = forward(chunk, session)
+        disturb(chunk)
+        loss.backward()
+    assert asked == [(layer, (8, 2), (8, 2), (8, 8)) for layer in (1, 2, 3)]
+    even = torch.arange(8) % 2 == 0
+    of_trace = torch.zeros(8, 8, dtype=torch.bool).scatter(1, trace.layer(1)[ROWS.t().reshape(-1)].long(), True)
+    assert torch.equal(seen[0, 1][0][even], of_trace[even])
+    assert torch.equal(seen[0, 1][0][~even], live[0, 1][0][~even])
+    assert (flips(seen), num_recomputed(seen), session.report.decisions_left_live) == (0, 3, 12)
+
+
+def test_choose_must_return_a_mask_of_the_rows():
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace(8), choose=lambda *given: True)
+    with pytest.raises(ReplayStateError, match=r"must return \[num_tokens\] bool, got bool"):
+        forward(chunk, session)
+    mrr.close_sessions(chunk)

@@ -1,0 +1,179 @@
+"""A session begins once, is on the model that trains, ends once and leaves nothing; copies of its model are not under it."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.mcore.seam import holders_of
+from tests.unit.mcore.tiny_chunk import (
+    ROWS,
+    STARTS,
+    Chunk,
+    disturb,
+    forward,
+    non_reentrant,
+    plain,
+    random_trace,
+    reentrant,
+    tokens,
+    watched,
+    wrong_replays,
+)
+
+QUEUED = {name: start for name, start in STARTS.items() if name != "freeze"}
+
+
+def left_over(chunk):
+    """Every hook on the chunk or its routers, what is at a router's `router_replay`, and who holds it."""
+    on = [hook for each in (chunk, *chunk.routers) for hook in (*each._forward_hooks, *each._forward_pre_hooks)]
+    on += [router.router_replay for router in chunk.routers if router.router_replay is not None]
+    return on + [holder for router in chunk.routers for holder in holders_of(router)]
+
+
+@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
+@pytest.mark.parametrize("by", ["close", "exception", "close_sessions"])
+def test_a_session_that_is_over_takes_nothing_and_cannot_be_begun_again(start, by):
+    chunk = Chunk()
+    session = start(chunk)
+    forward(chunk, session)
+    if by == "close":
+        session.close()
+    elif by == "close_sessions":
+        mrr.close_sessions(chunk)
+    else:
+        with pytest.raises(ArithmeticError), session:
+            raise ArithmeticError("injected")
+    for again in (lambda: session.microbatch(ROWS), session.start, session.__enter__):
+        with pytest.raises(ReplayStateError, match=rf"this {session.kind} session is closed: make a new one"):
+            again()
+    session.close()  # says nothing more
+    assert left_over(chunk) == []
+    assert session.report.microbatches == 1
+
+
+@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
+def test_a_session_that_raised_when_it_was_closed_is_over(start):
+    chunk = Chunk()
+    session = start(chunk)
+    session.microbatch(ROWS)
+    with pytest.raises(ReplayStateError, match="no forward used them"):
+        session.close()
+    session.close()
+    with pytest.raises(ReplayStateError, match="is closed"):
+        session.microbatch(ROWS)
+
+
+@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
+def test_a_session_on_another_model_than_the_one_that_trains_raises(start):
+    with pytest.raises(ReplayStateError, match="opened on another model than the one that trains"), start(Chunk()):
+        forward(Chunk()).backward()
+
+
+def test_a_session_in_which_nothing_was_to_do_reports_nothing():
+    evaluated = Chunk().eval()
+    with mrr.replay(Chunk(), random_trace(), min_replayed=0.99) as session:
+        evaluated(tokens())
+    assert (session.report.microbatches, session.report.replayed_share) == (0, None)
+    with mrr.freeze_recompute(Chunk()):
+        forward(Chunk()).backward()
+
+
+@pytest.mark.parametrize("start", [*STARTS.values(), mrr.attach], ids=[*STARTS, "attach"])
+def test_a_part_of_a_virtual_pipeline_is_refused(start):
+    chunks = [Chunk(), Chunk()]
+    for chunk in chunks:
+        chunk.config.virtual_pipeline_model_parallel_size = 2
+    for some in (chunks[0], chunks[:1]):
+        with pytest.raises(LayoutError, match="1 model chunks were given, but this rank has 2"):
+            start(some)
+
+
+def test_a_lost_session_is_named_by_its_kind_and_can_be_ended():
+    chunk = Chunk()
+    mrr.freeze_recompute(chunk)
+    mrr.record(chunk)
+    with pytest.raises(ReplayStateError, match=r"under another session already, a record.*close_sessions"):
+        mrr.record(chunk)
+    assert mrr.close_sessions(chunk) == 2
+    assert left_over(chunk) == []
+    assert mrr.close_sessions(chunk) == 0
+    with mrr.record(chunk):
+        pass
+
+
+def test_one_of_several_ranks_cannot_tell_the_number_of_rows_while_it_records():
+    chunk = Chunk()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        recording = mrr.record(chunk)
+        forward(chunk, recording)
+        for read in (recording.trace, recording.gather):
+            with pytest.raises(
+                ReplayStateError, match="agree on the recording's number of rows when the session is left"
+            ):
+                read()
+        assert recording.trace(num_tokens=9).num_tokens == 9
+        mrr.close_sessions(chunk)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("around", [plain, reentrant, non_reentrant])
+def test_a_loss_that_is_kept_does_not_keep_the_closed_session_and_its_trace(around):
+    chunk, trace = Chunk(), random_trace()
+    chunk.around = around
+    session = mrr.replay(chunk, trace)
+    loss = forward(chunk, session)
+    session.close()
+    assert left_over(chunk) == []
+    kept = [weakref.ref(session), weakref.ref(trace.topk_indices)]
+    del session, trace
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
+    loss.backward()
+
+
+def test_a_session_a_step_whose_backward_comes_behind_it_leaves_nothing():
+    chunk, trace, sessions = Chunk(), random_trace(), []
+    chunk.around = reentrant
+    for _ in range(20):
+        with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+            loss = forward(chunk, session)
+        loss.backward()
+        sessions.append(weakref.ref(session))
+        del session, loss
+    gc.collect()
+    assert not any(session() for session in sessions)
+    assert left_over(chunk) == []
+    assert wrong_replays(seen, trace) == 0
+
+
+def test_a_copy_of_a_model_under_a_session_is_not_under_it_and_may_have_its_own():
+    chunk, trace = Chunk(), random_trace()
+    with watched(chunk) as live:
+        chunk(tokens())
+    with mrr.replay(chunk, trace) as session:
+        twin = copy.deepcopy(chunk)
+        assert mrr.close_sessions(twin) == 0
+        with watched(twin) as of_twin:
+            twin(tokens())
+        with watched(chunk) as seen:
+            forward(chunk, session)
+    assert all(torch.equal(of_twin[key][0], live[key][0]) for key in live)
+    assert wrong_replays(seen, trace) == 0
+    with mrr.freeze_recompute(chunk):
+        twin = copy.deepcopy(chunk)
+        twin.around = reentrant
+        with watched(twin) as seen, mrr.freeze_recompute(twin), mrr.replay(twin, trace) as session:
+            loss = forward(twin, session)
+            disturb(twin)
+            loss.backward()
+        assert wrong_replays(seen, trace) == 0
+        with pytest.raises(ReplayStateError, match="under another session"):
+            mrr.freeze_recompute(chunk)

@@ -1,0 +1,37 @@
+"""Counts stay where they are made until they are read, all at once."""
+
+import torch
+
+from megatron_router_replay.mcore.tally import Tally
+
+
+class OnAGpu(torch.Tensor):
+    """Lies on the CPU and says that it does not."""
+
+    device = torch.device("cuda", 0)
+
+
+def on_a_gpu(value):
+    return torch.tensor(value).as_subclass(OnAGpu)
+
+
+def test_what_the_host_knows_is_added_at_once_and_the_rest_when_it_is_read():
+    first, second = Tally(), Tally()
+    first.add(a=2, b=torch.tensor(True))
+    first.add(a=on_a_gpu(5), c=on_a_gpu(True))
+    second.add(a=on_a_gpu(False))
+    assert (first["a"], first["b"], first["c"], second["a"]) == (2, 1, 0, 0)
+    Tally.read([first, second])
+    assert (first["a"], first["b"], first["c"], second["a"]) == (7, 1, 1, 0)
+    assert (first.positive, second.positive) == (["a", "b", "c"], [])
+    Tally.read([first])
+    assert first["a"] == 7, "read once"
+
+
+def test_many_counts_are_added_up_where_they_are():
+    tally = Tally()
+    for number in range(1000):
+        tally.add(a=on_a_gpu(number), b=on_a_gpu(number % 2 == 0))
+        assert len(tally._pending) < 300
+    Tally.read([tally])
+    assert (tally["a"], tally["b"]) == (499_500, 500)

@@ -1,0 +1,224 @@
+"""A recompute whose forward nobody knows raises, in a session and when it was left, or is named by its tape."""
+
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.mcore import Tape
+from tests.unit.mcore.tiny_chunk import (
+    ROWS,
+    Chunk,
+    disturb,
+    flips,
+    forward,
+    non_reentrant,
+    random_trace,
+    reentrant,
+    tokens,
+    watched,
+    with_gradients,
+)
+
+UNKNOWN = "no tape of its forward is known"
+
+
+def recompute(function, inputs, grad):
+    inputs = inputs.detach().requires_grad_()
+    with torch.enable_grad():
+        output = function(inputs)
+    torch.autograd.backward(output, grad)
+    return inputs.grad
+
+
+class OfATrainer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, hidden):
+        ctx.function = function
+        ctx.save_for_backward(hidden)
+        return function(hidden)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, recompute(ctx.function, *ctx.saved_tensors, grad)
+
+
+class WithoutContext(OfATrainer):
+    """Its forward gets no ctx."""
+
+    @staticmethod
+    def forward(function, hidden):
+        return function(hidden)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.function = inputs[0]
+        ctx.save_for_backward(inputs[1])
+
+
+def by_hook(layer, hidden):
+    """A hook on the output's gradient recomputes, as in Megatron-Core's CheckpointWithoutOutput."""
+    with torch.no_grad():
+        output = layer(hidden)
+    output = output + hidden * 0
+    kept = hidden.detach()
+    if output.requires_grad:
+        output.register_hook(lambda grad: grad + 0 * layer(kept))
+    return output
+
+
+KINDS = {
+    "function": OfATrainer.apply,
+    "function without ctx": WithoutContext.apply,
+    "hook": by_hook,
+    "reentrant inside": lambda layer, hidden: OfATrainer.apply(lambda h: reentrant(layer, h), hidden),
+    "non-reentrant inside": lambda layer, hidden: OfATrainer.apply(
+        with_gradients(lambda h: non_reentrant(layer, h)), hidden
+    ),
+}
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("outer", [None, reentrant, non_reentrant])
+@pytest.mark.parametrize("replays", [False, True], ids=["freeze", "replay"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_kind_of_checkpoint_raises_in_its_backward(kind, replays, outer, left):
+    """Also around two forwards, and inside a checkpoint that is known."""
+    chunk = Chunk()
+    chunk.around = KINDS[kind]
+
+    def two_forwards(scale):
+        return (chunk(tokens(), 0) - chunk(tokens(), 1)).mul(scale).square().mean()
+
+    scale = torch.ones(1, requires_grad=True)
+    session = mrr.replay(chunk, random_trace()) if replays else mrr.freeze_recompute(chunk)
+    if replays:
+        session.microbatch(ROWS)
+        session.microbatch(ROWS + 8)
+    with watched(chunk) as seen:
+        loss = two_forwards(scale) if outer is None else outer(two_forwards, scale)
+        disturb(chunk)
+        if left:
+            session.close()
+        with pytest.raises(ReplayStateError, match=UNKNOWN):
+            loss.backward()
+    mrr.close_sessions(chunk)
+    assert flips(seen) == 0
+
+
+def test_an_unknown_recompute_inside_a_recompute_is_not_the_next_call_of_its_tape():
+    """A backward that runs only where gradients are on: in the recompute of a reentrant checkpoint."""
+    chunk = Chunk(num_layers=1)
+    chunk.around = by_hook
+
+    def with_gradients_of_its_own(hidden):
+        output = by_hook(chunk.layers[0], hidden)
+        if output.requires_grad:
+            torch.autograd.grad(output.square().sum(), hidden, retain_graph=True)
+        return chunk.layers[0](output)
+
+    hidden = torch.randn(4, 2, 8)
+    hidden[..., -1] = 0
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+        loss = reentrant(with_gradients_of_its_own, hidden.requires_grad_()).square().sum()
+        disturb(chunk)
+        with pytest.raises(ReplayStateError, match=UNKNOWN):
+            loss.backward()
+    assert [len(maps) for maps in seen.values()] == [3], "two of the forward, one of the recompute"
+
+
+class InAnotherOrder(torch.autograd.Function):
+    """Two calls of a function, recomputed in the other order, under the name of a known checkpoint."""
+
+    @staticmethod
+    def forward(ctx, tapes, function, *halves):
+        ctx.tapes, ctx.function = tapes, function
+        ctx.save_for_backward(*halves)
+        outputs = []
+        for tape, half in zip(tapes or [None] * 2, halves):
+            with tape.first_run() if tape else torch.no_grad():
+                outputs.append(function(half))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        gradients = []
+        for tape, half, grad in reversed(list(zip(ctx.tapes or [None] * 2, ctx.saved_tensors, grads))):
+            with tape.again() if tape else torch.enable_grad():
+                gradients.append(recompute(ctx.function, half, grad))
+        return None, None, *reversed(gradients)
+
+
+InAnotherOrder.__name__ = "CheckpointFunction"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_parts_that_are_recomputed_in_another_order_raise_or_are_named(named):
+    chunk = Chunk(num_layers=1)
+
+    def around(layer, hidden):
+        return torch.cat(InAnotherOrder.apply([Tape(), Tape()] if named else None, layer, *hidden.split(2)))
+
+    chunk.around = around
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+        loss = forward(chunk)
+        disturb(chunk)
+        if named:
+            loss.backward()
+            first, second, *again = seen[0, 1]
+            assert torch.equal(again[0], second)
+            assert torch.equal(again[1], first)
+        else:
+            with pytest.raises(ReplayStateError, match=UNKNOWN):
+                loss.backward()
+
+
+def test_one_tape_for_several_first_runs_is_ambiguous():
+    chunk, tape = Chunk(num_layers=1), Tape()
+    hidden = torch.randn(4, 2, 8)
+    with mrr.freeze_recompute(chunk):
+        for _ in range(2):
+            with tape.first_run():
+                chunk.layers[0](hidden)
+        with pytest.raises(ReplayStateError, match="ran its function several times in one forward"), tape.again():
+            chunk.layers[0](hidden)
+
+
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_routers_that_change_places_between_forward_and_backward_raise(around):
+    chunk = Chunk()
+    one, other = chunk.layers[:2]
+    hidden = torch.randn(4, 2, 8, requires_grad=True)
+    hidden.data[..., -1] = 0
+    with mrr.freeze_recompute(chunk):
+        loss = around(lambda h: other(one(h)), hidden).sum()
+        one.router, other.router = other.router, one.router
+        with pytest.raises(
+            ReplayStateError, match="recomputed as call 1 of its checkpoint, where the forward called layer"
+        ):
+            loss.backward()
+
+
+def test_a_recompute_that_calls_a_router_more_often_than_its_forward_raises():
+    chunk, runs = Chunk(num_layers=1), []
+
+    def once_then_twice(scale):
+        runs.append(None)
+        return sum(chunk(tokens(), number) for number in range(len(runs))) * scale
+
+    with mrr.freeze_recompute(chunk):
+        out = reentrant(once_then_twice, torch.ones(1, requires_grad=True))
+        with pytest.raises(
+            ReplayStateError, match="recomputed as call 2 of its checkpoint, where the forward called none"
+        ):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_a_recompute_of_a_forward_before_the_session_raises(around):
+    chunk = Chunk()
+    chunk.around = around
+    loss = forward(chunk)
+    unheld = r"where the forward called none: .* must have run while a session"
+    with pytest.raises(ReplayStateError, match=unheld), mrr.freeze_recompute(chunk):
+        loss.backward()

@@ -1,0 +1,112 @@
+"""Which slow tests CI leaves out: those of which it is known that nothing that changed can matter to them."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / ".ci/left_out.py"
+
+
+@pytest.fixture(scope="module")
+def left_out():
+    spec = importlib.util.spec_from_file_location("left_out", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["left_out"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["left_out"]
+
+
+def touched(left_out, *changed):
+    return [group.name.split()[0].strip(",") for group in left_out.GROUPS if group.touched(list(changed))]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("docs/rl_trainer.md", []),
+        ("README.md", []),
+        ("tests/unit/layout/test_rows.py", []),
+        ("examples/grpo/loop.py", ["GRPO"]),
+        ("tests/functional/grpo/cases.py", ["GRPO"]),
+        ("constraints-vllm.txt", ["GRPO"]),
+        ("megatron_router_replay/transport/plan.py", ["GRPO", "benchmarks"]),
+        ("megatron_router_replay/diagnostics/page.py", ["benchmarks", "the"]),
+        ("examples/walkthroughs/two_layouts.py", ["the"]),
+        ("megatron_router_replay/mcore/session.py", ["GRPO", "benchmarks", "the"]),
+        ("megatron_router_replay/unheard_of.py", ["GRPO", "benchmarks", "the"]),
+        ("tests/conftest.py", ["GRPO", "benchmarks", "the"]),
+        ("Makefile", ["GRPO", "benchmarks", "the"]),
+    ],
+)
+def test_a_path_touches_every_group_that_is_not_known_to_do_without_it(left_out, path, expected):
+    assert touched(left_out, path, "CHANGELOG.md") == expected
+
+
+def test_no_group_does_without_a_part_that_its_own_files_name(left_out):
+    for group in left_out.GROUPS:
+        for start in (*group.sources, *group.tests):
+            path = ROOT / start
+            assert path.exists(), start
+            files = [path] if path.is_file() else [each for each in path.rglob("*") if each.suffix in (".py", ".ipynb")]
+            named = {
+                part
+                for file in files
+                for part in re.findall(r"(?:megatron_router_replay|mrr)[./](\w+)", file.read_text())
+            }
+            assert not named & set(group.unused_parts), start
+
+
+def repository(folder, *days):
+    """Make a repository with a commit each so many days after 2026-11-01, the last of which adds a file."""
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    for number, day in enumerate(days):
+        (folder / f"file_{number}.md").write_text("")
+        date = f"2026-11-{day:02} 12:00:00 +0000"
+        names = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        environment = {**names, "GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date, "PATH": "/usr/bin:/bin"}
+        subprocess.run(["git", "add", "."], cwd=folder, check=True)
+        subprocess.run(["git", "commit", "-q", "-m", str(number)], cwd=folder, check=True, env=environment)
+
+
+def run(folder, **environment):
+    done = subprocess.run(
+        [sys.executable, SCRIPT],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), done.stderr
+
+
+def test_a_change_since_the_day_before_leaves_out_what_it_does_not_touch_and_says_so(tmp_path):
+    repository(tmp_path, 1, 3, 3)
+    options, said = run(tmp_path)
+    assert "--ignore=tests/functional/grpo" in options
+    assert said.count("LEFT OUT") == 3
+    assert run(tmp_path, CI_ALL="1") == ([], "slow tests: all of them\n")
+    assert run(tmp_path, CI_BASE="HEAD~1")[0] == options
+
+
+def test_what_is_not_committed_counts_too(tmp_path):
+    repository(tmp_path, 1, 3)
+    (tmp_path / "setup.py").write_text("")
+    assert run(tmp_path)[0] == []
+
+
+def test_a_history_of_less_than_a_day_leaves_nothing_out(tmp_path):
+    repository(tmp_path, 3, 3)
+    assert run(tmp_path) == ([], "slow tests: all of them\n")
+
+
+def test_without_git_nothing_is_left_out(tmp_path):
+    options, said = run(tmp_path)
+    assert options == []
+    assert "all of them, for git does not say" in said

@@ -1,0 +1,252 @@
+"""RoutingTrace: what it accepts, stores and refuses."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_router_replay import RouterReplayError, RoutingTrace, concat_traces
+from megatron_router_replay.errors import TraceError
+from tests.unit.small_trace import ROUTES, make
+
+
+def test_it_stores_the_routes_in_one_byte_each_and_knows_its_sizes():
+    trace = make()
+    assert trace.topk_indices.dtype is torch.uint8
+    assert trace.topk_indices.tolist() == ROUTES
+    assert (trace.num_tokens, trace.num_layers, trace.topk, trace.num_experts) == (3, 2, 2, 4)
+    assert trace.layer_numbers == (2, 4)
+    assert trace.replay_mask.tolist() == [True, True, True]
+    assert len(trace) == 3
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.uint8), (257, torch.int16), (512, torch.int16)])
+def test_the_dtype_follows_from_num_experts_alone(num_experts, dtype):
+    # 300 in uint8 would be 44: the id must survive.
+    top = num_experts - 1
+    trace = make([[[0, top]]], layer_numbers=[1], num_experts=num_experts)
+    assert trace.topk_indices.dtype is dtype
+    assert trace.topk_indices.tolist() == [[[0, top]]]
+    small = make([[[0, 1]]], layer_numbers=[1], num_experts=num_experts)
+    assert small.topk_indices.dtype is dtype
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i4"]
+)
+def test_every_integer_dtype_of_numpy_is_accepted_read_only_too(dtype):
+    array = np.array(ROUTES, dtype=dtype)
+    array.setflags(write=False)
+    assert make(array).topk_indices.tolist() == ROUTES
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64])
+def test_every_integer_dtype_of_torch_is_accepted(dtype):
+    assert make(torch.tensor(ROUTES).to(dtype)).topk_indices.tolist() == ROUTES
+
+
+def test_the_input_is_neither_changed_nor_shared():
+    routes = torch.tensor(ROUTES, dtype=torch.uint8)
+    mask = torch.tensor([True, False, True])
+    kept, kept_mask = routes.clone(), mask.clone()
+    trace = make(routes, replay_mask=mask)
+    assert torch.equal(routes, kept)
+    assert torch.equal(mask, kept_mask)
+    ids = torch.tensor([1, 2, 3], dtype=torch.int32)
+    trace = make(routes, replay_mask=mask, token_ids=ids, weight_version=ids.numpy())
+    for values in (routes, mask, ids):
+        values.zero_()
+    assert trace.token_ids.tolist() == trace.weight_version.tolist() == [1, 2, 3]
+    assert trace.topk_indices[0].tolist() == ROUTES[0]
+    assert trace.replay_mask.tolist() == [True, False, True]
+
+
+def test_rows_of_minus_one_have_no_route_and_hold_distinct_experts():
+    trace = make([ROUTES[0], [[-1, -1], [-1, -1]], ROUTES[2]])
+    assert trace.replay_mask.tolist() == [True, False, True]
+    assert trace.topk_indices.tolist() == [ROUTES[0], [[2, 3], [2, 3]], ROUTES[2]]
+
+
+def test_rows_without_a_route_by_mask_may_hold_anything():
+    trace = make([ROUTES[0], [[0, 0], [9, 9]], ROUTES[2]], replay_mask=[True, False, True])
+    assert trace.replay_mask.tolist() == [True, False, True]
+    assert trace.topk_indices.tolist() == [ROUTES[0], [[2, 3], [2, 3]], ROUTES[2]]
+
+
+def test_token_ids_of_all_int32_are_kept():
+    assert make(token_ids=[-(2**31), 0, 2**31 - 1]).token_ids.tolist() == [-(2**31), 0, 2**31 - 1]
+
+
+def test_uint8_rows_without_a_route_are_replaced_too():
+    routes = torch.tensor([ROUTES[0], [[0, 0], [200, 200]], ROUTES[2]], dtype=torch.uint8)
+    assert make(routes, replay_mask=[True, False, True]).topk_indices[1].tolist() == [[2, 3], [2, 3]]
+
+
+REFUSED = {
+    "a repeated expert": (dict(routes=[[[0, 1], [2, 2]]]), "row 0, layer 4 of topk_indices is [2, 2]"),
+    "all zeros": (dict(routes=np.zeros((5, 2, 2), np.uint8)), "lost data, sent as zeros"),
+    "an id too large": (dict(routes=[[[0, 1], [2, 4]]]), "outside 0..3"),
+    "an id too large in uint8": (
+        dict(routes=torch.tensor([[[0, 1], [2, 4]]], dtype=torch.uint8)),
+        "outside 0..3",
+    ),
+    "300 of 8": (dict(routes=[[[0, 300], [2, 1]]], num_experts=8), "outside 0..7"),
+    "a row of -1 in one layer only": (dict(routes=[[[0, 1], [-1, -1]]]), "outside 0..3"),
+    "-1 in one place": (dict(routes=[[[0, -1], [1, 2]]]), "outside 0..3"),
+    "floats": (dict(routes=np.zeros((1, 2, 2))), "float64"),
+    "bools": (dict(routes=torch.zeros(1, 2, 2, dtype=torch.bool)), "bool"),
+    "strings": (dict(routes=[[["a", "b"], ["c", "d"]]]), "must hold integers"),
+    "two axes": (dict(routes=[[0, 1], [2, 3]]), "shape [2, 2]"),
+    "another number of layers": (dict(layer_numbers=(1, 2, 3)), "names 3 layers, topk_indices has 2"),
+    "no experts": (dict(num_experts=0), "num_experts=0"),
+    "experts as float": (dict(num_experts=4.0), "num_experts=4.0 must be an integer"),
+    "a mask of integers": (dict(replay_mask=[1, 0, 1]), "[3] bool"),
+    "a mask too short": (dict(replay_mask=[True]), "[3] bool"),
+    "token ids too short": (dict(token_ids=[1, 2]), "token_ids must be [3]"),
+    "token ids too large": (dict(token_ids=[1, 2, 2**31]), "token_ids lies in 1..2147483648, which int32"),
+    "token ids too small": (dict(token_ids=[1, 2, -(2**31) - 1]), "token_ids lies in -2147483649..2, which int32"),
+    "ids without lengths": (dict(sample_ids=("a",)), "names 1 samples"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_trace_cannot_be_raises_and_says_what_was_seen(name):
+    options, said = REFUSED[name]
+    with pytest.raises(TraceError) as caught:
+        make(**options)
+    assert said in str(caught.value)
+    assert isinstance(caught.value, RouterReplayError)
+
+
+def test_a_fault_far_behind_is_named_by_its_row():
+    routes = torch.tensor(ROUTES * 1000)
+    routes[2345, 1] = 0
+    with pytest.raises(TraceError, match=r"row 2345, layer 4"):
+        make(routes)
+
+
+@given(st.data())
+def test_valid_routes_come_out_as_they_went_in(data):
+    num_experts = data.draw(st.integers(1, 300))
+    topk = data.draw(st.integers(1, min(num_experts, 8)))
+    shape = data.draw(st.tuples(st.integers(0, 6), st.integers(0, 3)))
+    row = st.lists(st.integers(0, num_experts - 1), min_size=topk, max_size=topk, unique=True)
+    routes = np.array([[data.draw(row) for _ in range(shape[1])] for _ in range(shape[0])], dtype=np.int64).reshape(
+        *shape, topk
+    )
+    trace = RoutingTrace(topk_indices=routes, layer_numbers=range(1, shape[1] + 1), num_experts=num_experts)
+    assert trace.topk_indices.tolist() == routes.tolist()
+    assert bool(trace.replay_mask.all())
+
+
+def test_values_that_are_proven_already_are_taken_by_their_names_only():
+    trace = make(token_ids=[7, 8, 9])
+    values = {name: getattr(trace, name) for name in ("topk_indices", "layer_numbers", "num_experts", "replay_mask")}
+    again = RoutingTrace.from_checked(**values, token_ids=trace.token_ids)
+    assert again.topk_indices is trace.topk_indices
+    assert again.token_ids is trace.token_ids
+    assert again.weight_version is None
+    # A typo once made a trace without token ids; a missing mask one that had none.
+    with pytest.raises(TypeError, match="tokens_ids"):
+        RoutingTrace.from_checked(**values, tokens_ids=trace.token_ids)
+    for name in values:
+        with pytest.raises(TypeError, match=name):
+            RoutingTrace.from_checked(**{key: value for key, value in values.items() if key != name})
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.int64), (256, torch.int16), (300, torch.int16)])
+def test_an_id_equal_to_num_experts_is_refused_before_it_is_narrowed(num_experts, dtype):
+    # 256 of 256 experts, cast to uint8, would be expert 0.
+    routes = torch.tensor([[[5, num_experts]]], dtype=dtype)
+    with pytest.raises(TraceError, match=rf"outside 0\.\.{num_experts - 1}"):
+        make(routes, layer_numbers=(1,), num_experts=num_experts)
+
+
+def test_a_trace_is_made_by_names_and_cannot_be_changed():
+    with pytest.raises(TypeError, match="positional"):
+        RoutingTrace(ROUTES, (2, 4), 4)
+    with pytest.raises(AttributeError):
+        make().num_experts = 5
+    assert not hasattr(make(), "__dict__")
+    with pytest.raises(TypeError, match="left_out"):
+        make(left_out=torch.zeros(3, dtype=torch.bool))
+
+
+FULL = dict(token_ids=[1, 2, 3], weight_version=4, sequence_lengths=(1, 2), sample_ids=("a", "b"))
+UNLIKE_FULL = {
+    "routes": make([ROUTES[0], ROUTES[1], [[1, 2], [0, 3]]], **FULL),
+    "a mask": make(**FULL, replay_mask=[True, True, False]),
+    "a row left out": make(**FULL).keep([True, True, False]),
+    "token ids": make(**FULL | dict(token_ids=[1, 2, 4])),
+    "no token ids": make(**FULL | dict(token_ids=None)),
+    "versions": make(**FULL | dict(weight_version=5)),
+    "samples": make(**FULL | dict(sequence_lengths=(2, 1))),
+    "names": make(**FULL | dict(sample_ids=("a", "c"))),
+    "layers": make(**FULL, layer_numbers=(2, 5)),
+    "experts": make(**FULL, num_experts=5),
+    "fewer rows": make(**FULL)[:2],
+    "no trace": 5,
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE_FULL)
+def test_a_trace_equals_another_of_the_same_values_and_no_other(name):
+    assert make(**FULL) == make(**FULL)
+    assert make(**FULL) != UNLIKE_FULL[name]
+    assert UNLIKE_FULL[name] != make(**FULL)
+
+
+def test_what_stands_in_rows_without_a_route_does_not_count_and_a_trace_has_no_hash():
+    part = make(ROUTES + ROUTES, replay_mask=[True] * 4 + [False, True])[3:]
+    assert part == make(replay_mask=[True, False, True])
+    assert not torch.equal(part.topk_indices, make(replay_mask=[True, False, True]).topk_indices)
+    # A row that was left out by choice has a route, which counts.
+    left_out = [make([*ROUTES[:2], row]).keep([True, True, False]) for row in (ROUTES[2], ROUTES[0])]
+    assert left_out[0] != left_out[1]
+    assert make().keep([True] * 3) == make()
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(part)
+
+
+def test_a_trace_says_how_many_rows_have_a_route_and_that_it_has_no_token_ids():
+    shape = "layers [2, 4], top-2 of 4 experts, uint8)"
+    assert repr(make(token_ids=[1, 2, 3])) == f"RoutingTrace(3 tokens (3 with a route), {shape}"
+    assert repr(make(replay_mask=[True, True, False])) == (
+        f"RoutingTrace(3 tokens (2 with a route), without token ids, {shape}"
+    )
+
+
+@pytest.mark.parametrize("name", ["topk_indices", "replay_mask", "token_ids", "weight_version", "left_out"])
+def test_a_trace_that_was_changed_in_place_is_told_from_the_one_that_was_checked(name):
+    kept = make(token_ids=[1, 2, 3], weight_version=4).keep([True, True, False])
+    trace = kept[:]
+    part = trace.select_layers([4])
+    getattr(trace, name)[0] = 1  # one expert twice in each row, where these are the ids
+    for take in (
+        trace.check_unchanged,
+        lambda: trace.to("cpu"),
+        lambda: trace[:2],
+        lambda: copy.deepcopy(trace),
+        lambda: concat_traces([make(token_ids=[1, 2, 3], weight_version=4), trace]),
+        lambda: kept[:2],  # the trace of which it is a view
+        lambda: part.to("cpu"),
+    ):
+        with pytest.raises(TraceError, match=f"^{name} of the trace was changed in place after it was checked"):
+            take()
+
+
+def test_copies_of_a_trace_count_changes_anew():
+    indices = torch.tensor(ROUTES)
+    indices[0] = indices[1]  # before: the trace has a copy of what was made of it
+    trace = make(indices)
+    indices[:] = 9
+    for one in (trace, copy.deepcopy(trace), pickle.loads(pickle.dumps(trace)), copy.copy(trace)):
+        one.check_unchanged()
+        assert one.topk_indices.tolist() == [ROUTES[1], *ROUTES[1:]]
+    with torch.inference_mode():  # its tensors count nothing
+        of_inference = make()
+    of_inference.select_layers([2]).check_unchanged()

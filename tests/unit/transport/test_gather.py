@@ -1,0 +1,78 @@
+"""Responses into traces, rows into the memory of messages and back."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_router_replay import RoutingTrace, engines
+from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.transport import TransportError, TransportTimes, decode_responses
+from megatron_router_replay.transport.collective import _messages
+from megatron_router_replay.transport.gather import TraceRows, views_of_bytes
+
+
+def _trace(num_tokens: int, *, first: int = 0, num_experts: int = 300, token_ids: bool = True) -> RoutingTrace:
+    ids = torch.arange(first, first + num_tokens * 3 * 2).view(num_tokens, 3, 2) % num_experts
+    return RoutingTrace(
+        topk_indices=ids,
+        layer_numbers=(1, 2, 4),
+        num_experts=num_experts,
+        token_ids=torch.arange(first, first + num_tokens) if token_ids else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("runs", "rows"),
+    [([(1, 3)], [1, 2]), ([(1, 3), (4, 7)], [1, 2, 4, 5, 6]), ([(8, 9), (0, 5)], [8, 0, 1, 2, 3, 4]), ([(5, 5)], [])],
+)
+def test_runs_of_rows_cross_traces(runs: list[tuple[int, int]], rows: list[int]) -> None:
+    traces = [_trace(5), _trace(4, first=100)]
+    source = TraceRows(traces)
+    memory = source.format.empty(len(rows), 2)
+    source.fill(runs, (1, 4), memory)
+    assert torch.equal(memory["topk_indices"], torch.cat([trace.topk_indices for trace in traces])[rows][:, [0, 2]])
+    assert memory["token_ids"].tolist() == [(row if row < 5 else row + 95) for row in rows]
+
+
+def test_traces_of_different_kinds_are_refused() -> None:
+    with pytest.raises(TransportError, match="trace 1"):
+        TraceRows([_trace(3), _trace(3, token_ids=False)])
+    with pytest.raises(TransportError, match="no traces"):
+        TraceRows([])
+
+
+def test_views_of_bytes_begins_at_multiples_of_its_width_and_fills_the_bytes() -> None:
+    format = TraceRows([_trace(3)]).format
+    flat = torch.zeros(3 * format.row_bytes(3), dtype=torch.uint8)
+    memory = views_of_bytes(flat, format, 3)
+    assert {name: (value.storage_offset() * value.itemsize, list(value.shape)) for name, value in memory.items()} == {
+        "token_ids": (0, [3]),
+        "topk_indices": (12, [3, 3, 2]),
+        "replay_mask": (48, [3]),
+    }
+    assert flat.numel() == 51
+    assert [list(value.shape) for value in views_of_bytes(flat[:0], format, 0).values()] == [[0, 3, 2], [0], [0]]
+
+
+def test_int16_travels_as_bytes() -> None:
+    assert [*_messages({"ids": torch.tensor([[258, 3]], dtype=torch.int16)})[0]] == [2, 1, 3, 0]
+
+
+MODEL = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=8, topk=2)
+DECODE = partial(engines.array.decode, model=MODEL, axes=("token", "layer", "expert"), last_token_routed=True)
+
+
+def test_responses_are_decoded_in_order_and_counted() -> None:
+    times = TransportTimes("rollout")
+    arrays = [torch.stack([torch.randperm(8)[:2] for _ in range(2 * n)]).view(n, 2, 2).numpy() for n in (3, 1, 4)]
+    traces = decode_responses(iter(arrays), lambda array: DECODE(array, num_tokens=len(array)), times=times)
+    assert [trace.topk_indices.tolist() for trace in traces] == [array.tolist() for array in arrays]
+    assert times.metrics("").keys() == {"rollout_collect_s", "rollout_decode_s"}
+
+
+def test_a_response_that_cannot_be_decoded_raises() -> None:
+    with pytest.raises(PayloadError):
+        decode_responses([torch.zeros(1, 2, 2, dtype=torch.int64)], partial(DECODE, num_tokens=1))
