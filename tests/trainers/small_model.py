@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_router_replay.testing import ParallelSizes, SmallAttention, build_tiny_gpt, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
+from megatron_router_replay.testing.attention import SmallAttention
 from tests.trainers.oracle import EXPERTS, LAYERS, TOPK, VOCAB
 
 

@@ -10,18 +10,19 @@ import megatron_router_replay as mrr
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(path.name for path in DOCS.glob("*.md") if path.name != "README.md"), "../README.md"]
+PAGES = [*sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if path.name != "README.md"), "../README.md"]
 
 
 def test_every_block_is_python_or_bash_that_is_run():
     fenced = [language for page in PAGES for language in re.findall(r"^```(\w*)$", (DOCS / page).read_text(), re.M)]
-    assert set(fenced[::2]) <= {"python", "bash", "text"}
+    assert set(fenced[::2]) <= {"python", "bash", "text", "diff"}
     assert set(fenced[1::2]) == {""}
 
 
 def test_links_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)]+)\)", (DOCS / page).read_text()):
+        prose = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(), flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)#]+)", prose):
             assert target.startswith("https://") or ((DOCS / page).parent / target).exists(), (page, target)
         for path in re.findall(r"`((?:examples|tests|benchmarks)/[\w/.]+)`", (DOCS / page).read_text()):
             assert (DOCS.parent / path).exists(), (page, path)

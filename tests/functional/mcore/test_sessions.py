@@ -197,13 +197,13 @@ def test_a_wrong_capture_is_named_with_its_layer_and_a_right_one_is_not(fault, m
         replayed = run(chunks, case, microbatches, session)
     compared = session.report.live
     assert compared.rows.tolist() == [256] * 4  # forwards only: recomputes are not counted again
-    assert compared.agreement[:3].tolist() == [1.0] * 3
+    assert compared.agreement_by_layer[:3].tolist() == [1.0] * 3
     assert [(finding.kind, finding.layer_numbers) for finding in compared.findings] == (
         [(fault, (4,))] if fault else []
     )
     if not fault:
         assert same(live, replayed)
-        assert compared.agreement[3] == 1.0
+        assert compared.agreement_by_layer[3] == 1.0
 
 
 # ---- an attached model: the forward step is `output = model(**batch)`, replay on or off
