@@ -10,7 +10,10 @@ import megatron_router_replay as mrr
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if path.name != "README.md"), "../README.md"]
+PAGES = [
+    *sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if path.name != "README.md"),
+    "../README.md",
+]
 
 
 def test_every_block_is_python_or_bash_that_is_run():
