@@ -101,21 +101,6 @@ class ModelRoutingInfo:
             model_type=model_type,
         )
 
-    @classmethod
-    def of_model(cls, model_chunks: Any) -> ModelRoutingInfo:
-        """Read a Megatron-Core model, where there is no Hugging Face config; the same on every rank.
-
-        Args:
-            model_chunks: the model or its chunks on this rank, wrapped or not; of any pipeline stage.
-
-        Raises:
-            LayoutError: it is no Megatron-Core model with experts, or it does not follow its config.
-        """
-        # Needs Megatron-Core, and lies behind this module in the direction of the data: loaded for those who ask.
-        from megatron_router_replay.mcore.layers import routing_info
-
-        return routing_info(model_chunks)
-
 
 ModelLike = Union[ModelRoutingInfo, Config, str, "os.PathLike[str]"]
 """What decoders take as `model`."""
@@ -133,9 +118,7 @@ def _load(config: Any) -> Config:
         return config
     if not isinstance(config, (str, os.PathLike)):
         first = config[0] if isinstance(config, (list, tuple)) and config else config
-        advice = (
-            " A Megatron-Core model is read by ModelRoutingInfo.of_model(...)." if hasattr(first, "parameters") else ""
-        )
+        advice = " A Megatron-Core model is read by mcore.routing_info(model)." if hasattr(first, "parameters") else ""
         raise PayloadError(
             f"a model config is a dict, a path or a ModelRoutingInfo, got {type(config).__name__}.{advice}"
         )

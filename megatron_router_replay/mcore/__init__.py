@@ -5,7 +5,7 @@ from megatron_router_replay.mcore.attaching import Attached, attach
 from megatron_router_replay.mcore.driven import RouterReplay, RouterReplayAction, install, uninstall
 from megatron_router_replay.mcore.fed import stamp
 from megatron_router_replay.mcore.freezing import FreezeSession, freeze_recompute
-from megatron_router_replay.mcore.layers import layer_numbers_of
+from megatron_router_replay.mcore.layers import layer_numbers_of, routing_info
 from megatron_router_replay.mcore.recording import RecordSession, record
 from megatron_router_replay.mcore.replaying import ReplaySession, microbatch, replay
 from megatron_router_replay.mcore.report import SessionReport
@@ -39,6 +39,7 @@ __all__ = [
     "microbatch",
     "record",
     "replay",
+    "routing_info",
     "stamp",
     "uninstall",
 ]

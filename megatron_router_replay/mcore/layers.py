@@ -49,7 +49,7 @@ def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int
 
 
 def routing_info(model_chunks: nn.Module | Sequence[nn.Module]) -> ModelRoutingInfo:
-    """Return what the routes of the whole model depend on; `ModelRoutingInfo.of_model`.
+    """Read from a Megatron-Core model what its routes depend on; the same on every rank.
 
     Args:
         model_chunks: the model or its chunks on this rank, wrapped or not; of any pipeline stage.

@@ -48,7 +48,9 @@ def columns_of(num_columns: int, model: Any, layer_numbers: Sequence[int] | None
         TraceError: the columns are not those of the model's layers; see `check_trace_layers`.
     """
     is_info = isinstance(model, ModelRoutingInfo)
-    info = model if is_info else ModelRoutingInfo.of_model(model)
+    if not is_info:  # only a model needs Megatron-Core
+        from megatron_router_replay.mcore.layers import check_trace_layers, routing_info
+    info = model if is_info else routing_info(model)
     numbers_of_columns = _layer_numbers(num_columns, info, layer_numbers)
     moe, last = set(info.moe_layer_numbers), info.num_layers
     # Numbers behind the decoder's last are those of multi-token prediction, which route.
@@ -59,8 +61,6 @@ def columns_of(num_columns: int, model: Any, layer_numbers: Sequence[int] | None
     if missing:
         raise LayoutError(f"routed_experts have no column of layer {missing[0]}; layers: {list(numbers_of_columns)}.")
     if not is_info:
-        from megatron_router_replay.mcore.layers import check_trace_layers  # needs Megatron-Core
-
         check_trace_layers(numbers, model)  # on all columns: a deeper model's would go unseen in this rank's alone
     return info, Columns(
         num_columns=num_columns,

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_router_replay"
 
 WAIT_IN_A_FUNCTION = {
-    ("engines", "mcore"),  # ModelRoutingInfo.of_model, which is given a Megatron-Core model
     ("mcore", "store"),  # replay("path"): only who gives a path needs files
     ("mcore", "diagnostics"),  # replay(compare_live=True)
 }

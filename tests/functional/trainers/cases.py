@@ -306,7 +306,7 @@ def recorded_and_replayed(trainer: str, layout: ParallelSizes, options: dict[str
     with watched(place.chunks) as live, mrr.record(place.chunks) as recording:
         step(place, batches, forward_only=True)
     routes = recorded_routes(recording, like=batch.tokens, **where)
-    info = mrr.engines.ModelRoutingInfo.of_model(place.chunks)
+    info = mrr.mcore.routing_info(place.chunks)
     whole = take_routes(routes, info, tokens=batch.tokens, last_row="replayed", **where)
     taken = take_routes(routes, place.chunks, tokens=batch.tokens, last_row="replayed", **where)
     ids = torch.cat(samples_in(batch))

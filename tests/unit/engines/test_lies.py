@@ -320,7 +320,7 @@ def test_a_coroutine_was_not_awaited():
 
 
 def test_what_is_no_model_says_what_is_one():
-    with pytest.raises(PayloadError, match=r"got Linear. A Megatron-Core model is read by ModelRoutingInfo.of_model"):
+    with pytest.raises(PayloadError, match=r"got Linear. A Megatron-Core model is read by mcore.routing_info"):
         engines.vllm.decode(GOOD, model=torch.nn.Linear(1, 1), token_ids=IDS)
     with pytest.raises(
         PayloadError, match=r"no such file or folder here\. The id of a model on a hub is not looked up"
