@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 TEXT = ("docs/", "mkdocs.yml", ".github/", "LICENSE", "CITATION.cff", ".gitignore")
 QUICK_TESTS = ("tests/unit/", "tests/functional/")
+ROOMS = ("capture", "cli", "demo", "diagnostics", "testing", "trainers", "transport")
 DAY = 24 * 60 * 60
 
 
@@ -56,6 +57,27 @@ GROUPS = [
         tests=("tests/functional/diagnostics/test_walkthroughs.py",),
         sources=("examples/walkthroughs/",),
         unused_parts=("capture", "cli", "trainers", "transport"),
+        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
+    ),
+    Group(
+        name="mutated payloads",
+        tests=("tests/unit/engines/test_fuzz.py",),
+        sources=("tests/unit/engines/fuzz_inputs.py", "tests/unit/engines/engine_payloads.py"),
+        unused_parts=(*ROOMS, "layout", "mcore", "store"),
+        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
+    ),
+    Group(
+        name="damaged files",
+        tests=("tests/unit/store/test_fuzz.py",),
+        sources=("tests/unit/store/damage.py", "tests/unit/store/store_traces.py"),
+        unused_parts=(*ROOMS, "engines", "layout", "mcore"),
+        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
+    ),
+    Group(
+        name="random programs",
+        tests=("tests/unit/mcore/test_random_programs.py",),
+        sources=("tests/unit/mcore/tiny_chunk.py",),
+        unused_parts=("capture", "cli", "demo", "diagnostics", "trainers", "transport"),
         unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
     ),
 ]

@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -19,7 +20,9 @@ from megatron_router_replay.errors import ReplayStateError
 TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the numbers of one that neither ended its session nor failed in it: it was killed, or hangs."""
 
-_told: dict[tuple[Any, ...], list[str]] = defaultdict(list)  # keys that this rank has to take away
+# By store and ranks, the keys that this rank has to take away. They end with their store: the next job numbers its sessions
+# from 1 again, and an old key of the same name would take away what its ranks have just told.
+_told: WeakKeyDictionary[Any, defaultdict[tuple[int, ...], list[str]]] = WeakKeyDictionary()
 
 
 class Meeting:
@@ -40,7 +43,7 @@ class Meeting:
         self._told = len(self.ranks) == 1
         if not self._told:
             self._store: Any = distributed_c10d._get_default_store()
-            self._group = (id(self._store), *self.ranks)
+            self._keys = _told.setdefault(self._store, defaultdict(list))[tuple(self.ranks)]
             name = f"router_replay/{_digest(self.ranks)}"
             # Counted where the keys are: a job that is initialised anew may get another store, or the same one again.
             number = self._store.add(f"{name}/opened/{self.rank}", 1)
@@ -55,9 +58,9 @@ class Meeting:
         self._store.set(key, json.dumps(numbers))
         if self._store.add(f"{self._name}/arrived", 1) == len(self.ranks):
             self._store.set(f"{self._name}/complete", "1")
-        _told[self._group].append(key)
+        self._keys.append(key)
         if self.rank == self.ranks[0]:
-            _told[self._group] += [f"{self._name}/arrived", f"{self._name}/complete"]
+            self._keys += [f"{self._name}/arrived", f"{self._name}/complete"]
 
     def exchange(self, numbers: dict[str, Any]) -> dict[int, dict[str, Any] | None]:
         """Tell this rank's numbers, and return those of every rank, None for one that failed.
@@ -77,10 +80,10 @@ class Meeting:
             ) from error
         told = {rank: json.loads(self._store.get(f"{self._name}/{rank}")) for rank in self.ranks}
         # Everybody is here, so everybody has read what was told before.
-        for key in (keys := _told[self._group])[:]:
+        for key in self._keys[:]:
             if not key.startswith(f"{self._name}/"):
                 self._store.delete_key(key)
-                keys.remove(key)
+                self._keys.remove(key)
         return told
 
 

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci/left_out.py"
+EVERYTHING = ["GRPO", "benchmarks", "the", "mutated", "damaged", "random"]
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +38,16 @@ def touched(left_out, *changed):
         ("constraints-vllm.txt", ["GRPO"]),
         ("megatron_router_replay/transport/plan.py", ["GRPO", "benchmarks"]),
         ("megatron_router_replay/diagnostics/page.py", ["benchmarks", "the"]),
+        ("megatron_router_replay/store/reader.py", ["GRPO", "benchmarks", "the", "damaged", "random"]),
+        ("megatron_router_replay/engines/vllm.py", ["GRPO", "benchmarks", "the", "mutated", "random"]),
+        ("megatron_router_replay/layout/rows.py", ["GRPO", "benchmarks", "the", "random"]),
+        ("tests/unit/store/damage.py", ["damaged"]),
         ("examples/walkthroughs/two_layouts.py", ["the"]),
-        ("megatron_router_replay/mcore/session.py", ["GRPO", "benchmarks", "the"]),
-        ("megatron_router_replay/unheard_of.py", ["GRPO", "benchmarks", "the"]),
-        ("tests/conftest.py", ["GRPO", "benchmarks", "the"]),
-        ("Makefile", ["GRPO", "benchmarks", "the"]),
+        ("megatron_router_replay/mcore/session.py", ["GRPO", "benchmarks", "the", "random"]),
+        ("megatron_router_replay/trace/ids.py", EVERYTHING),
+        ("megatron_router_replay/unheard_of.py", EVERYTHING),
+        ("tests/conftest.py", EVERYTHING),
+        ("Makefile", EVERYTHING),
     ],
 )
 def test_a_path_touches_every_group_that_is_not_known_to_do_without_it(left_out, path, expected):
@@ -90,7 +96,7 @@ def test_a_change_since_the_day_before_leaves_out_what_it_does_not_touch_and_say
     repository(tmp_path, 1, 3, 3)
     options, said = run(tmp_path)
     assert "--ignore=tests/functional/grpo" in options
-    assert said.count("LEFT OUT") == 3
+    assert said.count("LEFT OUT") == 6
     assert run(tmp_path, CI_ALL="1") == ([], "slow tests: all of them\n")
     assert run(tmp_path, CI_BASE="HEAD~1")[0] == options
 

@@ -59,7 +59,7 @@ def above(part: str) -> set[str]:
 def loaded() -> dict[str, dict[str, list[str]]]:
     with tempfile.TemporaryDirectory() as folder:  # the forks do not take away what wandb makes on import
         done = subprocess.run(
-            [sys.executable, "-m", "tests.unit.loaded_modules", *PARTS],
+            [sys.executable, "-m", "tests.unit.loaded_modules", *PARTS, "diagnostics.live"],
             cwd=ROOT,
             env={**os.environ, "TMPDIR": folder},
             capture_output=True,
@@ -103,7 +103,7 @@ def test_what_a_part_loads_stands_above_it(part) -> None:
 @pytest.mark.parametrize("package", sorted(THIRD_PARTY))
 def test_public_names_load_other_packages_only_where_they_belong(package) -> None:
     """What lies below such a part in the drawing may load it with that part: cli, demo."""
-    loading = {part for part, seen in loaded().items() if package in {name.split(".")[0] for name in seen["public"]}}
+    loading = {part for part in PARTS if package in {name.split(".")[0] for name in loaded()[part]["public"]}}
     assert loading <= THIRD_PARTY[package]
 
 
@@ -121,6 +121,14 @@ def test_a_session_loads_neither_files_nor_transports_nor_diagnostics_nor_decode
     assert not {"store", "transport", "diagnostics"} & parts_among(modules)
     engines = {name.removeprefix(f"{PACKAGE}.engines.") for name in modules if name.startswith(f"{PACKAGE}.engines.")}
     assert engines == {"families", "model_info"}, "what a model's MoE layers are, which its config says"
+
+
+def test_the_live_comparison_loads_nothing_else_of_the_diagnostics() -> None:
+    seen = [name.removeprefix(f"{PACKAGE}.") for name in loaded()["diagnostics.live"]["all"] if PACKAGE in name]
+    assert [name for name in seen if name.startswith(("diagnostics.", "store"))] == [
+        "diagnostics.fact",
+        "diagnostics.live",
+    ]
 
 
 def test_ray_is_looked_at_where_it_is_installed() -> None:

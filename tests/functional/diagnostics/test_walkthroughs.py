@@ -1,32 +1,31 @@
 """Each walk-through finds and names what was planted, and reports nothing where nothing was."""
 
-import os
+import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+FOLDER = Path(__file__).parents[3] / "examples" / "walkthroughs"
 pytestmark = pytest.mark.slow
 
 
-def walk(script, *options, code):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "walkthroughs" / script, *options],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def walk(monkeypatch, capsys):
+    """Run a script's main(), in this process: its ranks come from the fork server that has imported Megatron-Core."""
+
+    def run(script, *options, code):
+        monkeypatch.syspath_prepend(FOLDER)
+        monkeypatch.setattr(sys, "argv", [script, *options])
+        assert importlib.import_module(script).main() == code
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_two_layouts_differ_in_routing_and_with_the_same_routes_in_arithmetic_only():
-    shown = walk("two_layouts.py", code=1)
+def test_two_layouts_differ_in_routing_and_with_the_same_routes_in_arithmetic_only(walk):
+    shown = walk("two_layouts", code=1)
     own, same_bf16, same_fp32 = (float(number) for number in re.findall(r"^loss difference.* (\S+)$", shown, re.M))
     assert own > same_bf16 > same_fp32
     assert same_fp32 < 1e-5
@@ -34,24 +33,24 @@ def test_two_layouts_differ_in_routing_and_with_the_same_routes_in_arithmetic_on
     assert shown.rstrip().endswith("what is left is arithmetic")
 
 
-def test_the_same_layout_twice_is_the_same():
-    shown = walk("two_layouts.py", "--same", code=0)
+def test_the_same_layout_twice_is_the_same(walk):
+    shown = walk("two_layouts", "--same", code=0)
     assert "verdict: routing is the same" in shown
     assert "fact" not in shown
 
 
-def test_the_noisy_layer_is_named_and_frozen():
-    shown = walk("recompute_flips.py", code=1)
+def test_the_noisy_layer_is_named_and_frozen(walk):
+    shown = walk("recompute_flips", code=1)
     assert re.search(r"verdict: recomputes flip in layers \{4: \d+\}; freeze_recompute ends it", shown)
     assert "with freeze_recompute: 0 of 1280 decisions flip" in shown
 
 
-def test_without_noise_no_recompute_flips():
-    assert "verdict: every recompute used its forward's experts" in walk("recompute_flips.py", "--no-noise", code=0)
+def test_without_noise_no_recompute_flips(walk):
+    assert "verdict: every recompute used its forward's experts" in walk("recompute_flips", "--no-noise", code=0)
 
 
-def test_each_wrong_capture_is_named_by_diff_and_by_the_live_comparison():
-    shown = walk("wrong_capture.py", code=1)
+def test_each_wrong_capture_is_named_by_diff_and_by_the_live_comparison(walk):
+    shown = walk("wrong_capture", code=1)
     planted = dict(re.findall(r"^planted: (.+)\n((?:  .+\n)+)", shown, re.M))
     rows, zeroed, swapped = planted.values()
     assert "of the engine hold the trainer's rows 0..254 (1 row earlier), in all layers" in rows
@@ -62,8 +61,8 @@ def test_each_wrong_capture_is_named_by_diff_and_by_the_live_comparison():
     assert re.findall(r"live: layer (\d)", swapped) == ["3", "5"]
 
 
-def test_the_right_capture_is_not_accused():
-    shown = walk("wrong_capture.py", "--right", code=0)
+def test_the_right_capture_is_not_accused(walk):
+    shown = walk("wrong_capture", "--right", code=0)
     assert "verdict: nothing wrong with the capture" in shown
     assert "diff:" not in shown
     assert "fact" not in shown

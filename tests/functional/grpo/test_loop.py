@@ -76,10 +76,7 @@ def test_an_episode_of_two_turns_trains_on_the_routes_of_both(workers_1, tmp_pat
 
 
 LAYOUTS = {
-    "pp2": ParallelSizes(pp_size=2),
-    "tp2-ep2": ParallelSizes(tp_size=2, ep_size=2),
     "cp2": ParallelSizes(cp_size=2),
-    "ep2": ParallelSizes(ep_size=2),
     "pp2-vpp2": ParallelSizes(pp_size=2, vp_size=2),
     "tp2-pp2-ep2": ParallelSizes(tp_size=2, pp_size=2, ep_size=2),
 }

@@ -70,15 +70,15 @@ def test_a_case_finds_nothing_of_the_one_before(workers_2):
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("how", "message", "timeout_s"),
     [
-        (raise_error, r"(?s)rank 0.*rank 1 raised:.*rank one is unhappy"),
-        (die, r"(?s)rank 1 died \(exit code 3\)"),
-        (wait_for_ever, r"(?s)rank 1 was still running.*in wait_for_ever"),
+        (raise_error, r"(?s)rank 0.*rank 1 raised:.*rank one is unhappy", 60.0),
+        (die, r"(?s)rank 1 died \(exit code 3\)", 60.0),
+        (wait_for_ever, r"(?s)rank 1 was still running.*in wait_for_ever", 2.0),
     ],
 )
-def test_a_rank_that_fails_is_named_and_its_pool_ended(how, message):
+def test_a_rank_that_fails_is_named_and_its_pool_ended(how, message, timeout_s):
     with GlooWorkers(2) as workers:
         with pytest.raises(WorkersError, match=message):
-            workers.run(fail, how, timeout_s=5.0)
+            workers.run(fail, how, timeout_s=timeout_s)
         assert workers.process_ids == []

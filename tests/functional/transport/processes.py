@@ -21,8 +21,8 @@ from megatron_router_replay.transport.gather import TraceRows
 LAYERS = (1, 2, 3, 4)
 BUCKET = 1 << 20
 LIMITS: dict[str, Any] = {
-    "timeout": timedelta(seconds=40),
-    "ready_timeout": timedelta(seconds=60),
+    "timeout": timedelta(seconds=120),
+    "ready_timeout": timedelta(seconds=180),
     "bucket_bytes": BUCKET,
 }
 _PRELOAD = ["megatron_router_replay.testing.preload", "megatron_router_replay.transport"]
@@ -70,6 +70,8 @@ class Child:
 
 def _run(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    # Tests that run in the background of a script inherit that Ctrl-C is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         pipe.send(function(*args, **options))
     except BaseException as error:

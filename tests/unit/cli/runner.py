@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 from functools import cache
 
 import typer.testing
 from typer.testing import Result
 
+from megatron_router_replay import cli
 from megatron_router_replay.cli.commands import app
 
 # typer builds the commands from the functions' signatures for each call: four fifths of the time that a small one takes.
@@ -28,3 +32,25 @@ def call(*arguments: object, code: int = 0) -> Result:
         assert result.stderr.startswith(("error: ", "Usage:"))
         assert "Traceback" not in result.stderr
     return result
+
+
+def run_with_stdout(stdout: int, *arguments: str) -> tuple[int, str]:
+    """Run the program in a fork that writes to this descriptor, as a process of its own would; (exit code, stderr)."""
+    with tempfile.TemporaryFile("w+") as errors:
+        child = os.fork()
+        if not child:
+            os.dup2(stdout, 1)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), errors  # noqa: SIM115
+            sys.argv = ["router-replay", *arguments]
+            code = 1
+            try:
+                cli.run()
+            except SystemExit as leaving:
+                code = int(leaving.code or 0)
+                sys.stdout.flush()
+            finally:
+                errors.flush()
+                os._exit(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        errors.seek(0)
+        return status, errors.read()

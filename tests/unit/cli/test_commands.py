@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import megatron_router_replay as mrr
-from tests.unit.cli.runner import call
+from tests.unit.cli.runner import call, run_with_stdout
 
 COMMANDS = ("demo", "doctor", "inspect", "diff", "convert")
 BAD = ("empty", "damaged", "truncated", "text", "missing")
@@ -154,25 +154,21 @@ def test_two_files_of_one_name_are_called_a_and_b(folder):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_bad_input_and_no_difference(folder):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "megatron_router_replay.cli", "inspect", "good.safetensors"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=120)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("error: cannot write the result to stdout: [Errno 28] No space left on device")
-    for arguments in (command[3:], ["diff", "good.safetensors", "store", "--step-b", 3]):
+        code, errors = run_with_stdout(full.fileno(), "inspect", "good.safetensors")
+    assert (code, errors.count("\n")) == (2, 1)
+    assert errors.startswith("error: cannot write the result to stdout: [Errno 28] No space left on device")
+    for arguments in (["inspect", "good.safetensors"], ["diff", "good.safetensors", "store", "--step-b", 3]):
         done = call(*arguments, "--out", "/dev/full", code=2)
         assert "error: cannot write /dev/full" in done.stderr
 
 
 def test_a_closed_stdout_is_bad_input_and_no_difference(folder):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "megatron_router_replay.cli", "inspect", "good.safetensors"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, timeout=120)
+    said = "error: cannot write the result to stdout: [Errno 32] Broken pipe.\n"
+    assert run_with_stdout(writer, "inspect", "good.safetensors") == (2, said)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (2, "error: cannot write the result to stdout: [Errno 32] Broken pipe.\n")
 
 
 def fail_to_write(*arguments):

@@ -1,5 +1,8 @@
 """What the ranks of a replay judge together when it ends, and that nobody waits for a rank that failed."""
 
+import gc
+import time
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -186,6 +189,28 @@ def one_by_one():
 
 def test_the_store_does_not_grow_with_the_number_of_sessions(on_ranks):
     on_ranks(2, one_by_one)
+
+
+def in_the_next_job(folder):
+    """Rank 1 runs ahead of rank 0, which then takes away its old keys: none that it told in an earlier job."""
+    rank = dist.get_rank()
+    step()
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    assert not list(meeting._told)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    with mrr.replay(policy := Chunk(), random_trace(8)) as outer:
+        with suppress(ArithmeticError, mrr.RouterReplayError), mrr.replay(Chunk(), random_trace(8)):
+            if rank == 1:
+                raise ArithmeticError
+            time.sleep(0.5)
+        outer.microbatch(ROWS)
+        policy(tokens())
+
+
+def test_what_was_told_in_an_earlier_job_takes_nothing_away_in_the_next(on_ranks, tmp_path):
+    on_ranks(2, in_the_next_job, str(tmp_path))
 
 
 def without_the_other():

@@ -6,8 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from megatron_router_replay import RoutingTrace
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store import TraceStore, load_trace, save_trace
 from tests.unit.store.store_traces import assert_same, make_trace
@@ -229,38 +228,17 @@ def test_a_link_that_was_made_though_it_is_said_to_have_failed_is_one_part(tmp_p
     assert [part.part for part in store.parts(1)] == [0]
 
 
-RANK = """
-import sys, torch
-from megatron_router_replay import RoutingTrace
-from megatron_router_replay.store import TraceStore, load_trace, save_trace
-root, rendezvous, rank, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-torch.distributed.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=2)
-routes = [[[seed, seed + 1]]] if rank == 0 else [[[-1, -1]], [[seed, seed + 1]]]
-if f"save{rank}" in sys.argv[5:]:
-    trace = RoutingTrace(topk_indices=routes, layer_numbers=(1,), num_experts=8)
-    print(TraceStore(root, run=sys.argv[2]).save(trace, step=3).name)
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-"""
-
-
-def run_two_ranks(tmp_path, name, *options):
-    """Two processes under torch.distributed that save without naming rank or run; return the names of their files."""
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    command = [sys.executable, str(script), str(tmp_path / "store"), str(tmp_path / name)]
-    processes = [
-        subprocess.Popen([*command, str(rank), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=180) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return [output.strip() for output, _ in outputs]
-
-
 def test_the_rank_is_taken_from_torch_distributed_else_it_is_0(tmp_path):
-    names = run_two_ranks(tmp_path, "first", "1", "save0", "save1")
-    assert names == ["rank_00000_part_00000.safetensors", "rank_00001_part_00000.safetensors"]
+    def save(rank):
+        torch.distributed.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=rank, world_size=2)
+        routes = [[[1, 2]]] if rank == 0 else [[[-1, -1]], [[1, 2]]]
+        trace = RoutingTrace(topk_indices=routes, layer_numbers=(1,), num_experts=8)
+        assert (
+            TraceStore(tmp_path / "store", run="a").save(trace, step=3).name
+            == f"rank_0000{rank}_part_00000.safetensors"
+        )
+
+    in_children(2, save)
     assert TraceStore(tmp_path / "store").load_step(3).topk_indices.tolist() == [[[1, 2]], [[1, 2]]]
     assert not torch.distributed.is_initialized()
     assert TraceStore(tmp_path, run="a").save(make_trace(2), step=1).name == "rank_00000_part_00000.safetensors"

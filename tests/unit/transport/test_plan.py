@@ -13,13 +13,23 @@ from megatron_router_replay.transport.plan import Part, partition_samples, plan_
 FORMAT = TraceFormat(layer_numbers=(2, 3, 5), topk=8, num_experts=128)
 
 
-def test_round_robin_gives_sample_i_to_rank_i_modulo_size() -> None:
-    assert partition_samples([9, 9, 9, 9, 9], dp_size=2) == ((0, 2, 4), (1, 3))
-
-
-def test_balanced_gives_the_longest_first_to_the_rank_with_the_fewest_tokens() -> None:
-    # 8 | 7, 7+6 | 8+5, then full: each takes two
-    assert partition_samples([5, 8, 6, 7], dp_size=2, partition="balanced") == ((0, 1), (2, 3))
+@pytest.mark.parametrize(
+    ("partition", "lengths", "dp_size", "samples"),
+    [
+        ("round_robin", [9] * 5, 2, ((0, 2, 4), (1, 3))),
+        # The longest first, to the rank with the fewest tokens: 8 | 7, 7+6 | 8+5, then full, for each takes two.
+        ("balanced", [5, 8, 6, 7], 2, ((0, 1), (2, 3))),
+        # 7 samples over 3 ranks are 3, 2 and 2; of ranks with as many tokens the lowest.
+        ("balanced", [4] * 7, 3, ((0, 3, 6), (1, 4), (2, 5))),
+        # All ranks have 0 tokens for ever: 3 to rank 0, then 2 each.
+        ("balanced", [0] * 7, 3, ((0, 1, 2), (3, 4), (5, 6))),
+        # 100 to rank 0; then 1, 1 to each of the others, which are full with two, or three for the one that may take most.
+        ("balanced", [100] + [1] * 6, 3, ((0, 6), (1, 3, 5), (2, 4))),
+        ([[2], [0]], [1, 2, 3], 2, ((2,), (0,))),
+    ],
+)
+def test_samples_go_where_the_rule_or_the_caller_says(partition, lengths, dp_size, samples) -> None:
+    assert partition_samples(lengths, dp_size=dp_size, partition=partition) == samples
 
 
 @given(
@@ -46,30 +56,32 @@ def test_balanced_ranks_differ_by_one_sample_at_most(lengths: list[int], dp_size
 
 
 @pytest.mark.parametrize(
-    ("partition", "message"),
+    ("partition", "dp_size", "message"),
     [
-        ("by_length", "must be 'round_robin'"),
-        ([[0], [0]], "1 of them twice"),
-        ([[0], [3]], r"samples 0\.\.3, there are 3"),
-        ([[0, 1, 2]], "names 1 ranks"),
+        ("by_length", 2, "must be 'round_robin'"),
+        ([[0], [0]], 2, "1 of them twice"),
+        ([[0], [3]], 2, r"samples 0\.\.3, there are 3, from 0"),
+        ([[-1], [0]], 2, "there are 3, from 0"),
+        ([[0, 1, 2]], 2, "names 1 ranks"),
+        ("round_robin", 0, "dp_size=0: it must be 1 or more"),
+        ("round_robin", -1, "dp_size=-1: it must be 1 or more"),
     ],
 )
-def test_a_partition_that_does_not_fit_is_refused(partition: object, message: str) -> None:
+def test_a_partition_that_does_not_fit_is_refused(partition, dp_size, message) -> None:
     with pytest.raises(TransportError, match=message):
-        partition_samples([1, 2, 3], dp_size=2, partition=partition)  # type: ignore[arg-type]
+        partition_samples([1, 2, 3], dp_size=dp_size, partition=partition)
 
 
 def test_ranks_are_numbered_tp_first_pp_last() -> None:
     layout = ParallelLayout(stage_layers=((2,), (3, 5)), dp_size=2, cp_size=2, tp_size=2)
     places = layout.places()
     assert len(places) == 16
-    assert places[0] == Place(0, 0, 0, 0)
-    assert places[1] == Place(0, 0, 0, 1)
-    assert places[2] == Place(0, 0, 1, 0)
-    assert places[4] == Place(1, 0, 0, 0)
-    assert places[0] == Place()
-    assert places[8] == Place(0, 1, 0, 0)
+    expected = {0: (0, 0, 0, 0), 1: (0, 0, 0, 1), 2: (0, 0, 1, 0), 4: (1, 0, 0, 0), 8: (0, 1, 0, 0), 15: (1, 1, 1, 1)}
+    assert {rank: tuple(places[rank]) for rank in expected} == expected
     assert [layout.place_of(rank) for rank in range(16)] == places
+    for rank in (16, -1):
+        with pytest.raises(TransportError, match=f"rank {rank} is not in a layout of 16 ranks"):
+            layout.place_of(rank)
 
 
 def test_a_layer_on_two_stages_is_refused() -> None:
@@ -91,54 +103,11 @@ def test_bytes_are_rows_times_layers_times_topk_and_a_mask_byte() -> None:
     assert plan[Place(1, 1)].nbytes == 20 * (1 * 8 + 1)
 
 
-def test_ids_above_255_take_two_bytes_and_optional_values_four() -> None:
-    wide = TraceFormat(layer_numbers=(1,), topk=8, num_experts=300, has_token_ids=True, has_weight_version=True)
-    assert wide.row_bytes(1) == 16 + 1 + 4 + 4
-
-
-def test_the_payload_of_the_issue_is_384_bytes_a_token_and_480() -> None:
-    layers = TraceFormat(layer_numbers=tuple(range(1, 49)), topk=8, num_experts=128)
-    assert layers.row_bytes(48) - 1 == 384
-    assert layers.row_bytes(60) - 1 == 480
-
-
 def test_tensor_parallel_ranks_share_a_part_and_pipeline_stages_do_not() -> None:
     plan = plan_routes((3,), layout=ParallelLayout(stage_layers=((2,), (5,)), tp_size=2), format=FORMAT)
     assert list(plan) == [Place(0, 0, 0, 0), Place(0, 0, 0, 1), Place(0, 1, 0, 0), Place(0, 1, 0, 1)]
     assert plan[Place(tp_rank=1)] is plan[Place()]
     assert [plan[Place(pp_rank=stage)].format.layer_numbers for stage in (0, 1)] == [(2,), (5,)]
-
-
-def test_balanced_fills_every_rank_when_all_samples_are_as_long() -> None:
-    # By hand: 7 samples over 3 ranks are 3, 2 and 2; each goes to the rank with the fewest tokens, then the lowest rank.
-    assert partition_samples([4] * 7, dp_size=3, partition="balanced") == ((0, 3, 6), (1, 4), (2, 5))
-
-
-def test_balanced_spreads_samples_without_tokens_evenly() -> None:
-    # All ranks have 0 tokens for ever, so the lowest one that takes samples gets them: 3 to rank 0, then 2 each.
-    samples = partition_samples([0] * 7, dp_size=3, partition="balanced")
-    assert sorted(len(of_rank) for of_rank in samples) == [2, 2, 3]
-    assert samples == ((0, 1, 2), (3, 4), (5, 6))
-
-
-def test_balanced_gives_one_long_sample_no_more_company_than_the_others_have() -> None:
-    # 100 to rank 0; then 1, 1 to each of the others, which are full with two, or three for the one that may take most.
-    samples = partition_samples([100] + [1] * 6, dp_size=3, partition="balanced")
-    assert [len(of_rank) for of_rank in samples] == [2, 3, 2]
-    assert samples == ((0, 6), (1, 3, 5), (2, 4))
-
-
-@pytest.mark.parametrize("dp_size", [0, -1])
-def test_a_partition_needs_a_rank(dp_size: int) -> None:
-    with pytest.raises(TransportError, match=f"dp_size={dp_size}: it must be 1 or more"):
-        partition_samples([1], dp_size=dp_size)
-
-
-def test_a_partition_may_name_the_first_and_the_last_sample_and_no_other() -> None:
-    assert partition_samples([1, 2, 3], dp_size=2, partition=[[2], [0]]) == ((2,), (0,))
-    for outside in (-1, 3):
-        with pytest.raises(TransportError, match="there are 3, from 0"):
-            partition_samples([1, 2, 3], dp_size=2, partition=[[outside], [0]])
 
 
 @pytest.mark.parametrize("size", ["dp_size", "cp_size", "tp_size"])
@@ -154,14 +123,6 @@ def test_the_layers_of_a_stage_are_sorted_as_a_trace_has_them() -> None:
     layout = ParallelLayout(stage_layers=((5, 2), (3,)))
     assert layout.stage_layers == ((2, 5), (3,))
     assert plan_routes((1,), layout=layout, format=FORMAT)[Place()].format.layer_numbers == (2, 5)
-
-
-def test_the_last_rank_has_a_place_and_the_one_behind_it_has_none() -> None:
-    layout = ParallelLayout(stage_layers=((2,), (3, 5)), dp_size=2)
-    assert layout.place_of(3) == Place(1, 1, 0, 0)
-    for rank in (4, -1):
-        with pytest.raises(TransportError, match=f"rank {rank} is not in a layout of 4 ranks"):
-            layout.place_of(rank)
 
 
 def test_a_sample_may_have_no_tokens_but_not_fewer() -> None:
