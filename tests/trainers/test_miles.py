@@ -24,6 +24,7 @@ CASES = {
 }
 
 FORGOTTEN = {
+    "the stamp": (("routes = map(torch",), "routes name an expert twice in one row"),
     "the session of log-probs": (("replays = ",), "no session holds this DistributedDataParallel"),
     "the session of training": (('timer("actor_train")',), "no session holds this DistributedDataParallel"),
     "the routes of log-probs": (
@@ -34,7 +35,8 @@ FORGOTTEN = {
         ("#3 _feed_routes(model, batch)",),
         "a forward without routes; 0 micro-batches were queued",
     ),
-    "the field of the batch": (('#1         "rollout_routed_experts",',), "KeyError: 'rollout_routed_experts'"),
+    "the field of log-probs": (('#1         "rollout_routed_experts",',), "KeyError: 'rollout_routed_experts'"),
+    "the field of training": (('#2         "rollout_routed_experts",',), "KeyError: 'rollout_routed_experts'"),
     "the row of the last token": (("F.pad(r, (0, 0",), "routes are of [1, 14] tokens, token_ids has the shape [1, 16]"),
 }
 """What is left out -> (texts of its added lines, what the user sees)."""
