@@ -60,6 +60,16 @@ def test_every_decision_is_the_rollouts(name, edited, request):
         assert (sum(part["recompute"][0] for part in train) > 0) == bool(options)
 
 
+@pytest.mark.parametrize(("layout", "wrong"), [("bshd", 75), ("thd", 0)])
+def test_miles_own_replay_is_wrong_on_padded_batches(layout, wrong, tmp_path, workers_1):
+    """It lays routes out sample by sample, Megatron's routers see position by position; one packed row is right."""
+    folder = miles.SOURCE.unedited(tmp_path / "unedited")
+    flags = {"qkv_format": layout, "enable_mtp_training": False}
+    ((_, log_probs, *train),) = workers_1.run(miles.step_with_miles_own_replay, str(folder), flags)
+    assert log_probs["no grad"] == (138, wrong)
+    assert (sum(part["train"][0] for part in train), sum(part["train"][1] for part in train)) == (138, wrong)
+
+
 @pytest.mark.parametrize("name", FORGOTTEN)
 def test_a_forgotten_line_raises(name, tmp_path, workers_1):
     lines, message = FORGOTTEN[name]

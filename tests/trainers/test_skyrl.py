@@ -53,6 +53,14 @@ def test_every_decision_is_the_rollouts(name, edited, request):
         assert (train["recompute"][0] > 0) == bool(options)
 
 
+@pytest.mark.parametrize(("packs", "wrong"), [(False, 129), (True, 0)], ids=["padded", "packed"])
+def test_skyrls_own_replay_is_wrong_on_padded_batches(packs, wrong, tmp_path, workers_1):
+    """Two samples a micro-batch: it lays routes out sample by sample, Megatron's routers see position by position."""
+    folder = skyrl.SOURCE.unedited(tmp_path / "unedited")
+    ((_, log_probs, train),) = workers_1.run(skyrl.step_with_skyrls_own_replay, str(folder), packs)
+    assert log_probs["no grad"] == train["train"] == (138, wrong)
+
+
 def test_padding_that_was_forgotten_changes_no_decision(tmp_path, workers_1):
     folder = skyrl.SOURCE.edited(tmp_path / "edited", without=("padding=align",))
     ((_, log_probs, train),) = workers_1.run(skyrl.step, str(folder), ParallelSizes(), {})
