@@ -41,6 +41,20 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Response:
+    """What one response says of all its choices; `holders` are those of its chunks, the last one first."""
+
+    counts: Sequence[StatedCount] = ()
+    usage: Usage | None = None
+    holders: Sequence[Any] = ()
+    prompt_ids: Any = None
+    has_one_choice: bool = True
+
+
+_NO_RESPONSE = _Response()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyReader:
     """Where an engine's results have what is read of them; `read` is what its `Decoder` calls.
 
@@ -119,26 +133,19 @@ class ReplyReader:
         # A stream states its usage in the last chunk, or in none.
         counted = next((c for c in reversed(chunks) if get_field(c, "usage") is not None), None)
         counts, usage = read_usage(counted, source=source, num_choices=len(choices), largest_prompt=self.largest_prompt)
-        of_all = [(counts, usage, chunks, len(choices) == 1)] * len(choices)
-        replies = [
-            self._of_choice(parts, f"choice {i}", name, response=response)
-            for i, (parts, response) in enumerate(zip(choices, of_all))
-        ]
+        holders = [holder for chunk in reversed(chunks) for holder in _holders(chunk)]
+        response = _Response(
+            counts=counts,
+            usage=usage,
+            holders=holders,
+            prompt_ids=self._one_prompt(self._values(self.prompt_ids, holders), source),
+            has_one_choice=len(choices) == 1,
+        )
+        replies = [self._of_choice(parts, f"choice {i}", name, response=response) for i, parts in enumerate(choices)]
         return _prove_prompts(replies)
 
-    def _of_choice(
-        self,
-        parts: Sequence[Any],
-        *labels: str,
-        response: tuple[Sequence[StatedCount], Usage | None, Sequence[Any], bool] = ((), None, (), True),
-    ) -> Reply:
-        """Return the reply of one choice.
-
-        Args:
-            parts: the chunks of a stream, or the whole choice.
-            response: its counts and usage, its chunks, and whether it has this choice alone.
-        """
-        counts, usage, chunks, is_alone = response
+    def _of_choice(self, parts: Sequence[Any], *labels: str, response: _Response = _NO_RESPONSE) -> Reply:
+        """Return the reply of one choice; `parts`: the chunks of a stream, or the whole choice."""
         if not labels:
             index = _index(parts[0])
             labels = ("" if index is None else f"choice {index}", _request_label(parts[0]))
@@ -146,16 +153,18 @@ class ReplyReader:
         last = parts[-1]
         # The last chunk comes first: it has the counts and the spans of all the output.
         own = [holder for part in reversed(parts) for holder in _holders(part)]
-        shared = [holder for chunk in reversed(chunks) for holder in _holders(chunk)]
         # What a response says of several choices could be of any of them, but for the prompt.
-        known = [*own, *shared] if is_alone else own
-        routes = [found for holder in known if (found := self._find(self.routes, [holder])) is not None]
+        known = [*own, *response.holders] if response.has_one_choice else own
+        prompts = self._values(self.prompt_ids, own)
+        if response.has_one_choice or not prompts:
+            prompts.append(response.prompt_ids)
+        routes = self._values(self.routes, known)
         if len(routes) > 1 and self.stream != "all":
             raise source.error("two chunks of the stream carry routes, expected only the last one.")
         reason = self._find(("finish_reason",), _holders(last))
         is_dict = isinstance(reason, Mapping)
         word, name = reason.get("type") if is_dict else reason, self._find(("weight_version",), known)
-        stated = [*counts, *self._stated(last, dict(self.counts), source)]
+        stated = [*response.counts, *self._stated(last, dict(self.counts), source)]
         if is_dict:
             stated += read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source)
         for part in parts[:-1]:  # every chunk repeats the number of prompt tokens
@@ -163,13 +172,13 @@ class ReplyReader:
         return Reply(
             source=source,
             routed_experts=self._unwrapped(routes[0], source) if routes else None,
-            prompt_routed_experts=self._find(("prompt_routed_experts",), [*own, *shared]),
-            prompt_token_ids=self._unwrapped(self._find(self.prompt_ids, [*own, *shared]), source),
+            prompt_routed_experts=self._find(("prompt_routed_experts",), [*own, *response.holders]),
+            prompt_token_ids=self._one_prompt(prompts, source),
             output_token_ids=self._output_ids(parts, source, has_routes=bool(routes)),
             raw_dtype=self._find(("routed_experts_dtype",), known),
             aborted=isinstance(word, str) and word == self.abort,
             counts=tuple(stated),
-            usage=usage,
+            usage=response.usage,
             weight_spans=read_spans(self._find(("weight_versions",), known), source=source),
             weight_name=name if isinstance(name, str) else None,
         )
@@ -180,6 +189,21 @@ class ReplyReader:
                 if (value := get_field(holder, name)) is not None:
                     return value
         return None
+
+    def _values(self, names: Sequence[str], holders: Iterable[Any]) -> list[Any]:
+        return [value for holder in holders if (value := self._find(names, [holder])) is not None]
+
+    def _one_prompt(self, values: Sequence[Any], source: Source) -> Any:
+        """Return the prompt's ids, which must be the same wherever they stand; None where they stand nowhere."""
+        prompts = [self._unwrapped(value, source) for value in values if value is not None] or [None]
+        if others := [prompt for prompt in prompts if prompt is not prompts[0]]:
+            ids = as_token_ids(prompts[0], source=source)
+            for other in (as_token_ids(prompt, source=source) for prompt in others):
+                if not np.array_equal(ids, other):
+                    raise source.error(
+                        f"states different prompts, of {len(other)} and {len(ids)} ids: is a chunk of another request?"
+                    )
+        return prompts[0]
 
     def _stated(self, part: Any, names: Mapping[str, Kind], source: Source) -> Iterator[StatedCount]:
         if names:

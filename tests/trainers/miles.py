@@ -40,8 +40,12 @@ def rollout_data(seed: int) -> dict[str, Any]:
     }
 
 
-def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
-    """Train on one rollout; {pass: (decisions, wrong)} of the reference, log-prob and training passes."""
+def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], own: bool = False) -> Any:
+    """Train on one rollout; {pass: (decisions, wrong)} of the reference, log-prob and training passes.
+
+    Args:
+        own: with miles' own replay in the routers.
+    """
     with trainer_imports(folder, ("miles",), services=SERVICES):
         torch._dynamo.config.disable = True
         from miles.backends.megatron_utils import actor, model, parallel
@@ -67,7 +71,9 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
         boxes = [rollout_data(i) for i in range(parallel.mpu.get_data_parallel_world_size())]
         data.process_rollout_data = lambda args, ref, rank, size, witness_info: (_shard(args, ref[rank]), _Nothing())
         log_utils.gather_log_data = actor.log_perf_data = lambda *args, **kwargs: None
-        routing_replay_manager.enabled = False  # as `init` leaves it
+        routing_replay_manager.enabled = own  # as `init` leaves it
+        if own:
+            _install_own_replay(chunks, routing_replay_manager)
         ids, routes = oracle.rollout(parallel.mpu.get_data_parallel_rank())
         me = object.__new__(actor.MegatronTrainRayActor)
         me.args, me.role, me.model, me.optimizer = arguments, "actor", chunks, small_model.NoOptimizer()
@@ -84,6 +90,38 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
             actor.Timer().start("train_wait")  # miles does so at the end of init
             me.train(0, boxes)
         return [part.counts() for part in seen if sum(part.looked.values())]
+
+
+def step_with_miles_own_replay(folder: str, flags: dict[str, Any]) -> Any:
+    current_device = torch.cuda.current_device
+    try:
+        return step(folder, ParallelSizes(), {}, flags, own=True)
+    finally:
+        torch.cuda.current_device = current_device
+
+
+def _install_own_replay(chunks: list[Any], manager: Any) -> None:
+    """Have routers choose by miles' top-k, as its Megatron-LM has them; its queues are not pinned and stay on the CPU."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from miles.backends.megatron_utils.replay_utils import register_replay_list_moe
+    from miles.utils.replay_base import Replay
+
+    manager.register_replay_list_func = register_replay_list_moe
+    Replay.record = lambda self, top_indices: self.top_indices_list.append(top_indices.clone())
+    torch.cuda.current_device = lambda: "cpu"
+    choose = manager.get_topk_fn(lambda scores, topk: scores.topk(topk, dim=1), return_probs=True)
+
+    def routing(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.reshape(-1, oracle.EXPERTS).softmax(dim=1)
+        chosen = choose(scores, oracle.TOPK)[1].long()
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+        return scores * routing_map, routing_map
+
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                manager.register_to_module(module, "routing_replay")
+                module.routing = routing
 
 
 def _shard(args: Any, stored: dict[str, Any]) -> dict[str, Any]:

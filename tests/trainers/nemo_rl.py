@@ -78,7 +78,6 @@ def step(
     """Reference log-probs, previous log-probs, a training step; {pass: (decisions, wrong)} of each."""
     with trainer_imports(folder, SOURCE.packages, services=SERVICES):
         torch._dynamo.config.disable = True
-        torch.set_grad_enabled(True)  # get_logprobs leaves it off where it raises
         from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
         from nemo_rl.models.megatron import data as megatron_data

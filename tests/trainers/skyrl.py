@@ -99,6 +99,10 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], packs: boo
 
         # An older Megatron-Core has no total_tokens, which only Transformer Engine reads.
         megatron_utils.PackedSeqParams = small_model.packed_seq_params
+        if options.get("moe_enable_routing_replay"):
+            from skyrl.backends.skyrl_train.utils.replay_utils import patch_topk_router_layer_number
+
+            patch_topk_router_layer_number()
         chunks = small_model.build(layout, **options)
         rank = worker.mpu.get_data_parallel_rank()
         me = object.__new__(worker.MegatronPolicyWorkerBase)
@@ -119,6 +123,20 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], packs: boo
             seen.mark()
             me.forward_backward(batch(rank))
         return [part.counts() for part in seen]
+
+
+def step_with_skyrls_own_replay(folder: str, packs: bool) -> Any:
+    """`step`, with routers built as SkyRL builds them for its own replay; nothing of that is left in the process."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    original = TopKRouter.set_layer_number
+    try:
+        return step(folder, ParallelSizes(), {"moe_enable_routing_replay": True}, packs)
+    finally:
+        TopKRouter.set_layer_number = original
+        del TopKRouter._set_layer_number_patched
+        RouterReplay.global_router_replay_instances.clear()
 
 
 def _know_tokens(chunks: list[Any], seen: oracle.Marks) -> None:

@@ -46,6 +46,15 @@ class Source:
         assert found, f"docs/trainers/{self.name}.md names no commit"
         return found[1]
 
+    def unedited(self, to: Path) -> Path:
+        """Copy the trainer to `to`, a folder that is not there yet."""
+        folder = os.environ.get(self.variable)
+        if folder is None:
+            pytest.skip(f"{self.variable} does not name a checkout of {self.name}, commit {self.commit()}.")
+        for package in self.packages:
+            shutil.copytree(Path(folder, package), to / package, ignore=shutil.ignore_patterns("*.pyc", "*.so", ".git"))
+        return to
+
     def edited(self, to: Path, *, without: Sequence[str] = ()) -> Path:
         """Copy the trainer to `to` and apply the page's diff there.
 
@@ -53,11 +62,7 @@ class Source:
             to: a folder that is not there yet.
             without: texts, each of one added line: this edit is left out. "#2 text" is the second line that holds it.
         """
-        folder = os.environ.get(self.variable)
-        if folder is None:
-            pytest.skip(f"{self.variable} does not name a checkout of {self.name}, commit {self.commit()}.")
-        for package in self.packages:
-            shutil.copytree(Path(folder, package), to / package, ignore=shutil.ignore_patterns("*.pyc", "*.so", ".git"))
+        self.unedited(to)
         diff = self.diff()
         for text in without:
             diff = without_edit(diff, text)

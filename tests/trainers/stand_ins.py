@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 
 class _AnyClass(type):
     def __getattr__(cls, name: str) -> Any:
@@ -95,7 +97,8 @@ class _Finder(MetaPathFinder, Loader):
 def trainer_imports(folder: str, packages: Sequence[str], *, services: Sequence[str] = ()) -> Iterator[None]:
     """Let `packages` be imported from `folder` inside the block, and stand in for what they import and is not installed.
 
-    Every module of both is forgotten behind the block, so that the next case can take another folder.
+    Every module of both is forgotten behind the block, so that the next case can take another folder. So is what a trainer
+    that raised left of torch's grad mode.
 
     Args:
         folder: the trainer's code.
@@ -114,7 +117,7 @@ def trainer_imports(folder: str, packages: Sequence[str], *, services: Sequence[
                     added.append((module, each))
         return module
 
-    import_ = builtins.__import__
+    import_, grad = builtins.__import__, torch.is_grad_enabled()
     finder = _Finder(folder, packages)
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] in services}
     for name in before:
@@ -126,6 +129,7 @@ def trainer_imports(folder: str, packages: Sequence[str], *, services: Sequence[
     try:
         yield
     finally:
+        torch.set_grad_enabled(grad)
         builtins.__import__ = import_
         sys.meta_path.remove(finder)
         sys.path.remove(folder)

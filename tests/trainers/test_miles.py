@@ -24,6 +24,7 @@ CASES = {
 }
 
 FORGOTTEN = {
+    "the stamp": (("routes = map(torch",), "routes name an expert twice in one row"),
     "the session of log-probs": (("replays = ",), "no session holds this DistributedDataParallel"),
     "the session of training": (('timer("actor_train")',), "no session holds this DistributedDataParallel"),
     "the routes of log-probs": (
@@ -34,7 +35,8 @@ FORGOTTEN = {
         ("#3 _feed_routes(model, batch)",),
         "a forward without routes; 0 micro-batches were queued",
     ),
-    "the field of the batch": (('#1         "rollout_routed_experts",',), "KeyError: 'rollout_routed_experts'"),
+    "the field of log-probs": (('#1         "rollout_routed_experts",',), "KeyError: 'rollout_routed_experts'"),
+    "the field of training": (('#2         "rollout_routed_experts",',), "KeyError: 'rollout_routed_experts'"),
     "the row of the last token": (("F.pad(r, (0, 0",), "routes are of [1, 14] tokens, token_ids has the shape [1, 16]"),
 }
 """What is left out -> (texts of its added lines, what the user sees)."""
@@ -56,6 +58,16 @@ def test_every_decision_is_the_rollouts(name, edited, request):
         for phase in ("train", "recompute"):
             assert sum(part[phase][1] for part in train) == 0
         assert (sum(part["recompute"][0] for part in train) > 0) == bool(options)
+
+
+@pytest.mark.parametrize(("layout", "wrong"), [("bshd", 75), ("thd", 0)])
+def test_miles_own_replay_is_wrong_on_padded_batches(layout, wrong, tmp_path, workers_1):
+    """It lays routes out sample by sample, Megatron's routers see position by position; one packed row is right."""
+    folder = miles.SOURCE.unedited(tmp_path / "unedited")
+    flags = {"qkv_format": layout, "enable_mtp_training": False}
+    ((_, log_probs, *train),) = workers_1.run(miles.step_with_miles_own_replay, str(folder), flags)
+    assert log_probs["no grad"] == (138, wrong)
+    assert (sum(part["train"][0] for part in train), sum(part["train"][1] for part in train)) == (138, wrong)
 
 
 @pytest.mark.parametrize("name", FORGOTTEN)

@@ -26,6 +26,8 @@ FORGOTTEN = {
     "the stamp": (('if "routed_experts" in data', "mrr.stamp("), "routes name an expert twice in one row"),
     "the routes": (("mrr.microbatch(",), "routed_experts layer axis does not match a supported payload layout"),
     "the filler": (("filler=range",), "routes of the dense layers [1] are not filler"),
+    "the tokens of the stamp": (("token_ids=",), "stamped=True compares the stamp with the tokens: give token_ids="),
+    "the word of the stamp": (("stamped=True",), "say stamped=True with token_ids="),
     "the session": (("    with (",), "no session holds this DistributedDataParallel"),
 }
 """What is left out -> (texts of its added lines, what the user sees)."""

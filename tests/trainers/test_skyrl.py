@@ -24,6 +24,13 @@ FORGOTTEN = {
     "the session of log-probs": (("#1 mrr.replay(",), "no session holds this DistributedDataParallel"),
     "the session of training": (("#2 mrr.replay(",), "no session holds this DistributedDataParallel"),
     "the filler": (("filler=route_padding",), "routes of the dense layers [1] are not filler"),
+    "the tokens of log-probs": (("#2 sequences,",), "missing 1 required positional argument: 'sequences'"),
+    "the tokens of training": (("#3 sequences,",), "missing 1 required positional argument: 'sequences'"),
+    "the tokens of the stamp": (
+        ("token_ids=align",),
+        "stamped=True compares the stamp with the tokens: give token_ids=",
+    ),
+    "the word of the stamp": (("stamped=True",), "say stamped=True with token_ids="),
 }
 """What is left out -> (texts of its added lines, what the user sees)."""
 
@@ -44,6 +51,20 @@ def test_every_decision_is_the_rollouts(name, edited, request):
         assert log_probs["no grad"][1] == 0
         assert train["train"][1] == train["recompute"][1] == 0
         assert (train["recompute"][0] > 0) == bool(options)
+
+
+@pytest.mark.parametrize(("packs", "wrong"), [(False, 129), (True, 0)], ids=["padded", "packed"])
+def test_skyrls_own_replay_is_wrong_on_padded_batches(packs, wrong, tmp_path, workers_1):
+    """Two samples a micro-batch: it lays routes out sample by sample, Megatron's routers see position by position."""
+    folder = skyrl.SOURCE.unedited(tmp_path / "unedited")
+    ((_, log_probs, train),) = workers_1.run(skyrl.step_with_skyrls_own_replay, str(folder), packs)
+    assert log_probs["no grad"] == train["train"] == (138, wrong)
+
+
+def test_padding_that_was_forgotten_changes_no_decision(tmp_path, workers_1):
+    folder = skyrl.SOURCE.edited(tmp_path / "edited", without=("padding=align",))
+    ((_, log_probs, train),) = workers_1.run(skyrl.step, str(folder), ParallelSizes(), {})
+    assert log_probs["no grad"] == train["train"] == (138, 0)
 
 
 @pytest.mark.parametrize("name", FORGOTTEN)

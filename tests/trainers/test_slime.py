@@ -33,7 +33,8 @@ FORGOTTEN = {
         ("#3 _feed_routes(args, model, batch)",),
         "a forward without routes; 0 micro-batches were queued",
     ),
-    "the field of the batch": (('#1         "rollout_routed_experts",',), "KeyError: 'rollout_routed_experts'"),
+    "the field of log-probs": (('#1         "rollout_routed_experts",',), "KeyError: 'rollout_routed_experts'"),
+    "the field of training": (('#2         "rollout_routed_experts",',), "KeyError: 'rollout_routed_experts'"),
 }
 """What is left out -> (texts of its added lines, what the user sees)."""
 

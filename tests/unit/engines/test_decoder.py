@@ -40,15 +40,6 @@ def test_the_keywords_of_decode_are_the_fields_of_its_options():
         engines.vllm.decode(ROWS, model=MODEL, tokens=IDS)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_no_rows_at_all_are_refused(engine):
-    none = dict.fromkeys((1, 2, 3), ROWS[:0, 0]) if engine == "transformers" else ROWS[:0]
-    with pytest.raises(PayloadError, match="has 0 rows"):
-        getattr(engines, engine).decode(none, model=MODEL, token_ids=IDS)
-    with pytest.raises(PayloadError):
-        getattr(engines, engine).decode_batch([none, none], model=MODEL, token_ids=[IDS, IDS])
-
-
 @pytest.mark.parametrize("engine", ENGINES[:-1])
 def test_one_token_has_no_row_to_have(engine):
     trace = getattr(engines, engine).decode(ROWS[:0], model=MODEL, num_tokens=1)
@@ -181,14 +172,6 @@ def test_an_aborted_reply_without_output_has_no_routes_and_one_with_output_must(
             engines.vllm.decode({"choices": [aborted_reply(output)]}, model=MODEL)
     with pytest.raises(PayloadError, match="missing, though the model has MoE layers"):
         engines.vllm.decode({"choices": [aborted_reply([]) | {"finish_reason": "length"}]}, model=MODEL)
-
-
-@pytest.mark.parametrize("rows", [4, 5])
-def test_of_a_prompt_alone_the_last_row_is_a_route_where_it_is_sent(rows):
-    reply = aborted_reply([], ROWS[:rows].tolist())
-    trace = engines.vllm.decode({"choices": [reply]}, model=MODEL)
-    assert trace.replay_mask.tolist() == [True] * rows + [False] * (5 - rows)
-    assert trace.topk_indices[:rows].tolist() == ROWS[:rows].tolist()
 
 
 @pytest.mark.parametrize("engine", ENGINES[:-1])

@@ -68,15 +68,6 @@ def test_surplus_rows_are_dropped_only_when_asked(form, surplus):
         rows_of(form, S - 2, allow_surplus_rows=True)
 
 
-def test_megatron_never_has_surplus_rows_behind_the_last_token():
-    """Parts of a suspended request are concatenated: the surplus lies in the middle, so it cannot be cut off."""
-    for options in ({}, {"allow_surplus_rows": True}):
-        with pytest.raises(PayloadError, match="suspended"):
-            decode(
-                "megatron request", np.concatenate([ROWS[:9], ROWS[: S - 1]]), PROMPT, OUTPUT, model=MODEL, **options
-            )
-
-
 @pytest.mark.parametrize("form", ["vllm object", "sglang generate", "megatron request", "tensorrt_llm object"])
 @pytest.mark.parametrize("num_rows", [P - 1, P])
 def test_a_prompt_alone_may_have_a_row_for_its_last_token(form, num_rows):

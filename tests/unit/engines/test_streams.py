@@ -269,6 +269,21 @@ def test_an_sglang_stream_that_does_not_say_how_many_ids_it_has_at_its_end_raise
         decode("sglang", chunks)
 
 
+@pytest.mark.parametrize("place", range(G - 1))
+@pytest.mark.parametrize("of", ["the choice", "the response", "the response, of two choices"])
+def test_an_earlier_chunk_of_another_prompt_raises(of, place):
+    chunks = vllm_chunks() if "two" not in of else interleaved([vllm_chunks(0), vllm_chunks(1)], [0, 1])
+    for chunk in chunks:
+        (chunk["choices"][0] if of == "the choice" else chunk)["prompt_token_ids"] = list(PROMPT)
+    check(engines.vllm.decode_batch(chunks, model=MODEL))
+    changed = chunks[place]["choices"][0] if of == "the choice" else chunks[place]
+    changed["prompt_token_ids"] = [*PROMPT[:-1], PROMPT[-1] + 1]
+    with pytest.raises(PayloadError, match=f"different prompts, of {P} and {P} ids"):
+        engines.vllm.decode_batch(chunks, model=MODEL)
+    changed["prompt_token_ids"] = None  # some servers send them with one chunk only
+    check(engines.vllm.decode_batch(chunks, model=MODEL))
+
+
 def test_routes_of_two_chunks_of_one_choice_are_not_chosen_from():
     chunks = jax_choice_chunks(0)
     chunks[-2]["choices"][0]["routed_experts"] = int32_base64(rows(1))

@@ -1,6 +1,7 @@
 """The bytes that engines send, written out by hand."""
 
 import base64
+import io
 import struct
 
 import numpy as np
@@ -54,117 +55,71 @@ def npy_file(header, data=b""):
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
 
 
+def npy_of(dtype, shape, data=b"", *, order=b"False", pad=0):
+    header = b"{'descr': '%s', 'fortran_order': %s, 'shape': %s, }" % (dtype, order, shape)
+    return npy_file(header.ljust(pad - 1) + b"\n", data)
+
+
+def saved(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+BIG_ENDIAN = np.arange(12, dtype=">i2").reshape(2, 3, 2)
+TWELVE = [[[256, 770, 1284], [1798, 2312, 2826]]]  # the bytes 0, 1, ... 11 as <i2
+
+
 @pytest.mark.parametrize(
-    ("raw", "named"),
+    ("raw", "expected"),
     [
+        (saved(np.asfortranarray(BIG_ENDIAN)), BIG_ENDIAN),
+        (npy_of(b"<i2", b"(1, 2, 3)", bytes(range(12))), TWELVE),
+        (npy_of(b"|u1", b"(0, 2, 3)"), np.zeros((0, 2, 3))),
+        (npy_of(b"|u1", b"(1, 1, 1)", b"\7", pad=1023), [[[7]]]),
+        (npy_of(b"|u1", b"(1, 1, 1)", b"\7", pad=1024), [[[7]]]),
+        (npy_of(b"|u1", b"(1, 1, 1)", b"\7", pad=1025), "header"),
+        *((npy_of(b"<i2", b"(1, 2, 3)", bytes(n)), f"12 bytes, {n} follow") for n in (0, 11, 13, 24)),
+        (npy_of(b"<i2", b"(1, 2, 3)", bytes(12))[:40], "header"),
+        (npy_of(b"<i2", b"(1, 2, 3)")[:8], "magic"),
+        (npy_of(b"<i2", b"(1, 2, 3)")[:9], "magic"),
         (b"", "magic"),
         (b"\x93NUMPY\x02\x00\x76\x00", "magic"),
         (npy_file(b"{'a'}\n"), "header"),
-        (npy_file(b"{'descr': '|O', 'fortran_order': False, 'shape': (1, 1, 1), }\n", bytes(8)), "header"),
-        (npy_file(b"{'descr': '<f4', 'fortran_order': False, 'shape': (1, 1, 1), }\n", bytes(4)), "header"),
-        (npy_file(b"{'descr': '<i4', 'fortran_order': False, 'shape': (1, 1), }\n", bytes(4)), "header"),
-        (npy_file(b"{'descr': '<i4', 'fortran_order': False, 'shape': (9, 9, 9), }\n"), "2916 bytes, 0 follow"),
-        (npy_file(b"{'descr': '<i4', 'fortran_order': False, 'shape': (0, 9, 999999999999), }\n"), "impossible"),
+        (npy_of(b"|O", b"(1, 1, 1)", bytes(8)), "header"),
+        (npy_of(b"<f4", b"(1, 1, 1)", bytes(4)), "header"),
+        (npy_of(b"<i4", b"(1, 1)", bytes(4)), "header"),
+        (npy_of(b"<i4", b"(9, 9, 9)"), r"promises \[9, 9, 9\] int32 = 2916 bytes, 0 follow"),
+        (npy_of(b"<i4", b"(0, 9, 999999999999)"), "impossible"),
         (npy_file(b" " * 65535), "header"),
     ],
 )
-def test_other_npy_files_are_refused(raw, named):
-    with pytest.raises(PayloadError, match=named):
-        parse_npy(raw, source=SOURCE)
+def test_an_npy_file_is_what_numpy_saves_of_three_axes_of_integers(raw, expected):
+    check(lambda: parse_npy(raw, source=SOURCE), expected)
 
 
-def test_fortran_order_and_big_endian_npy_are_read_as_what_they_say():
-    import io
-
-    array = np.arange(12, dtype=">i2").reshape(2, 3, 2)
-    buffer = io.BytesIO()
-    np.save(buffer, np.asfortranarray(array))
-    assert np.array_equal(parse_npy(buffer.getvalue(), source=SOURCE), array)
+def check(read, expected):
+    """`expected`: the array, or the message."""
+    if isinstance(expected, str):
+        with pytest.raises(PayloadError, match=expected):
+            read()
+        return
+    assert np.array_equal(read(), np.asarray(expected))  # which compares shapes as well
 
 
 def test_a_payload_too_large_is_refused_before_it_is_decoded():
     with pytest.raises(PayloadError, match="4000000 base64 characters, at most"):
         engines.vllm.decode("A" * 4_000_000, model=MODEL, token_ids=IDS)
-    with pytest.raises(PayloadError, match="400 base64 characters, at most 136"):
-        decode_base64("A" * 400, source=SOURCE, max_bytes=100)
+    for most, characters in ((100, 136), (99, 136), (98, 132), (0, 4)):
+        decode_base64("A" * characters, source=SOURCE, max_bytes=most)
+        with pytest.raises(PayloadError, match=f"{characters + 4} base64 characters, at most {characters} "):
+            decode_base64("A" * (characters + 4), source=SOURCE, max_bytes=most)
 
 
 @pytest.mark.parametrize("text", ["AAA", "AA=A", "AAA\u00e9", "A===", "AAAAAAA\n"])
 def test_base64_with_foreign_characters_is_refused(text):
     with pytest.raises(PayloadError, match=r"not base64.* Was the string cut"):
         decode_base64(text, source=SOURCE, max_bytes=100)
-
-
-def test_every_kind_of_array_is_accepted_and_nothing_else():
-    want = [[[3, 1]], [[2, 0]]]
-    frozen = np.array(want, np.uint16)
-    frozen.flags.writeable = False
-    for value in (frozen, torch.tensor(want), torch.tensor(want, dtype=torch.int16), want, (((3, 1),), ((2, 0),))):
-        assert as_array(value, source=SOURCE).tolist() == want
-    assert as_array([np.array([[3, 1]]), np.array([[2, 0]])], source=SOURCE).tolist() == want
-    for value in (
-        [[[1.5, 0]]],
-        [[[True, 0]]],
-        [[["3", 0]]],
-        [[[3], [1, 2]]],
-        [[3], 4],
-        [[[[1]]]],
-        [[[2**40, 0]]],
-        7,
-        "x",
-        None,
-        np.zeros((1, 1, 1)),
-        torch.zeros(1, 1, 1),
-        np.array([["a"]]),
-        {"a": 1},
-        torch.zeros(1, dtype=torch.bool),
-    ):
-        with pytest.raises(PayloadError):
-            as_array(value, source=SOURCE)
-
-
-def test_token_ids_of_every_kind():
-    for value in ([1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2]), range(1, 3), [np.int64(1), 2]):
-        assert as_token_ids(value, source=SOURCE).tolist() == [1, 2]
-    assert as_token_ids([], source=SOURCE).tolist() == []
-    for value in ("12", b"12", [1.0], [True], [None], [2**31], {"a": 1}, 5, [[1]], np.array([2**31])):
-        with pytest.raises(PayloadError):
-            as_token_ids(value, source=SOURCE)
-
-
-def test_an_npy_file_is_as_long_as_its_shape_says():
-    header = b"{'descr': '<i2', 'fortran_order': False, 'shape': (1, 2, 3), }\n"
-    assert parse_npy(npy_file(header, bytes(range(12))), source=SOURCE).tolist() == [
-        [[256, 770, 1284], [1798, 2312, 2826]]
-    ]
-    for size in (0, 11, 13, 24):
-        with pytest.raises(PayloadError, match=rf"promises \[1, 2, 3\] int16 = 12 bytes, {size} follow"):
-            parse_npy(npy_file(header, bytes(size)), source=SOURCE)
-    with pytest.raises(PayloadError, match="header"):
-        parse_npy(npy_file(header, bytes(12))[:40], source=SOURCE)
-    for size in (8, 9):
-        with pytest.raises(PayloadError, match="magic"):
-            parse_npy(npy_file(header)[:size], source=SOURCE)
-    empty = npy_file(b"{'descr': '|u1', 'fortran_order': False, 'shape': (0, 2, 3), }\n")
-    assert parse_npy(empty, source=SOURCE).shape == (0, 2, 3)
-
-
-@pytest.mark.parametrize(("header_bytes", "accepted"), [(1023, True), (1024, True), (1025, False)])
-def test_an_npy_header_is_as_long_as_those_of_numpy_at_most(header_bytes, accepted):
-    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (1, 1, 1), }"
-    raw = npy_file(header.ljust(header_bytes - 1) + b"\n", b"\7")
-    if accepted:
-        assert parse_npy(raw, source=SOURCE).tolist() == [[[7]]]
-        return
-    with pytest.raises(PayloadError, match="header"):
-        parse_npy(raw, source=SOURCE)
-
-
-def test_base64_of_more_than_the_most_is_refused():
-    for most, characters in ((99, 136), (98, 132), (0, 4)):
-        decode_base64("A" * characters, source=SOURCE, max_bytes=most)
-        with pytest.raises(PayloadError, match=f"{characters + 4} base64 characters, at most {characters} "):
-            decode_base64("A" * (characters + 4), source=SOURCE, max_bytes=most)
 
 
 def test_int32_is_a_whole_number_of_rows():
@@ -181,64 +136,95 @@ class LikeAnArray:
         return np.array([[[3, 1]]])
 
 
-def test_what_makes_an_array_of_itself_is_one():
-    assert as_array(LikeAnArray(), source=SOURCE).tolist() == [[[3, 1]]]
-    with pytest.raises(PayloadError, match=r"one-dimensional, got shape \[1, 1, 2\]"):
-        as_token_ids(LikeAnArray(), source=SOURCE)
-    with pytest.raises(PayloadError, match="token ids must be integers, got int"):
-        as_token_ids(5, source=SOURCE)
-
-
-@pytest.mark.parametrize("value", [-(2**31), -1, 0, 2**31 - 1])
-def test_ids_of_32_bits_are_kept(value):
-    for form in ([value], [np.int64(value)], np.array([value], np.int64), torch.tensor([value], dtype=torch.int64)):
-        assert as_token_ids(form, source=SOURCE).tolist() == [value]
-        assert as_token_ids(form, source=SOURCE).dtype == np.int32
-    assert as_array([[[value]]], source=SOURCE).tolist() == [[[value]]]
-
-
-@pytest.mark.parametrize("value", [-(2**31) - 1, 2**31])
-def test_ids_of_more_than_32_bits_are_refused(value):
-    for form in ([value], np.array([value], np.int64), torch.tensor([value], dtype=torch.int64)):
-        with pytest.raises(PayloadError, match="int32"):
-            as_token_ids(form, source=SOURCE)
-    with pytest.raises(PayloadError, match="does not fit int32"):
-        as_array([[[value]]], source=SOURCE)
-
-
-def test_no_token_ids_are_an_empty_list_of_int32():
-    for nothing in ([], (), np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64), range(0)):
-        ids = as_token_ids(nothing, source=SOURCE)
-        assert (ids.shape, ids.dtype) == ((0,), np.int32)
-    with pytest.raises(PayloadError, match=r"one-dimensional, got shape \[0, 0, 0\]"):
-        as_token_ids(np.zeros((0, 0, 0), np.int64), source=SOURCE)
+ROUTES = [[[3, 1]], [[2, 0]]]
+FROZEN = np.array(ROUTES, np.uint16)
+FROZEN.flags.writeable = False
 
 
 @pytest.mark.parametrize(
-    ("value", "shape"),
-    [([], (0, 0, 0)), ([[], []], (2, 0)), ([[[]]], (1, 1, 0)), ([(1, 2), [3, 4]], (2, 2)), ([[[1], [2]]], (1, 2, 1))],
-)
-def test_lists_have_the_shape_that_they_are_nested_in(value, shape):
-    array = as_array(value, source=SOURCE)
-    assert (array.shape, array.dtype) == (shape, np.int32)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "expected"),
     [
+        (FROZEN, ROUTES),
+        (torch.tensor(ROUTES), ROUTES),
+        (torch.tensor(ROUTES, dtype=torch.int16), ROUTES),
+        (ROUTES, ROUTES),
+        ((((3, 1),), ((2, 0),)), ROUTES),
+        ([np.array([[3, 1]]), np.array([[2, 0]])], ROUTES),
+        (LikeAnArray(), [[[3, 1]]]),
+        *(([[[value]]], [[[value]]]) for value in (-(2**31), -1, 0, 2**31 - 1)),
+        ([], np.zeros((0, 0, 0))),
+        ([[], []], np.zeros((2, 0))),
+        ([[[]]], np.zeros((1, 1, 0))),
+        ([(1, 2), [3, 4]], [[1, 2], [3, 4]]),
+        *(([[[value]]], "does not fit int32") for value in (-(2**31) - 1, 2**31, 2**40)),
+        ([[[1.5, 0]]], "must hold integers, got float"),
+        ([[[True, 0]]], "must hold integers, got bool"),
+        ([[["3", 0]]], "must hold integers, got str"),
+        ([[3], 4], "must hold integers, got list"),
+        ([[1], [[2]]], "must hold integers, got list"),
+        ([[[3], [1, 2]]], r"lengths \[1, 2\] at level 2"),
         ([[[1]], [[1], [2]]], r"lengths \[1, 2\] at level 1"),
         ([[[1]], [[1, 2]]], r"lengths \[1, 2\] at level 2"),
         ([[[[1]]]], r"deeper than .* lengths \[1\] at level 3"),
-        ([[1], [[2]]], "must hold integers, got list"),
         ([np.zeros((1, 2), int), np.zeros((2, 1), int)], "rows differ in shape"),
-        (torch.zeros(2, dtype=torch.complex64), "must hold integers"),
+        (np.zeros((1, 1, 1)), "must hold integers, got float64"),
+        (np.array([["a"]]), "must hold integers, got <U1"),
         (np.array([True]), "must hold integers, got bool"),
+        (torch.zeros(1, 1, 1), "must hold integers, got torch.float32"),
+        (torch.zeros(1, dtype=torch.bool), "must hold integers, got torch.bool"),
+        (torch.zeros(2, dtype=torch.complex64), "must hold integers, got torch.complex64"),
+        (7, "cannot read routes from int"),
+        ("x", "cannot read routes from str"),
+        (None, "cannot read routes from NoneType"),
+        ({"a": 1}, "cannot read routes from dict"),
         (object(), "cannot read routes from object"),
     ],
+    ids=repr,
 )
-def test_what_is_no_array_of_integers_is_named(value, message):
-    with pytest.raises(PayloadError, match=message):
-        as_array(value, source=SOURCE)
+def test_every_kind_of_array_of_integers_is_read_and_nothing_else(value, expected):
+    check(lambda: as_array(value, source=SOURCE), expected)
+
+
+def test_lists_are_read_as_int32():
+    for value in (ROUTES, [], [[], []]):
+        assert as_array(value, source=SOURCE).dtype == np.int32
+
+
+MOST = [-(2**31), -1, 0, 2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([1, 2], [1, 2]),
+        ((1, 2), [1, 2]),
+        (range(1, 3), [1, 2]),
+        ([np.int64(1), 2], [1, 2]),
+        *((form, MOST) for form in (MOST, [np.int64(id) for id in MOST], np.array(MOST, np.int64), torch.tensor(MOST))),
+        *((nothing, np.zeros(0)) for nothing in ([], (), range(0), np.zeros(0, np.int64), torch.zeros(0).long())),
+        *(([value], "an id does not fit int32") for value in (-(2**31) - 1, 2**31)),
+        *(
+            (form([value]), "which int32 cannot hold")
+            for form in (np.array, torch.tensor)
+            for value in (-(2**31) - 1, 2**31)
+        ),
+        ([1.0], "must hold integers, got float"),
+        ([True], "must hold integers, got bool"),
+        ([None], "must hold integers, got NoneType"),
+        ([[1]], "must hold integers, got list"),
+        ("12", "token ids must be integers, got str"),
+        (b"12", "token ids must be integers, got bytes"),
+        ({"a": 1}, "token ids must be integers, got dict"),
+        (5, "token ids must be integers, got int"),
+        (LikeAnArray(), r"one-dimensional, got shape \[1, 1, 2\]"),
+        (np.zeros((0, 0, 0), np.int64), r"one-dimensional, got shape \[0, 0, 0\]"),
+    ],
+    ids=repr,
+)
+def test_token_ids_of_every_kind_are_int32(value, expected):
+    check(lambda: as_token_ids(value, source=SOURCE), expected)
+    if not isinstance(expected, str):
+        assert as_token_ids(value, source=SOURCE).dtype == np.int32
 
 
 def test_a_message_begins_with_the_source():
