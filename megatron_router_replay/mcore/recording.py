@@ -10,13 +10,12 @@ from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore import microbatches as micro
-from megatron_router_replay.mcore.balance import Tokens
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.find import unwrap
 from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
 from megatron_router_replay.mcore.seam import Decision
-from megatron_router_replay.mcore.session import HeldRouter, Models, Session, open_session
+from megatron_router_replay.mcore.session import Models, Session, open_session
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
 from megatron_router_replay.trace.merge import merge_traces
@@ -67,11 +66,6 @@ class RecordSession(Session):
                 token_ids=inputs.token_ids,
                 is_token=None if padding is None else micro.to_device(~padding, chunk.device),
             )
-        )
-
-    def _decide(self, held: HeldRouter, microbatch: Microbatch, tokens: Tokens) -> Decision:
-        return Decision(
-            held.found.router, held.counter, dtype=held.dtype, holder=self, tokens=tokens, queued=microbatch
         )
 
     def decided(self, decision: Decision) -> None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.layout import check_tokens
 from megatron_router_replay.mcore import microbatches as micro
-from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, Tokens, aux_loss_group
+from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, aux_loss_group
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.fed import FedRoutes
 from megatron_router_replay.mcore.layers import check_hashed_routes, check_trace_layers
@@ -25,7 +24,6 @@ from megatron_router_replay.mcore.microbatches import KeptLayer, LayerRoutes, Mi
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.seam import Decision
-from megatron_router_replay.mcore.selection import LiveTopk
 from megatron_router_replay.mcore.session import HeldRouter, Models, Session, open_session, session_of
 from megatron_router_replay.trace import RoutingTrace
 
@@ -106,54 +104,56 @@ class ReplaySession(Session):
         )
 
     # ---- what a router uses
-    def _decide(self, held: HeldRouter, microbatch: Microbatch, tokens: Tokens) -> Decision:
-        compares = self._comparison is not None and self._comparison.wants(microbatch.number)
-        return Decision(
-            held.found.router,
-            held.counter,
-            choose=partial(self._choose_experts, held, microbatch, compares),
-            dtype=held.dtype,
-            holder=self,
-            tokens=tokens,
-            queued=microbatch,
+    def choose(self, decision: Decision) -> Tensor | None:
+        """Return a micro-batch's routes, or the router's own experts where it has none; see `seam.Holder`."""
+        microbatch: Microbatch | None = decision.queued
+        if microbatch is None:
+            return None
+        assert microbatch.routes is not None, "a replayed micro-batch has routes"
+        position = self._held[decision.router].position
+        used = microbatch.routes.layer(position)
+        if used.shape != (decision.scores.shape[0], decision.topk):
+            return used  # refused behind this
+        if self._comparison is not None and self._comparison.wants(microbatch.number):
+            self._compare_decision(decision, microbatch, used)
+        if self._choose is not None:
+            return self._choose_some(decision, microbatch, used)
+        live = microbatch.live
+        if live is None:
+            if decision.is_written:
+                decision.kept = KeptLayer(microbatch.routes, position)
+            return used
+        if live.dtype is torch.bool:
+            return torch.where(live.unsqueeze(1), decision.live(), used)
+        return used.index_copy(0, live, decision.live_of(live))
+
+    def _compare_decision(self, decision: Decision, microbatch: Microbatch, used: Tensor) -> None:
+        assert self._comparison is not None, "asked by it"
+        held = self._held[decision.router]
+        config = decision.router.config
+        is_logits = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+        self._comparison.add(
+            held.found.layer_number,
+            decision.scores.detach(),
+            live=decision.live(),
+            replayed=used,
+            mask=microbatch.replayed,
+            kind="logits" if is_logits else "probabilities",
+            key=held.chunk_index,
         )
 
-    def _choose_experts(
-        self, held: HeldRouter, microbatch: Microbatch, compares: bool, live: LiveTopk
-    ) -> tuple[Tensor, KeptLayer | None]:
-        assert microbatch.routes is not None, "a replayed micro-batch has routes"
-        used, kept = microbatch.routes.layer(held.position), KeptLayer(microbatch.routes, held.position)
-        if used.shape != (live.scores.shape[0], live.topk):
-            return used, kept  # refused behind this
-        if compares:
-            assert self._comparison is not None, "asked by it"
-            config = held.found.router.config
-            is_logits = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
-            self._comparison.add(
-                held.found.layer_number,
-                live.scores.detach(),
-                live=live.indices(),
-                replayed=used,
-                mask=microbatch.replayed,
-                kind="logits" if is_logits else "probabilities",
-                key=held.chunk_index,
-            )
-        if self._choose is not None:
-            own = live.indices()
-            chosen = self._choose(held.found.layer_number, used, own, live.scores.detach())
-            if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
-                raise ReplayStateError(
-                    f"replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}."
-                )
-            if microbatch.replayed is not None:
-                chosen = chosen & microbatch.replayed
-                held.counter.add(decisions_left=(microbatch.replayed & ~chosen).sum())
-            return torch.where(chosen.unsqueeze(1), used, own), None
-        if microbatch.live is None:
-            return used, kept
-        if microbatch.live.dtype is torch.bool:
-            return torch.where(microbatch.live.unsqueeze(1), live.indices(), used), None
-        return used.index_copy(0, microbatch.live, live.indices_of(microbatch.live)), None
+    def _choose_some(self, decision: Decision, microbatch: Microbatch, used: Tensor) -> Tensor:
+        """Ask `choose=` which decisions are replayed, and count those that are not."""
+        assert self._choose is not None, "asked by it"
+        own = decision.live()
+        layer_number = self._held[decision.router].found.layer_number
+        chosen = self._choose(layer_number, used, own, decision.scores.detach())
+        if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
+            raise ReplayStateError(f"replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}.")
+        if microbatch.replayed is not None:
+            chosen = chosen & microbatch.replayed
+            decision.counter.add(decisions_left=(microbatch.replayed & ~chosen).sum())
+        return torch.where(chosen.unsqueeze(1), used, own)
 
     # ---- rows into the trace
     def _take_trace(self, trace: RoutingTrace, *, mtp: bool) -> None:
