@@ -22,7 +22,7 @@ from megatron_router_replay.mcore.fed import FedRoutes
 from megatron_router_replay.mcore.layers import check_hashed_routes, check_trace_layers
 from megatron_router_replay.mcore.microbatches import KeptLayer, LayerRoutes, Microbatch, RowInputs
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
-from megatron_router_replay.mcore.report import SessionReport
+from megatron_router_replay.mcore.report import SessionReport, share_of
 from megatron_router_replay.mcore.seam import Decision
 from megatron_router_replay.mcore.session import HeldRouter, Models, Session, open_session, session_of
 from megatron_router_replay.trace import RoutingTrace
@@ -61,7 +61,6 @@ class ReplaySession(Session):
         self._trace = trace
         self._choose = choose
         self._min_replayed = min_replayed
-        self._says_trained = False
         self._unproved = False  # fed routes came without a stamp
         self._padding_known = True  # padding was said wherever routes were fed
         self._digest = 0  # of which micro-batches' padding is known
@@ -94,14 +93,15 @@ class ReplaySession(Session):
         return replace(
             report,
             rows_left_out=self._rows["left_out"],
-            rows_trained_live=self._rows["trained_live"] if self._says_trained else None,
             rows_repeated=self._rows["repeated"],
-            decisions_left_live=None
-            if self._choose is None
-            else sum(held.counter["decisions_left"] for held in self._held.values()),
+            decisions_asked=None if self._choose is None else self._decisions("decisions_asked"),
+            decisions_left_live=None if self._choose is None else self._decisions("decisions_left"),
             layout_proved=None if self._trace is not None else not self._unproved,
             live=None if self._comparison is None else self._comparison.report(),
         )
+
+    def _decisions(self, name: str) -> int:
+        return sum(held.counter[name] for held in self._held.values())
 
     # ---- what a router uses
     def choose(self, decision: Decision) -> Tensor | None:
@@ -150,9 +150,10 @@ class ReplaySession(Session):
         chosen = self._choose(layer_number, used, own, decision.scores.detach())
         if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
             raise ReplayStateError(f"replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}.")
-        if microbatch.replayed is not None:
-            chosen = chosen & microbatch.replayed
-            decision.counter.add(decisions_left=(microbatch.replayed & ~chosen).sum())
+        assert microbatch.replayed is not None, "made where there is a choice"
+        chosen = chosen & microbatch.replayed
+        left = microbatch.replayed & ~chosen
+        decision.counter.add(decisions_asked=microbatch.replayed.sum(), decisions_left=left.sum())
         return torch.where(chosen.unsqueeze(1), used, own)
 
     # ---- rows into the trace
@@ -207,7 +208,6 @@ class ReplaySession(Session):
             left_out = (view >= 0) & trace.left_out[known]
         self._check_known(trace, view, routed | left_out)
         if at_trained is not None:
-            self._says_trained = True
             self._check_trained(at_trained & ~(routed | left_out))
         expected = self._expected_tokens(trace, rows, tokens, any_unrouted=unrouted)
         self._check_hashed(rows, expected)
@@ -227,7 +227,6 @@ class ReplaySession(Session):
         )
         if trace.left_out is not None:
             made.counts |= {"left_out": left_out.sum()}
-            made.counts |= {} if at_trained is None else {"trained_live": (at_trained & left_out).sum()}
         chunk.queue.queue(made)
 
     def _microbatch(
@@ -399,6 +398,7 @@ class ReplaySession(Session):
         return {
             **super()._numbers(),
             "left_out": self._rows["left_out"],
+            "decisions": [self._decisions("decisions_asked"), self._decisions("decisions_left")],
             "choice": [self._balance.expert_bias, self._balance.aux_loss],
             "loss_group": shared,  # the lowest rank of the group that shares an auxiliary loss; -1: none does
             "padding_digest": self._digest,
@@ -421,8 +421,16 @@ class ReplaySession(Session):
         replayed, live, _ = (sum(counts) for counts in zip(*(numbers["rows"] for numbers in everyone.values())))
         left_out = sum(numbers["left_out"] for numbers in everyone.values())
         ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
-        share = replayed / (replayed + live) if replayed + live else None
+        asked, turned_down = (sum(counts) for counts in zip(*(numbers["decisions"] for numbers in everyone.values())))
+        share = share_of(replayed, live, asked, turned_down)
         # Apart from the share asked for: a session that replays nothing is a mistake, unless somebody said min_replayed=0.
+        if share == 0 and replayed:
+            if self._min_replayed == 0:
+                return []
+            return [
+                f"choose= turned down all {asked} decisions on {ranks}, so nothing was replayed. If it is meant so, "
+                "replay(..., min_replayed=0) says it."
+            ]
         if share == 0 and left_out and self._min_replayed != 0:
             return [
                 f"none of {live} tokens was replayed on {ranks}: {left_out} were left out (trace.keep); others have no "
@@ -440,6 +448,7 @@ class ReplaySession(Session):
                     "of padding count as tokens without a route. Say what is padding, or leave min_replayed out."
                 ]
             by_choice = f" ({left_out} were left out by trace.keep)" if left_out else ""
+            by_choice += f" (choose= turned down {turned_down} of {asked} decisions)" if turned_down else ""
             return [
                 f"{share:.4%} of {replayed + live} tokens were replayed on {ranks}, less than "
                 f"min_replayed={self._min_replayed}{by_choice}."
