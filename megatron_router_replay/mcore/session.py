@@ -25,7 +25,6 @@ from megatron_router_replay.mcore import microbatches as micro
 from megatron_router_replay.mcore.balance import Balance, Tokens
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.compat import check_version
-from megatron_router_replay.mcore.events import log_began, log_ended, log_failed
 from megatron_router_replay.mcore.find import (
     FoundRouter,
     as_chunks,
@@ -39,7 +38,7 @@ from megatron_router_replay.mcore.find import (
 from megatron_router_replay.mcore.meeting import Meeting
 from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs, as_integers
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
-from megatron_router_replay.mcore.report import SessionReport
+from megatron_router_replay.mcore.report import SessionReport, log_began, log_ended, log_failed
 from megatron_router_replay.mcore.seam import Counter, Decision
 from megatron_router_replay.mcore.support import check_supported, is_hashed
 from megatron_router_replay.mcore.tally import Tally
