@@ -149,7 +149,7 @@ def _aux_loss(original: Any, method: str, decision_of: Callable[[Any], Any]) -> 
 def _expert_bias(original: Any, decision_of: Callable[[Any], Any]) -> Any:
     def apply(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         decision = decision_of(router)
-        tokens = _tokens(decision)
+        tokens: Tokens | None = None if decision is None else decision.tokens
         if tokens is None:
             original(router, routing_map, padding_mask=padding_mask)
             return

@@ -211,7 +211,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         """
         self._asked = True
         action = self._action
-        run = tape.reading()
+        run, repeats, is_written = tape.moment()
         if run is not None or action in _REPLAYS or (action is not None and self.static_buffer is None):
             # Recording into a static buffer is what a captured graph may do: it writes to the same address in every run.
             seam.check_runs_python("a recompute" if action is None else f"a RouterReplay under {action.name}")
@@ -220,12 +220,12 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             if action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
                 self.replay_backward_list.pop(0)
             if entry.topk_indices is not None:
-                if tape.is_written():
+                if is_written:
                     tape.write(entry)
                 return _gather(scores, entry.topk_indices, topk)
             if action in _REPLAYS:
                 raise ReplayStateError(f"{action.name} in a recompute whose forward ran without an action.")
-        elif tape.repeats() and action == RouterReplayAction.REPLAY_FORWARD:
+        elif repeats and action == RouterReplayAction.REPLAY_FORWARD:
             raise ReplayStateError(
                 "REPLAY_FORWARD in a recompute whose forward is not known: it ran in a kind of checkpoint that is not known. "
                 "Name its runs with megatron_router_replay.mcore.Tape, or announce recomputes with REPLAY_BACKWARD."
@@ -236,14 +236,14 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         elif run is None and action is not None:
             used = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
             self._check_holds(scores.shape[1])
-            if not tape.repeats():  # a recompute must not overwrite what a forward recorded
+            if not repeats:  # a recompute must not overwrite what a forward recorded
                 self.record_indices(used)
         routed = (
             default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             if used is None
             else _gather(scores, used, topk)
         )
-        if tape.is_written():
+        if is_written:
             tape.write(Entry(self, used))
         return cast("tuple[Tensor, Tensor]", routed)
 

@@ -13,9 +13,17 @@ from torch import Tensor, nn
 
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, TraceError
-from megatron_router_replay.mcore.find import FoundRouter, as_chunks, check_has_experts, find_routers, unwrap
+from megatron_router_replay.mcore.find import (
+    FoundRouter,
+    as_chunks,
+    check_has_experts,
+    find_routers,
+    main_pattern,
+    mtp_pattern,
+    num_decoder_layers,
+    unwrap,
+)
 from megatron_router_replay.mcore.microbatches import Check
-from megatron_router_replay.mcore.patterns import main_pattern, mtp_pattern, num_decoder_layers
 
 
 def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int, ...]:

@@ -54,7 +54,8 @@ class LayerRoutes:
             block = torch.empty(source.shape, dtype=torch.int64, device=source.device).copy_(source)
             found = self._blocks[number] = block, set(layers), current_stream(block.device)
         block, missing, stream = found
-        follow(stream, block)
+        if stream is not None:
+            follow(stream, block)
         missing.discard(position)
         if not missing:
             self._blocks.pop(number, None)
@@ -245,7 +246,7 @@ class Queue:
         """Take note that a router has routed the micro-batch; after the last one its routes are freed."""
         assert microbatch.routed is not None, "made with it"
         microbatch.routed.add(position)
-        if not microbatch.missing:
+        if len(microbatch.routed) == microbatch.num_routers:
             self._on_done(microbatch)
             # The graph keeps what recomputes need; the micro-batch itself may stay the current one for long.
             microbatch.routes = microbatch.live = microbatch.replayed = microbatch.rows = microbatch.used = None

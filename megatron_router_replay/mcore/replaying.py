@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -17,15 +16,14 @@ from torch import Tensor, nn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.layout import check_tokens
 from megatron_router_replay.mcore import microbatches as micro
-from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, Tokens, aux_loss_group
+from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, aux_loss_group
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.fed import FedRoutes
 from megatron_router_replay.mcore.layers import check_hashed_routes, check_trace_layers
 from megatron_router_replay.mcore.microbatches import KeptLayer, LayerRoutes, Microbatch, RowInputs
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
-from megatron_router_replay.mcore.report import SessionReport
+from megatron_router_replay.mcore.report import SessionReport, share_of
 from megatron_router_replay.mcore.seam import Decision
-from megatron_router_replay.mcore.selection import LiveTopk
 from megatron_router_replay.mcore.session import HeldRouter, Models, Session, open_session, session_of
 from megatron_router_replay.trace import RoutingTrace
 
@@ -63,7 +61,6 @@ class ReplaySession(Session):
         self._trace = trace
         self._choose = choose
         self._min_replayed = min_replayed
-        self._says_trained = False
         self._unproved = False  # fed routes came without a stamp
         self._padding_known = True  # padding was said wherever routes were fed
         self._digest = 0  # of which micro-batches' padding is known
@@ -96,64 +93,68 @@ class ReplaySession(Session):
         return replace(
             report,
             rows_left_out=self._rows["left_out"],
-            rows_trained_live=self._rows["trained_live"] if self._says_trained else None,
             rows_repeated=self._rows["repeated"],
-            decisions_left_live=None
-            if self._choose is None
-            else sum(held.counter["decisions_left"] for held in self._held.values()),
+            decisions_asked=None if self._choose is None else self._decisions("decisions_asked"),
+            decisions_left_live=None if self._choose is None else self._decisions("decisions_left"),
             layout_proved=None if self._trace is not None else not self._unproved,
             live=None if self._comparison is None else self._comparison.report(),
         )
 
+    def _decisions(self, name: str) -> int:
+        return sum(held.counter[name] for held in self._held.values())
+
     # ---- what a router uses
-    def _decide(self, held: HeldRouter, microbatch: Microbatch, tokens: Tokens) -> Decision:
-        compares = self._comparison is not None and self._comparison.wants(microbatch.number)
-        return Decision(
-            held.found.router,
-            held.counter,
-            choose=partial(self._choose_experts, held, microbatch, compares),
-            dtype=held.dtype,
-            holder=self,
-            tokens=tokens,
-            queued=microbatch,
+    def choose(self, decision: Decision) -> Tensor | None:
+        """Return a micro-batch's routes, or the router's own experts where it has none; see `seam.Holder`."""
+        microbatch: Microbatch | None = decision.queued
+        if microbatch is None:
+            return None
+        assert microbatch.routes is not None, "a replayed micro-batch has routes"
+        position = self._held[decision.router].position
+        used = microbatch.routes.layer(position)
+        if used.shape != (decision.scores.shape[0], decision.topk):
+            return used  # refused behind this
+        if self._comparison is not None and self._comparison.wants(microbatch.number):
+            self._compare_decision(decision, microbatch, used)
+        if self._choose is not None:
+            return self._choose_some(decision, microbatch, used)
+        live = microbatch.live
+        if live is None:
+            if decision.is_written:
+                decision.kept = KeptLayer(microbatch.routes, position)
+            return used
+        if live.dtype is torch.bool:
+            return torch.where(live.unsqueeze(1), decision.live(), used)
+        return used.index_copy(0, live, decision.live_of(live))
+
+    def _compare_decision(self, decision: Decision, microbatch: Microbatch, used: Tensor) -> None:
+        assert self._comparison is not None, "asked by it"
+        held = self._held[decision.router]
+        config = decision.router.config
+        is_logits = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+        self._comparison.add(
+            held.found.layer_number,
+            decision.scores.detach(),
+            live=decision.live(),
+            replayed=used,
+            mask=microbatch.replayed,
+            kind="logits" if is_logits else "probabilities",
+            key=held.chunk_index,
         )
 
-    def _choose_experts(
-        self, held: HeldRouter, microbatch: Microbatch, compares: bool, live: LiveTopk
-    ) -> tuple[Tensor, KeptLayer | None]:
-        assert microbatch.routes is not None, "a replayed micro-batch has routes"
-        used, kept = microbatch.routes.layer(held.position), KeptLayer(microbatch.routes, held.position)
-        if used.shape != (live.scores.shape[0], live.topk):
-            return used, kept  # refused behind this
-        if compares:
-            assert self._comparison is not None, "asked by it"
-            config = held.found.router.config
-            is_logits = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
-            self._comparison.add(
-                held.found.layer_number,
-                live.scores.detach(),
-                live=live.indices(),
-                replayed=used,
-                mask=microbatch.replayed,
-                kind="logits" if is_logits else "probabilities",
-                key=held.chunk_index,
-            )
-        if self._choose is not None:
-            own = live.indices()
-            chosen = self._choose(held.found.layer_number, used, own, live.scores.detach())
-            if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
-                raise ReplayStateError(
-                    f"replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}."
-                )
-            if microbatch.replayed is not None:
-                chosen = chosen & microbatch.replayed
-                held.counter.add(decisions_left=(microbatch.replayed & ~chosen).sum())
-            return torch.where(chosen.unsqueeze(1), used, own), None
-        if microbatch.live is None:
-            return used, kept
-        if microbatch.live.dtype is torch.bool:
-            return torch.where(microbatch.live.unsqueeze(1), live.indices(), used), None
-        return used.index_copy(0, microbatch.live, live.indices_of(microbatch.live)), None
+    def _choose_some(self, decision: Decision, microbatch: Microbatch, used: Tensor) -> Tensor:
+        """Ask `choose=` which decisions are replayed, and count those that are not."""
+        assert self._choose is not None, "asked by it"
+        own = decision.live()
+        layer_number = self._held[decision.router].found.layer_number
+        chosen = self._choose(layer_number, used, own, decision.scores.detach())
+        if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
+            raise ReplayStateError(f"replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}.")
+        assert microbatch.replayed is not None, "made where there is a choice"
+        chosen = chosen & microbatch.replayed
+        left = microbatch.replayed & ~chosen
+        decision.counter.add(decisions_asked=microbatch.replayed.sum(), decisions_left=left.sum())
+        return torch.where(chosen.unsqueeze(1), used, own)
 
     # ---- rows into the trace
     def _take_trace(self, trace: RoutingTrace, *, mtp: bool) -> None:
@@ -207,7 +208,6 @@ class ReplaySession(Session):
             left_out = (view >= 0) & trace.left_out[known]
         self._check_known(trace, view, routed | left_out)
         if at_trained is not None:
-            self._says_trained = True
             self._check_trained(at_trained & ~(routed | left_out))
         expected = self._expected_tokens(trace, rows, tokens, any_unrouted=unrouted)
         self._check_hashed(rows, expected)
@@ -227,7 +227,6 @@ class ReplaySession(Session):
         )
         if trace.left_out is not None:
             made.counts |= {"left_out": left_out.sum()}
-            made.counts |= {} if at_trained is None else {"trained_live": (at_trained & left_out).sum()}
         chunk.queue.queue(made)
 
     def _microbatch(
@@ -399,6 +398,7 @@ class ReplaySession(Session):
         return {
             **super()._numbers(),
             "left_out": self._rows["left_out"],
+            "decisions": [self._decisions("decisions_asked"), self._decisions("decisions_left")],
             "choice": [self._balance.expert_bias, self._balance.aux_loss],
             "loss_group": shared,  # the lowest rank of the group that shares an auxiliary loss; -1: none does
             "padding_digest": self._digest,
@@ -421,8 +421,16 @@ class ReplaySession(Session):
         replayed, live, _ = (sum(counts) for counts in zip(*(numbers["rows"] for numbers in everyone.values())))
         left_out = sum(numbers["left_out"] for numbers in everyone.values())
         ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
-        share = replayed / (replayed + live) if replayed + live else None
+        asked, turned_down = (sum(counts) for counts in zip(*(numbers["decisions"] for numbers in everyone.values())))
+        share = share_of(replayed, live, asked, turned_down)
         # Apart from the share asked for: a session that replays nothing is a mistake, unless somebody said min_replayed=0.
+        if share == 0 and replayed:
+            if self._min_replayed == 0:
+                return []
+            return [
+                f"choose= turned down all {asked} decisions on {ranks}, so nothing was replayed. If it is meant so, "
+                "replay(..., min_replayed=0) says it."
+            ]
         if share == 0 and left_out and self._min_replayed != 0:
             return [
                 f"none of {live} tokens was replayed on {ranks}: {left_out} were left out (trace.keep); others have no "
@@ -440,6 +448,7 @@ class ReplaySession(Session):
                     "of padding count as tokens without a route. Say what is padding, or leave min_replayed out."
                 ]
             by_choice = f" ({left_out} were left out by trace.keep)" if left_out else ""
+            by_choice += f" (choose= turned down {turned_down} of {asked} decisions)" if turned_down else ""
             return [
                 f"{share:.4%} of {replayed + live} tokens were replayed on {ranks}, less than "
                 f"min_replayed={self._min_replayed}{by_choice}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from html import escape
@@ -15,13 +16,18 @@ if TYPE_CHECKING:  # a room, which the core does not load
     from megatron_router_replay.diagnostics.live import LiveReport
 
 
+_LOG = logging.getLogger(__name__)
+
+LOW_SHARE = 0.9
+"""Below it a replay session warns: samples of ten tokens and more, each with a live last one, stay above."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionReport:
     """Counts of one session on this rank, or after `reduce` on several. What was not measured is None.
 
     Args:
         kind: "replay", "record" or "freeze_recompute".
-        ranks: how many ranks are added up here.
         routers: routers the session holds.
         microbatches: forwards of model chunks that reached every router.
         forwards, recomputes: forwards and recomputes of single routers.
@@ -29,10 +35,10 @@ class SessionReport:
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
         rows_padding: rows known to be padding, spread over all experts.
         rows_left_out: live rows that have a route which `trace.keep` left out; the other live rows have none.
-        rows_trained_live: of those, the rows that are trained on; where `trained` was said.
         rows_repeated: rows that a micro-batch named a second time, counted where the host knows the rows.
         layout_proved: fed routes were compared with their tokens, all of them; None: none were fed.
-        decisions_left_live: (row, layer) pairs of rows with a route that replay(choose=) left to the live router.
+        decisions_asked, decisions_left_live: (row, layer) pairs of rows with a route that replay(choose=) was asked about,
+            and those that it left to the live router.
         decisions_recomputed: (row, layer) pairs that flips were looked for among; with count_flips=True.
         flips_of_layer: layer number -> those of its recomputed decisions that would have been another set of experts.
         decisions_verified, decisions_wrong: (row, layer) pairs whose routing map was compared on its way out of the router,
@@ -43,7 +49,6 @@ class SessionReport:
     """
 
     kind: str
-    ranks: int = 1
     routers: int = 0
     microbatches: int = 0
     forwards: int = 0
@@ -52,9 +57,9 @@ class SessionReport:
     rows_live: int = 0
     rows_padding: int = 0
     rows_left_out: int = 0
-    rows_trained_live: int | None = None
     rows_repeated: int = 0
     layout_proved: bool | None = None
+    decisions_asked: int | None = None
     decisions_left_live: int | None = None
     decisions_recomputed: int | None = None
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
@@ -75,9 +80,13 @@ class SessionReport:
 
     @property
     def replayed_share(self) -> float | None:
-        """Rows replayed / rows with a token, padding left out; None for sessions that replay nothing, or no rows."""
-        with_token = self.rows_replayed + self.rows_live
-        return self.rows_replayed / with_token if with_token and self.kind == "replay" else None
+        """Rows replayed / rows with a token, padding left out; None for sessions that replay nothing, or no rows.
+
+        Where replay(choose=) left decisions of these rows to the live router, it is less by their share.
+        """
+        if self.kind != "replay":
+            return None
+        return share_of(self.rows_replayed, self.rows_live, self.decisions_asked, self.decisions_left_live)
 
     @property
     def rows_without_route(self) -> int | None:
@@ -143,7 +152,8 @@ class SessionReport:
         if self.layout_proved is False:
             rows.append(("layout of routes", "", "not proved: mrr.stamp them where the rollout enters"))
         if self.decisions_left_live is not None:
-            rows.append(("decisions left live by choose", f"{self.decisions_left_live:,}", ""))
+            asked = f"of {self.decisions_asked or 0:,}"
+            rows.append(("decisions left live by choose", f"{self.decisions_left_live:,}", asked))
         if self.recompute_flips is not None:
             first = next((layer for layer, count in sorted(self.flips_of_layer.items()) if count), None)
             where = "" if first is None else f", first in layer {first}"
@@ -158,12 +168,10 @@ class SessionReport:
     def _why_live(self) -> str:
         if not self.rows_left_out:
             return ""  # none has a route, as the line before says
-        trained = "" if self.rows_trained_live is None else f", {self.rows_trained_live:,} of them trained"
-        return f"({self.rows_without_route or 0:,} without a route, {self.rows_left_out:,} left out{trained})"
+        return f"({self.rows_without_route or 0:,} without a route, {self.rows_left_out:,} left out)"
 
     def _headline(self) -> str:
-        on_ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
-        return f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches{on_ranks}"
+        return f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches"
 
     def __str__(self) -> str:
         lines = [self._headline(), self.table().text()]
@@ -174,6 +182,18 @@ class SessionReport:
     def _repr_html_(self) -> str:
         live = "" if self.live is None else self.live._repr_html_()
         return f"<div><b>{escape(self._headline())}</b>{self.table().html()}{live}</div>"
+
+
+def share_of(rows_replayed: int, rows_live: int, asked: int | None, left_live: int | None) -> float | None:
+    """Return the share of decisions that were replayed; None: there is no row with a token.
+
+    Args:
+        rows_replayed, rows_live: rows with a token.
+        asked, left_live: decisions of the rows replayed that `choose=` was asked about, and turned down.
+    """
+    with_token = rows_replayed + rows_live
+    kept = 1 - (left_live or 0) / asked if asked else 1.0
+    return rows_replayed / with_token * kept if with_token else None
 
 
 def _add_up(reports: list[SessionReport]) -> SessionReport:
@@ -191,3 +211,43 @@ def _add_up(reports: list[SessionReport]) -> SessionReport:
         elif measured:
             totals[each.name] = measured[0]
     return SessionReport(**totals)
+
+
+# ---- what is logged: INFO when a session begins or ends, WARNING for a low share
+def log_began(kind: str, num_routers: int) -> None:
+    """Say that a session has a model's routers under control."""
+    _LOG.info("%s session began with %d routers", kind, num_routers)
+
+
+def log_ended(report: SessionReport) -> None:
+    """Say what a session did that ended in order, and warn where it replayed little."""
+    _LOG.info(
+        "%s session ended: %d micro-batches, %d forwards, %d recomputes, rows %d replayed, %d live, %d padding",
+        report.kind,
+        report.microbatches,
+        report.forwards,
+        report.recomputes,
+        report.rows_replayed,
+        report.rows_live,
+        report.rows_padding,
+    )
+    # What was left live by choice was not lost.
+    expected = report.rows_replayed + (report.rows_without_route or 0)
+    if report.kind == "replay" and expected and report.rows_replayed / expected < LOW_SHARE:
+        _LOG.warning(
+            "only %.1f %% of the tokens were replayed (%d of %d); the live router decided the others. Is the field dropped "
+            "for some samples on the way? replay(min_replayed=...) makes this an error",
+            100 * report.rows_replayed / expected,
+            report.rows_replayed,
+            expected,
+        )
+    if report.rows_repeated:
+        _LOG.warning(
+            "%d rows were named twice in a micro-batch: do routing_rows start anew in each sample? Their tokens share routes",
+            report.rows_repeated,
+        )
+
+
+def log_failed(kind: str, error: BaseException) -> None:
+    """Say that a session was left by an exception: the routers are released, nothing was verified."""
+    _LOG.info("%s session was left by %s; the routers are released, nothing was verified", kind, type(error).__name__)

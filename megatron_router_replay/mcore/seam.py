@@ -18,12 +18,12 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from megatron.core.transformer.moe import router as router_module
+from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
@@ -31,7 +31,6 @@ from torch._compile import _disable_dynamo
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore import balance, tape
 from megatron_router_replay.mcore.compat import INFERENCE_ROUTERS, TOPK_ORDER_FOLLOWS_GRAD, inference_refusals
-from megatron_router_replay.mcore.selection import LiveTopk, in_order_of_scores
 from megatron_router_replay.mcore.tally import Tally
 from megatron_router_replay.mcore.tape import Entry
 
@@ -41,8 +40,15 @@ _TOPK = "topk_routing_with_score_function"
 class Holder(Protocol):
     """What decides for a router: a session."""
 
-    def decide(self, router: Any, shape: torch.Size) -> Decision | None:
-        """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it."""
+    def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
+        """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it.
+
+        Args:
+            is_written: a tape is being written.
+        """
+
+    def choose(self, decision: Decision) -> Tensor | None:
+        """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
 
     def decided(self, decision: Decision) -> None:
         """Take note that the call is over."""
@@ -64,40 +70,44 @@ class Counter(Tally):
         self.counts_flips, self.verify, self.verify_seam = flips, verify, verify_seam and not verify
 
 
-Choose = Callable[[LiveTopk], tuple[Tensor, Any]]
-"""live top-k -> (experts [num_tokens, topk] of any integer dtype, the same as tapes keep them, or None)."""
-
-
 class Decision:
     """One call of one router; Megatron-Core asks it for the top-k, exactly once.
 
     Args:
         router: the TopKRouter.
         counter: of the holder and this router.
-        choose: tells the experts; None: the router's own live top-k decides.
         dtype: of the indices that a tape keeps.
-        holder: is told when the call is over; None: it is a recompute.
+        holder: chooses, and is told when the call is over; None: it is a recompute.
         again: the entry that this call repeats; None: it is a forward.
         tokens: what balancing knows of the tokens; None: Megatron-Core balances as it does without us.
+        queued: the micro-batch of a forward; None: the router is live beside one, or there is none.
+
+    Attributes:
+        is_written: a tape is being written.
+        used: [num_tokens, topk] int64, the experts, once Megatron-Core has asked.
+        kept: the same as a tape keeps it; None: `used` in `dtype`.
+        scores: [num_tokens, num_experts] what the router ranks, while it asks.
+        topk: experts for each token, as it asks.
     """
 
     __slots__ = (
-        "again", "choose", "counter", "dtype", "holder", "kept", "queued", "router", "tokens", "used",
+        "_groups", "again", "counter", "dtype", "holder", "is_written", "kept", "queued", "router", "scores", "tokens",
+        "topk", "used",
     )  # fmt: skip
 
     def __init__(
         self,
         router: Any,
         counter: Counter,
+        dtype: torch.dtype,
         *,
-        choose: Choose | None = None,
-        dtype: torch.dtype = torch.int64,
         holder: Holder | None = None,
         again: Entry | None = None,
         tokens: balance.Tokens | None = None,
         queued: Any = None,
+        is_written: bool = False,
     ) -> None:
-        self.router, self.counter, self.choose, self.dtype = router, counter, choose, dtype
+        self.router, self.counter, self.dtype, self.is_written = router, counter, dtype, is_written
         self.holder, self.again, self.tokens, self.queued = holder, again, tokens, queued
         self.used: Tensor | None = None
         self.kept: Any = None
@@ -120,42 +130,57 @@ class Decision:
                 f"{tape.layer_of(self.router)} asked for its experts twice in one call; which tokens the second question "
                 "is about cannot be told."
             )
+        self.scores, self.topk, self._groups = scores, topk, (num_groups, group_topk, default_compute_topk)
         # A forward chooses and a recompute recalls: what differs between the two is hidden from a selective checkpoint.
         with tape.unpaired():
-            indices = self._indices(LiveTopk(scores, topk, num_groups, group_topk, default_compute_topk))
+            used = self._recall() if self.holder is None else self.holder.choose(self)
+            is_live = used is None
+            if used is None:
+                used = self.live()
+            if used.shape != (scores.shape[0], topk):
+                raise ReplayStateError(
+                    f"{tape.layer_of(self.router)} routes {scores.shape[0]} tokens to {topk} experts each, its routes are "
+                    f"{list(used.shape)}: give one row a token, in the order the router sees them (s-major, this rank's)."
+                )
+            indices = self.used = used.to(device=scores.device, dtype=torch.int64)
+            # The order of a live top-k's columns depends on whether gradients are on; sums over columns depend on it.
+            if TOPK_ORDER_FOLLOWS_GRAD and not is_live and torch.is_grad_enabled():
+                order = scores.detach().gather(1, indices).argsort(dim=1, descending=True, stable=True)
+                indices = indices.gather(1, order)
+        del self.scores, self._groups  # which autograd would keep
         return scores.gather(1, indices), indices
 
-    def _indices(self, live: LiveTopk) -> Tensor:
-        scores, topk = live.scores, live.topk
-        if self.again is not None:
-            self.used = self._recall(live)
-        elif self.choose is None:
-            self.used = live.indices()
-        else:
-            self.used, self.kept = self.choose(live)
-        if self.used.shape != (scores.shape[0], topk):
-            raise ReplayStateError(
-                f"{tape.layer_of(self.router)} routes {scores.shape[0]} tokens to {topk} experts each, its routes are "
-                f"{list(self.used.shape)}: give one row a token, in the order the router sees them (s-major, this rank's)."
-            )
-        indices = self.used = self.used.to(device=scores.device, dtype=torch.int64)
-        # The order of a live top-k's columns depends on whether gradients are on; sums over columns depend on the order.
-        if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled() and (self.again is not None or self.choose is not None):
-            indices = in_order_of_scores(indices, scores)
+    def live(self) -> Tensor:
+        """Return the experts that the router chooses by itself, [num_tokens, topk] int64."""
+        num_groups, group_topk, compute = self._groups
+        # In the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
+        indices: Tensor = compute(self.scores.detach(), self.topk, num_groups=num_groups, group_topk=group_topk)[1]
         return indices
 
-    def _recall(self, live: LiveTopk) -> Tensor:
+    def live_of(self, rows: Tensor) -> Tensor:
+        """Return the experts that it chooses for the rows at these positions ([n] int64), [n, topk] int64."""
+        num_groups, group_topk, compute = self._groups
+        scores = self.scores.detach().index_select(0, rows)
+        if group_topk:  # the router's own knows how many rows all scores have
+            chosen = group_limited_topk(scores, self.topk, *scores.shape, num_groups, group_topk)
+        else:
+            chosen = compute(scores, self.topk)
+        indices: Tensor = chosen[1]
+        return indices
+
+    def _recall(self) -> Tensor:
         assert self.again is not None, "asked in a recompute"
-        assert self.again.topk_indices is not None, "a held entry is repeated"
         used: Tensor = self.again.topk_indices.to(torch.int64)
         if self.counter.counts_flips:
-            flipped = live.indices().sort(dim=1).values != used.sort(dim=1).values
+            flipped = self.live().sort(dim=1).values != used.sort(dim=1).values
             self.counter.add(flips=flipped.any(dim=1).sum())
         return used
 
     def entry(self) -> Entry:
         """Return what a recompute needs of this call."""
         assert self.used is not None, "the call is over"
+        if self.again is not None:
+            return self.again
         if self.kept is None:
             with tape.unpaired():
                 self.kept = self.used.to(self.dtype)
@@ -214,68 +239,33 @@ def holders_of(router: Any) -> list[Holder]:
     return _holders.get(router, [])
 
 
-def _decide(router: Any, holders: list[Holder], shape: torch.Size) -> Decision | None:
-    """Return what this call uses; None: Megatron-Core's own code decides."""
-    run = tape.reading()
+def _decide(router: Any, holders: list[Holder], shape: torch.Size) -> tuple[Decision | None, bool]:
+    """Return what this call uses, None: Megatron-Core's own code decides; and whether a tape is being written."""
+    run, repeats, is_written = tape.moment()
     if holders or run is not None:
         check_runs_python(router)  # a recompute that is traced would keep the entry of this one
     if run is not None:
-        replay = getattr(router, "router_replay", None)
-        entry = run.next(replay if replay is not None and run.next_is(replay) else router)
-        if entry.counter is None:  # nobody held it
-            if holders:
-                raise ReplayStateError(
-                    f"{tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, live or "
-                    "driven: run that backward before the session begins."
-                )
-            return None
-        assert entry.topk_indices is not None, "held"
-        entry.counter.add(recomputes=1, decisions_recomputed=entry.topk_indices.shape[0])
-        return Decision(router, entry.counter, dtype=entry.topk_indices.dtype, again=entry, tokens=entry.balance)
-    if tape.repeats():
+        entry = run.next(router, getattr(router, "router_replay", None))
+        if entry.counter is not None:
+            entry.counter.add(recomputes=1, decisions_recomputed=entry.topk_indices.shape[0])
+            again = Decision(router, entry.counter, entry.topk_indices.dtype, again=entry, tokens=entry.balance)
+            return again, is_written
+        if holders:  # nobody held it
+            raise ReplayStateError(
+                f"{tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, live or "
+                "driven: run that backward before the session begins."
+            )
+    elif repeats:
         raise ReplayStateError(
             f"{tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
             "session, or in a kind of checkpoint that is not known (known: those of torch, Megatron-Core and Transformer "
             "Engine). If your own autograd function runs the model again, name its runs with mcore.Tape."
         )
-    if not holders:
-        return None
-    check_not_driven(router)
-    return holders[-1].decide(router, shape)
-
-
-@_disable_dynamo
-def _route(original: Any, router: Any, logits: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Run `TopKRouter.routing` of a router that is, or was, held."""
-    decision = _decide(router, _holders[router], logits.shape[:-1])
-    outer, _thread.decision = _thread.decision, decision
-    try:
-        probs, routing_map = original(router, logits, *args, **kwargs)
-    finally:
-        _thread.decision = outer
-    if decision is not None and decision.used is not None and decision.counter.verify_seam:
-        decision.check_map(routing_map)
-    # Behind the routing, so that a forward that raises has written nothing.
-    if decision is not None and decision.used is None:
-        raise ReplayStateError(
-            f"{tape.layer_of(router)} chose experts without asking: something else than Megatron-Core's "
-            "topk_routing_with_score_function decided. Was moe_router_load_balancing_type, or the function, replaced?"
-        )
-    if tape.is_written():
-        tape.write(
-            Entry(router, None) if decision is None else decision.entry() if decision.again is None else decision.again
-        )
-    if decision is not None and decision.holder is not None:
-        decision.counter.add(forwards=1)
-        decision.holder.decided(decision)
-    if router in _watched:
-        _thread.maps[id(router)] = routing_map, _version(routing_map), decision
-    elif _holders[router] and is_wrapped(router):
-        raise ReplayStateError(
-            f"{tape.layer_of(router)}: forward or routing was wrapped on the router during the session. Wrap it before, so "
-            "that the map that leaves the wrapper is checked."
-        )
-    return probs, routing_map
+    elif holders:
+        if getattr(router, "router_replay", None) is not None:
+            check_not_driven(router)
+        return holders[-1].decide(router, shape, is_written), is_written
+    return None, is_written
 
 
 def decision_under_way(router: Any) -> Decision | None:
@@ -315,7 +305,14 @@ def check_runs_python(who: Any) -> None:
             f"{_name(who)}: cannot tell recomputes from forwards under compiled autograd: turn it off "
             "(torch._dynamo.config.compiled_autograd = False)."
         )
-    if is_captured():
+    is_captured = torch._C._is_tracing() or (
+        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    )
+    # make_fx and torch.export trace in a mode of the dispatcher, or of the operators above autograd.
+    if torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch():  # type: ignore[no-untyped-call]
+        proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
+        is_captured |= proxy_tensor is not None and proxy_tensor.get_proxy_mode() is not None
+    if is_captured:
         raise ReplayStateError(
             f"{_name(who)} is captured into a graph, which would repeat the routes of the capture. Leave routers "
             "out of graphs."
@@ -324,18 +321,6 @@ def check_runs_python(who: Any) -> None:
 
 def _name(who: Any) -> str:
     return who if isinstance(who, str) else tape.layer_of(who)
-
-
-def is_captured() -> bool:
-    """Return whether what runs now becomes part of a graph that runs again without Python."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        return True
-    if torch._C._is_tracing():
-        return True
-    # make_fx and torch.export trace in a mode of the dispatcher, or of the operators above autograd.
-    modes = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]
-    proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor") if modes else None
-    return bool(proxy_tensor and proxy_tensor.get_proxy_mode() is not None)
 
 
 def _version(value: Tensor) -> int:
@@ -384,29 +369,60 @@ def check_installed() -> None:
 def _routing_seam(original: Any) -> Any:
     @_disable_dynamo
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        replay = getattr(self, "router_replay", None)
-        if self in _holders and not _is_left_to(replay, self):
-            return _route(original, self, logits, args, kwargs)
-        if replay is not None and getattr(replay, "is_driven", False):
-            routed = replay.watch(self, lambda: original(self, logits, *args, **kwargs))
-            return cast("tuple[Tensor, Tensor]", routed)
-        if self.training and self not in _holders:
-            global strangers
-            strangers += 1
-        return cast("tuple[Tensor, Tensor]", original(self, logits, *args, **kwargs))
+        holders = _holders.get(self)
+        if not holders and (holders is None or _is_left_to(getattr(self, "router_replay", None))):
+            return _pass_on(original, self, holders is None, logits, *args, **kwargs)
+        decision, is_written = _decide(self, holders, logits.shape[:-1])
+        outer, _thread.decision = _thread.decision, decision
+        try:
+            probs, routing_map = original(self, logits, *args, **kwargs)
+        finally:
+            _thread.decision = outer
+        if decision is not None and decision.used is None:
+            raise ReplayStateError(
+                f"{tape.layer_of(self)} chose experts without asking: something else than Megatron-Core's "
+                "topk_routing_with_score_function decided. Was moe_router_load_balancing_type, or the function, replaced?"
+            )
+        if decision is not None and decision.counter.verify_seam:
+            decision.check_map(routing_map)
+        # Behind the routing, so that a forward that raises has written nothing.
+        if is_written:
+            tape.write(Entry(self, None) if decision is None else decision.entry())
+        if decision is not None and decision.holder is not None:
+            decision.counter.add(forwards=1)
+            decision.holder.decided(decision)
+        if _watched and self in _watched:
+            _thread.maps[id(self)] = routing_map, _version(routing_map), decision
+        elif holders and is_wrapped(self):
+            raise ReplayStateError(
+                f"{tape.layer_of(self)}: forward or routing was wrapped on the router during the session. Wrap it before, "
+                "so that the map that leaves the wrapper is checked."
+            )
+        return probs, routing_map
 
     routing.is_seam = True  # type: ignore[attr-defined]
     return routing
 
 
-def _is_left_to(replay: Any, router: Any) -> bool:
+def _is_left_to(replay: Any) -> bool:
     """Return whether a router that sessions have left is its own RouterReplay's, which reads and writes tapes itself."""
-    if _holders[router] or not hasattr(replay, "is_driven"):
+    if not hasattr(replay, "is_driven"):
         return False
-    run = tape.reading()
-    if run is not None:
-        return run.next_is(replay)
-    return replay.is_driven or not tape.repeats()
+    run, repeats, _ = tape.moment()
+    return run.peek() is replay if run is not None else replay.is_driven or not repeats
+
+
+def _pass_on(
+    original: Any, router: Any, is_stranger: bool, logits: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Run Megatron-Core's own routing, for a router that no session holds."""
+    global strangers
+    replay = getattr(router, "router_replay", None)
+    if replay is not None and getattr(replay, "is_driven", False):
+        routed = replay.watch(router, lambda: original(router, logits, *args, **kwargs))
+        return cast("tuple[Tensor, Tensor]", routed)
+    strangers += is_stranger and router.training
+    return cast("tuple[Tensor, Tensor]", original(router, logits, *args, **kwargs))
 
 
 def _topk_seam(original: Any) -> Any:
@@ -414,7 +430,7 @@ def _topk_seam(original: Any) -> Any:
         decision = _thread.decision
         if decision is not None:
             # The fused function asks nobody.
-            kwargs = kwargs | {"router_replay": decision, "fused": False}
+            kwargs["router_replay"], kwargs["fused"] = decision, False
         routed: tuple[Tensor, Tensor] = original(*args, **kwargs)
         return routed
 

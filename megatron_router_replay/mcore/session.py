@@ -25,7 +25,6 @@ from megatron_router_replay.mcore import microbatches as micro
 from megatron_router_replay.mcore.balance import Balance, Tokens
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.compat import check_version
-from megatron_router_replay.mcore.events import log_began, log_ended, log_failed
 from megatron_router_replay.mcore.find import (
     FoundRouter,
     as_chunks,
@@ -39,7 +38,7 @@ from megatron_router_replay.mcore.find import (
 from megatron_router_replay.mcore.meeting import Meeting
 from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs, as_integers
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
-from megatron_router_replay.mcore.report import SessionReport
+from megatron_router_replay.mcore.report import SessionReport, log_began, log_ended, log_failed
 from megatron_router_replay.mcore.seam import Counter, Decision
 from megatron_router_replay.mcore.support import check_supported, is_hashed
 from megatron_router_replay.mcore.tally import Tally
@@ -321,42 +320,43 @@ class Session:
                 self._meeting.tell(None)
 
     # ---- what the seam asks
-    def decide(self, router: Any, shape: torch.Size) -> Decision | None:
+    def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
         """Return what a router's forward uses; see `seam.Holder`."""
         held = self._held[router]
-        if held.position < 0:
-            return self._decide_live(held, shape)
-        assert held.chunk is not None, "it takes part"
-        microbatch = held.chunk.queue.microbatch_of(held.position)
-        where = f"{held.chunk.queue.where}, {held.found}"
-        microbatch.check_shape(where, tuple(shape))
-        tokens = microbatch.tokens(Tokens(self._balance), shape.numel(), where)
-        return self._decide(held, microbatch, tokens)
+        tokens = Tokens(self._balance)
+        microbatch = None
+        if held.position >= 0:
+            assert held.chunk is not None, "it takes part"
+            microbatch = held.chunk.queue.microbatch_of(held.position)
+            if shape != microbatch.shape:
+                microbatch.check_shape(f"{held.chunk.queue.where}, {held.found}", tuple(shape))
+            tokens.is_token, tokens.packed = microbatch.is_token, microbatch.packed
+        elif not (is_written or held.counter.verify or balance.balances(router)):
+            held.counter.add(forwards=1)
+            return None  # nothing of it is needed again
+        elif held.chunk is not None and held.chunk.queue.current is not None:
+            tokens = held.chunk.queue.current.tokens(tokens, shape.numel(), str(held.found))
+        return Decision(
+            router,
+            held.counter,
+            held.dtype,
+            holder=self,
+            tokens=tokens,
+            queued=microbatch,
+            is_written=is_written,
+        )
+
+    def choose(self, decision: Decision) -> Tensor | None:
+        """Let the router choose; see `seam.Holder`."""
+        return None
 
     def decided(self, decision: Decision) -> None:
         """Take note that a router's forward is over."""
-        microbatch = decision.queued
-        if microbatch is None:
-            return
-        held = self._held[decision.router]
-        assert held.chunk is not None, "it takes part"
-        # Last: behind the chunk's last router this hands the micro-batch on.
-        held.chunk.queue.routed(microbatch, held.position)
-
-    def _decide(self, held: HeldRouter, microbatch: Microbatch, tokens: Tokens) -> Decision:
-        raise AssertionError("only sessions that take micro-batches decide so")
-
-    def _decide_live(self, held: HeldRouter, shape: torch.Size) -> Decision | None:
-        """Let the router choose; keep what it chose where it may be recomputed."""
-        router = held.found.router
-        beside = None if held.chunk is None else held.chunk.queue.current
-        if not (tape.is_written() or held.counter.verify or balance.balances(router)):
-            held.counter.add(forwards=1)
-            return None
-        tokens = Tokens(self._balance)
-        if beside is not None:
-            tokens = beside.tokens(tokens, shape.numel(), str(held.found))
-        return Decision(router, held.counter, dtype=held.dtype, holder=self, tokens=tokens)
+        if decision.queued is not None:
+            held = self._held[decision.router]
+            assert held.chunk is not None, "it takes part"
+            # Last: behind the chunk's last router this hands the micro-batch on.
+            held.chunk.queue.routed(decision.queued, held.position)
 
     # ---- for the sessions that take micro-batches
     def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:

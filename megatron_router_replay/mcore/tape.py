@@ -65,25 +65,20 @@ class Tape:
     Make one tape for each part of a function that is run again in another order than in the forward.
     """
 
-    __slots__ = ("__weakref__", "_first_runs", "entries")
+    __slots__ = ("__weakref__", "entries", "num_first_runs")
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self._first_runs = 0
+        self.num_first_runs = 0  # of several, nobody knows which one a later run repeats
 
     def first_run(self) -> Run:
         """Return a context in which routers write this tape."""
-        self._first_runs += 1
+        self.num_first_runs += 1
         return Run(self, reads=False)
 
     def again(self) -> Run:
         """Return a context in which routers take what this tape holds, from its start."""
         return Run(self, reads=True)
-
-    @property
-    def ambiguous(self) -> bool:
-        """Whether several runs have written this tape, so that nobody knows which of them a later run repeats."""
-        return self._first_runs > 1
 
 
 class Run:
@@ -98,39 +93,43 @@ class Run:
 
     def __enter__(self) -> Self:
         before_run()
-        self.task = graph_task()
+        self.task = torch._C._current_graph_task_id()
         _thread.runs.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         _thread.runs.remove(self)
 
-    def next_is(self, router: Any) -> bool:
-        """Return whether the first run called this router where it had come as far as this one."""
+    def peek(self) -> Any:
+        """Return the router that the first run called where it had come as far as this one; None: it called no more."""
         entries = self.tape.entries
-        return self._position < len(entries) and entries[self._position].router is router
+        return entries[self._position].router if self._position < len(entries) else None
 
-    def next(self, router: Any) -> Entry:
+    def next(self, router: Any, replay: Any = None) -> Entry:
         """Return what this router used where the first run had come as far as this one.
+
+        Args:
+            replay: its own RouterReplay, if it has one; entries of drivers bear that.
 
         Raises:
             ReplayStateError: the first run called a different router there, or none; or there were several first runs.
         """
-        if self.tape.ambiguous:
+        tape, position = self.tape, self._position
+        entry = tape.entries[position] if position < len(tape.entries) else None
+        if tape.num_first_runs > 1:
             raise ReplayStateError(
                 f"{layer_of(router)}: a checkpoint ran its function several times in one forward, so the run that is "
                 "repeated here is not known. Name the runs with megatron_router_replay.mcore.Tape, one for each part."
             )
-        entries = self.tape.entries
-        if not self.next_is(router):
-            expected = "none" if self._position == len(entries) else layer_of(entries[self._position].router)
+        if entry is None or (entry.router is not router and (replay is None or entry.router is not replay)):
+            expected = "none" if entry is None else layer_of(entry.router)
             raise ReplayStateError(
-                f"{layer_of(router)} is recomputed as call {self._position + 1} of its checkpoint, where the forward called "
+                f"{layer_of(router)} is recomputed as call {position + 1} of its checkpoint, where the forward called "
                 f"{expected}: the checkpointed function must call the same routers in the same order, and its forward must "
                 "have run while a session, or a driven RouterReplay, held them."
             )
         self._position += 1
-        return entries[self._position - 1]
+        return entry
 
 
 class _Thread(threading.local):
@@ -144,24 +143,26 @@ before_run: Callable[[], None] = lambda: None  # noqa: E731
 """The seam's check of itself, called where a tape begins to be written or read."""
 
 
-def graph_task() -> int:
-    """Return the number of the backward that runs in this thread, a different one for every backward; -1: none runs."""
-    return int(torch._C._current_graph_task_id())
+def moment() -> tuple[Run | None, bool, bool]:
+    """Return where this thread is in its runs.
 
-
-def reading() -> Run | None:
-    """Return the innermost run of this thread that repeats a first run; None: there is none, or a backward runs in it."""
-    task = graph_task()
-    for run in reversed(_thread.runs):
+    Returns:
+        (the run that repeats a first run, the innermost; None: there is none, or a backward runs in it,
+        whether what runs now repeats a forward: it is a recompute, or is called by a backward,
+        whether it runs for the first time and may run again, so that a router's call is written).
+    """
+    # A different number for every backward; -1: none runs in this thread.
+    task, runs = torch._C._current_graph_task_id(), _thread.runs
+    for run in reversed(runs):
         if run.reads:
             # A backward inside a recompute calls code that this recompute's first run did not call.
-            return run if run.task == task else None
-    return None
+            return (run if run.task == task else None), True, run is not runs[-1]
+    return None, task != -1, bool(runs)
 
 
 def repeats() -> bool:
     """Return whether what this thread runs now repeats a forward: it is a recompute, or is called by a backward."""
-    return graph_task() != -1 or any(run.reads for run in _thread.runs)
+    return moment()[1]
 
 
 def write(entry: Entry) -> None:
@@ -172,15 +173,13 @@ def write(entry: Entry) -> None:
         run.tape.entries.append(entry)
 
 
-def is_written() -> bool:
-    """Return whether this thread runs a function for the first time that may run again."""
-    return bool(_thread.runs) and not _thread.runs[-1].reads
+_NOTHING = nullcontext()
 
 
 def unpaired() -> AbstractContextManager[Any]:
     """Hide operations that only one of forward and recompute runs from a selective checkpoint, which pairs those of both."""
     if not torch._C._len_torch_dispatch_stack():
-        return nullcontext()
+        return _NOTHING
     return cast(AbstractContextManager[Any], _python_dispatch._disable_current_modes())
 
 

@@ -70,11 +70,9 @@ def recorded_routes(
         TraceError: two ranks recorded the same token with different experts, or there are more rows than tokens.
         LayoutError: a row was recorded for another token than `like` has there.
     """
-    from megatron_router_replay.mcore.groups import model_parallel_groups  # needs Megatron-Core
-
     layout = TokenLayout.of(like, attention_mask=attention_mask, lengths=lengths)
     if groups is None:
-        groups = model_parallel_groups()
+        groups = _model_parallel_groups()
     # The row of each token, in the order of the samples: without rows= it is the token's own number.
     at = torch.arange(layout.num_tokens) if rows is None else _flat(layout.split(rows, "rows")).to(torch.int64)
     if at.numel() and int(at.min()) < 0:
@@ -102,3 +100,19 @@ def recorded_routes(
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _model_parallel_groups() -> tuple[dist.ProcessGroup, ...]:
+    """Return the tensor-, context- and pipeline-parallel groups of this rank; none without torch.distributed.
+
+    Together they hold every rank that routes tokens of this rank's batch, and no rank of another data-parallel batch.
+    """
+    if not dist.is_initialized():
+        return ()
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )

@@ -90,9 +90,9 @@ def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]
             report.rows_replayed,
             report.rows_live,
             report.rows_left_out,
-            report.rows_trained_live,
         ),
         "left live": report.decisions_left_live,
+        "asked": report.decisions_asked,
         "wrong": report.decisions_wrong,
     }
 

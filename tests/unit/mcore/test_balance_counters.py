@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import TraceError, UnsupportedRouterError
-from megatron_router_replay.mcore.selection import LiveTopk
+from megatron_router_replay.mcore.seam import Decision
 from tests.unit.mcore.balanced_chunk import BALANCED_KINDS, balanced, counters, not_compiled
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
@@ -142,7 +142,7 @@ def test_a_backward_after_the_session_counts_as_in_it_and_then_nothing_is_left(k
     del loss
     assert counters(chunk) == with_live(REPLAYED, seen)
     assert [set(vars(router)) for router in chunk.routers] == before
-    assert not [each for each in gc.get_objects() if type(each) is LiveTopk]  # which would hold the scores of a layer
+    assert not [each for each in gc.get_objects() if type(each) is Decision]  # which would hold the scores of a layer
     for router in chunk.routers:
         router.local_tokens_per_expert.zero_()
     chunk.around = plain

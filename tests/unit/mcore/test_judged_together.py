@@ -16,10 +16,13 @@ from megatron_router_replay.mcore import meeting
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
-def numbers(replayed=0, live=0, padding=0, *, left_out=0, choice="replayed", loss_group=-1, digest=0, known=True):
+def numbers(
+    replayed=0, live=0, padding=0, *, left_out=0, chosen=(0, 0), choice="replayed", loss_group=-1, digest=0, known=True
+):
     return {
         "rows": [replayed, live, padding],
         "left_out": left_out,
+        "decisions": list(chosen),
         "choice": [choice, "live"],
         "loss_group": loss_group,
         "padding_digest": digest,
@@ -66,6 +69,13 @@ def test_the_least_share_is_that_of_all_ranks_together(share, enough):
     problems = judge(numbers(8, 0), numbers(4, 4, 100), min_replayed=share)
     expected = "75.0000% of 16 tokens were replayed on 2 ranks, less than min_replayed=0.76."
     assert problems == ([] if enough else [expected])
+
+
+def test_the_share_of_all_ranks_counts_the_decisions_that_choose_turned_down():
+    ranks = numbers(8, chosen=(24, 0)), numbers(4, 4, chosen=(12, 9))
+    assert judge(*ranks, min_replayed=0.5625) == [], "12 of 16 rows, of whose 36 decisions 27 were replayed"
+    (problem,) = judge(*ranks, min_replayed=0.57)
+    assert problem.startswith("56.2500% of 16 tokens were replayed on 2 ranks")
 
 
 def test_a_share_is_not_judged_where_one_rank_does_not_know_its_padding():

@@ -4,8 +4,8 @@ import pytest
 from torch import nn
 
 from megatron_router_replay.errors import LayoutError, TraceError
+from megatron_router_replay.mcore.find import main_pattern, mtp_pattern, num_decoder_layers
 from megatron_router_replay.mcore.layers import check_trace_layers, layer_numbers_of, routing_info
-from megatron_router_replay.mcore.patterns import main_pattern, mtp_pattern, num_decoder_layers
 from tests.unit.mcore.hand_made import bare, dense, model, moe, mtp
 
 pytestmark = pytest.mark.version

@@ -13,7 +13,6 @@ __all__ = ["one_rank"]
 
 REPLAY = SessionReport(
     kind="replay",
-    ranks=2,
     routers=3,
     microbatches=4,
     rows_replayed=1000,
@@ -29,7 +28,7 @@ FLIPS = SessionReport(kind="freeze_recompute", decisions_recomputed=1024, flips_
 
 def test_the_text_of_a_replay():
     assert str(REPLAY).splitlines() == [
-        "router replay: 3 routers, 4 micro-batches on 2 ranks",
+        "router replay: 3 routers, 4 micro-batches",
         "  forwards / recomputes          12  / 8",
         "  tokens replayed             1,000  (97.7% of those with a token)",
         "  tokens routed live             24",
@@ -41,7 +40,7 @@ def test_the_text_of_a_replay():
 
 def test_the_values_of_a_replay():
     values = REPLAY.to_dict()
-    assert (values["ranks"], values["routers"], values["microbatches"], values["tokens"]) == (2, 3, 4, 1250)
+    assert (values["routers"], values["microbatches"], values["tokens"]) == (3, 4, 1250)
     assert values["replayed_share"] == 1000 / 1024, "of the rows with a token"
     assert values["padding_share"] == 226 / 1250
     assert "live" not in values
@@ -68,7 +67,7 @@ def test_flips_that_were_not_counted_are_not_shown_as_none_found():
 
 def test_a_notebook_gets_a_small_table():
     html = REPLAY._repr_html_()
-    assert html.startswith("<div><b>router replay: 3 routers, 4 micro-batches on 2 ranks</b><table")
+    assert html.startswith("<div><b>router replay: 3 routers, 4 micro-batches</b><table")
     assert '<td style="text-align:left">tokens replayed</td><td style="text-align:right">1,000</td>' in html
     assert "of 1,024 decisions, first in layer 5" in FLIPS._repr_html_()
 
@@ -81,9 +80,9 @@ CHOSEN = SessionReport(
     rows_live=3,
     rows_padding=1,
     rows_left_out=2,
-    rows_trained_live=1,
     rows_repeated=4,
     layout_proved=False,
+    decisions_asked=12,
     decisions_left_live=3,
     forwards=2,
     decisions_counted=18,
@@ -122,22 +121,21 @@ def test_the_text_of_a_replay_says_why_rows_were_live_and_what_is_not_proved():
     assert str(CHOSEN).splitlines() == [
         "router replay: 2 routers, 1 micro-batches",
         "  forwards / recomputes           2  / 0",
-        "  tokens replayed                 6  (66.7% of those with a token)",
-        "  tokens routed live              3  (1 without a route, 2 left out, 1 of them trained)",
+        "  tokens replayed                 6  (50.0% of those with a token)",
+        "  tokens routed live              3  (1 without a route, 2 left out)",
         "  padding                         1",
         "  rows named twice                4  (two tokens got one token's routes)",
         "  layout of routes                   not proved: mrr.stamp them where the rollout enters",
-        "  decisions left live by choose   3",
+        "  decisions left live by choose   3  of 12",
         "  expert-bias decisions          18",
     ]
-    assert CHOSEN.replayed_share == 6 / 9
-    assert "(1 without a route, 2 left out)" in str(replace(CHOSEN, rows_trained_live=None))
+    assert CHOSEN.replayed_share == 0.5, "6 of 9 rows, of whose 12 decisions 9 were replayed"
+    assert replace(CHOSEN, decisions_asked=0, decisions_left_live=0).replayed_share == 6 / 9
     assert "without a route" not in str(replace(CHOSEN, rows_left_out=0)), "none has one, as the line before says"
 
 
 def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
     assert CHOSEN.metrics("r/") == {
-        "r/ranks": 1.0,
         "r/routers": 2.0,
         "r/microbatches": 1.0,
         "r/tokens": 10.0,
@@ -145,14 +143,14 @@ def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
         "r/rows_live": 3.0,
         "r/rows_padding": 1.0,
         "r/rows_left_out": 2.0,
-        "r/rows_trained_live": 1.0,
         "r/rows_repeated": 4.0,
         "r/layout_proved": 0.0,
+        "r/decisions_asked": 12.0,
         "r/decisions_left_live": 3.0,
         "r/forwards": 2.0,
         "r/recomputes": 0.0,
         "r/decisions_counted": 18.0,
-        "r/replayed_share": 6 / 9,
+        "r/replayed_share": 0.5,
         "r/padding_share": 0.1,
         "r/rows_without_route": 1.0,
     }
@@ -184,17 +182,17 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
     numbers = {
         each.name: 10 + i for i, each in enumerate(fields(SessionReport)) if str(each.type) in ("int", "int | None")
     }
-    assert len(numbers) == 16
+    assert len(numbers) == 15
     one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, live=None)
-    other = SessionReport(kind="replay", ranks=3, rows_live=5, flips_of_layer={2: 4}, layout_proved=False)
+    other = SessionReport(kind="replay", rows_live=5, flips_of_layer={2: 4}, layout_proved=False)
     for reports in ([one, other], [other, one]):
         total = _add_up(reports)
         for name, value in numbers.items():
-            assert getattr(total, name) == value + {"ranks": 3, "rows_live": 5}.get(name, 0), name
+            assert getattr(total, name) == value + {"rows_live": 5}.get(name, 0), name
         assert list(total.flips_of_layer.items()) == [(1, 2), (2, 4)]
         assert (total.kind, total.layout_proved) == ("replay", False)
     neither = _add_up([other, other])
-    assert (neither.decisions_verified, neither.rows_trained_live, neither.rows_padding) == (None, None, 0)
+    assert (neither.decisions_verified, neither.decisions_asked, neither.rows_padding) == (None, None, 0)
 
 
 def test_a_report_of_one_process_is_its_own_sum_without_what_is_a_ranks_own():

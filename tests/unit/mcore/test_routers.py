@@ -409,7 +409,29 @@ def test_choose_says_which_decisions_are_replayed_and_is_not_asked_in_recomputes
     of_trace = torch.zeros(8, 8, dtype=torch.bool).scatter(1, trace.layer(1)[ROWS.t().reshape(-1)].long(), True)
     assert torch.equal(seen[0, 1][0][even], of_trace[even])
     assert torch.equal(seen[0, 1][0][~even], live[0, 1][0][~even])
-    assert (flips(seen), num_recomputed(seen), session.report.decisions_left_live) == (0, 3, 12)
+    report = session.report
+    assert (flips(seen), num_recomputed(seen)) == (0, 3)
+    assert (report.decisions_asked, report.decisions_left_live, report.rows_replayed) == (24, 12, 8)
+    assert report.replayed_share == 0.5
+
+
+@pytest.mark.parametrize(
+    ("kept", "least", "message"),
+    [
+        (0, None, r"choose= turned down all 24 decisions on this rank, so nothing was replayed"),
+        (0, 0.0, None),
+        (2, 0.25, None),
+        (2, 0.26, r"25\.0000% of 8 tokens .* min_replayed=0\.26 \(choose= turned down 18 of 24 decisions\)"),
+    ],
+)
+def test_what_choose_turned_down_is_not_replayed(kept, least, message):
+    session = mrr.replay(Chunk(), random_trace(8), choose=lambda *given: torch.arange(8) < kept, min_replayed=least)
+    forward(session._modules[0], session)
+    if message is None:
+        session.close()
+    else:
+        with pytest.raises(ReplayStateError, match=message):
+            session.close()
 
 
 def test_choose_must_return_a_mask_of_the_rows():

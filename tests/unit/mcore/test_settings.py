@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_router_replay.mcore.settings import (
+from megatron_router_replay.mcore.support import (
     KNOWN_MOE_FIELDS,
     config_refusals,
     mtp_refusals,
