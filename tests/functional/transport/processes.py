@@ -1,4 +1,4 @@
-"""Processes of a test's own, which it may kill, and traces large enough to die in the middle of."""
+"""Processes of a test's own, which it may kill, threads in their place, and traces large enough to die in the middle of."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +78,24 @@ def _run(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...], options
         pipe.send(function(*args, **options))
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """Return what functions return that wait for each other."""
+    with ThreadPoolExecutor(len(functions)) as threads:
+        return [future.result(300) for future in [threads.submit(function) for function in functions]]
+
+
+def attempts(*functions: Callable[[], Any]) -> list[Any]:
+    """Return what functions return that wait for each other, or the text of what they raise."""
+
+    def attempt(function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    return in_threads(*(partial(attempt, function) for function in functions))
 
 
 @contextmanager
@@ -158,4 +178,4 @@ def send(
     """Be a rollout process: send a batch, and do something in the middle of it."""
     store = open_store("127.0.0.1", port, is_server=False)
     with RouteGroup(store, layout, **{"sender": 0} | LIMITS | options) as group:
-        group.send(make_trace() if action is None else FailingRows(action))
+        group.send((make_trace() if trace is None else trace) if action is None else FailingRows(action))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -23,16 +21,10 @@ from megatron_router_replay.transport import (
 )
 from megatron_router_replay.transport.gather import TraceRows
 from tests.functional.transport.conformance import CASES, STEPS, Case, check_delivery, tensors_of
-from tests.functional.transport.processes import LAYERS, Child, check_sum, children, make_trace, receive
+from tests.functional.transport.processes import LAYERS, Child, check_sum, children, in_threads, make_trace, receive
 
 LIMITS: dict[str, Any] = {"timeout": timedelta(seconds=40), "ready_timeout": timedelta(seconds=60)}
 ONE = ParallelLayout(stage_layers=(LAYERS,))
-
-
-def in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    """Return what functions return that wait for each other."""
-    with ThreadPoolExecutor(len(functions)) as threads:
-        return [future.result(120) for future in [threads.submit(function) for function in functions]]
 
 
 def deliver(case: Case, *, in_buckets: bool = False, bucket_bytes: int = 100) -> list[list[dict[str, Tensor]]]:

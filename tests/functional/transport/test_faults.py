@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -27,9 +28,11 @@ from tests.functional.transport.processes import (
     LAYERS,
     LIMITS,
     Child,
+    attempts,
     check_sum,
     children,
     die,
+    in_threads,
     interrupt,
     make_trace,
     receive,
@@ -52,29 +55,17 @@ def port() -> Iterator[int]:
     del store  # it served until here
 
 
-def results_of(doomed: int | None, *started: Child) -> list[str]:
+def results_of(doomed: int, *started: Child) -> list[str]:
     """Return what all but the doomed child say, which dies first; all say it within seconds of each other."""
     with children(*started):
-        if doomed is not None:
-            assert started[doomed].died_by() == signal.SIGKILL
-        results = []
-        for number, child in enumerate(started):
-            if number != doomed:
-                began = time.monotonic()
-                results.append(child.result(60.0 if doomed is None and not results else PROMPTLY_S))
-                assert doomed is None or time.monotonic() - began < PROMPTLY_S
-        return results
-
-
-def one_of_four(port: int, rank: int, **what: Any) -> list[Child]:
-    """Start a sender, and two TP groups of two of which one rank does something."""
-    ranks = [Child(receive, port, TP2_DP2, i, **(what if i == rank else {})) for i in range(4)]
-    return [Child(send, port, TP2_DP2), *ranks]
+        assert started[doomed].died_by() == signal.SIGKILL
+        return [child.result(PROMPTLY_S) for number, child in enumerate(started) if number != doomed]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_a_training_rank_that_is_killed_in_the_middle_is_told_to_all(port: int, rank: int) -> None:
-    results = results_of(1 + rank, *one_of_four(port, rank, at_second_bucket=die))
+    ranks = [Child(receive, port, TP2_DP2, i, at_second_bucket=die if i == rank else None) for i in range(4)]
+    results = results_of(1 + rank, Child(send, port, TP2_DP2), *ranks)
     place = TP2_DP2.place_of(rank)
     for text in results:
         assert f"lost training rank {place}, which died or closed the connection" in text, results
@@ -121,17 +112,17 @@ def test_the_process_that_serves_the_store_may_be_the_one_that_is_killed() -> No
 
 
 def test_an_error_of_a_consumer_stays_what_it_is_and_is_told_to_all(port: int) -> None:
-    results = results_of(None, *one_of_four(port, 2, at_second_bucket=refuse))
+    ranks = [partial(receive, port, TP2_DP2, i, at_second_bucket=refuse if i == 2 else None) for i in range(4)]
+    results = attempts(partial(send, port, TP2_DP2), *ranks)
     assert results.pop(3) == "ValueError: no room for these rows"
-    for text in results:
-        assert text == "TransportError: training rank dp1/pp0/cp0/tp0: ValueError: no room for these rows"
+    assert results == ["TransportError: training rank dp1/pp0/cp0/tp0: ValueError: no room for these rows"] * 4
 
 
 def test_an_error_of_a_source_stays_what_it_is_and_is_told_to_all(port: int) -> None:
-    sender = Child(send, port, TP2_DP2, action=refuse)
-    results = results_of(None, sender, *(Child(receive, port, TP2_DP2, i) for i in range(4)))
-    assert results[0] == "ValueError: no room for these rows"
-    assert results[1:] == ["TransportError: rollout process 0: ValueError: no room for these rows"] * 4
+    ranks = [partial(receive, port, TP2_DP2, i) for i in range(4)]
+    first, *others = attempts(partial(send, port, TP2_DP2, action=refuse), *ranks)
+    assert first == "ValueError: no room for these rows"
+    assert others == ["TransportError: rollout process 0: ValueError: no room for these rows"] * 4
 
 
 @pytest.mark.parametrize("what", [{"before": wait_then_interrupt}, {"at_second_bucket": interrupt}])
@@ -163,30 +154,26 @@ def send_and_fail(port: int) -> None:
 
 
 def test_an_error_of_the_rollout_side_reaches_a_rank_that_waits(port: int) -> None:
-    child = Child(receive, port, ONE, 0, steps=2)
-    with children(child):
-        with pytest.raises(RuntimeError, match="the engine is gone"):
-            send_and_fail(port)
-        assert child.result(PROMPTLY_S) == "TransportError: rollout process 0: RuntimeError: the engine is gone"
+    sender, rank = attempts(partial(send_and_fail, port), partial(receive, port, ONE, 0, steps=2))
+    assert sender == "RuntimeError: the engine is gone"
+    assert rank == "TransportError: rollout process 0: RuntimeError: the engine is gone"
 
 
 def test_a_process_that_leaves_ends_the_wait_of_the_others(port: int) -> None:
-    child = Child(receive, port, ONE, 0, steps=2)
-    store = open_store("127.0.0.1", port, is_server=False)
-    with children(child):
-        with RouteGroup(store, ONE, sender=0, **LIMITS) as group:
+    def send_once() -> None:
+        with RouteGroup(open_store("127.0.0.1", port, is_server=False), ONE, sender=0, **LIMITS) as group:
             group.send(make_trace(400))
-        assert child.result(PROMPTLY_S) == "TransportError: rollout process 0 closed the transport."
-        with pytest.raises(TransportError, match="this transport is over: rollout process 0 closed the transport"):
-            group.send(make_trace(400))
+        group.send(make_trace(400))
+
+    sender, rank = attempts(send_once, partial(receive, port, ONE, 0, steps=2))
+    assert sender == "TransportError: this transport is over: rollout process 0 closed the transport."
+    assert rank == "TransportError: rollout process 0 closed the transport."
 
 
 def test_other_layouts_are_refused_in_all_processes(port: int) -> None:
     layout = ParallelLayout(stage_layers=(LAYERS,), dp_size=2)
     other = ParallelLayout(stage_layers=((1, 2, 3, 5),), dp_size=2)
-    results = results_of(
-        None, Child(send, port, layout), Child(receive, port, layout, 0), Child(receive, port, other, 1)
-    )
+    results = attempts(partial(send, port, layout), partial(receive, port, layout, 0), partial(receive, port, other, 1))
     for text in results:
         assert text.startswith("TransportError: ")
         assert '"stage_layers": [[1, 2, 3, 4]]' in text
@@ -194,8 +181,8 @@ def test_other_layouts_are_refused_in_all_processes(port: int) -> None:
 
 
 def test_senders_that_disagree_make_all_raise(port: int) -> None:
-    senders = [Child(send_wide, port), Child(send, port, ONE, sender=1, num_senders=2)]
-    results = results_of(None, *senders, Child(receive, port, ONE, 0, num_senders=2))
+    senders = [partial(send_wide, port), partial(send, port, ONE, sender=1, num_senders=2)]
+    results = attempts(*senders, partial(receive, port, ONE, 0, num_senders=2))
     assert all("rollout process 1 sends format={'layer_numbers'" in text for text in results), results
 
 
@@ -209,12 +196,8 @@ def send_wide(port: int) -> None:
 
 
 def test_a_slow_consumer_gets_every_row(port: int) -> None:
-    child = Child(receive, port, ONE, 0, seconds_a_bucket=0.1)
-    store = open_store("127.0.0.1", port, is_server=False)
-    with children(child), RouteGroup(store, ONE, sender=0, **LIMITS) as group:
-        group.send(make_trace())
-        group.join()
-        assert child.result() == [check_sum(make_trace().topk_indices)]
+    _, sums = in_threads(partial(send, port, ONE), partial(receive, port, ONE, 0, seconds_a_bucket=0.1))
+    assert sums == [check_sum(make_trace().topk_indices)]
 
 
 def test_a_process_that_never_comes_is_an_error_that_counts(port: int) -> None:
@@ -226,22 +209,24 @@ def test_a_process_that_never_comes_is_an_error_that_counts(port: int) -> None:
 
 
 def test_a_rank_that_does_not_ask_any_more_runs_out_of_time(port: int) -> None:
-    child = Child(receive, port, ONE, 0, before=partial(time.sleep, 20))
-    store = open_store("127.0.0.1", port, is_server=False)
-    with children(child):
-        group = RouteGroup(store, ONE, sender=0, **LIMITS | {"ready_timeout": timedelta(seconds=5)})
-        group.send(make_trace(400))
-        with pytest.raises(TransportError, match="rollout process 0 waited 5 s for a process"):
-            group.join()
+    over = threading.Event()
+
+    def send_alone() -> None:
+        group = RouteGroup(open_store("127.0.0.1", port, is_server=False), ONE, sender=0, **LIMITS)
+        group._ready_timeout = timedelta(seconds=2)  # from here on: a busy machine has time to begin
+        try:
+            send_and_join(group)
+        finally:
+            over.set()
+
+    sender, rank = attempts(send_alone, partial(receive, port, ONE, 0, before=over.wait))
+    assert sender == rank == "TransportError: rollout process 0 waited 2 s for a process."
 
 
 def test_a_name_is_used_once(port: int) -> None:
-    child = Child(receive, port, ONE, 0)
-    store = open_store("127.0.0.1", port, is_server=False)
-    with children(child), RouteGroup(store, ONE, sender=0, **LIMITS) as group:
-        group.send(make_trace(400))
+    in_threads(partial(send, port, ONE, trace=make_trace(400)), partial(receive, port, ONE, 0))
     with pytest.raises(TransportError, match="one too many: this name was used before, take a new one"):
-        RouteGroup(store, ONE, sender=0, **LIMITS)
+        RouteGroup(open_store("127.0.0.1", port, is_server=False), ONE, sender=0, **LIMITS)
 
 
 def test_an_address_of_another_machine_is_refused_with_advice(port: int) -> None:
@@ -292,19 +277,15 @@ def test_a_member_is_a_sender_or_a_place_of_the_layout() -> None:
 
 
 def test_a_sender_does_not_receive_and_a_rank_does_not_send(port: int) -> None:
-    child = Child(send_from_a_rank, port)
-    store = open_store("127.0.0.1", port, is_server=False)
-    with children(child):
-        group = RouteGroup(store, ONE, sender=0, **LIMITS)
-        with pytest.raises(TransportError, match="rollout process 0 sends: it does not receive"):
-            group.receive()
-        assert "is a training rank: it receives" in child.result() or "rollout process 0 sends" in child.result()
+    def receive_as_sender() -> None:
+        RouteGroup(open_store("127.0.0.1", port, is_server=False), ONE, sender=0, **LIMITS).receive()
 
+    def send_as_rank() -> None:
+        store = open_store("127.0.0.1", port, is_server=False)
+        RouteGroup(store, ONE, place=Place(), **LIMITS).send(make_trace(4))
 
-def send_from_a_rank(port: int) -> None:
-    """Call `send` on a training rank."""
-    store = open_store("127.0.0.1", port, is_server=False)
-    RouteGroup(store, ONE, place=Place(), **LIMITS).send(make_trace(4))
+    for text in attempts(receive_as_sender, send_as_rank):
+        assert "rollout process 0 sends: it does not receive" in text or "is a training rank: it receives" in text
 
 
 _FORGETFUL = """
