@@ -41,14 +41,12 @@ class Attached:
                 del _attached[module]
 
 
-def attach(
-    model_chunks: Models,
-    *,
-    rows: str = "routing_rows",
-    padding: str = "routing_padding",
-    trained: str = "routing_trained",
-) -> Attached:
-    """Let the model's forward take routing rows as a keyword argument.
+def attach(model_chunks: Models) -> Attached:
+    """Let the model's forward take routing rows as keyword arguments.
+
+    These are `routing_rows`, the trace row of each position, of the shape of this rank's input_ids, -1 for none;
+    `routing_padding`, an optional bool mask, True where a position is known to be padding; and `routing_trained`, an optional
+    mask, non-zero where a position is trained on and must have a route.
 
     Call it once, after building the model; calling it again replaces the hooks. While a `replay` or `record` session is open
     on the model, each forward queues its rows with it; otherwise they are dropped. So `output = model(**batch)` is the whole
@@ -58,9 +56,6 @@ def attach(
 
     Args:
         model_chunks: the model or all of its chunks on this rank.
-        rows: the argument's name: the trace row of each position, of the shape of this rank's input_ids, -1 for none.
-        padding: the name of an optional bool mask, True where a position is known to be padding.
-        trained: the name of an optional mask, non-zero where a position is trained on and must have a route.
 
     Returns:
         An object whose `remove()` undoes it.
@@ -75,28 +70,23 @@ def attach(
     for module in modules:
         if module in _attached:
             _attached.pop(module).remove()
-    names = {"rows": rows, "padding": padding, "trained": trained}
     # In front of a session's own hook, which begins the micro-batch that this one queues.
-    hook = _take_rows(names)
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True) for module in modules]
+    handles = [module.register_forward_pre_hook(_take_rows, with_kwargs=True, prepend=True) for module in modules]
     _attached.update(zip(modules, handles))
     return Attached(modules, handles)
 
 
-def _take_rows(names: dict[str, str]) -> Any:
-    @_disable_dynamo
-    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        taken = {ours: kwargs[name] for ours, name in names.items() if kwargs.get(name) is not None}
-        kept = {name: value for name, value in kwargs.items() if name not in names.values()}
-        # A checkpoint around the whole chunk repeats the call with its arguments: that is no new forward.
-        if not tape.repeats():
-            session = session_of(module)
-            if session is not None and "rows" in taken:
-                session.check_none_waits(module)
-                session.microbatch(taken["rows"], module, padding=taken.get("padding"), trained=taken.get("trained"))
-        return args, kept
-
-    return take
+@_disable_dynamo
+def _take_rows(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kept = dict(kwargs)
+    rows, padding, trained = (kept.pop(f"routing_{name}", None) for name in ("rows", "padding", "trained"))
+    # A checkpoint around the whole chunk repeats the call with its arguments: that is no new forward.
+    if rows is not None and not tape.repeats() and (session := session_of(module)) is not None:
+        session.check_none_waits(module)
+        session.microbatch(rows, module, padding=padding, trained=trained)
+    return args, kept
 
 
 def broadcast_routing_rows(

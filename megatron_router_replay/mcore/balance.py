@@ -25,7 +25,11 @@ from megatron_router_replay.mcore import tape
 ExpertBias = Literal["replayed", "off"]
 AuxLoss = Literal["live", "off"]
 
-_AUX_LOSSES = {f"_apply_{name}": name for name in ("aux_loss", "seq_aux_loss", "global_aux_loss")}
+_AUX_LOSSES = {
+    "_apply_aux_loss": "aux_loss",
+    "_apply_seq_aux_loss": "seq_aux_loss",
+    "_apply_global_aux_loss": "global_aux_loss",
+}
 """Method of TopKRouter -> its name in moe_router_load_balancing_type."""
 
 METHODS = (*_AUX_LOSSES, "_apply_expert_bias", "attach_and_log_load_balancing_loss")

@@ -7,10 +7,8 @@ collective is no way to do this: the others would wait in it for ever, and the n
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -19,10 +17,6 @@ from megatron_router_replay.errors import ReplayStateError
 
 TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the numbers of one that neither ended its session nor failed in it: it was killed, or hangs."""
-
-# By store and ranks, the keys that this rank has to take away. They end with their store: the next job numbers its sessions
-# from 1 again, and an old key of the same name would take away what its ranks have just told.
-_told: WeakKeyDictionary[Any, defaultdict[tuple[int, ...], list[str]]] = WeakKeyDictionary()
 
 
 class Meeting:
@@ -43,24 +37,23 @@ class Meeting:
         self._told = len(self.ranks) == 1
         if not self._told:
             self._store: Any = distributed_c10d._get_default_store()
-            self._keys = _told.setdefault(self._store, defaultdict(list))[tuple(self.ranks)]
-            name = f"router_replay/{_digest(self.ranks)}"
-            # Counted where the keys are: a job that is initialised anew may get another store, or the same one again.
-            number = self._store.add(f"{name}/opened/{self.rank}", 1)
-            self._name = f"{name}/{number}"
+            # All state is where the keys are: a job that is initialised anew may get another store, or the same one again.
+            prefix = f"router_replay/{_digest(self.ranks)}"
+            self._name = f"{prefix}/{self._store.add(f'{prefix}/opened/{self.rank}', 1)}"
+            self._told_keys = f"{prefix}/told/{self.rank}"  # what this rank has to take away
 
     def tell(self, numbers: dict[str, Any] | None) -> None:
         """Tell this rank's numbers; None: it failed. Only the first call tells."""
         if self._told:
             return
         self._told = True
-        key = f"{self._name}/{self.rank}"
-        self._store.set(key, json.dumps(numbers))
+        keys = [f"{self._name}/{self.rank}"]
+        if self.rank == self.ranks[0]:
+            keys += [f"{self._name}/arrived", f"{self._name}/complete"]
+        self._store.set(self._told_keys, json.dumps(self._earlier() + keys))
+        self._store.set(keys[0], json.dumps(numbers))
         if self._store.add(f"{self._name}/arrived", 1) == len(self.ranks):
             self._store.set(f"{self._name}/complete", "1")
-        self._keys.append(key)
-        if self.rank == self.ranks[0]:
-            self._keys += [f"{self._name}/arrived", f"{self._name}/complete"]
 
     def exchange(self, numbers: dict[str, Any]) -> dict[int, dict[str, Any] | None]:
         """Tell this rank's numbers, and return those of every rank, None for one that failed.
@@ -80,11 +73,16 @@ class Meeting:
             ) from error
         told = {rank: json.loads(self._store.get(f"{self._name}/{rank}")) for rank in self.ranks}
         # Everybody is here, so everybody has read what was told before.
-        for key in self._keys[:]:
-            if not key.startswith(f"{self._name}/"):
-                self._store.delete_key(key)
-                self._keys.remove(key)
+        keys = self._earlier()
+        here = [key for key in keys if key.startswith(f"{self._name}/")]
+        for key in set(keys) - set(here):
+            self._store.delete_key(key)
+        self._store.set(self._told_keys, json.dumps(here))
         return told
+
+    def _earlier(self) -> list[str]:
+        known = self._store.check([self._told_keys])
+        return list(json.loads(self._store.get(self._told_keys))) if known else []
 
 
 def _digest(ranks: list[int]) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -56,8 +55,9 @@ class ReplaySession(Session):
         choose: ChooseDecisions | None,
         choice: Balance,
         group: dist.ProcessGroup | None,
+        enabled: bool,
     ) -> None:
-        super().__init__(model_chunks, mtp=mtp, verify=verify, choice=choice, group=group)
+        super().__init__(model_chunks, mtp=mtp, verify=verify, choice=choice, group=group, enabled=enabled)
         self._trace = trace
         self._choose = choose
         self._min_replayed = min_replayed
@@ -68,7 +68,7 @@ class ReplaySession(Session):
         if trace is not None:
             self._take_trace(trace, mtp=mtp)
         self._warned = False  # that something on a GPU is read by the host
-        self._comparison = self._compare(int(compare_live)) if compare_live else None
+        self._comparison = self._compare(int(compare_live)) if compare_live and enabled else None
 
     def live_report(self, *groups: dist.ProcessGroup | None) -> LiveReport:
         """Return how the live router and the replayed routes agree, added up over groups of ranks with the same layers.
@@ -96,7 +96,7 @@ class ReplaySession(Session):
             rows_repeated=self._rows["repeated"],
             decisions_asked=None if self._choose is None else self._decisions("decisions_asked"),
             decisions_left_live=None if self._choose is None else self._decisions("decisions_left"),
-            layout_proved=None if self._trace is not None else not self._unproved,
+            layout_proved=None if self._trace is not None or not self._enabled else not self._unproved,
             live=None if self._comparison is None else self._comparison.report(),
         )
 
@@ -472,48 +472,6 @@ class ReplaySession(Session):
         )
 
 
-class _Disabled(ReplaySession):
-    """What `replay(enabled=False)` returns: nothing is held, and what is queued is dropped."""
-
-    def __init__(self, model_chunks: Models) -> None:
-        self._modules = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-        self._stack = ExitStack()
-
-    def start(self) -> Self:
-        """Hold nothing."""
-        return self
-
-    def microbatch(self, *args: Any, **kwargs: Any) -> None:
-        """Drop what is queued."""
-
-    def check_none_waits(self, model: nn.Module) -> None:
-        """Nothing waits."""
-
-    @property
-    def report(self) -> SessionReport:
-        """An empty report."""
-        return SessionReport(kind=self.kind)
-
-    def close(self) -> None:
-        """End it."""
-        self.abandon()
-
-    def __enter__(self) -> Self:
-        from megatron_router_replay.mcore.find import wrappers
-        from megatron_router_replay.mcore.session import _sessions
-
-        for module in self._modules:
-            for level in wrappers(module):
-                sessions = _sessions.setdefault(level, [])
-                sessions.append(self)
-                self._stack.callback(sessions.remove, self)
-        return self
-
-    def abandon(self) -> None:
-        """End it."""
-        self._stack.close()
-
-
 def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:
     """Queue routes for the next forward of a chunk where the trainer lays them out; the session is found by the chunk.
 
@@ -595,11 +553,11 @@ def replay(
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    if not enabled:
-        return _Disabled(model_chunks)
 
     def make() -> ReplaySession:
         nonlocal trace
+        if not enabled:
+            trace = None
         if isinstance(trace, str | os.PathLike):
             from megatron_router_replay.store import load_trace
 
@@ -627,9 +585,10 @@ def replay(
             choose=choose,
             choice=Balance(expert_bias=expert_bias, aux_loss=aux_loss),
             group=group,
+            enabled=enabled,
         )
 
-    return open_session(make, group)
+    return open_session(make, group) if enabled else make().start()
 
 
 def _on_a_gpu(values: Tensor | None) -> bool:

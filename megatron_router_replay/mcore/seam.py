@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,6 +28,7 @@ from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.distributed import distributed_c10d
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore import balance, tape
@@ -36,9 +38,26 @@ from megatron_router_replay.mcore.tape import Entry
 
 _TOPK = "topk_routing_with_score_function"
 
+LEANT_ON: tuple[tuple[Any, str, str], ...] = (
+    (TopKRouter, "routing", "no router asks for its experts"),
+    (router_module, _TOPK, "a router cannot be told its experts"),
+    (router_module, "switch_load_balancing_loss_func", "padding counts in auxiliary losses"),
+    (torch._C, "_is_tracing", "routers that torch.jit.trace captures are not refused"),
+    (torch._ops, "_len_torch_dispatch_stack_pre_dispatch", "routers that torch.export captures are not refused"),
+    (distributed_c10d, "_get_default_store", "ranks cannot tell each other their numbers at the end of a session"),
+    *(
+        (TopKRouter, name, "tokens are balanced twice under recompute, and padding with them")
+        for name in balance.METHODS
+    ),
+)
+"""(owner, name, what fails if it is gone): names of torch and Megatron-Core that nobody promised; see `tape.LEANT_ON`."""
+
 
 class Holder(Protocol):
     """What decides for a router: a session."""
+
+    queued: bool
+    """Whether it takes micro-batches."""
 
     def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
         """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it.
@@ -202,8 +221,11 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_holders: WeakKeyDictionary[Any, list[Holder]] = WeakKeyDictionary()
-"""Every router that was ever held -> who holds it now, the innermost last; empty: nobody any more."""
+_holders: WeakKeyDictionary[Any, list[Callable[[], Holder | None]]] = WeakKeyDictionary()
+"""Every router that was ever held -> who holds it now, the innermost last; empty: nobody any more.
+
+A holder that returns None has lost its handle without an end: the router's next forward raises.
+"""
 
 _watched: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
 """Router -> (handle of the hook that looks at the map which leaves it or what is wrapped around it, users of the hook)."""
@@ -219,27 +241,30 @@ strangers = 0
 
 
 def hold(router: Any, holder: Holder) -> None:
-    """Let a holder decide for a router, inside whoever holds it already."""
+    """Let a holder decide for a router, inside whoever holds it already; one that was lost is forgotten."""
     global num_held
+    release(router, None)
     num_held += 1
-    _holders.setdefault(router, []).append(holder)
+    # A freeze lasts a whole run and needs no handle. What queues is lost with its handle: nobody could end it.
+    reference: Callable[[], Holder | None] = weakref.ref(holder) if holder.queued else lambda: holder
+    _holders.setdefault(router, []).append(reference)
 
 
-def release(router: Any, holder: Holder) -> None:
-    """End that; the router stays known, so that it never runs in a backward without its tape."""
+def release(router: Any, holder: Holder | None) -> None:
+    """End that, None: of all that were lost; the router stays known, so that it never runs in a backward without its tape."""
     global num_held
     holders = _holders.get(router, [])
-    if holder in holders:
-        holders.remove(holder)
+    for reference in [each for each in holders if each() is holder]:
+        holders.remove(reference)
         num_held -= 1
 
 
 def holders_of(router: Any) -> list[Holder]:
     """Return who holds a router, the innermost last."""
-    return _holders.get(router, [])
+    return [holder for reference in _holders.get(router, []) if (holder := reference()) is not None]
 
 
-def _decide(router: Any, holders: list[Holder], shape: torch.Size) -> tuple[Decision | None, bool]:
+def _decide(router: Any, holders: list[Callable[[], Holder | None]], shape: torch.Size) -> tuple[Decision | None, bool]:
     """Return what this call uses, None: Megatron-Core's own code decides; and whether a tape is being written."""
     run, repeats, is_written = tape.moment()
     if holders or run is not None:
@@ -264,7 +289,14 @@ def _decide(router: Any, holders: list[Holder], shape: torch.Size) -> tuple[Deci
     elif holders:
         if getattr(router, "router_replay", None) is not None:
             check_not_driven(router)
-        return holders[-1].decide(router, shape, is_written), is_written
+        holder = holders[-1]()
+        if holder is None:
+            raise ReplayStateError(
+                f"{tape.layer_of(router)} is still under a session that was lost: nobody kept what mrr.replay or mrr.record "
+                "returned, so nobody can queue for it or end it. Write `with mrr.replay(...) as session:`, or keep the "
+                "session until session.close(). A new session, or close_sessions(model_chunks), frees the model."
+            )
+        return holder.decide(router, shape, is_written), is_written
     return None, is_written
 
 
@@ -334,6 +366,7 @@ def install() -> None:
     Raises:
         ReplayStateError: a name of torch or Megatron-Core that they lean on is gone.
     """
+    tape.check_names(LEANT_ON)
     tape.install()
     routing, topk = TopKRouter.routing, getattr(router_module, _TOPK)
     if not hasattr(routing, "is_seam"):
@@ -393,7 +426,7 @@ def _routing_seam(original: Any) -> Any:
             decision.holder.decided(decision)
         if _watched and self in _watched:
             _thread.maps[id(self)] = routing_map, _version(routing_map), decision
-        elif holders and is_wrapped(self):
+        elif holders and is_wrapped(self) and holders_of(self):
             raise ReplayStateError(
                 f"{tape.layer_of(self)}: forward or routing was wrapped on the router during the session. Wrap it before, "
                 "so that the map that leaves the wrapper is checked."

@@ -8,6 +8,8 @@ finish      the routers are released, what ran is compared with what was queued,
 from __future__ import annotations
 
 import sys
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +53,7 @@ S = TypeVar("S", bound="Session")
 
 _PACKAGE = str(Path(__file__).parents[1])
 
-_sessions: WeakKeyDictionary[nn.Module, list[Session]] = WeakKeyDictionary()
+_sessions: WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = WeakKeyDictionary()
 """Model chunk, or a wrapper of one -> the open sessions that take its micro-batches, innermost last."""
 
 
@@ -88,6 +90,7 @@ class Session:
         flips: see `freeze_recompute`.
         choice: what balancing counts.
         group: the ranks that judge together at the end, None: all of the job.
+        enabled: False: nothing is held or even looked at, and what is queued is dropped.
     """
 
     kind: str
@@ -102,16 +105,21 @@ class Session:
         flips: bool = False,
         choice: Balance | None = None,
         group: dist.ProcessGroup | None = None,
+        enabled: bool = True,
     ) -> None:
-        check_version()
+        self._enabled = enabled
         self._modules = as_chunks(model_chunks)
-        found = [find_routers(module) for module in self._modules]
-        check_has_experts(self._modules, found)
-        check_whole_pipeline(self._modules)
-        if self.queued:
-            check_not_shared(found)
-        # In a Megatron-Core that nobody here has read, what leaves the seam is verified, whether asked for or not.
-        verify_seam = check_supported([router for routers in found for router in routers])
+        found: list[list[FoundRouter]] = []
+        verify_seam = False
+        if enabled:
+            check_version()
+            found = [find_routers(module) for module in self._modules]
+            check_has_experts(self._modules, found)
+            check_whole_pipeline(self._modules)
+            if self.queued:
+                check_not_shared(found)
+            # In a Megatron-Core that nobody here has read, what leaves the seam is verified, whether asked for or not.
+            verify_seam = check_supported([router for routers in found for router in routers])
         self.made_at = _caller()
         self._verify, self._verify_seam = verify, verify_seam
         self._balance = choice or Balance()
@@ -122,6 +130,7 @@ class Session:
         self._chunks: list[Chunk] = []
         self._chunk_of: dict[int, Chunk] = {}
         self._watched: list[Any] = []
+        self._end: weakref.finalize[..., Session] | None = None  # what is done if nobody ends it
         for index, (module, routers) in enumerate(zip(self._modules, found)):
             self._add_chunk(index, module, [r for r in routers if not is_hashed(r.router)], mtp=mtp, flips=flips)
         self.hashed = [router for routers in found for router in routers if is_hashed(router.router)]
@@ -140,6 +149,9 @@ class Session:
             ReplayStateError: a router is held by another session, or driven by its own RouterReplay; or this one was closed.
         """
         self._check_open()
+        if not self._enabled:
+            self._announce()
+            return self
         if self.queued:
             self._meeting = Meeting(self._group)
         try:
@@ -162,9 +174,10 @@ class Session:
         if self.queued:
             for chunk in self._chunks:
                 chunk.watch()
-            for module in self._modules:
-                for level in wrappers(module):
-                    _sessions.setdefault(level, []).append(self)
+            self._announce()
+            what = f"the {self.kind} session made at {self.made_at}"
+            self._end = weakref.finalize(self, _lost, what, self._chunks, self._watched, self._meeting)
+            self._end.atexit = False  # the store of a job that ends may be gone
         self._strangers = seam.strangers
         log_began(self.kind, len(self._held))
         return self
@@ -208,7 +221,7 @@ class Session:
         self._check_open()
         if not self.queued:
             raise ReplayStateError(f"a {self.kind} session takes no micro-batches: just run the model.")
-        if tape.repeats():
+        if tape.repeats() or not self._enabled:
             return
         seam.check_installed()
         chunk = self._find_chunk(model)
@@ -266,7 +279,8 @@ class Session:
                 of the group was replayed, or fewer than asked for; or another rank failed.
             LayoutError: a check on the device failed.
         """
-        if self._closed:
+        if self._closed or not self._enabled:
+            self._release()
             return
         problems: list[str] = []
         try:
@@ -442,8 +456,9 @@ class Session:
             counts = router.enable_expert_bias and self._balance.expert_bias != "off"
             if held.chunk is None and (counts or (router.is_aux_loss_enabled() and self._balance.aux_loss != "off")):
                 raise UnsupportedRouterError(
-                    f"{held.found}: its chunk has MTP layers alone, which take no micro-batches, so padding would count in "
-                    "its expert bias and auxiliary loss: pass mtp=True, or replay with expert_bias='off' and aux_loss='off'."
+                    f"chunk {held.chunk_index}, {held.found}: it has MTP layers alone, which take no micro-batches, so "
+                    "padding would count in its expert bias and auxiliary loss: pass mtp=True, or replay with "
+                    "expert_bias='off' and aux_loss='off'."
                 )
 
     # ---- the end
@@ -509,21 +524,37 @@ class Session:
             seam.release(router, self)
         for chunk in self._chunks:
             chunk.unwatch()
-        for module in self._modules:
-            for level in wrappers(module):
-                if self in (sessions := _sessions.get(level, [])):
-                    sessions.remove(self)
+        if self._end is not None:
+            self._end.detach()
+        for level in self._levels():
+            _sessions[level] = [each for each in _sessions.get(level, []) if each() not in (None, self)]
         for router in self._watched:
             seam.unwatch_maps(router)
-        self._watched = []
+        self._watched.clear()
+
+    def _announce(self) -> None:
+        """Let `session_of` find this session by its chunks."""
+        for level in self._levels():
+            _sessions.setdefault(level, []).append(weakref.ref(self))
+
+    def _levels(self) -> list[nn.Module]:
+        """Return the chunks and what wraps them."""
+        return [level for module in self._modules for level in wrappers(module)]
 
     # ---- what the constructor does
     def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, mtp: bool, flips: bool) -> None:
         taking_part = [found for found in routers if mtp or not found.is_mtp] if self.queued else []
         chunk = None
         if taking_part:
+            # Weakly, for its hooks stand on the model: a session whose handle is dropped shall be gone.
+            session = weakref.proxy(self)
             chunk = Chunk(
-                index, module, taking_part, rank=self._rank, on_forward=self._on_forward, on_done=self._on_done
+                index,
+                module,
+                taking_part,
+                rank=self._rank,
+                on_forward=lambda *forward: session._on_forward(*forward),
+                on_done=lambda *done: session._on_done(*done),
             )
             self._chunks.append(chunk)
             self._chunk_of |= {id(level): chunk for level in wrappers(module)}
@@ -594,9 +625,25 @@ def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
 def session_of(model: nn.Module) -> Session | None:
     """Return the innermost open session that takes micro-batches of this chunk, wrapped or not."""
     for level in reversed(wrappers(model)):
-        if sessions := _sessions.get(level):
-            return sessions[-1]
+        for reference in reversed(_sessions.get(level, [])):
+            if (session := reference()) is not None:
+                return session
     return None
+
+
+def _lost(what: str, chunks: list[Chunk], watched: list[Any], meeting: Meeting | None) -> None:
+    """End a session that nobody can end any more; its routers refuse their next forward."""
+    for chunk in chunks:
+        chunk.unwatch()
+    for router in watched:
+        seam.unwatch_maps(router)
+    if meeting is not None:
+        meeting.tell(None)
+    warnings.warn(
+        f"{what} was lost: nobody kept it, so nothing was verified. Use `with`, or keep it until close().",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def close_sessions(model_chunks: Models) -> int:
@@ -613,6 +660,8 @@ def close_sessions(model_chunks: Models) -> int:
     sessions = [holder for holder in holders.values() if isinstance(holder, Session)]
     for session in sessions:
         session.abandon()
+    for router in routers:
+        seam.release(router, None)
     return len(sessions)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -34,6 +34,21 @@ from torch.utils import checkpoint as torch_checkpoints
 from megatron_router_replay.errors import ReplayStateError
 
 _TAPE = "router_replay_tape"
+
+LEANT_ON: tuple[tuple[Any, str, str], ...] = (
+    (torch_checkpoints, "CheckpointFunction", "recomputes of torch's reentrant checkpoints are not told from forwards"),
+    (torch_checkpoints, "_checkpoint_hook", "forwards of torch's non-reentrant checkpoints write no tape"),
+    (torch_checkpoints, "_recomputation_hook", "recomputes of torch's non-reentrant checkpoints read no tape"),
+    (
+        megatron_checkpoints,
+        "CheckpointFunction",
+        "recomputes of Megatron-Core's checkpoints are not told from forwards",
+    ),
+    (torch._C, "_current_graph_task_id", "a backward without a tape is not noticed"),
+    (torch._C, "_len_torch_dispatch_stack", "selective checkpoints and traced graphs are not noticed"),
+    (_python_dispatch, "_disable_current_modes", "selective checkpoints pair the wrong operations"),
+)
+"""(owner, name, what fails if it is gone): private names of torch and Megatron-Core, looked for at `seam.install`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -194,11 +209,15 @@ def install() -> None:
     Raises:
         ReplayStateError: one of the names that this leans on is gone.
     """
+    check_names(LEANT_ON)
     _wrap_reentrant(torch_checkpoints, "CheckpointFunction")
     _wrap_reentrant(megatron_checkpoints, "CheckpointFunction")
     _wrap_hooks(torch_checkpoints)
     transformer_engine = sys.modules.get("transformer_engine.pytorch.distributed")
     if transformer_engine is not None:
+        loss = "its recomputes are not told from forwards"
+        names = ("_CheckpointFunction", "_checkpoint_hook", "_recomputation_hook")
+        check_names((transformer_engine, name, loss) for name in names)
         _wrap_reentrant(transformer_engine, "_CheckpointFunction")
         _wrap_hooks(transformer_engine)
 
@@ -212,19 +231,24 @@ def is_installed() -> bool:
     return hooks and all(hasattr(forward, _TAPE) for forward in functions)
 
 
-def _attribute(module: Any, name: str) -> Any:
-    try:
-        return getattr(module, name)
-    except AttributeError as error:
-        raise ReplayStateError(
-            f"{module.__name__} has no {name}, so its recomputes cannot be told from forwards: use a tested version of it."
-        ) from error
+def check_names(names: Iterable[tuple[Any, str, str]]) -> None:
+    """Raise if a name is gone, as listed in LEANT_ON.
+
+    Raises:
+        ReplayStateError: names it, and what fails without it.
+    """
+    for owner, name, loss in names:
+        # What only a base class declares is gone, too.
+        if getattr(getattr(owner, name, None), "__isabstractmethod__", not hasattr(owner, name)):
+            raise ReplayStateError(
+                f"{owner.__name__} has no {name}, so {loss}: use a tested version (docs/support.md)."
+            )
 
 
 def _wrap_reentrant(module: Any, name: str) -> None:
     """Let every run of the function that a reentrant checkpoint keeps be a Run."""
-    function = _attribute(module, name)
-    forward = _attribute(function, "forward")
+    function = getattr(module, name)
+    forward = function.forward
     if hasattr(forward, _TAPE):
         return
 
@@ -248,7 +272,7 @@ def _wrap_reentrant(module: Any, name: str) -> None:
 def _wrap_hooks(module: Any) -> None:
     """Let every run of a non-reentrant checkpoint be a Run; both of its runs know the frame that they belong to."""
     for name, reads in (("_checkpoint_hook", False), ("_recomputation_hook", True)):
-        hook = _attribute(module, name)
+        hook = getattr(module, name)
         if not hasattr(hook, _TAPE):
             setattr(module, name, _taped_hook(hook, reads))
 

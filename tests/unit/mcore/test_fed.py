@@ -65,10 +65,10 @@ def test_square_batches_that_were_transposed_are_told_by_the_stamp():
     ids = torch.arange(16).view(4, 4)
     routes = mrr.stamp(random_routes(16).view(4, 4, 3, 2), ids).transpose(0, 1)
     chunk = Chunk()
-    mrr.replay(chunk)
+    session = mrr.replay(chunk)
     with pytest.raises(LayoutError, match="in another order than tokens"):
         mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=ids)
-    mrr.close_sessions(chunk)
+    session.abandon()
 
 
 def test_a_layout_is_proved_or_trusted_by_word():
@@ -160,10 +160,10 @@ BROKEN = {
 @pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
 def test_routes_that_are_none_are_refused(change, message):
     chunk = Chunk()
-    mrr.replay(chunk)
+    session = mrr.replay(chunk)
     with pytest.raises(LayoutError, match=message):
         mrr.microbatch(chunk, routes=change(ROUTES), trust_layout=True)
-    mrr.close_sessions(chunk)
+    session.abandon()
 
 
 def test_columns_are_all_layers_with_filler_in_dense_ones_or_the_moe_layers_or_named():
@@ -176,10 +176,10 @@ def test_columns_are_all_layers_with_filler_in_dense_ones_or_the_moe_layers_or_n
             mrr.microbatch(chunk, routes=given, trust_layout=True, **options)
             chunk(IDS)
         assert wrong(seen) == 0
-    mrr.replay(chunk)
+    session = mrr.replay(chunk)
     with pytest.raises(LayoutError, match=r"dense layers \[1\] are not filler"):
         mrr.microbatch(chunk, routes=ROUTES, trust_layout=True)
-    mrr.close_sessions(chunk)
+    session.abandon()
 
 
 def test_a_stage_judges_rows_by_all_layers_of_the_model():
@@ -191,10 +191,10 @@ def test_a_stage_judges_rows_by_all_layers_of_the_model():
         chunk(IDS)
     assert (wrong(seen, routes), session.report.rows_live) == (0, 0)
     routes[0, 0, 0] = -1
-    mrr.replay(chunk)
+    session = mrr.replay(chunk)
     with pytest.raises(LayoutError, match="miss some layers of a row"):
         mrr.microbatch(chunk, routes=routes, trust_layout=True)
-    mrr.close_sessions(chunk)
+    session.abandon()
 
 
 def test_queueing_ahead_is_said_by_a_word():

@@ -117,11 +117,19 @@ def step(trace=None, *, rows=ROWS, fails=False, driven=False, too_many=False, gr
     return session.report.rows_replayed
 
 
+def lost():
+    """A session that nobody keeps."""
+    with pytest.warns(RuntimeWarning, match="was lost"):
+        mrr.replay(Chunk(), random_trace(8))
+    return "lost"
+
+
 FAULTS = {
     "block": (lambda: step(fails=True), "injected"),
     "forward": (lambda: step(rows=ROWS[:, :3]), "its routes are for [2, 3]"),
     "open": (lambda: step(random_trace(8, 2)), "has no routes"),
     "start": (lambda: step(driven=True), "is being driven"),
+    "lost": (lost, "lost"),
 }
 
 

@@ -3,9 +3,9 @@
 A program is a random sequence of what trainers do: forwards of several micro-batches under any kind of checkpoint, called
 through a wrapper, itself or through `.forward`, backwards in any order and of several at once, in-place changes of outputs,
 failures that are caught, the package's own errors among them, evaluations, dropped graphs, graphs used twice, sessions of
-every kind inside each other and left early, micro-batches queued ahead, backwards on other threads. Between any two steps the
-routers may get other weights. Which forward a recompute belongs to is read off a number that travels through the model, never
-asked of the package.
+every kind inside each other and left early, micro-batches queued ahead, routes that are fed with or without a stamp, a choice
+of decisions to replay, backwards on other threads. Between any two steps the routers may get other weights. Which forward a
+recompute belongs to is read off a number that travels through the model, never asked of the package.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from tests.unit.mcore.tiny_chunk import (
 )
 
 ROWS = 64
-QUICK, SLOW = 150, 5000
+QUICK, SLOW = 50, 5000
 
 FALSE_ALARMS = (
     "asked for experts outside its own forward",
@@ -58,6 +59,7 @@ class Forward:
     loss: Tensor | None
     rows: Tensor | None  # [b, s] of a replay
     trace: mrr.RoutingTrace | None
+    chosen: dict[int, Tensor]  # layer -> [b * s] bool, what `choose=` said; empty: it was not asked
 
 
 class Wrapper(torch.nn.Module):
@@ -83,8 +85,9 @@ class Program:
         self.number = 0
         self.forwards: dict[int, Forward] = {}
         self.sessions: list[Any] = []
-        # session and rows of a micro-batch that was queued ahead, and of one that failed and is queued again
-        self.ahead: tuple[Any, Tensor] | None = None
+        self.traces: WeakKeyDictionary[Any, mrr.RoutingTrace] = WeakKeyDictionary()  # of a replay: what it shall use
+        # session, rows and tokens of a micro-batch that was queued ahead, and of one that failed and is queued again
+        self.ahead: tuple[Any, Tensor, Tensor] | None = None
         self.again: tuple[Any, Tensor] | None = None
         self.log: list[str] = []
         self.errors: list[str] = []
@@ -112,7 +115,7 @@ class Program:
                 raise
 
     def open(self) -> None:
-        kind = self.random.choice(["freeze", "record", "replay"])
+        kind = self.random.choice(["freeze", "record", "replay", "fed"])
         self.log.append(f"open {kind}")
         verify = self.random.random() < 0.3
         if kind == "freeze":
@@ -122,8 +125,17 @@ class Program:
         else:
             mask = torch.tensor([self.random.random() < 0.8 for _ in range(ROWS)])
             trace = random_trace(ROWS, seed=self.random.randrange(1 << 20), replay_mask=mask)
-            session = mrr.replay(self.wrapper, trace, verify=verify, min_replayed=0)
+            chooses = self.choose if self.random.random() < 0.3 else None
+            given = trace if kind == "replay" else None
+            session = mrr.replay(self.wrapper, given, verify=verify, min_replayed=0, choose=chooses)
+            self.traces[session] = trace
         self.sessions.append(session)
+
+    def choose(self, layer_number: int, routes: Tensor, own: Tensor, scores: Tensor) -> Tensor:
+        """Replay the decisions of some rows; kept for the forward that asks."""
+        chosen = torch.rand(len(routes)) < 0.5
+        self.forwards[self.number - 1].chosen[layer_number] = chosen
+        return chosen
 
     def close(self) -> None:
         if self.sessions:
@@ -144,17 +156,18 @@ class Program:
         if queued is not None:
             if self.again is not None and self.again[0] is queued:
                 rows, self.again = self.again[1], None
-                queued.microbatch(rows)
+                input_ids = torch.randint(32, rows.shape)
+                self.give(queued, rows, input_ids)
             elif self.ahead is not None and self.ahead[0] is queued:
-                rows, self.ahead = self.ahead[1], None
+                (_, rows, input_ids), self.ahead = self.ahead, None
             else:
-                rows = self.queue(queued, b, s)
-            input_ids = torch.randint(32, rows.shape)
+                rows = self.queue(queued, input_ids)
             if self.ahead is None and self.random.random() < 0.4:
-                self.ahead = queued, self.queue(queued, b, s)
+                later_ids = torch.randint(32, (b, s))
+                self.ahead = queued, self.queue(queued, later_ids), later_ids
         number = self.number
         self.number += 1
-        trace = queued._trace if queued is not None and queued.kind == "replay" else None
+        trace = None if queued is None else self.traces.get(queued)
         call = self.random.choice([self.wrapper, self.wrapper, chunk, chunk.forward])
         fails = self.random.random() < 0.15
         self.wrapper.fails = self.random.choice(["before", "behind", *[""] * 12])
@@ -167,7 +180,7 @@ class Program:
             f"forward {number} of {type(call).__name__} {chunk.around.__name__} outer={outer and outer.__name__} "
             f"fails={fails} {self.wrapper.fails}"
         )
-        self.forwards[number] = Forward(number, None, rows, trace)
+        self.forwards[number] = Forward(number, None, rows, trace, {})
         try:
             if outer is None:
                 logits = call(input_ids, number)
@@ -191,12 +204,26 @@ class Program:
             self.wrapper.fails = ""
         self.forwards[number].loss = loss
 
-    def queue(self, session: Any, b: int, s: int) -> Tensor:
-        rows = torch.tensor([[self.random.randrange(-1, ROWS) for _ in range(s)] for _ in range(b)])
+    def queue(self, session: Any, input_ids: Tensor) -> Tensor:
+        rows = torch.tensor([self.random.randrange(-1, ROWS) for _ in range(input_ids.numel())]).view(input_ids.shape)
         if session.kind == "record":
-            rows = torch.full((b, s), -1)  # the same row twice would rightly be refused
-        session.microbatch(rows)
+            rows = torch.full(input_ids.shape, -1)  # the same row twice would rightly be refused
+        self.give(session, rows, input_ids)
         return rows
+
+    def give(self, session: Any, rows: Tensor, input_ids: Tensor) -> None:
+        """Queue a micro-batch at the session's own door: rows into its trace, or the routes of these rows."""
+        trace = self.traces.get(session)
+        if trace is None or session._trace is not None:
+            session.microbatch(rows)
+            return
+        routed = (rows >= 0) & trace.replay_mask[rows.clamp(min=0)]
+        routes = torch.where(routed[..., None, None], trace.topk_indices[rows.clamp(min=0)].long(), -1)
+        if self.random.random() < 0.5:
+            routes = mrr.stamp(routes, input_ids)
+            mrr.microbatch(self.wrapper, routes, stamped=True, token_ids=input_ids, ahead=True)
+        else:
+            mrr.microbatch(self.wrapper, routes, trust_layout=True, ahead=True)
 
     def backward(self) -> None:
         waiting = [forward for forward in self.forwards.values() if forward.loss is not None]
@@ -261,6 +288,7 @@ def wrong_decisions(program: Program, seen: dict[tuple[int, int], list[Tensor]],
         if forward.trace is not None and forward.rows is not None:
             rows = forward.rows.t().reshape(-1)
             routed = (rows >= 0) & forward.trace.replay_mask[rows.clamp(min=0)]
+            routed &= forward.chosen.get(layer, torch.ones_like(routed))
             target = as_map(forward.trace.layer(layer)[rows[routed]])
             if not torch.equal(maps[0][routed], target):
                 wrong.append(f"forward {number} layer {layer}: not the trace's routes")

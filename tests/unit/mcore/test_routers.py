@@ -1,7 +1,9 @@
 """Routers that somebody has wrapped, changed, exchanged or drives himself: exact all the same, or the session says so."""
 
 import dataclasses
+import re
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.mcore import seam, tape
 from tests.unit.mcore.tiny_chunk import (
     ROWS,
     STARTS,
@@ -269,6 +272,31 @@ def test_another_object_on_a_router_is_noticed_by_the_next_forward():
     with pytest.raises(ReplayStateError, match=driven), mrr.freeze_recompute(chunk):
         chunk.routers[1].router_replay = stranger
         forward(chunk)
+
+
+# ---- names of torch and Megatron-Core that nobody promised
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "loss"), [*tape.LEANT_ON, *seam.LEANT_ON], ids=lambda each: each if isinstance(each, str) else ""
+)
+def test_a_private_name_that_is_gone_fails_at_install(monkeypatch, owner, name, loss):
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ReplayStateError) as raised:
+        seam.install()
+    monkeypatch.undo()
+    assert str(raised.value).startswith(f"{owner.__name__} has no {name}, so {loss}: use a tested version")
+    seam.install()
+    with mrr.freeze_recompute(Chunk()):
+        pass
+
+
+def test_what_is_leant_on_is_what_is_used():
+    names = {name for _, name, _ in (*tape.LEANT_ON, *seam.LEANT_ON)}
+    sources = [path.read_text() for path in Path(seam.__file__).parent.glob("*.py")]
+    used = {name for source in sources for name in re.findall(r"torch\._(?:C|ops)\.(_\w+)", source)}
+    assert used - names == set()
+    assert not [name for name in names if not any(name in source for source in sources)]
 
 
 # ---- captured into a graph

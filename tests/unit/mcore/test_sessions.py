@@ -96,15 +96,52 @@ def test_a_part_of_a_virtual_pipeline_is_refused(start):
 
 def test_a_lost_session_is_named_by_its_kind_and_can_be_ended():
     chunk = Chunk()
-    mrr.freeze_recompute(chunk)
-    mrr.record(chunk)
+    freeze, recording = mrr.freeze_recompute(chunk), mrr.record(chunk)
     with pytest.raises(ReplayStateError, match=r"under another session already, a record.*close_sessions"):
         mrr.record(chunk)
+    del freeze  # which lasts as long as its model
     assert mrr.close_sessions(chunk) == 2
     assert left_over(chunk) == []
+    with pytest.raises(ReplayStateError, match="is closed"):
+        recording.microbatch(ROWS)
     assert mrr.close_sessions(chunk) == 0
     with mrr.record(chunk):
         pass
+
+
+@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
+def test_a_session_that_nobody_keeps_says_so_and_its_model_does_not_run_live(start):
+    chunk = Chunk()
+    chunk.around = reentrant
+    chunk.routers[1].forward = chunk.routers[1].forward  # wrapped, so that its map is watched
+    session = start(chunk)
+    loss = forward(chunk, session)
+    with pytest.warns(RuntimeWarning, match=r"the (replay|record) session made at .*\.py:\d+ was lost"):
+        del session
+    assert left_over(chunk) == []
+    loss.backward()  # its tape knows
+    with pytest.raises(ReplayStateError, match="layer 1 is still under a session that was lost"):
+        forward(chunk)
+    with start(chunk) as session:
+        forward(chunk, session)
+    forward(chunk)
+    with pytest.warns(RuntimeWarning, match="was lost"):
+        start(chunk)
+    assert mrr.close_sessions(chunk) == 0
+    forward(chunk)
+
+
+@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
+def test_a_session_that_ended_or_holds_nothing_is_dropped_without_a_word(start, recwarn):
+    chunk = Chunk()
+    start(chunk).abandon()
+    mrr.replay(chunk, enabled=False)
+    session = start(chunk)
+    kept = weakref.ref(chunk)
+    del session, chunk
+    gc.collect()
+    assert kept() is None, "a lost session does not keep its model"
+    assert len([warning for warning in recwarn if "was lost" in str(warning.message)]) == 1
 
 
 def test_one_of_several_ranks_cannot_tell_the_number_of_rows_while_it_records():
