@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.checks import as_integer
-from megatron_router_replay.errors import TraceError
+from megatron_router_replay.errors import TraceError, listed
 from megatron_router_replay.siblings import Sibling, check_siblings
 from megatron_router_replay.trace.ids import check_topk_indices
 from megatron_router_replay.trace.runs import as_slice
@@ -221,8 +221,8 @@ class RoutingTrace:
         # Without them nothing proves that the routes are of the tokens that they are replayed for.
         proof = "" if self.token_ids is not None else ", without token ids"
         return (
-            f"RoutingTrace({self.num_tokens} tokens ({routed}){proof}, layers {list(self.layer_numbers)}, top-{self.topk} of "
-            f"{self.num_experts} experts, {str(self.topk_indices.dtype).removeprefix('torch.')})"
+            f"RoutingTrace({self.num_tokens} tokens ({routed}){proof}, layers [{listed(self.layer_numbers)}], "
+            f"top-{self.topk} of {self.num_experts} experts, {str(self.topk_indices.dtype).removeprefix('torch.')})"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -270,13 +270,13 @@ class RoutingTrace:
         missing = [number for number in self.layer_numbers if number not in layer_numbers]
         if missing:
             raise TraceError(
-                f"cannot renumber layers {list(self.layer_numbers)}: the mapping says nothing of layer {missing[0]}. Name "
-                "every layer, also those that keep their number."
+                f"cannot renumber layers [{listed(self.layer_numbers)}]: the mapping says nothing of layer {missing[0]}. "
+                "Name every layer, also those that keep their number."
             )
         new = [as_integer("a layer number", layer_numbers[number]) for number in self.layer_numbers]
         if len(set(new)) != len(new):
             raise TraceError(
-                f"cannot renumber layers {list(self.layer_numbers)} to {new}: two layers would share a number."
+                f"cannot renumber layers [{listed(self.layer_numbers)}] to {new}: two layers would share a number."
             )
         # Layers stand in the order of their numbers, whatever the mapping does to that.
         order = sorted(range(len(new)), key=new.__getitem__)
@@ -382,7 +382,7 @@ class RoutingTrace:
             return self.layer_numbers.index(layer_number)
         except ValueError:
             raise TraceError(
-                f"the trace has no layer_number {layer_number}; it has {list(self.layer_numbers)}."
+                f"the trace has no layer_number {layer_number}; it has [{listed(self.layer_numbers)}]."
             ) from None
 
     def _sample_bounds(self) -> tuple[list[int], list[int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_router_replay import errors
-from megatron_router_replay.errors import LayoutError, RouterReplayError
+from megatron_router_replay.errors import LayoutError, RouterReplayError, listed
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "megatron_router_replay").rglob("*.py"))
@@ -67,6 +67,13 @@ def test_an_error_with_a_code_crosses_processes_and_is_caught_as_before():
     error = pickle.loads(pickle.dumps(LayoutError("sample 2: MRR204: no")))
     assert (str(error), error.code, type(error)) == ("MRR204: sample 2: no", "MRR204", LayoutError)
     assert isinstance(error, ValueError)
+
+
+def test_many_numbers_of_a_message_are_named_by_their_runs():
+    assert listed([1, 2, 3, 4, 5, 6, 7, 9]) == "1, 2, 3, 4, 5, 6, 7, 9"
+    assert listed([*range(3, 61), 62]) == "3 to 60, 62"
+    assert listed(range(1, 20, 2)) == "1, 3, 5, 7, 9, 11, 13, 15, ... (10 in all)"
+    assert listed("abcdefghij") == "a, b, c, d, e, f, g, h, ... (10 in all)"
 
 
 def test_a_message_without_a_code_is_noticed():
