@@ -23,7 +23,7 @@ Partition = Literal["round_robin", "balanced"] | Sequence[Sequence[int]]
 
 
 class TransportError(RouterReplayError):
-    """Routes did not reach a training rank, or the processes do not agree on what to send."""
+    """Routes did not reach a training rank, or processes disagree on what to send."""
 
 
 class Place(NamedTuple):
