@@ -48,7 +48,7 @@ class TransportTimes:
                 self._seconds[name] = self._seconds.get(name, 0.0) + value
 
     def take(self) -> dict[str, float]:
-        """Return what was counted, and start again from zero. It is counted for each training step, and for the other side."""
+        """Return what was counted, and start again from zero. It is counted for a training step, and for the other side."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return seconds
