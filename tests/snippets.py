@@ -109,9 +109,15 @@ def loss_func(loss_mask: Any, token_losses: Any) -> Any:
     return loss, loss.detach()
 
 
-class NoSession:
-    def microbatch(self, *args: Any, **kwargs: Any) -> None:
-        """Training without a session."""
+class OpenSession:
+    """The session that is open around a training step, as `attach` finds it; without one, nothing."""
+
+    def microbatch(self, rows: Any, model: Any, **kwargs: Any) -> None:
+        from megatron_router_replay.mcore.session import session_of
+
+        session = session_of(model)
+        if session is not None:
+            session.microbatch(rows, model, **kwargs)
 
 
 def given_names(folder: Path) -> dict[str, Any]:
@@ -128,10 +134,9 @@ def given_names(folder: Path) -> dict[str, Any]:
     model_chunks = load_qwen3_moe(checkpoint, layout, **recompute)
     trace = mrr.engines.vllm.decode_batch(response, model=checkpoint)
 
-    def train_step(*arguments: Any) -> Any:
-        session = arguments[0] if len(arguments) == 2 else NoSession()
+    def train_step(microbatches: Any) -> Any:
         return run_schedule(
-            model_chunks, layout, arguments[-1], forward_step=partial(ranks.forward_step, session=session)
+            model_chunks, layout, microbatches, forward_step=partial(ranks.forward_step, session=OpenSession())
         )
 
     return {

@@ -117,7 +117,7 @@ class Capturer:
         *,
         input_ids: Tensor | None = None,
     ) -> Iterator[None]:
-        """Say whose tokens the forward inside this context holds; behind it the copy to the host starts.
+        """Say whose tokens the forward inside this context holds. The copy to the host starts at its end.
 
         Args:
             request_ids: one per sequence of the batch; None: finished, a dummy, or not to be captured.
@@ -164,7 +164,7 @@ class Capturer:
                 self._log.append(forward)
 
     def finish(self, request_id: Hashable, token_ids: Any) -> RoutingTrace | None:
-        """End a request and return its routes as one sample, or None where this rank is not tp_rank 0.
+        """End a request and return its routes as one sample. A rank that is not tp_rank 0 gets None.
 
         The last sampled token was never forwarded, so it has no route; nor have tokens of a prefix cache. Rows behind it, of
         rejected speculative tokens or a batch that ran on, are dropped.
@@ -195,7 +195,7 @@ class Capturer:
         return self._trace([rows], ids, [len(ids)])
 
     def abort(self, request_id: Hashable) -> None:
-        """Drop a request and its memory; completions that share its prompt keep what was forwarded of it.
+        """Drop a request and its memory. Completions that share its prompt keep what was forwarded of it.
 
         Raises:
             CaptureError: the request is unknown.
@@ -219,7 +219,7 @@ class Capturer:
                 raise errors[0]
 
     def close(self) -> None:
-        """Take the hooks off the model and drop all requests; compiled code writes no more."""
+        """Take the hooks off the model and drop all requests. Compiled code writes no more."""
         self._detach()
         self._requests = {}
         if self._log is not None:

@@ -92,7 +92,7 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
 
 
 def load_response() -> dict[str, Any]:
-    """Return what vLLM 0.30.0 answered to 8 prompts, with the model of `write_checkpoint`: see `examples/capture_vllm.py`."""
+    """Return what vLLM 0.30.0 answered to 8 prompts, with the demo's checkpoint. `examples/capture_vllm.py` asked it."""
     file = files("megatron_router_replay.demo") / "data" / "vllm_0.30.0_bf16_response.json"
     response: dict[str, Any] = json.loads(file.read_text())["response"]
     return response

@@ -15,7 +15,7 @@ _MOST_SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """Something that is so of two traces, or of replayed routes beside the live router.
+    """A fact about two traces, or about replayed routes beside the live router.
 
     Args:
         kind: what it says. "row": b holds other rows of a; "layer": other layers; "constant": one route; "row_order": rows of

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.diagnostics.fact import Fact, fact_lines, facts_html, imbalance, plain
-from megatron_router_replay.errors import ReplayStateError, TraceError
+from megatron_router_replay.errors import ReplayStateError, TraceError, listed
 from megatron_router_replay.tables import Table
 
 _MIN_ROWS = 32  # of a layer, before it is called wrong: the overlap of fewer is chance
@@ -82,7 +82,7 @@ class LiveComparison:
             ReplayStateError: the layer was not announced, or shapes do not fit.
         """
         if layer_number not in self.layer_numbers:
-            raise ReplayStateError(f"layer {layer_number} is none of those compared: {list(self.layer_numbers)}.")
+            raise ReplayStateError(f"layer {layer_number} is none of those compared: [{listed(self.layer_numbers)}].")
         shape, device = (scores.shape[0], self.topk), scores.device
         if scores.shape[1:] != (self.num_experts,) or live.shape != shape or replayed.shape != shape:
             raise ReplayStateError(

@@ -133,7 +133,7 @@ def _routes_differ(a: RoutingTrace, b: RoutingTrace) -> Tensor:
 
 
 def route_checksums(trace: RoutingTrace, *, microbatches: Sequence[Tensor] | None = None) -> Tensor:
-    """Return one number for each micro-batch and layer, [num_microbatches, num_layers] int64.
+    """Return one number for each micro-batch and layer. They are [num_microbatches, num_layers] int64.
 
     It depends on which rows used which sets of experts, and on nothing else: not on the order of rows, of experts in a
     row, or on the dtype. It adds up: the sum over ranks that routed different rows is the checksum of all rows.

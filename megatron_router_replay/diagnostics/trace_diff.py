@@ -91,24 +91,24 @@ class TraceDiff:
 
     @property
     def same_in_common(self) -> bool:
-        """Whether the rows and layers that both have hold the same tokens and experts; an engine's trace has no route
-        for the last token of a sample, a trainer's recording has one.
+        """Whether the rows and layers that both have hold the same tokens and experts. An engine's trace has no route for
+        the last token of a sample, a trainer's recording has one.
         """
         return not self.decisions_different and not self.rows_other_token
 
     @property
     def agreement_by_layer(self) -> Tensor:
-        """Share of decisions that agree, [num_layers] float64; NaN where nothing was compared."""
+        """Share of decisions that agree, [num_layers] float64. It is NaN where nothing was compared."""
         return self.overlap_counts[:, -1].double() / self.rows_compared
 
     @property
     def overlap_by_layer(self) -> Tensor:
-        """Mean overlap as a share of topk, [num_layers] float64; NaN where nothing was compared."""
+        """Mean overlap as a share of topk, [num_layers] float64. It is NaN where nothing was compared."""
         shared = torch.arange(self.topk + 1, dtype=torch.float64) / self.topk
         return (self.overlap_counts.double() @ shared) / self.rows_compared
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but `differences` as values that `json.dumps` takes; shares of nothing are None."""
+        """Return all but `differences` as values that `json.dumps` takes. Shares of nothing are None."""
         derived = ("decisions", "decisions_different", "decisions_other_order", "same", "same_in_common")
         by_layer = ("agreement_by_layer", "overlap_by_layer")
         values = plain(self) | {name: plain(getattr(self, name)) for name in (*derived, *by_layer)}

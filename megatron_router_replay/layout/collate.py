@@ -36,7 +36,7 @@ def collate_padded(
     side: Side = "right",
     multiple: int = 1,
 ) -> dict[str, Tensor]:
-    """Return a padded batch, [b, s] each: the samples' fields, position_ids, routing_rows and routing_padding.
+    """Return a padded batch of samples. It has their fields, position_ids, routing_rows and routing_padding, each [b, s].
 
     Args:
         samples: without `routing_rows`, sample i's tokens are the trace rows behind those of sample i - 1.
@@ -59,7 +59,8 @@ def collate_packed(
     total_multiple: int = 1,
     total_length: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return a packed batch, [1, total] each, with cu_seqlens and cu_seqlens_padded [num_seqs + 1] int32.
+    """Return a packed batch of samples. Its fields are [1, total] each, cu_seqlens and cu_seqlens_padded [num_seqs + 1]
+    int32.
 
     Args:
         samples, pad_token_id: as for `collate_padded`.
@@ -85,7 +86,7 @@ def collate_packed(
 def split_batch(
     batch: Mapping[str, Tensor], *, cp_rank: int, cp_size: int, style: Style = "zigzag"
 ) -> dict[str, Tensor]:
-    """Return the part of a collated batch that this context-parallel rank keeps; cu_seqlens stay whole.
+    """Return the part of a collated batch that this context-parallel rank keeps. Its cu_seqlens stay whole.
 
     Raises:
         LayoutError: as `split_context_parallel`.

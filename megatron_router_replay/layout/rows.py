@@ -131,7 +131,7 @@ def pack_sequences(
 
 
 def check_tokens(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
-    """Raise unless every position that has a row holds the token that the row was recorded for.
+    """Raise unless each position with a row holds the token of that row.
 
     Args:
         rows: [b, s] integer, the trace row of each position, -1 on padding.

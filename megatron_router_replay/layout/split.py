@@ -105,7 +105,7 @@ def _check_lengths(lengths: Tensor, multiple: int, style: str, cp_size: int) -> 
 
 
 def rows_for_router(rows: Tensor, *, tp_rank: int = 0, tp_size: int = 1, sequence_parallel: bool = False) -> Tensor:
-    """Return `rows` in the order in which this tensor-parallel rank's routers see the tokens.
+    """Return rows in the order in which this rank's routers see the tokens.
 
     Args:
         rows: [b, s], any dtype: one value a token, as `input_ids` enters the model on this context-parallel rank;

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from megatron.core.transformer.moe.router import TopKRouter
@@ -57,7 +58,8 @@ class RouterSupport:
     def replayable(self) -> bool:
         return not self.reason
 
-    def __str__(self) -> str:
+    def _verdict(self) -> str:
+        """Return in words what becomes of the router."""
         verdict = "replayed" if self.replayable else f"refused: {self.reason}"
         if self.replayable and self.is_mtp:
             verdict = "live and frozen for recomputes, unless mtp=True replays it"
@@ -65,12 +67,20 @@ class RouterSupport:
             verdict = "left alone: a table of token ids routes it, so its recompute cannot differ"
         elif self.replayable and self.unfused:
             verdict += ", by Megatron-Core's unfused routing function (moe_router_fusion=True)"
-        experts = f"top-{self.topk} of {self.num_experts}"
-        return f"chunk {self.chunk}  layer {self.layer_number:>3}  {experts:<14}  {self.name}: {verdict}"
+        return verdict
+
+    def _experts(self) -> str:
+        """Return how many experts the router chooses of how many."""
+        return f"top-{self.topk} of {self.num_experts}"
+
+    def __str__(self) -> str:
+        return (
+            f"chunk {self.chunk}  layer {self.layer_number:>3}  {self._experts():<14}  {self.name}: {self._verdict()}"
+        )
 
 
 class Explanation(tuple[RouterSupport, ...]):
-    """Every router of a model, in order of chunk and layer; prints as a table."""
+    """Every router of a model, in order of chunk and layer; prints as a table, many alike in one line."""
 
     __slots__ = ()
 
@@ -82,7 +92,18 @@ class Explanation(tuple[RouterSupport, ...]):
     def __str__(self) -> str:
         if not self:
             return "no MoE routers on this rank"
-        return "\n".join(str(router) for router in self)
+        lines: list[str] = []
+        for (chunk, experts, verdict), alike in groupby(
+            self, lambda each: (each.chunk, each._experts(), each._verdict())
+        ):
+            routers = list(alike)
+            if len(routers) <= 8:
+                lines += map(str, routers)
+                continue
+            layers = listed([router.layer_number for router in routers])
+            names = f"{routers[0].name} ... {routers[-1].name}"
+            lines.append(f"chunk {chunk}  layers {layers}  {experts}  {names}: {verdict}")
+        return "\n".join(lines)
 
 
 def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:

@@ -16,7 +16,10 @@ from megatron_router_replay.errors import StoreError, TraceError
 def new_file(folder: Path) -> Iterator[Path]:
     """Yield the path of a new, hidden file; what has no other name when the body ends is removed."""
     temporary = folder / f".{secrets.token_hex(8)}.tmp"
-    temporary.touch(exist_ok=False)
+    try:
+        temporary.touch(exist_ok=False)
+    except FileNotFoundError:
+        raise StoreError(f"there is no folder {folder}: make it first.") from None
     try:
         yield temporary
     finally:

@@ -57,7 +57,7 @@ class StoredPart:
 
 
 class TraceStore:
-    """Traces by (step, rank, part) under one folder; iterating yields every `StoredPart` of every run in that order.
+    """Traces by (step, rank, part) under one folder. Iterating yields every `StoredPart` of every run in that order.
 
     Args:
         root: the folder; made when the first part is saved. Any number of processes and threads may save at once.
@@ -74,7 +74,7 @@ class TraceStore:
             yield from self._list_parts(step)
 
     def save(self, trace: RoutingTrace, *, step: int, rank: int | None = None, part: int | None = None) -> Path:
-        """Save a part and return its path; it is in the store when this returns, or not at all.
+        """Save a part and return its path. It is in the store when this returns, or not at all.
 
         Args:
             step, rank, part: from 0, any integer of 63 bits.
@@ -171,7 +171,7 @@ class TraceStore:
     def load_step(
         self, step: int, *, allow_gaps: bool = False, run: str | None = None, device: torch.device | str = "cpu"
     ) -> RoutingTrace:
-        """Return one trace of all ranks' parts of a step, all of one run; see `merge_traces`.
+        """Return one trace of all ranks' parts of a step. They are all of one run; see `merge_traces`.
 
         Args:
             allow_gaps: as for `merge_traces`.
@@ -190,7 +190,7 @@ class TraceStore:
             raise TraceError(f"cannot merge step {step} of run {parts[0].run!r}: {error}") from None
 
     def prune(self, *, keep_last: int) -> list[int]:
-        """Remove old steps and return them, in order; also what a crash left of an earlier prune or save in them.
+        """Remove old steps and return them, in order. What a crash left of an earlier prune or save in them goes too.
 
         Args:
             keep_last: keep this many of the steps that were saved last, whatever their numbers: a run that was resumed at

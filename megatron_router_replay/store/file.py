@@ -42,7 +42,7 @@ def load_trace(
     rows: slice | None = None,
     device: torch.device | str = "cpu",
 ) -> RoutingTrace:
-    """Return the trace in a file, or a slice of it that is read and proven without reading the rest.
+    """Return the trace in a file, or a slice of it. A slice is read and proven without reading the rest.
 
     Args:
         layer_numbers: load these layers only; other layers are not read.

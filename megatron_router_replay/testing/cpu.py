@@ -47,7 +47,7 @@ _patched = contextlib.ExitStack()
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Let Megatron-Core build, run and train models on the CPU inside the `with` block.
+    """Let Megatron-Core build, run and train models on the CPU in a `with` block.
 
     Re-entrant: only the outermost block patches and restores. The patches are process-wide, so other threads see them.
     On a machine with CUDA the block forces the CPU all the same (torch.cuda.is_available() is False inside), so

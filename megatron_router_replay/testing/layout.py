@@ -30,7 +30,7 @@ class ParallelSizes:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Megatron trains MoE layers under tensor parallelism with sequence parallelism only."""
+        """Whether sequence parallelism is on. Megatron trains MoE layers under tensor parallelism only with it."""
         return self.tp_size > 1
 
     @property
@@ -44,7 +44,7 @@ class ParallelSizes:
         return self.pp_size * math.lcm(self.tp_size * self.cp_size, self.expert_tp_size * self.ep_size)
 
     def initialize(self, *, seed: int = 1234) -> None:
-        """Create Megatron's process groups for this layout and seed its random states; every process calls it.
+        """Create Megatron's process groups and seed its random states. Every process of the layout calls it.
 
         Raises:
             RouterReplayError: the number of processes is not a multiple of `world_size`.

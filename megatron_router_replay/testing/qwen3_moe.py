@@ -80,7 +80,8 @@ def load_qwen3_moe(
     core_attention: str | None = None,
     **config_overrides: Any,
 ) -> list[Any]:
-    """Return this rank's GPTModel chunks with the weights of a Hugging Face Qwen3-MoE checkpoint, in fp32.
+    """Return this rank's GPTModel chunks with the weights of a Qwen3-MoE checkpoint. It is in Hugging Face's format;
+    weights are fp32.
 
     Args:
         checkpoint_dir: holds config.json and model.safetensors (or an index and its shards).

@@ -21,7 +21,7 @@ from megatron_router_replay.errors import RouterReplayError
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, seed: int = 1234, timeout_s: float = 3600.0
 ) -> list[Any]:
-    """Run `function(*args)` on every rank of `world_size` new processes and return the results by rank.
+    """Run `function(*args)` in `world_size` new processes; return results by rank.
 
     Each process has one thread, a gloo group, seeds set, and is inside `megatron_on_cpu()`. The fork server of this process
     imports Megatron-Core once.

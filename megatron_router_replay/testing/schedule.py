@@ -22,7 +22,7 @@ def random_microbatches(
     vocab_size: int = 320,
     seed: int = 0,
 ) -> list[Microbatch]:
-    """Return micro-batches of random tokens: tokens, labels (the next token), loss_mask and position_ids, [b, s]."""
+    """Return micro-batches of random tokens. Each has tokens, labels (the next token), loss_mask and position_ids, [b, s]."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_microbatches, batch_size, sequence_length + 1)
     tokens = torch.randint(vocab_size, shape, generator=generator)
@@ -47,7 +47,7 @@ def run_schedule(
     forward_step: ForwardStep | None = None,
     before_forward: Callable[[Microbatch, Any], None] | None = None,
 ) -> list[Any]:
-    """Run Megatron's schedule for this layout over the micro-batches, with gradients from zero.
+    """Run Megatron's schedule for this layout over the micro-batches. Gradients start from zero.
 
     Args:
         chunks: this rank's model chunks.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.checks import as_integer, shown
-from megatron_router_replay.errors import TraceError
+from megatron_router_replay.errors import TraceError, listed
 from megatron_router_replay.trace.ids import index_dtype
 from megatron_router_replay.trace.routing_trace import RoutingTrace
 from megatron_router_replay.trace.values import as_layer_numbers, as_sample_ids, as_sequence_lengths, check_topk
@@ -107,7 +107,7 @@ class TraceFormat:
         """
         missing = sorted(set(layer_numbers) - set(self.layer_numbers))
         if missing:
-            raise TraceError(f"there is no layer_number {missing[0]}; there are {list(self.layer_numbers)}.")
+            raise TraceError(f"there is no layer_number {missing[0]}; there are [{listed(self.layer_numbers)}].")
         return replace(self.format, layer_numbers=tuple(layer_numbers))
 
     def to_json(self) -> dict[str, Any]:

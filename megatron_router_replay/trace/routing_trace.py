@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.checks import as_integer
-from megatron_router_replay.errors import TraceError
+from megatron_router_replay.errors import TraceError, listed
 from megatron_router_replay.siblings import Sibling, check_siblings
 from megatron_router_replay.trace.ids import check_topk_indices
 from megatron_router_replay.trace.runs import as_slice
@@ -137,7 +137,7 @@ class RoutingTrace:
         sequence_lengths: Any = None,
         sample_ids: Any = None,
     ) -> RoutingTrace:
-        """Make a trace of values that are proven valid, without a copy and without a check; for parts of this package.
+        """Make a trace of proven values, without a copy and a check. Parts of this package call it.
 
         All values are as a checked trace stores them.
         """
@@ -158,7 +158,7 @@ class RoutingTrace:
         return _from_values, ({name: getattr(self, name) for name in _FIELDS},)
 
     def check_unchanged(self) -> None:
-        """Raise if a tensor of the trace was changed in place since it was made: nobody has checked what it holds now.
+        """Raise if a tensor of the trace was changed in place since it was made. Nobody has checked what it holds now.
 
         Sessions and everything that makes a trace of this one call it; it costs microseconds. It does not see what numpy, or
         a collective of torch.distributed, writes into the same memory.
@@ -221,8 +221,8 @@ class RoutingTrace:
         # Without them nothing proves that the routes are of the tokens that they are replayed for.
         proof = "" if self.token_ids is not None else ", without token ids"
         return (
-            f"RoutingTrace({self.num_tokens} tokens ({routed}){proof}, layers {list(self.layer_numbers)}, top-{self.topk} of "
-            f"{self.num_experts} experts, {str(self.topk_indices.dtype).removeprefix('torch.')})"
+            f"RoutingTrace({self.num_tokens} tokens ({routed}){proof}, layers [{listed(self.layer_numbers)}], "
+            f"top-{self.topk} of {self.num_experts} experts, {str(self.topk_indices.dtype).removeprefix('torch.')})"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -246,7 +246,7 @@ class RoutingTrace:
         return self.topk_indices[:, self._layer_index(layer_number)]
 
     def select_layers(self, layer_numbers: Sequence[int]) -> RoutingTrace:
-        """Return the trace of these layers, in the order of their numbers; a view where they are neighbours.
+        """Return the trace of these layers, in the order of their numbers. It is a view where they are neighbours.
 
         Raises:
             TraceError: the trace has no such layer.
@@ -256,7 +256,8 @@ class RoutingTrace:
         return self._with(topk_indices=self.topk_indices[:, indices], layer_numbers=numbers)
 
     def renumber(self, layer_numbers: Mapping[int, int]) -> RoutingTrace:
-        """Return the trace with other layer numbers, for a model whose routers are numbered otherwise than the engine's.
+        """Return the trace with different layer numbers. A model whose routers are numbered otherwise than the engine's
+        needs it.
 
         A hybrid model in which only layers 2, 4, 6 have routers, served as a model of layers 1, 2, 3, takes
         `trace.renumber({1: 2, 2: 4, 3: 6})`.
@@ -270,13 +271,13 @@ class RoutingTrace:
         missing = [number for number in self.layer_numbers if number not in layer_numbers]
         if missing:
             raise TraceError(
-                f"cannot renumber layers {list(self.layer_numbers)}: the mapping says nothing of layer {missing[0]}. Name "
-                "every layer, also those that keep their number."
+                f"cannot renumber layers [{listed(self.layer_numbers)}]: the mapping says nothing of layer {missing[0]}. "
+                "Name every layer, also those that keep their number."
             )
         new = [as_integer("a layer number", layer_numbers[number]) for number in self.layer_numbers]
         if len(set(new)) != len(new):
             raise TraceError(
-                f"cannot renumber layers {list(self.layer_numbers)} to {new}: two layers would share a number."
+                f"cannot renumber layers [{listed(self.layer_numbers)}] to {new}: two layers would share a number."
             )
         # Layers stand in the order of their numbers, whatever the mapping does to that.
         order = sorted(range(len(new)), key=new.__getitem__)
@@ -284,7 +285,7 @@ class RoutingTrace:
         return self._with(topk_indices=self.topk_indices[:, as_slice(order)], layer_numbers=numbers)
 
     def keep(self, mask: ArrayLike | Tensor) -> RoutingTrace:
-        """Return the trace with routes only where `mask` is True; the live router decides every other row, by choice.
+        """Return the trace with routes only where `mask` is True. The live router decides every other row, by choice.
 
         A session counts such rows apart and lets them be trained on; see docs/stale.md. A row that was left out before, or
         that has no route, gets none by being kept.
@@ -300,7 +301,7 @@ class RoutingTrace:
         return self._with(replay_mask=self.replay_mask & kept, left_out=left_out)
 
     def check_nothing_left_out(self, attempt: str) -> None:
-        """Raise TraceError if `keep` left out a row: its route would be lost, and that it was by choice.
+        """Raise TraceError if `keep` left out a row. Its route would be lost, and that it was by choice.
 
         Args:
             attempt: what cannot be done, for the message.
@@ -333,7 +334,7 @@ class RoutingTrace:
         return self._rows(index, sequence_lengths=None, sample_ids=None)
 
     def select_samples(self, samples: Sequence[int]) -> RoutingTrace:
-        """Return these samples in this order; filters, permutes or repeats whole samples with their tokens.
+        """Return these samples in this order. So whole samples are filtered, permuted or repeated with their tokens.
 
         Raises:
             TraceError: the trace has no sequence_lengths, or a sample lies outside it.
@@ -382,7 +383,7 @@ class RoutingTrace:
             return self.layer_numbers.index(layer_number)
         except ValueError:
             raise TraceError(
-                f"the trace has no layer_number {layer_number}; it has {list(self.layer_numbers)}."
+                f"the trace has no layer_number {layer_number}; it has [{listed(self.layer_numbers)}]."
             ) from None
 
     def _sample_bounds(self) -> tuple[list[int], list[int]]:

@@ -62,7 +62,7 @@ Consume = Callable[[int, RoutingTrace], None]
 
 
 class RouteGroup:
-    """One process of a transport, from its constructor, which waits for all processes, to `close`.
+    """One process of a transport. Its constructor waits for all processes, and `close` leaves.
 
     It is a rollout process with `sender`, a training rank with `place`. A `with` block joins and closes it.
 
@@ -130,7 +130,7 @@ class RouteGroup:
     def send(
         self, traces: RoutingTrace | Sequence[RoutingTrace] | RowSource, *, partition: Partition = "round_robin"
     ) -> None:
-        """Start to send this sender's samples of a batch and return; first waits until the last batch has arrived.
+        """Start to send this sender's samples of a batch and return. It first waits until the last batch has arrived.
 
         Args:
             traces: the samples, or a source that writes rows as they are asked for. Not to be changed until `join`, or
@@ -169,7 +169,7 @@ class RouteGroup:
         self._raise_if_over()
 
     def receive(self) -> RoutingTrace:
-        """Return the next batch's routes for this place: its data-parallel rank's samples, its stage's layers.
+        """Return the next batch's routes for this place. They are its data-parallel rank's samples in its stage's layers.
 
         Raises:
             TransportError: a process failed, died or did not begin in time, or they do not agree.
@@ -178,7 +178,7 @@ class RouteGroup:
         return trace_of_memory(memory, part.format, part.sequence_lengths)
 
     def stream(self, consume: Consume) -> None:
-        """Receive the next batch in buckets that are never all in memory; for batches larger than that.
+        """Receive the next batch in buckets that are never all in memory. Batches larger than the memory need it.
 
         Args:
             consume: called with the first row of each bucket and its trace. The buckets of one sender come in order. The

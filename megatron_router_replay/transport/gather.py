@@ -22,7 +22,7 @@ Memory = Mapping[str, Tensor]
 
 
 class RowSource(Protocol):
-    """Anything that can write its rows into memory, so that no process has to hold all of them."""
+    """Anything that can write its rows into memory. No process then has to hold all of them."""
 
     @property
     def format(self) -> TraceFormat: ...
@@ -31,7 +31,7 @@ class RowSource(Protocol):
     def sequence_lengths(self) -> tuple[int, ...]: ...
 
     def fill(self, runs: Runs, layer_numbers: tuple[int, ...], memory: Memory) -> None:
-        """Write these runs of rows, in order, into `memory`, which has just that many rows and layers."""
+        """Write these runs of rows, in order, into `memory`. It has just that many rows and layers."""
 
 
 class TraceRows:
@@ -114,7 +114,7 @@ def decode_responses(
     num_threads: int = 4,
     times: TransportTimes | None = None,
 ) -> list[RoutingTrace]:
-    """Return one trace per response, in order; decoding begins while later responses are still on their way.
+    """Return one trace per response, in order. Decoding begins while later responses are still on their way.
 
     Copies and checks, most of the work, run in all threads at once; base64 and parsing JSON do not. For more than a few
     cores decode in the rollout workers' own processes.

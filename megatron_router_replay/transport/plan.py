@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Literal, NamedTuple
 
-from megatron_router_replay.errors import RouterReplayError
+from megatron_router_replay.errors import RouterReplayError, listed
 from megatron_router_replay.trace.header import TraceFormat
 
 Runs = Sequence[tuple[int, int]]
@@ -23,7 +23,7 @@ Partition = Literal["round_robin", "balanced"] | Sequence[Sequence[int]]
 
 
 class TransportError(RouterReplayError):
-    """Routes did not reach a training rank, or the processes do not agree on what to send."""
+    """Routes did not reach a training rank, or processes disagree on what to send."""
 
 
 class Place(NamedTuple):
@@ -138,7 +138,7 @@ def plan_routes(
     missing = [number for stage in layout.stage_layers for number in stage if number not in format.layer_numbers]
     if missing:
         raise TransportError(
-            f"the layout has MoE layers {missing}, the trace has {list(format.layer_numbers)}: every stage needs its own."
+            f"the layout has MoE layers {missing}, the trace has [{listed(format.layer_numbers)}]: every stage needs its own."
         )
     bounds = [(end - length, end) for end, length in zip(accumulate(sequence_lengths), sequence_lengths)]
     samples = partition_samples(sequence_lengths, dp_size=layout.dp_size, partition=partition)

@@ -48,7 +48,7 @@ class TransportTimes:
                 self._seconds[name] = self._seconds.get(name, 0.0) + value
 
     def take(self) -> dict[str, float]:
-        """Return what was counted, and start again from zero: for each training step, and for the other side."""
+        """Return what was counted, and start again from zero. It is counted for a training step, and for the other side."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return seconds
@@ -59,7 +59,7 @@ class TransportTimes:
             return {f"{prefix}{name}_s": value for name, value in self._seconds.items()}
 
     def line(self) -> str:
-        """Return one line for a person: how long training waited for routes, and what the rollout side did then."""
+        """Return one line for a person. It says how long training waited for routes, and what the rollout side did then."""
         with self._lock:
             seconds = {"training_wait": 0.0, "training_receive": 0.0, **dict.fromkeys(_DOING, 0.0), **self._seconds}
         waited = seconds["training_wait"]

@@ -115,6 +115,16 @@ def test_a_row_says_what_becomes_of_the_router():
     assert str(said(hashed=True, is_mtp=True)).startswith(start + "left alone: a table of token ids routes it")
 
 
+def test_many_layers_alike_are_one_line():
+    routers = [said(layer_number=number, name=f"layers.{number}.router") for number in range(4, 62)]
+    odd = said(layer_number=62, name="layers.62.router", reason="why")
+    assert str(Explanation([*routers, odd])).splitlines() == [
+        "chunk 0  layers 4 to 61  top-2 of 8  layers.4.router ... layers.61.router: replayed",
+        "chunk 0  layer  62  top-2 of 8      layers.62.router: refused: why",
+    ]
+    assert str(Explanation(routers[:8])) == "\n".join(map(str, routers[:8]))
+
+
 def test_a_model_is_replayable_if_it_has_routers_and_all_are():
     assert not Explanation().replayable
     assert str(Explanation()) == "no MoE routers on this rank"

@@ -92,7 +92,7 @@ def test_the_fault_is_described_by_row_layer_ids_and_count():
     assert fault.describe((5, 9), first_row=100) == (
         "row 101, layer 9 of topk_indices is [3, 3]: an expert is named twice (3 such routes in layers [5, 9])."
     )
-    for layers, listed in ((8, "[1, 2, 3, 4, 5, 6, 7, 8]"), (9, "[1, 2, 3, 4, 5, 6, 7, 8, ... (9 in all)]")):
+    for layers, listed in ((8, "[1, 2, 3, 4, 5, 6, 7, 8]"), (9, "[1 to 9]")):
         many = find_invalid_routes(np.full((1, layers, 1), -1), num_experts=4)
         described = many.describe(range(1, layers + 1))
         assert described.endswith(f"an id lies outside 0..3 ({layers} such routes in layers {listed}).")
