@@ -59,8 +59,7 @@ def test_a_route_in_a_dense_layer_beside_rows_of_filler_raises():
     routes[0, 1] = FILLER
     routes[1, 2, 0] = torch.tensor([5, 6])
     chunk = layers_2_and_3(moe_layer_freq=[0, 1, 1])
-    mrr.replay(chunk)
-    with pytest.raises(LayoutError, match=r"dense layers \[1\] are not filler"):
+    with pytest.raises(LayoutError, match=r"dense layers \[1\] are not filler"), mrr.replay(chunk):
         mrr.microbatch(chunk, routes=routes, trust_layout=True, filler=FILLER)
     mrr.close_sessions(chunk)
 
