@@ -28,14 +28,13 @@ def pool_of(transport):
         pytest.importorskip("ray", reason="ray is not installed: pip install 'megatron-router-replay[ray]'")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(PP2, 4), (ParallelSizes(tp_size=2, pp_size=2), 4)],
-    ids=["pp2-dp2", "tp2-pp2"],
-)
+LAYOUTS = {"pp2-dp2": (PP2, 4), "tp2-pp2": (ParallelSizes(tp_size=2, pp_size=2), 4)}
+
+
+@pytest.fixture(scope="module")
 def local_way(request, tmp_path_factory):
     """A layout, the workers for it, and what every rank saw with routes that never left the rollout's process."""
-    layout, world_size = request.param
+    layout, world_size = LAYOUTS[request.param]
     workers = request.getfixturevalue(f"workers_{world_size}")
     return (
         layout,
@@ -45,7 +44,11 @@ def local_way(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["distributed", "ray"])
+@pytest.mark.parametrize(
+    ("local_way", "transport"),
+    [("pp2-dp2", "distributed"), ("pp2-dp2", "ray"), ("tp2-pp2", "distributed")],
+    indirect=["local_way"],
+)
 def test_every_rank_gets_the_routes_of_the_local_way_and_trains_the_same(transport, local_way, tmp_path):
     pool_of(transport)
     layout, workers, expected = local_way

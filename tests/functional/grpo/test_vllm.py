@@ -16,20 +16,18 @@ PYTHON = REPO / ".venv-vllm/bin/python"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: run `make venv-vllm`")
-def test_three_iterations_of_r3_with_routes_from_vllm_over_http(workers_2, tmp_path):
-    settings = small(tmp_path, engine="vllm", steps=3, recompute="full", layout=ParallelSizes(pp_size=2))
+def test_r3_refuses_damaged_routes_from_vllm_over_http_and_trains_on_right_ones(workers_2, tmp_path):
+    settings = small(tmp_path, engine="vllm", steps=1, recompute="full", layout=ParallelSizes(pp_size=2))
     ranks = workers_2.run(vllm_steps, settings, timeout_s=1800)
     for rank in ranks:
         assert "layer_number 3" in rank["message"], rank["message"]
         assert rank["nothing_trained"]
         assert rank["trained_then"]
         assert rank["server_ended"]
-        assert len(rank["metrics"]) == 3
-        for step in rank["metrics"]:
-            assert step["router_replay/rows_live"] == 16  # the last token of each sample; all others have a route
-            assert step["router_replay/rows_replayed"] > 16 * 4
-            # A server that kept old weights, or garbled new ones, is some 0.1 away.
-            assert 0 < step["rollout_kl"] < 2e-3
+        (step,) = rank["metrics"]
+        assert step["router_replay/rows_live"] == 16  # the last token of each sample; all others have a route
+        assert step["router_replay/rows_replayed"] > 16 * 4
+        assert 0 < step["rollout_kl"] < 2e-3
 
 
 @pytest.mark.slow
@@ -49,6 +47,7 @@ def test_rollout_workers_ask_one_vllm_server_and_send_its_routes_to_every_stage(
             metrics = rank["metrics"][step]
             assert metrics["router_replay/rows_live"] == 16
             assert metrics["router_replay/transport/rollout_decode_s"] > 0
+            # In the second step a server that kept old weights, or garbled new ones, is some 0.1 away.
             assert 0 < metrics["rollout_kl"] < 2e-3
 
 

@@ -107,6 +107,25 @@ def test_a_sender_stages_four_buckets_whatever_the_payload() -> None:
     assert {size for _, size in staged} == {100_000}
 
 
+def test_a_stream_holds_two_buckets_whatever_the_payload() -> None:
+    store, memory = open_store("127.0.0.1", is_server=True), []
+    options = {"bucket_bytes": 1 << 20, **LIMITS}
+
+    def train() -> None:
+        with RouteGroup(store, ONE, place=Place(), **options) as group:
+            group.stream(lambda start, trace: memory.append(trace.topk_indices.untyped_storage()))
+
+    def roll_out() -> None:
+        with RouteGroup(store, ONE, sender=0, **options) as group:
+            group.send(make_trace())
+
+    in_threads(train, roll_out)
+    assert len(memory) == 13  # 400,000 rows of 33 bytes, 31,775 in a bucket; 32 of the bytes are ids
+    assert {(each.data_ptr(), each.nbytes()) for each in memory} == {
+        (each.data_ptr(), 31_775 * 32) for each in memory[:2]
+    }
+
+
 def test_send_returns_at_once_and_the_next_one_waits_for_it() -> None:
     store = open_store("127.0.0.1", is_server=True)
     traces = [make_trace(seed=seed) for seed in range(3)]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -138,6 +138,21 @@ def test_ctrl_c_in_receive_or_a_consumer_stays_what_it_is_and_is_told(port: int,
         with pytest.raises(TransportError, match="training rank dp0/pp0/cp0/tp0: KeyboardInterrupt"):
             send_and_join(group)
         group._error = None  # so that the block ends without a word
+
+
+def test_who_asks_again_after_a_failure_gets_the_words_of_the_first_one(port: int) -> None:
+    def twice(act: Callable[[RouteGroup], Any], **member: Any) -> list[Any]:
+        group = RouteGroup(open_store("127.0.0.1", port, is_server=False), ONE, **member, **LIMITS)
+        return attempts(partial(act, group)) + attempts(partial(act, group))
+
+    sender, rank = in_threads(
+        partial(twice, send_and_join, sender=0),
+        partial(twice, lambda group: group.stream(lambda start, trace: refuse()), place=Place()),
+    )
+    told = "training rank dp0/pp0/cp0/tp0: ValueError: no room for these rows"
+    assert sender == [f"TransportError: {told}", f"TransportError: this transport is over: {told}"]
+    over = "TransportError: this transport is over: no room for these rows"
+    assert rank == ["ValueError: no room for these rows", over]
 
 
 def send_and_join(group: RouteGroup) -> None:

@@ -123,13 +123,13 @@ def envelopes(seeds) -> Counter:
 @pytest.mark.slow
 def test_damage_with_checksums_that_fit_is_refused_or_makes_another_valid_trace():
     # Some must be valid, or the damage would not reach behind the checksums.
-    assert in_processes(files, 200_000)["another valid trace"] > 1000
+    assert in_processes(files, 100_000)["another valid trace"] > 500
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fuzz", [parts_of_a_store, envelopes])
 def test_damage_that_nobody_signed_is_never_another_trace(fuzz):
-    assert in_processes(fuzz, 50_000)["another valid trace"] == 0
+    assert in_processes(fuzz, 25_000)["another valid trace"] == 0
 
 
 @settings(deadline=None)
