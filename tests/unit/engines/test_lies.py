@@ -242,6 +242,15 @@ def test_nemo_gyms_envelope_with_and_without_a_row_of_the_last_token(dtype, last
     assert engines.nemo_gym.decode_batch([item, item], model=MODEL).sequence_lengths == (S, S)
 
 
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_route_in_the_row_of_the_last_token_is_one_too_late_for_nemo_gym(start):
+    rows = np.concatenate([GOOD[:1], GOOD])[: S - start]
+    with pytest.raises(PayloadError, match="the last one is a route"):
+        engines.nemo_gym.decode(envelope(rows), model=MODEL, token_ids=IDS, start=start)
+    rows[-1] = -1
+    engines.nemo_gym.decode(envelope(rows), model=MODEL, token_ids=IDS, start=start)
+
+
 def test_a_literal_envelope():
     model = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(2,), num_experts=8, topk=2)
     text = "nrlre1:int16:2x1x2:AQACAAMABAA="  # 1 0 2 0 3 0 4 0

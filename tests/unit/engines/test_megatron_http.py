@@ -141,6 +141,17 @@ def test_other_wrappers_are_refused(wrapped):
         engines.megatron.decode(reply, model=MODEL)
 
 
+def test_the_last_id_of_a_dtype_is_one_of_it():
+    model = engines.ModelRoutingInfo(num_layers=1, moe_layer_numbers=(1,), num_experts=256, topk=2)
+    for dtype, top in (("uint8", 255), ("int8", 127)):
+        wrapped = ["ndarray", {"data": [[[0, top]]], "dtype": dtype}]
+        trace = engines.megatron.decode({"routing_indices": wrapped}, model=model, num_tokens=2)
+        assert trace.topk_indices[0].tolist() == [[0, top]]
+        wrapped[1]["data"] = [[[0, top + 1]]]
+        with pytest.raises(PayloadError, match=f"holds ids that {dtype}, its dtype, does not"):
+            engines.megatron.decode({"routing_indices": wrapped}, model=model, num_tokens=2)
+
+
 def test_serialised_requests():
     prompt, output = ids(0)
     request = {"prompt_tokens": ["tensor", prompt], "generated_tokens": output}

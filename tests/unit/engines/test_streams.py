@@ -249,6 +249,17 @@ def test_one_index_of_two_requests_is_not_one_stream():
         decode("sglang", chunks)
 
 
+@pytest.mark.parametrize("request_id", [np.zeros((2, 2)), torch.zeros(3), [1], {"a": 1}, 1.5], ids=str)
+def test_a_request_id_of_any_kind_is_compared_and_nothing_else_raises(request_id):
+    chunks = sglang_chunks(0, incremental=True)
+    for chunk in chunks:
+        chunk["meta_info"]["id"] = request_id
+    check(engines.sglang_jax.decode_batch(chunks, model=MODEL, prompt_token_ids=PROMPT))
+    chunks[2]["meta_info"]["id"] = "another"
+    with pytest.raises(PayloadError, match="index 0 is of several requests"):
+        engines.sglang_jax.decode_batch(chunks, model=MODEL, prompt_token_ids=PROMPT)
+
+
 @pytest.mark.parametrize("place", range(G))
 def test_every_chunk_of_an_sglang_stream_states_the_prompt(place):
     chunks = sglang_chunks(incremental=True)

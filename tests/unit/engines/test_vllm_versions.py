@@ -80,6 +80,12 @@ def test_0_21_columns_are_never_read_as_those_of_other_versions():
         engines.vllm.decode(full, model=FIRST_DENSE, token_ids=IDS, version="0.21")
 
 
+def test_no_rows_are_of_no_version():
+    for columns in (3, 5):
+        trace = engines.vllm.decode(np.zeros((0, columns, 4), np.uint8), model=FIRST_DENSE, num_tokens=1)
+        assert trace.replay_mask.tolist() == [False]
+
+
 def test_0_21_prompt_routes_are_shared_by_n_completions():
     want = routes(P, 3, num_experts=300, topk=4).astype(np.int16)
     generations = [routes(G - 1, 3, num_experts=300, topk=4, seed=s).astype(np.int16) for s in (5, 6)]
