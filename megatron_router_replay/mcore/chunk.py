@@ -53,6 +53,8 @@ class Chunk:
         self._sequence_parallel = bool(self.config.sequence_parallel)
         self._on_forward = on_forward
         self._handles: list[Any] = []
+        self._inside = False  # the forward of `module` runs
+        self._succeeded: bool | None = None  # how it ended since the outermost one began; None: it was not reached
 
     @property
     def module(self) -> nn.Module:
@@ -77,13 +79,10 @@ class Chunk:
 
     def watch(self) -> None:
         """Put the hooks on; plain functions, so that a copy of the model has them and not a copy of this object."""
-        module, outermost, queue = self.module, self.levels[0], self.queue
-        inside = False  # the forward of `module` runs
-        succeeded: bool | None = None  # how it ended since the outermost one began; None: it was not reached
+        module, queue = self.module, self.queue
 
         @_disable_dynamo
         def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal inside
             # A checkpoint around the whole chunk calls it again: that is no new forward.
             if called is not module or tape.repeats():
                 return
@@ -93,7 +92,7 @@ class Chunk:
                     "mrr.attach(model_chunks) after building the model, and again where it is rebuilt."
                 )
             microbatch = queue.enter()
-            inside = True
+            self._inside = True
             microbatch.packed = kwargs.get("packed_seq_params") is not None
             input_ids = kwargs.get("input_ids", args[0] if args else None)
             # Stages that embed nothing may get tokens in another layout, before packing. A positional argument of a model
@@ -104,41 +103,44 @@ class Chunk:
 
         @_disable_dynamo
         def leave(called: nn.Module, args: Any, output: Any) -> None:
-            nonlocal inside, succeeded
             if called is not module or tape.repeats():
                 return
             # torch passes None for the output of a forward that raised.
-            if output is None and not inside:
+            if output is None and not self._inside:
                 queue.fail_next()  # another's hook raised before ours ran, or ours had no micro-batch
             else:
                 queue.leave(failed=output is None)
-            inside, succeeded = False, output is not None
-
-        @_disable_dynamo
-        def enter_outermost(called: nn.Module, args: tuple[Any, ...]) -> None:
-            nonlocal succeeded
-            succeeded = None
-
-        @_disable_dynamo
-        def leave_outermost(called: nn.Module, args: Any, output: Any) -> None:
-            if called is not outermost or output is not None or tape.repeats():
-                return
-            if succeeded is None:
-                queue.fail_next()
-            elif succeeded:  # a wrapper raised behind it
-                queue.leave(failed=True)
+            self._inside, self._succeeded = False, output is not None
 
         self._handles = [
             module.register_forward_pre_hook(enter, with_kwargs=True),
             # always_call: also for a forward that raises, which its caller may catch and repeat.
             module.register_forward_hook(leave, always_call=True),
         ]
-        if outermost is not module:
-            self._handles += [
-                # In front of others' hooks: behind one that raises, it would not run.
-                outermost.register_forward_pre_hook(enter_outermost, prepend=True),
-                outermost.register_forward_hook(leave_outermost, always_call=True),
-            ]
+        if self.levels[0] is not module:
+            self._watch_outermost(self.levels[0])
+
+    def _watch_outermost(self, outermost: nn.Module) -> None:
+        """Notice forwards that fail in a wrapper, before or behind the innermost model."""
+
+        @_disable_dynamo
+        def enter(called: nn.Module, args: tuple[Any, ...]) -> None:
+            self._succeeded = None
+
+        @_disable_dynamo
+        def leave(called: nn.Module, args: Any, output: Any) -> None:
+            if called is not outermost or output is not None or tape.repeats():
+                return
+            if self._succeeded is None:
+                self.queue.fail_next()
+            elif self._succeeded:  # a wrapper raised behind it
+                self.queue.leave(failed=True)
+
+        self._handles += [
+            # In front of others' hooks: behind one that raises, it would not run.
+            outermost.register_forward_pre_hook(enter, prepend=True),
+            outermost.register_forward_hook(leave, always_call=True),
+        ]
 
     def unwatch(self) -> None:
         """Take the hooks off and forget every micro-batch."""

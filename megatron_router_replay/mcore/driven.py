@@ -215,25 +215,17 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         if run is not None or action in _REPLAYS or (action is not None and self.static_buffer is None):
             # Recording into a static buffer is what a captured graph may do: it writes to the same address in every run.
             seam.check_runs_python("a recompute" if action is None else f"a RouterReplay under {action.name}")
+        used: Tensor | None = None
         if run is not None:
-            entry = run.next(self)
-            if action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
-                self.replay_backward_list.pop(0)
-            if entry.topk_indices is not None:
-                if is_written:
-                    tape.write(entry)
-                return _gather(scores, entry.topk_indices, topk)
-            if action in _REPLAYS:
-                raise ReplayStateError(f"{action.name} in a recompute whose forward ran without an action.")
+            used = self._recall(run)
         elif repeats and action == RouterReplayAction.REPLAY_FORWARD:
             raise ReplayStateError(
                 "REPLAY_FORWARD in a recompute whose forward is not known: it ran in a kind of checkpoint that is not known. "
                 "Name its runs with megatron_router_replay.mcore.Tape, or announce recomputes with REPLAY_BACKWARD."
             )
-        used: Tensor | None = None
-        if run is None and action in _REPLAYS:
+        elif action in _REPLAYS:
             used = self._next_target(action, scores.shape[1])
-        elif run is None and action is not None:
+        elif action is not None:
             used = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
             self._check_holds(scores.shape[1])
             if not repeats:  # a recompute must not overwrite what a forward recorded
@@ -246,6 +238,15 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         if is_written:
             tape.write(Entry(self, used))
         return cast("tuple[Tensor, Tensor]", routed)
+
+    def _recall(self, run: tape.Run) -> Tensor | None:
+        """Return what the forward of this recompute used; None: it ran live."""
+        used: Tensor | None = run.next(self).topk_indices
+        if self._action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
+            self.replay_backward_list.pop(0)
+        if used is None and self._action in _REPLAYS:
+            raise ReplayStateError(f"{self._action.name} in a recompute whose forward ran without an action.")
+        return used
 
     def _next_target(self, action: Any, num_experts: int) -> Tensor:
         if action == RouterReplayAction.REPLAY_BACKWARD:

@@ -66,8 +66,8 @@ class FedRoutes:
 
     Args:
         compact: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
-        live, padding: [num_tokens] bool; None: there are none, or nothing is known.
-        ordinals: [num_tokens] int64, see `microbatches.spread_padding`; with padding.
+        live: [num_tokens] bool, rows without a route; None: there is none.
+        padding: [b, s] bool; None: nothing is known.
         batch_shape: (b, s).
         token_ids: [b, s] int64; None: not given.
         padding_known: somebody said what is padding, by a mask or by the filler that stands there.
@@ -80,7 +80,6 @@ class FedRoutes:
     compact: Tensor
     live: Tensor | None
     padding: Tensor | None
-    ordinals: Tensor | None
     batch_shape: tuple[int, int]
     token_ids: Tensor | None
     padding_known: bool
@@ -129,92 +128,115 @@ class FedRoutes:
         Raises:
             LayoutError: a shape, a layer, an id or a token does not fit.
         """
-        values = as_integers(routes, "routes").detach()
-        values = values.unsqueeze(0) if values.dim() == 3 else values
-        if values.dim() != 4:
-            raise LayoutError(
-                f"routes must be [b, s, layers, topk], or [t, layers, topk] for one packed row, got {list(values.shape)}."
-            )
-        if stamped == trust_layout:
-            raise LayoutError(
-                "routes can be right in shape and wrong in every row: stamp them where the rollout enters (routes = "
-                "mrr.stamp(routes, tokens)) and say stamped=True with token_ids=, or say trust_layout=True in its place."
-            )
-        batch_shape = (int(values.shape[0]), int(values.shape[1]))
+        values = _as_batch(routes)
+        _check_proof(stamped=stamped, trust_layout=trust_layout, token_ids=token_ids)
         # All meet on the GPU if one of them is there: on the way down the host would wait.
         there = [each.device for each in (values, token_ids, padding, trained) if isinstance(each, Tensor)]
         device = next((each for each in there if each.type != "cpu"), values.device)
         values = micro.to_device(values, device)
+        batch_shape = (int(values.shape[0]), int(values.shape[1]))
         tokens, at_padding, at_trained = (
-            _beside(each, name, batch_shape, values.device)
+            _beside(each, name, batch_shape, device)
             for each, name in ((token_ids, "token_ids"), (padding, "padding"), (trained, "trained"))
         )
-        said = None
-        if stamped:
-            if tokens is None:
-                raise LayoutError(
-                    "stamped=True compares the stamp with the tokens: give token_ids=, what the model gets."
-                )
-            values, said = values[:, :, :-1], values[:, :, -1]
-        topk, num_experts = int(chunk.taking_part[0].router.topk), int(chunk.taking_part[0].router.num_experts)
-        if values.shape[3] != topk:
-            raise LayoutError(f"routes name {values.shape[3]} experts a token, the model's topk is {topk}.")
-        column = route_columns(chunk.module, chunk.config, int(values.shape[2]), layer_numbers)
-        missing = [found for found in chunk.taking_part if found.layer_number not in column]
-        if missing:
-            raise LayoutError(f"{missing[0]} has no routes: they are of layers {sorted(column)}; say layer_numbers=.")
-        values = values.to(torch.int64, copy=True)  # a copy: a trainer reuses its buffers
-        own = micro.take_layers(values, [column[found.layer_number] for found in chunk.taking_part], dim=2)
+        stamps = values[:, :, -1] if stamped else None
+        values, column = _columns(chunk, values[:, :, :-1] if stamped else values, layer_numbers)
         # Judged by all layers of the model, so that every pipeline stage says the same of a row: one layer may rightly choose
         # what is filler elsewhere. Hash layers hold zeros.
         num_hashed = getattr(chunk.config, "moe_n_hash_layers", None) or 0
         whole = micro.take_layers(values, [place for number, place in column.items() if number > num_hashed], dim=2)
-        live = (whole < 0).flatten(2).all(2)
-        if filler is not None:
-            fills = micro.to_device(torch.as_tensor(filler, dtype=torch.int64), own.device)
-            live |= (whole == fills).flatten(2).all(2)
+        live = _has_no_route(whole, filler)
         known = ~live if at_padding is None else ~live & ~at_padding
+        num_experts = int(chunk.taking_part[0].router.num_experts)
         _check_ids(whole, known, num_experts, check)
-        dense = [place for place in range(values.shape[2]) if place not in column.values()]
-        if dense:  # a trainer's own filler, in rows without a route, spreads over all layers
-            filler_there = micro.take_layers(values, dense, dim=2)
-            wrong = ((filler_there != 0) & (filler_there != -1)).flatten(2).any(2)
-            check(
-                (wrong & known).any(),
-                f"routes of the dense layers {[place + 1 for place in dense]} are not filler (0 or -1): the layers are "
-                "shifted, or of another model.",
-            )
-        if said is not None and tokens is not None:
-            differ = (said != _digits(tokens, topk).to(said.dtype)).any(dim=2) & known
-            check(
-                differ.any(),
-                "routes are of other tokens than the model gets at their positions: the trainer lays routes out in another "
-                "order than tokens (context parallelism, padding side, [s, b]), or cut one of the two.",
-            )
+        _check_dense(values, column, known, check)
+        if stamps is not None and tokens is not None:
+            _check_stamps(stamps, tokens, known, check)
         if at_trained is not None:
-            check(
-                (at_trained & ~known).any(), "a trained position has no route. Leave `trained` out to let it run live."
-            )
-        compact = chunk.router_view(own.clamp(min=0), split=split).to(index_dtype(num_experts))
-        view_live: Tensor | None = chunk.router_view(live, split=split)
-        assert view_live is not None, "just made"
-        if view_live.device.type == "cpu" and not bool(view_live.any()):
-            view_live = None
-        ordinals = None if at_padding is None else chunk.router_view(micro.padding_ordinals(at_padding), split=split)
+            without = (at_trained & ~known).any()
+            check(without, "a trained position has no route. Leave `trained` out to let it run live.")
+        own = micro.take_layers(values, [column[found.layer_number] for found in chunk.taking_part], dim=2)
+        view_live = chunk.router_view(live, split=split)
+        has_live = view_live.device.type != "cpu" or bool(view_live.any())
         return cls(
-            compact=compact,
-            live=view_live,
-            padding=None if at_padding is None else chunk.router_view(at_padding, split=split),
-            ordinals=ordinals,
+            compact=chunk.router_view(own.clamp(min=0), split=split).to(index_dtype(num_experts)),
+            live=view_live if has_live else None,
+            padding=at_padding,
             batch_shape=batch_shape,
             token_ids=None if split else tokens,
             padding_known=at_padding is not None or filler is not None,
-            proved=said is not None,
+            proved=stamped,
             split=split,
             ahead=ahead,
             routes=values,
             column=column,
         )
+
+
+def _as_batch(routes: Any) -> Tensor:
+    """Return [b, s, layers, topk]."""
+    values = as_integers(routes, "routes").detach()
+    values = values.unsqueeze(0) if values.dim() == 3 else values
+    if values.dim() != 4:
+        raise LayoutError(
+            f"routes must be [b, s, layers, topk], or [t, layers, topk] for one packed row, got {list(values.shape)}."
+        )
+    return values
+
+
+def _check_proof(*, stamped: bool, trust_layout: bool, token_ids: Any) -> None:
+    """Raise unless the caller says how the layout of routes is proved."""
+    if stamped == trust_layout:
+        raise LayoutError(
+            "routes can be right in shape and wrong in every row: stamp them where the rollout enters (routes = "
+            "mrr.stamp(routes, tokens)) and say stamped=True with token_ids=, or say trust_layout=True in its place."
+        )
+    if stamped and token_ids is None:
+        raise LayoutError("stamped=True compares the stamp with the tokens: give token_ids=, what the model gets.")
+
+
+def _has_no_route(routes: Tensor, filler: Any) -> Tensor:
+    """Return [b, s] bool, True: every layer of the row is below 0, or the trainer's filler."""
+    without = (routes < 0).flatten(2).all(2)
+    if filler is not None:
+        fills = micro.to_device(torch.as_tensor(filler, dtype=torch.int64), routes.device)
+        without |= (routes == fills).flatten(2).all(2)
+    return without
+
+
+def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None) -> tuple[Tensor, dict[int, int]]:
+    """Return a copy of routes, int64, and Megatron's number of each MoE layer -> its column; a trainer reuses its buffers."""
+    topk = int(chunk.taking_part[0].router.topk)
+    if routes.shape[3] != topk:
+        raise LayoutError(f"routes name {routes.shape[3]} experts a token, the model's topk is {topk}.")
+    column = route_columns(chunk.module, chunk.config, int(routes.shape[2]), layer_numbers)
+    missing = [found for found in chunk.taking_part if found.layer_number not in column]
+    if missing:
+        raise LayoutError(f"{missing[0]} has no routes: they are of layers {sorted(column)}; say layer_numbers=.")
+    return routes.to(torch.int64, copy=True), column
+
+
+def _check_dense(routes: Tensor, column: dict[int, int], known: Tensor, check: Check) -> None:
+    """Check that columns of dense layers hold filler; a trainer's own, in rows without a route, spreads over all layers."""
+    dense = [place for place in range(routes.shape[2]) if place not in column.values()]
+    if dense:
+        filler = micro.take_layers(routes, dense, dim=2)
+        wrong = ((filler != 0) & (filler != -1)).flatten(2).any(2)
+        check(
+            (wrong & known).any(),
+            f"routes of the dense layers {[place + 1 for place in dense]} are not filler (0 or -1): the layers are "
+            "shifted, or of another model.",
+        )
+
+
+def _check_stamps(stamps: Tensor, tokens: Tensor, known: Tensor, check: Check) -> None:
+    """Check that rows with a route bear the stamp of their token."""
+    expected = _digits(tokens, stamps.shape[-1])
+    check(
+        ((stamps != expected.to(stamps.dtype)).any(dim=2) & known).any(),
+        "routes are of other tokens than the model gets at their positions: the trainer lays routes out in another "
+        "order than tokens (context parallelism, padding side, [s, b]), or cut one of the two.",
+    )
 
 
 def _beside(values: Any, name: str, shape: tuple[int, int], device: torch.device) -> Tensor | None:

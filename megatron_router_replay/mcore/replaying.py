@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,54 +180,49 @@ class ReplaySession(Session):
         trace = self._trace_of[chunk.index]
         if routes is not None and routes.source is not self._trace:
             raise LayoutError("these routes were prefetched from another trace than this session's.")
-        given = (inputs.rows, inputs.padding, inputs.trained, inputs.token_ids)
-        if not self._warned and trace.device.type == "cpu" and any(_on_a_gpu(values) for values in given):
-            self._warned = True
-            _LOG.warning(
-                "the trace is on the CPU and routing_rows, or what is queued beside them, on a GPU: the host waits for the "
-                "GPU in every micro-batch. Queue what the data loader gave, before it is moved; or replay trace.to('cuda')."
-            )
-        # They meet where the trace is; the routers' rows of it alone go to the routers' device.
-        rows = micro.to_device(inputs.rows, trace.device)
-        padding, trained, tokens = (
-            None if values is None else micro.to_device(values, trace.device) for values in given[1:]
-        )
+        inputs = self._at_the_trace(inputs, trace.device)
+        rows, padding = inputs.rows, inputs.padding
         # Of the whole batch, not of this rank's part: what is wrong with it raises on every rank.
         unrouted = self._may_be_unrouted(rows, trace.num_tokens)
         micro.check_padding(rows, padding, self._check)
         self._count_repeated(rows)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
-        at_padding = None if padding is None else chunk.router_view(padding)
-        at_trained = None if trained is None else chunk.router_view(trained)
-        known = view.clamp(min=0)
-        routed = (
-            (view >= 0) & trace.replay_mask[known] if trace.num_tokens else torch.zeros_like(view, dtype=torch.bool)
-        )
-        left_out = torch.zeros_like(routed)
-        if trace.left_out is not None and trace.num_tokens:
-            left_out = (view >= 0) & trace.left_out[known]
+        at_trained = None if inputs.trained is None else chunk.router_view(inputs.trained)
+        routed, left_out = _at_rows(trace.replay_mask, view), _at_rows(trace.left_out, view)
         self._check_known(trace, view, routed | left_out)
         if at_trained is not None:
             self._check_trained(at_trained & ~(routed | left_out))
-        expected = self._expected_tokens(trace, rows, tokens, any_unrouted=unrouted)
+        expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
         self._check_hashed(rows, expected)
         if routes is None:
-            compact = micro.take_rows(trace.topk_indices, known, chunk.device)
+            compact = micro.take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
         else:
             compact = micro.to_device(chunk.router_view(routes.layers(trace.layer_numbers)), chunk.device)
-        ordinals = None if padding is None else chunk.router_view(micro.padding_ordinals(padding))
         made = self._microbatch(
             chunk,
             compact,
             batch_shape=(rows.shape[0], rows.shape[1]),
             live=~routed if unrouted or self._any_live else None,
-            padding=at_padding,
-            ordinals=ordinals,
+            padding=padding,
             token_ids=expected,
         )
         if trace.left_out is not None:
             made.counts |= {"left_out": left_out.sum()}
         chunk.queue.queue(made)
+
+    def _at_the_trace(self, inputs: RowInputs, device: torch.device) -> RowInputs:
+        """Return them on the trace's device; the routers' rows of it alone go to theirs."""
+        given = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
+        if not self._warned and device.type == "cpu" and any(map(_on_a_gpu, given.values())):
+            self._warned = True
+            _LOG.warning(
+                "the trace is on the CPU and routing_rows, or what is queued beside them, on a GPU: the host waits for the "
+                "GPU in every micro-batch. Queue what the data loader gave, before it is moved; or replay trace.to('cuda')."
+            )
+        there: dict[str, Any] = {
+            name: micro.to_device(values, device) for name, values in given.items() if values is not None
+        }
+        return replace(inputs, **there)
 
     def _microbatch(
         self,
@@ -237,7 +232,6 @@ class ReplaySession(Session):
         batch_shape: tuple[int, int],
         live: Tensor | None,
         padding: Tensor | None,
-        ordinals: Tensor | None,
         token_ids: Tensor | None,
         split: bool = False,
     ) -> Microbatch:
@@ -246,27 +240,22 @@ class ReplaySession(Session):
         Args:
             compact: [num_tokens, num_layers, topk] on the routers' device.
             live: [num_tokens] bool, rows without a route, padding among them; None: there is none.
-            padding: [num_tokens] bool, known to be padding; None: nothing is known.
-            ordinals: [num_tokens] int64, see `micro.spread_padding`; with padding.
+            padding: [b, s] bool, known to be padding; None: nothing is known.
         """
         num_tokens = compact.shape[0]
-        if live is not None and padding is not None:
-            live = live & ~padding
         if padding is not None:
-            assert ordinals is not None, "given with padding"
-            compact = micro.spread_padding(
-                compact,
-                micro.to_device(padding, chunk.device),
-                micro.to_device(ordinals, chunk.device),
-                self._num_experts(chunk),
-            )
+            ordinals = chunk.router_view(micro.padding_ordinals(padding), split=split)
+            padding = chunk.router_view(padding, split=split)
+            live = None if live is None else live & ~padding
+            masks = micro.to_device(padding, chunk.device), micro.to_device(ordinals, chunk.device)
+            compact = micro.spread_padding(compact, *masks, int(chunk.taking_part[0].router.num_experts))
         counts = micro.count_rows(num_tokens, live, padding)
         replayed = None
         if self._comparison is not None or self._choose is not None:
-            masks = [micro.to_device(mask, chunk.device) for mask in (live, padding) if mask is not None]
             replayed = torch.ones(num_tokens, dtype=torch.bool, device=chunk.device)
-            for mask in masks:
-                replayed &= ~mask
+            for mask in (live, padding):
+                if mask is not None:
+                    replayed &= ~micro.to_device(mask, chunk.device)
         if live is not None and live.device.type == "cpu":
             live = live.nonzero().squeeze(1)  # on a GPU, asking which rows are live would wait for it
         elif self._min_replayed == 1:
@@ -306,7 +295,6 @@ class ReplaySession(Session):
                 batch_shape=fed.batch_shape,
                 live=fed.live,
                 padding=fed.padding,
-                ordinals=fed.ordinals,
                 token_ids=fed.token_ids,
                 split=fed.split,
             )
@@ -381,7 +369,7 @@ class ReplaySession(Session):
         for found in self.hashed:
             if found.layer_number in self._trace.layer_numbers:
                 routes = self._trace.layer(found.layer_number)[rows.clamp(min=0)]
-                routed = (rows >= 0) & self._trace.replay_mask[rows.clamp(min=0)]
+                routed = _at_rows(self._trace.replay_mask, rows)
                 check_hashed_routes(found, routes, torch.where(routed, tokens, -1), self._check)
 
     def _check_hashed_routes(self, fed: FedRoutes) -> None:
@@ -418,45 +406,51 @@ class ReplaySession(Session):
                 "micro-batches: its parts were divided by different numbers of tokens. Give padding= on all ranks or none."
             ]
         # Judged over the group: one rank may rightly have nothing but padding, and if one raised alone, its peers would hang.
-        replayed, live, _ = (sum(counts) for counts in zip(*(numbers["rows"] for numbers in everyone.values())))
-        left_out = sum(numbers["left_out"] for numbers in everyone.values())
         ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
-        asked, turned_down = (sum(counts) for counts in zip(*(numbers["decisions"] for numbers in everyone.values())))
+        padding_known = all(numbers["padding_known"] for numbers in everyone.values())
+        counted = (numbers["rows"][:2] + [numbers["left_out"]] + numbers["decisions"] for numbers in everyone.values())
+        problem = self._judge_share(
+            *(sum(counts) for counts in zip(*counted)), ranks=ranks, padding_known=padding_known
+        )
+        return [] if problem is None else [problem]
+
+    def _judge_share(
+        self, replayed: int, live: int, left_out: int, asked: int, turned_down: int, *, ranks: str, padding_known: bool
+    ) -> str | None:
+        """Return what is wrong with the share that was replayed.
+
+        Args:
+            replayed, live, left_out: rows, as in the report.
+            asked, turned_down: decisions of `choose=`.
+        """
         share = share_of(replayed, live, asked, turned_down)
+        least = self._min_replayed
         # Apart from the share asked for: a session that replays nothing is a mistake, unless somebody said min_replayed=0.
-        if share == 0 and replayed:
-            if self._min_replayed == 0:
-                return []
-            return [
+        if share == 0 and replayed and least != 0:
+            return (
                 f"choose= turned down all {asked} decisions on {ranks}, so nothing was replayed. If it is meant so, "
                 "replay(..., min_replayed=0) says it."
-            ]
-        if share == 0 and left_out and self._min_replayed != 0:
-            return [
+            )
+        if share == 0 and left_out and least != 0:
+            return (
                 f"none of {live} tokens was replayed on {ranks}: {left_out} were left out (trace.keep); others have no "
                 "route. Is the mask inverted? If it is meant so, replay(..., min_replayed=0) says it."
-            ]
-        if share == 0 and not left_out:
-            return [
+            )
+        if share == 0 and not left_out and not replayed:
+            return (
                 f"none of {live} tokens was replayed on {ranks}; the trace has no route for any of them, or all rows are -1. "
                 "Were the routes lost on the way, or is this another rank's part of a recording (recording.gather)?"
-            ]
-        if self._min_replayed is not None and share is not None and share < self._min_replayed:
-            if not all(numbers["padding_known"] for numbers in everyone.values()):
-                return [
-                    f"min_replayed={self._min_replayed} cannot be judged: routes came without padding= or filler=, so rows "
-                    "of padding count as tokens without a route. Say what is padding, or leave min_replayed out."
-                ]
-            by_choice = f" ({left_out} were left out by trace.keep)" if left_out else ""
-            by_choice += f" (choose= turned down {turned_down} of {asked} decisions)" if turned_down else ""
-            return [
-                f"{share:.4%} of {replayed + live} tokens were replayed on {ranks}, less than "
-                f"min_replayed={self._min_replayed}{by_choice}."
-            ]
-        return []
-
-    def _num_experts(self, chunk: Chunk) -> int:
-        return int(chunk.taking_part[0].router.num_experts)
+            )
+        if least is None or share is None or share >= least:
+            return None
+        if not padding_known:
+            return (
+                f"min_replayed={least} cannot be judged: routes came without padding= or filler=, so rows of padding count "
+                "as tokens without a route. Say what is padding, or leave min_replayed out."
+            )
+        by_choice = f" ({left_out} were left out by trace.keep)" if left_out else ""
+        by_choice += f" (choose= turned down {turned_down} of {asked} decisions)" if turned_down else ""
+        return f"{share:.4%} of {replayed + live} tokens were replayed on {ranks}, less than min_replayed={least}{by_choice}."
 
     def _compare(self, every_n: int) -> LiveComparison:
         from megatron_router_replay.diagnostics.live import LiveComparison  # a room, loaded by those who ask for it
@@ -555,29 +549,10 @@ def replay(
     """
 
     def make() -> ReplaySession:
-        nonlocal trace
-        if not enabled:
-            trace = None
-        if isinstance(trace, str | os.PathLike):
-            from megatron_router_replay.store import load_trace
-
-            trace = load_trace(trace)
-        if trace is not None and not isinstance(trace, RoutingTrace):
-            swapped = (
-                " The arguments are swapped: replay(model_chunks, trace)."
-                if isinstance(model_chunks, RoutingTrace)
-                else ""
-            )
-            raise TraceError(
-                f"cannot replay a {type(trace).__name__}: pass a RoutingTrace or the path of one.{swapped}"
-            )
-        if min_replayed is not None and not (isinstance(min_replayed, int | float) and 0 <= min_replayed <= 1):
-            raise TraceError(f"min_replayed={min_replayed!r} must be a share, 0 to 1.")
-        if not isinstance(compare_live, int):
-            raise TraceError(f"compare_live={compare_live!r} must be a bool, or an int n for every n-th micro-batch.")
+        _check_share(min_replayed, compare_live)
         return ReplaySession(
             model_chunks,
-            trace,
+            _loaded(trace, model_chunks) if enabled else None,
             mtp=mtp,
             verify=verify,
             compare_live=compare_live,
@@ -589,6 +564,37 @@ def replay(
         )
 
     return open_session(make, group) if enabled else make().start()
+
+
+def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace | None:
+    """Return the trace, read where a path was given.
+
+    Raises:
+        TraceError: it is neither.
+    """
+    if isinstance(trace, str | os.PathLike):
+        from megatron_router_replay.store import load_trace
+
+        trace = load_trace(trace)
+    if trace is not None and not isinstance(trace, RoutingTrace):
+        are_swapped = isinstance(model_chunks, RoutingTrace)
+        swapped = " The arguments are swapped: replay(model_chunks, trace)." if are_swapped else ""
+        raise TraceError(f"cannot replay a {type(trace).__name__}: pass a RoutingTrace or the path of one.{swapped}")
+    return trace
+
+
+def _check_share(min_replayed: Any, compare_live: Any) -> None:
+    if min_replayed is not None and not (isinstance(min_replayed, int | float) and 0 <= min_replayed <= 1):
+        raise TraceError(f"min_replayed={min_replayed!r} must be a share, 0 to 1.")
+    if not isinstance(compare_live, int):
+        raise TraceError(f"compare_live={compare_live!r} must be a bool, or an int n for every n-th micro-batch.")
+
+
+def _at_rows(mask: Tensor | None, rows: Tensor) -> Tensor:
+    """Return a trace's mask at rows of it, False where it is None or the row is -1."""
+    if mask is None or not mask.numel():
+        return torch.zeros_like(rows, dtype=torch.bool)
+    return (rows >= 0) & mask[rows.clamp(min=0)]
 
 
 def _on_a_gpu(values: Tensor | None) -> bool:

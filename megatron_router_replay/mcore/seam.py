@@ -162,8 +162,8 @@ class Decision:
                     f"{list(used.shape)}: give one row a token, in the order the router sees them (s-major, this rank's)."
                 )
             indices = self.used = used.to(device=scores.device, dtype=torch.int64)
-            # The order of a live top-k's columns depends on whether gradients are on; sums over columns depend on it.
-            if TOPK_ORDER_FOLLOWS_GRAD and not is_live and torch.is_grad_enabled():
+            # The order of a live top-k's columns depends on whether gradients are on; sums over three and more depend on it.
+            if TOPK_ORDER_FOLLOWS_GRAD and topk > 2 and not is_live and torch.is_grad_enabled():
                 order = scores.detach().gather(1, indices).argsort(dim=1, descending=True, stable=True)
                 indices = indices.gather(1, order)
         del self.scores, self._groups  # which autograd would keep

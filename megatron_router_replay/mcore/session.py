@@ -109,17 +109,9 @@ class Session:
     ) -> None:
         self._enabled = enabled
         self._modules = as_chunks(model_chunks)
-        found: list[list[FoundRouter]] = []
-        verify_seam = False
-        if enabled:
-            check_version()
-            found = [find_routers(module) for module in self._modules]
-            check_has_experts(self._modules, found)
-            check_whole_pipeline(self._modules)
-            if self.queued:
-                check_not_shared(found)
-            # In a Megatron-Core that nobody here has read, what leaves the seam is verified, whether asked for or not.
-            verify_seam = check_supported([router for routers in found for router in routers])
+        found = self._find_routers() if enabled else []
+        # In a Megatron-Core that nobody here has read, what leaves the seam is verified, whether asked for or not.
+        verify_seam = enabled and check_supported([router for routers in found for router in routers])
         self.made_at = _caller()
         self._verify, self._verify_seam = verify, verify_seam
         self._balance = choice or Balance()
@@ -141,6 +133,15 @@ class Session:
         self._microbatches = 0
         self._rows = Tally()  # see `micro.count_rows`
         self._failed = Tally()  # by message, checks that the host has not waited for
+
+    def _find_routers(self) -> list[list[FoundRouter]]:
+        check_version()
+        found = [find_routers(module) for module in self._modules]
+        check_has_experts(self._modules, found)
+        check_whole_pipeline(self._modules)
+        if self.queued:
+            check_not_shared(found)
+        return found
 
     def start(self) -> Self:
         """Hold the routers; nothing is held before.
