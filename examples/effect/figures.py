@@ -143,7 +143,7 @@ def gap_picture(results: dict[str, Any], engine: str) -> str:
         Line(name="R3", colour="green", values=results["kl"]),
     ]
     return draw(
-        "What replay leaves of the gap is what equal routes leave",
+        "The gap under replay equals the gap of equal routes",
         f"mean k3 KL(engine || trainer) of each rollout, nats; engine: {engine}",
         "step of an R3 run; equal routes: a second implementation of the trainer, forced to the engine's experts",
         Axis(low=1e-5, high=1, marks=[10.0**k for k in range(-5, 1)], logarithmic=True),

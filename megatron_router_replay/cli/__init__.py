@@ -26,7 +26,7 @@ def run() -> None:
         if error.name not in ("typer", "rich"):
             raise
         raise SystemExit(
-            f"router-replay needs {error.name}: pip install 'megatron-router-replay[cli]' brings it."
+            f"router-replay needs {error.name}: pip install '.[cli]' in the clone of this package brings it."
         ) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None

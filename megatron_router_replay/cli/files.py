@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_router_replay import engines
 from megatron_router_replay.cli.json_files import load_payload, load_token_ids
-from megatron_router_replay.diagnostics import open_source
+from megatron_router_replay.diagnostics.source import open_source
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store import load_trace
 from megatron_router_replay.trace import RoutingTrace

@@ -76,9 +76,8 @@ def _steps_text(values: dict[str, Any]) -> str:
 def _trace(path: Path, step: int | None, on_rows: Any) -> dict[str, Any]:
     import torch
 
-    from megatron_router_replay.diagnostics import imbalance, open_source
-    from megatron_router_replay.diagnostics.fact import plain
-    from megatron_router_replay.diagnostics.source import block_rows
+    from megatron_router_replay.diagnostics.fact import imbalance, plain
+    from megatron_router_replay.diagnostics.source import block_rows, open_source
     from megatron_router_replay.trace.ids import index_dtype
 
     begin = time.perf_counter()

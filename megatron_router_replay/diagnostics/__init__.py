@@ -13,41 +13,9 @@ from typing import TYPE_CHECKING
 from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatron_router_replay.diagnostics.counting import Difference
     from megatron_router_replay.diagnostics.diff import diff_traces
-    from megatron_router_replay.diagnostics.fact import Fact, imbalance
-    from megatron_router_replay.diagnostics.metrics import (
-        LogprobMismatch,
-        MismatchByRoutes,
-        logprob_mismatch,
-        mismatch_by_routes,
-        route_checksums,
-    )
-    from megatron_router_replay.diagnostics.source import open_source
-    from megatron_router_replay.diagnostics.trace_diff import TraceDiff
+    from megatron_router_replay.diagnostics.metrics import logprob_mismatch, mismatch_by_routes, route_checksums
 
-__all__ = [
-    "Difference",
-    "Fact",
-    "LogprobMismatch",
-    "MismatchByRoutes",
-    "TraceDiff",
-    "diff_traces",
-    "imbalance",
-    "logprob_mismatch",
-    "mismatch_by_routes",
-    "open_source",
-    "route_checksums",
-]
+__all__ = ["diff_traces", "logprob_mismatch", "mismatch_by_routes", "route_checksums"]
 
-_MODULES = {
-    "Difference": "counting",
-    "Fact": "fact",
-    "TraceDiff": "trace_diff",
-    "diff_traces": "diff",
-    "imbalance": "fact",
-    "open_source": "source",
-}
-"""Public name -> the module that has it; every other name is in `metrics`."""
-
-__getattr__, __dir__ = lazy_names(__name__, {name: _MODULES.get(name, "metrics") for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__, {name: "diff" if name == "diff_traces" else "metrics" for name in __all__})

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.diagnostics import TraceDiff
+from megatron_router_replay.diagnostics.trace_diff import TraceDiff
 
 FIRST_LAYER = 2
 
