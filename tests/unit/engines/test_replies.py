@@ -166,6 +166,15 @@ def test_every_reply_of_a_list_is_a_sample(form, requests):
     assert torch.equal(decode_batch([[reply] for reply in listed], model=MODEL).topk_indices, trace.topk_indices)
 
 
+@pytest.mark.parametrize("form", [form for form in LISTED if "object" not in form])
+def test_replies_that_say_nothing_of_their_end_are_whole(form):
+    listed = replies(form, "abc")
+    for reply in listed:
+        (reply["choices"][0] if "choices" in reply else reply["meta_info"]).pop("finish_reason")
+    trace = getattr(engines, form.split()[0]).decode_batch(listed, model=MODEL)
+    assert trace.sequence_lengths == tuple(map(sum, LENGTHS))
+
+
 @pytest.mark.parametrize("requests", ["abc", "aaa"])
 @pytest.mark.parametrize("aborted", [0, 1, 2])
 def test_an_aborted_reply_of_a_list_stays_a_sample(requests, aborted):
