@@ -13,6 +13,9 @@ from megatron_router_replay.diagnostics.counting import shared_experts
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.trace import RoutingTrace
 
+_ROUNDING = 0.5
+"""Nats above 0 that a log-prob may come to in bf16, as the difference of a large logit and a log-sum-exp."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobMismatch:
@@ -50,8 +53,10 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
         mask: [...] bool, True: count this token. Positions where either log-prob is NaN are never counted.
 
     Raises:
-        TraceError: the shapes differ.
+        TraceError: the shapes differ, or a value is above 0, which no log-prob is.
     """
+    if not isinstance(trainer, Tensor) or not isinstance(engine, Tensor):
+        raise TraceError(f"log-probs must be tensors, got {type(trainer).__name__} and {type(engine).__name__}.")
     if trainer.shape != engine.shape or (mask is not None and mask.shape != trainer.shape):
         shapes = [list(trainer.shape), list(engine.shape), None if mask is None else list(mask.shape)]
         raise TraceError(f"trainer, engine and mask must have one shape, got {shapes}.")
@@ -62,6 +67,11 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
     tokens = trainer.numel()
     if not tokens:
         return LogprobMismatch(tokens=0, k1=0.0, k3=0.0, abs_difference=0.0, max_difference=0.0, ratio_above_2=0.0)
+    highest = float(torch.maximum(trainer, engine).max())
+    if highest > _ROUNDING:
+        raise TraceError(
+            f"log-probs reach {highest:.4g}, and none is above 0: give log(p) of each token, not p or a loss."
+        )
     log_ratio = trainer - engine
     distance = log_ratio.abs()
     return LogprobMismatch(
@@ -145,7 +155,7 @@ def route_checksums(trace: RoutingTrace, *, microbatches: Sequence[Tensor] | Non
     rows = [torch.arange(len(trace))] if microbatches is None else list(microbatches)
     sums = torch.zeros(len(rows), trace.num_layers, dtype=torch.int64, device=trace.device)
     for i, numbers in enumerate(rows):
-        flat = numbers.reshape(-1).to(trace.device, torch.int64)
+        flat = torch.as_tensor(numbers).reshape(-1).to(trace.device, torch.int64)
         flat = flat[flat >= 0]
         flat = flat[trace.replay_mask[flat]]
         # The row is mixed in, so that two rows that exchange their routes do not cancel out.

@@ -27,7 +27,7 @@ def test_mismatch_of_two_tokens_by_hand():
     assert found.abs_difference == pytest.approx((math.log(3) + math.log(2)) / 2)
     assert found.max_difference == pytest.approx(math.log(3))
     ratios = torch.tensor([2.1, 1.9, 1 / 1.9, 1 / 2.1], dtype=torch.float64).log()
-    assert logprob_mismatch(ratios, torch.zeros(4)).ratio_above_2 == 0.5
+    assert logprob_mismatch(ratios - 3, torch.full((4,), -3.0)).ratio_above_2 == 0.5
 
 
 def test_k3_keeps_its_digits_where_the_two_nearly_agree():
@@ -46,6 +46,22 @@ def test_masked_and_nan_tokens_are_not_counted():
 def test_shapes_must_agree():
     with pytest.raises(TraceError, match="one shape"):
         logprob_mismatch(torch.zeros(3), torch.zeros(4))
+    with pytest.raises(TraceError, match="must be tensors, got list and Tensor"):
+        logprob_mismatch([-1.0], torch.zeros(1))
+
+
+@pytest.mark.parametrize("positions", [slice(0, 3), slice(1, 2)])
+def test_probabilities_and_losses_are_no_log_probs(positions):
+    engine = torch.tensor([-0.5, -2.0, -1.0])
+    logprob_mismatch(engine + 0.5, engine)  # a probability of 1, with its rounding
+    trainer = engine.clone()
+    trainer[positions] *= -1
+    with pytest.raises(TraceError, match=r"log-probs reach 2, and none is above 0: give log\(p\)"):
+        logprob_mismatch(trainer, engine)
+    with pytest.raises(TraceError, match="log-probs reach 2"):
+        logprob_mismatch(engine, trainer)
+    trainer[positions] = NAN
+    assert logprob_mismatch(trainer, engine).abs_difference == 0.0
 
 
 def test_same_routes_earlier_routes_and_different_routes_are_told_apart():
@@ -55,8 +71,8 @@ def test_same_routes_earlier_routes_and_different_routes_are_told_apart():
     if set(routes[0, 2].tolist()) == set(a.topk_indices[0, 2].tolist()):
         pytest.fail("the changed row must differ")
     b = a._with(topk_indices=routes)
-    engine = torch.zeros(6)
-    trainer = torch.tensor([1.0, 0.5, 0.5, 0.1, 0.1, NAN])
+    engine = torch.full((6,), -2.0)
+    trainer = engine + torch.tensor([1.0, 0.5, 0.5, 0.1, 0.1, NAN])
     found = mismatch_by_routes(trainer, engine, a=a, b=b)
     assert found.all_tokens.tokens == 5
     assert (found.same_routes.tokens, found.same_routes.abs_difference) == (2, pytest.approx(0.1))
