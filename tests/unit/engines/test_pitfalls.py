@@ -66,8 +66,9 @@ def test_transformers_layers_that_were_not_seen_are_named():
     with pytest.raises(PayloadError, match=r"missing \[3\]"):
         engines.transformers.decode(seen, model=ALL, token_ids=IDS)
     seen[3] = [(torch.zeros(1, 16), torch.zeros(1, 2), torch.from_numpy(GOOD[i : i + 1, 2])) for i in range(S - 1)]
-    trace = engines.transformers.decode(seen, model=ALL, token_ids=IDS)
-    assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(GOOD))
+    for form in (seen, {n: GOOD[None, :, n - 1] for n in (1, 2, 3)}):  # [1, tokens, topk] is of one sample
+        trace = engines.transformers.decode(form, model=ALL, token_ids=IDS)
+        assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(GOOD))
 
 
 @pytest.mark.parametrize(
