@@ -66,8 +66,24 @@ def test_transformers_layers_that_were_not_seen_are_named():
     with pytest.raises(PayloadError, match=r"missing \[3\]"):
         engines.transformers.decode(seen, model=ALL, token_ids=IDS)
     seen[3] = [(torch.zeros(1, 16), torch.zeros(1, 2), torch.from_numpy(GOOD[i : i + 1, 2])) for i in range(S - 1)]
-    trace = engines.transformers.decode(seen, model=ALL, token_ids=IDS)
-    assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(GOOD))
+    for form in (seen, {n: GOOD[None, :, n - 1] for n in (1, 2, 3)}):  # [1, tokens, topk] is of one sample
+        trace = engines.transformers.decode(form, model=ALL, token_ids=IDS)
+        assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda seen: [seen], "expected a dict by layer_number, got list"),
+        (lambda seen: seen | {3: GOOD[:-1, 2]}, r"layers differ in shape: \[\(89, 2\), \(90, 2\)\]"),
+        (lambda seen: seen | {3: [GOOD[:40, 2], GOOD[40:, 2, :1]]}, "the forwards of layer_number 3 differ in topk"),
+        (lambda seen: seen | {3: GOOD}, r"layer_number 3 has shape \[90, 3, 2\], expected \[tokens, topk\]"),
+        (lambda seen: seen | {4: GOOD[:, 2]}, r"missing \[\], unexpected \[4\]"),
+    ],
+)
+def test_what_hooks_of_transformers_cannot_have_seen(change, message):
+    with pytest.raises(PayloadError, match=message):
+        engines.transformers.decode(change({n: GOOD[:, n - 1] for n in (1, 2, 3)}), model=ALL, token_ids=IDS)
 
 
 def test_arrays_of_other_requests_have_other_row_counts():
