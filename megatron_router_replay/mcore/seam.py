@@ -7,8 +7,16 @@
 
 The answer is a `Decision`. It stands for `router.router_replay` in one call of `topk_routing_with_score_function`, which is
 Megatron-Core's own way to ask; a call that asks never, or twice, raises. The seams are process-wide: `install` puts them in
-once, and they pass calls on while nothing is held. Nothing is put on a model, but for a router on which somebody has wrapped
-`forward` or `routing`: there a hook checks that the map leaves the wrapper as it left the seam.
+once, and they pass calls on while nothing is held. A forward's way through a session, in the order of calls:
+
+    routing -> _decide -> tape.moment                                                whether this is a recompute
+                       -> Session.decide -> Queue.microbatch_of                      which micro-batch this call belongs to
+    topk_routing_with_score_function -> Decision.get_replay_topk -> Session.choose   which experts it uses
+    routing -> tape.write                                                            for its recomputes
+            -> Session.decided -> Queue.routed                                       the micro-batch is one router further
+
+Nothing is put on a model, but for a router on which somebody has wrapped `forward` or `routing`: there a hook checks that the
+map leaves the wrapper as it left the seam.
 
 Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.topk_routing_with_score_function.
 """
@@ -237,7 +245,7 @@ driven: WeakSet[Any] = WeakSet()
 """Objects of routers that are driven now; while there are any, as while routers are held, the seams must be in place."""
 
 strangers = 0
-"""How many forwards in training mode came from routers that nobody ever held."""
+"""How many forwards in training mode came from routers that nobody held."""
 
 
 def hold(router: Any, holder: Holder) -> None:
@@ -297,6 +305,8 @@ def _decide(router: Any, holders: list[Callable[[], Holder | None]], shape: torc
                 "session until session.close(). A new session, or close_sessions(model_chunks), frees the model."
             )
         return holder.decide(router, shape, is_written), is_written
+    else:
+        _count_stranger(router)
     return None, is_written
 
 
@@ -404,7 +414,7 @@ def _routing_seam(original: Any) -> Any:
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         holders = _holders.get(self)
         if not holders and (holders is None or _is_left_to(getattr(self, "router_replay", None))):
-            return _pass_on(original, self, holders is None, logits, *args, **kwargs)
+            return _pass_on(original, self, logits, *args, **kwargs)
         decision, is_written = _decide(self, holders, logits.shape[:-1])
         outer, _thread.decision = _thread.decision, decision
         try:
@@ -437,6 +447,11 @@ def _routing_seam(original: Any) -> Any:
     return routing
 
 
+def _count_stranger(router: Any) -> None:
+    global strangers
+    strangers += router.training
+
+
 def _is_left_to(replay: Any) -> bool:
     """Return whether a router that sessions have left is its own RouterReplay's, which reads and writes tapes itself."""
     if not hasattr(replay, "is_driven"):
@@ -445,16 +460,13 @@ def _is_left_to(replay: Any) -> bool:
     return run.peek() is replay if run is not None else replay.is_driven or not repeats
 
 
-def _pass_on(
-    original: Any, router: Any, is_stranger: bool, logits: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
+def _pass_on(original: Any, router: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Run Megatron-Core's own routing, for a router that no session holds."""
-    global strangers
     replay = getattr(router, "router_replay", None)
     if replay is not None and getattr(replay, "is_driven", False):
         routed = replay.watch(router, lambda: original(router, logits, *args, **kwargs))
         return cast("tuple[Tensor, Tensor]", routed)
-    strangers += is_stranger and router.training
+    _count_stranger(router)
     return cast("tuple[Tensor, Tensor]", original(router, logits, *args, **kwargs))
 
 

@@ -71,6 +71,7 @@ def test_the_first_rows_that_differ_are_kept_with_their_experts_and_tokens():
     ]
     assert by_layer == [(2, 2, 1, 1, (0, 2), (3, 1), 7), (5, 1, 1, 0, (6, 7), (6, 1), None)]
     assert [found.token_b for found in mrr.diff_traces(a, b).differences] == [17, 9]
+    assert [found.token_b for found in mrr.diff_traces(a, B).differences] == [None, None]
 
 
 def test_at_most_three_rows_are_kept_of_a_cell_and_they_are_the_first(monkeypatch):

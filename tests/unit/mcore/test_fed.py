@@ -223,6 +223,7 @@ def test_a_pass_that_shall_not_replay_drops_what_it_is_fed():
         chunk(IDS)
     with watched(chunk) as seen, mrr.replay(chunk, enabled=False) as session:
         mrr.microbatch(chunk, routes=ROUTES, trust_layout=True)
+        session.microbatch("what is dropped is not looked at")
         chunk(IDS)
         attached = mrr.attach(chunk)
         chunk(IDS, 1, routing_rows=torch.arange(8).view(2, 4))

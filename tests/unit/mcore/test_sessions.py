@@ -69,10 +69,14 @@ def test_a_session_that_raised_when_it_was_closed_is_over(start):
         session.microbatch(ROWS)
 
 
+@pytest.mark.parametrize("held_before", [False, True])
 @pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
-def test_a_session_on_another_model_than_the_one_that_trains_raises(start):
+def test_a_session_on_another_model_than_the_one_that_trains_raises(start, held_before):
+    trains = Chunk()
+    if held_before:  # by the session of an earlier step
+        start(trains).abandon()
     with pytest.raises(ReplayStateError, match="opened on another model than the one that trains"), start(Chunk()):
-        forward(Chunk()).backward()
+        forward(trains).backward()
 
 
 def test_a_session_in_which_nothing_was_to_do_reports_nothing():
