@@ -113,6 +113,16 @@ def test_a_lost_line_is_refused(lost):
         engines.megatron_trace.decode([r for i, r in enumerate(TWO_STEPS) if i != lost], model=MODEL)
 
 
+def test_a_layer_that_sends_all_tokens_to_the_same_experts_is_believed_if_asked():
+    chosen = routes(32, 3, num_experts=16, topk=2)
+    chosen[:, 1] = [4, 9]
+    lines = [line(layer, chosen[:, i]) for i, layer in enumerate((1, 2, 3))]
+    with pytest.raises(PayloadError, match=r"layers \[3\] hold the same route \[4, 9\] in all 32 rows"):
+        engines.megatron_trace.decode(lines, model=MODEL)
+    trace = engines.megatron_trace.decode(lines, model=MODEL, allow_constant_layers=True)
+    assert torch.equal(trace.topk_indices.long(), torch.from_numpy(chosen))
+
+
 def test_mtp_layers_are_left_out():
     mtp = line(0, ROUTES[:4, 0], block="mtp", mtp_idx=0)
     assert len(engines.megatron_trace.decode([*forward(0, 4), mtp], model=MODEL)) == 4
