@@ -179,7 +179,6 @@ FROZEN.flags.writeable = False
         ({"a": 1}, "cannot read routes from dict"),
         (object(), "cannot read routes from object"),
     ],
-    ids=repr,
 )
 def test_every_kind_of_array_of_integers_is_read_and_nothing_else(value, expected):
     check(lambda: as_array(value, source=SOURCE), expected)
@@ -219,7 +218,6 @@ MOST = [-(2**31), -1, 0, 2**31 - 1]
         (LikeAnArray(), r"one-dimensional, got shape \[1, 1, 2\]"),
         (np.zeros((0, 0, 0), np.int64), r"one-dimensional, got shape \[0, 0, 0\]"),
     ],
-    ids=repr,
 )
 def test_token_ids_of_every_kind_are_int32(value, expected):
     check(lambda: as_token_ids(value, source=SOURCE), expected)
