@@ -37,7 +37,7 @@ def as_integer(
         number = None
     if number is None or (least is not None and number < least) or (most is not None and number > most):
         bounds = f" in {least}..{most}" if most is not None else "" if least is None else f" of {least} or more"
-        raise error(f"{name}={shown(value)} must be an integer{bounds}, got {type(value).__name__}.")
+        raise error(f"MRR101: {name}={shown(value)} must be an integer{bounds}, got {type(value).__name__}.")
     return number
 
 

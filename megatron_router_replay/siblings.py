@@ -95,11 +95,11 @@ def _check_pair(a: Sibling, b: Sibling, source: str) -> None:
     if bits.max() >= BITS + np.log2(len(rows)):
         at = int(bits.argmax())
         raise PayloadError(
-            f"{source}: {a.name} and {b.name} begin with the same {length} tokens, but of the {int(decisions[at])} decisions "
-            f"on tokens {int(rows[-1 - at])}..{int(rows[-1])} only {share[at]:.0%} agree; with one prompt {AGREEMENT:.0%} "
-            "or more do. One of them has the routes of another sample: did samples change places, or are n choices tiled "
-            "where the tokens are interleaved? Where equal ids stand for different inputs (images, adapters), pass "
-            "allow_unlike_prompts=True."
+            f"MRR314: {source}: {a.name} and {b.name} begin with the same {length} tokens, but of the "
+            f"{int(decisions[at])} decisions on tokens {int(rows[-1 - at])}..{int(rows[-1])} only {share[at]:.0%} "
+            f"agree; with one prompt {AGREEMENT:.0%} or more do. One of them has the routes of another sample: did "
+            "samples change places, or are n choices tiled where the tokens are interleaved? Where equal ids stand for "
+            "different inputs (images, adapters), pass allow_unlike_prompts=True."
         )
 
 

@@ -38,7 +38,7 @@ __all__ = ["CaptureError", "Capturer", "RouterSite", "token_positions", "watch"]
 class _NoFunction(ModuleType):
     def __call__(self, *args: Any, **options: Any) -> Any:
         raise CaptureError(
-            "mrr.capture is a package, not a function: mrr.capture.watch(model) records a model that generates, "
+            "MRR101: mrr.capture is a package, not a function: mrr.capture.watch(model) records a model that generates, "
             "mrr.record(model) one of Megatron-Core."
         )
 

@@ -99,13 +99,13 @@ class RoutingBuffer:
         """
         if topk_indices.dtype not in _INTEGERS:
             raise CaptureError(
-                f"layer_number {site.layer_number} handed over {topk_indices.dtype}: expected integer expert ids."
+                f"MRR701: layer_number {site.layer_number} handed over {topk_indices.dtype}: expected integer expert ids."
             )
         rows = topk_indices if topk_indices.dim() == 2 else topk_indices.flatten(0, -2)
         num_rows, is_graph = rows.shape[0], self._is_graph()
         if rows.shape[1] != self.topk or not (is_graph or num_rows == self.num_announced):
             raise CaptureError(
-                f"layer_number {site.layer_number} routed {num_rows} tokens to {rows.shape[1]} experts each, "
+                f"MRR702: layer_number {site.layer_number} routed {num_rows} tokens to {rows.shape[1]} experts each, "
                 f"{self.num_announced} tokens were announced and topk is {self.topk}. Announce all rows of the batch, None "
                 "for those that are nobody's; a part of them, as under sequence parallelism, cannot be captured."
             )

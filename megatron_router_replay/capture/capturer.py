@@ -47,12 +47,12 @@ class Capturer:
     ) -> None:
         if routers is None:
             if model is None:
-                raise CaptureError("nothing to capture: pass the model, or routers=[RouterSite(...)].")
+                raise CaptureError("MRR701: nothing to capture: pass the model, or routers=[RouterSite(...)].")
             routers = find_router_sites(model)
         sites = sorted(routers, key=lambda site: site.layer_number)
         self._num_experts, topk = check_sites(sites)
         if not 1 <= max_num_tokens < 1 << 24:
-            raise CaptureError(f"max_num_tokens={max_num_tokens} must lie in 1..{(1 << 24) - 1}.")
+            raise CaptureError(f"MRR101: max_num_tokens={max_num_tokens} must lie in 1..{(1 << 24) - 1}.")
         self._layer_numbers = tuple(site.layer_number for site in sites)
         ids = np.uint8 if index_dtype(self._num_experts) is torch.uint8 else np.int16
         self._row_dtype = row_dtype(len(sites), topk, ids)
@@ -90,10 +90,10 @@ class Capturer:
             CaptureError: the id is in use, `prompt_of` is not or has another length, or a number is out of range.
         """
         if request_id is None or request_id in self._requests:
-            raise CaptureError(f"request id {request_id!r} is in use already, or None.")
+            raise CaptureError(f"MRR702: request id {request_id!r} is in use already, or None.")
         if num_prompt_tokens < 1 or not 0 <= num_cached_tokens < num_prompt_tokens:
             raise CaptureError(
-                f"request {request_id!r}: num_prompt_tokens={num_prompt_tokens} must be 1 or more and "
+                f"MRR702: request {request_id!r}: num_prompt_tokens={num_prompt_tokens} must be 1 or more and "
                 f"num_cached_tokens={num_cached_tokens} smaller: the last prompt token is always forwarded."
             )
         if self._log is None:
@@ -104,8 +104,8 @@ class Capturer:
             prompt = self._request(prompt_of).prompt
             if len(prompt) != num_prompt_tokens:
                 raise CaptureError(
-                    f"request {request_id!r} cannot share the prompt of {prompt_of!r}: it has {len(prompt)} tokens, not "
-                    f"{num_prompt_tokens}."
+                    f"MRR702: request {request_id!r} cannot share the prompt of {prompt_of!r}: it has {len(prompt)} "
+                    f"tokens, not {num_prompt_tokens}."
                 )
         self._requests[request_id] = RequestRows(request_id, next(self._numbers), prompt, num_cached_tokens)
 
@@ -135,14 +135,14 @@ class Capturer:
             yield
             return
         if self._forward is not None:
-            raise CaptureError("a forward inside an announced forward: announce each by itself.")
+            raise CaptureError("MRR702: a forward inside an announced forward: announce each by itself.")
         numbers = np.array([-1 if name is None else self._request(name).number for name in request_ids], np.int64)
         forward = Forward.lay_out(numbers, as_integers(positions))
         num_tokens = len(forward.numbers)
         if num_tokens > self._buffer.max_num_tokens:
             raise CaptureError(
-                f"a forward of {num_tokens} token slots does not fit max_num_tokens={self._buffer.max_num_tokens}: allow "
-                "more, or forward fewer at once."
+                f"MRR702: a forward of {num_tokens} token slots does not fit "
+                f"max_num_tokens={self._buffer.max_num_tokens}: allow more, or forward fewer at once."
             )
         if input_ids is not None:
             forward.put_token_ids(self._buffer.token_ids, input_ids)
@@ -183,8 +183,8 @@ class Capturer:
         ids = as_integers(token_ids).reshape(-1)
         if len(ids) < len(request.prompt):
             raise CaptureError(
-                f"request {request_id!r}: {len(ids)} token_ids, num_prompt_tokens={len(request.prompt)}: give prompt and "
-                "output tokens together."
+                f"MRR704: request {request_id!r}: {len(ids)} token_ids, num_prompt_tokens={len(request.prompt)}: give "
+                "prompt and output tokens together."
             )
         # Where nothing was generated, the last token is one of the prompt; its row counts if it is there.
         rows = request.rows(len(ids) if len(ids) == len(request.prompt) else len(ids) - 1)
@@ -255,8 +255,8 @@ class Capturer:
             return self._requests[request_id]
         except KeyError:
             raise CaptureError(
-                f"request {request_id!r} is not running: add_request() it first; None stands for one that is not to be "
-                "captured, or is finished and still in the batch."
+                f"MRR702: request {request_id!r} is not running: add_request() it first; None stands for one that is "
+                "not to be captured, or is finished and still in the batch."
             ) from None
 
     def _see_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -265,7 +265,9 @@ class Capturer:
             return
         inputs = named_inputs(module, args, kwargs)
         if self._forward.was_run:
-            raise CaptureError("a second forward of the model in one announced forward: announce each by itself.")
+            raise CaptureError(
+                "MRR702: a second forward of the model in one announced forward: announce each by itself."
+            )
         if isinstance(inputs.get("input_ids"), Tensor):
             self._forward.put_token_ids(self._buffer.token_ids, inputs["input_ids"], inputs.get("attention_mask"))
         self._forward.was_run = True
@@ -276,14 +278,14 @@ def check_rows(name: str, rows: NDArray[Any], token_ids: NDArray[np.int64], is_n
     lost = np.flatnonzero(is_needed & ~rows["is_written"])
     if lost.size:
         raise CaptureError(
-            f"{name}: {lost.size} of {int(is_needed.sum())} tokens were never forwarded in an announced forward, the first "
-            f"at position {lost[0]}. Were positions right, and num_cached_tokens announced?"
+            f"MRR704: {name}: {lost.size} of {int(is_needed.sum())} tokens were never forwarded in an announced "
+            f"forward, the first at position {lost[0]}. Were positions right, and num_cached_tokens announced?"
         )
     is_seen = rows["is_written"] & (rows["token_id"] != UNSEEN)
     wrong = np.flatnonzero(is_seen & (rows["token_id"] != token_ids[: len(rows)]))
     if wrong.size:
         raise CaptureError(
-            f"{name}: the model ran token {rows['token_id'][wrong[0]]} at position {wrong[0]}, token_ids has "
+            f"MRR704: {name}: the model ran token {rows['token_id'][wrong[0]]} at position {wrong[0]}, token_ids has "
             f"{token_ids[wrong[0]]} ({wrong.size} of {len(rows)} differ). These routes are of other tokens: was the batch "
             "reordered, as in beam search, or padded otherwise than announced? Capture a beam by forwarding its finished "
             "sequence once more."

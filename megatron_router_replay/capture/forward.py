@@ -46,10 +46,10 @@ class Forward:
             CaptureError: the shapes do not fit, or a position is below -1.
         """
         if positions.size and positions.min() < -1:
-            raise CaptureError(f"a position is {positions.min()}: tokens count from 0, padding is -1.")
+            raise CaptureError(f"MRR702: a position is {positions.min()}: tokens count from 0, padding is -1.")
         if positions.ndim not in (1, 2) or len(positions) != len(numbers):
             raise CaptureError(
-                f"positions of shape {list(positions.shape)} do not fit {len(numbers)} request ids: expected [batch, "
+                f"MRR702: positions of shape {list(positions.shape)} do not fit {len(numbers)} request ids: expected [batch, "
                 "length], or [batch] with one token each."
             )
         rows = positions[:, None] if positions.ndim == 1 else positions
@@ -70,8 +70,8 @@ class Forward:
         num_tokens, shape = len(self.numbers), tuple(input_ids.shape)
         if shape != self.shape and not (1 in self.shape and input_ids.numel() == num_tokens):
             raise CaptureError(
-                f"the model runs input_ids {list(shape)} where {list(self.shape)} were announced: name every row of the "
-                "batch, None for one that is nobody's."
+                f"MRR702: the model runs input_ids {list(shape)} where {list(self.shape)} were announced: name every "
+                "row of the batch, None for one that is nobody's."
             )
         if isinstance(attention_mask, Tensor) and attention_mask.shape == input_ids.shape:
             input_ids = input_ids.masked_fill(attention_mask.to(input_ids.device) == 0, MASKED)
@@ -98,7 +98,7 @@ def as_integers(values: Any) -> IntArray:
     """
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.dtype.kind not in "iub" and array.size:
-        raise CaptureError(f"positions and token ids must be integers, got {array.dtype}.")
+        raise CaptureError(f"MRR101: positions and token ids must be integers, got {array.dtype}.")
     return array.astype(np.int64, copy=False)
 
 

@@ -174,21 +174,22 @@ class StepLog:
         """Say which layers did not run once on all tokens."""
         calls, num_rows = divmod(stamp, CALL)
         return CaptureError(
-            f"requests {names}: layers {layers.tolist()} routed {num_rows} tokens in {calls} calls in a forward that was "
-            f"announced with {num_tokens} tokens. Announce every forward by itself, and all rows of the batch: None or "
-            "position -1 for those that pad it. A fused kernel routes unseen, as does a graph recorded before the capturer."
+            f"MRR702: requests {names}: layers {layers.tolist()} routed {num_rows} tokens in {calls} calls in a "
+            f"forward that was announced with {num_tokens} tokens. Announce every forward by itself, and all rows of "
+            "the batch: None or position -1 for those that pad it. A fused kernel routes unseen, as does a graph "
+            "recorded before the capturer."
         )
 
     def _token_error(self, name: Any, tokens: Array, is_expert: Array) -> CaptureError:
         """Say why tokens of a request have no route: the mask hides them, or the first has an id that is no expert's."""
         if num_masked := int((tokens["token_id"] == MASKED).sum()):
             return CaptureError(
-                f"request {name!r}: attention_mask hides {num_masked} tokens that were announced. Announce a padded batch "
-                "with token_positions(attention_mask)."
+                f"MRR702: request {name!r}: attention_mask hides {num_masked} tokens that were announced. Announce a "
+                "padded batch with token_positions(attention_mask)."
             )
         layer, slot = np.argwhere(~is_expert[0])[0]
         return CaptureError(
-            f"request {name!r}: expert id {tokens['routes'][0, layer, slot]} in layer_number {self._layer_numbers[layer]}, "
-            f"position {tokens['position'][0]}: num_experts is {self._num_experts}. Read the ids before the dispatch side "
-            "changes them."
+            f"MRR103: request {name!r}: expert id {tokens['routes'][0, layer, slot]} in layer_number "
+            f"{self._layer_numbers[layer]}, position {tokens['position'][0]}: num_experts is {self._num_experts}. Read "
+            "the ids before the dispatch side changes them."
         )

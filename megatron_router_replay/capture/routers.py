@@ -62,17 +62,17 @@ def find_router_sites(model: nn.Module) -> list[RouterSite]:
             site = _site(name, module)
             if site.layer_number in sites:
                 raise CaptureError(
-                    f"{name} is a second router of layer_number {site.layer_number}: list the sites by hand."
+                    f"MRR701: {name} is a second router of layer_number {site.layer_number}: list the sites by hand."
                 )
             sites[site.layer_number] = site
         elif isinstance(getattr(module, "experts", None), nn.Module) and not any(map(_is_router, module.children())):
             raise CaptureError(
-                f"{name} ({type(module).__name__}) has experts, but no router that is known here: its tokens would have no "
-                "route. Pass routers=[RouterSite(...)] with a `select` for every MoE layer."
+                f"MRR701: {name} ({type(module).__name__}) has experts, but no router that is known here: its tokens "
+                "would have no route. Pass routers=[RouterSite(...)] with a `select` for every MoE layer."
             )
     if not sites:
         raise CaptureError(
-            f"{type(model).__name__} has no router that is known here (a class named ...TopKRouter): pass "
+            f"MRR701: {type(model).__name__} has no router that is known here (a class named ...TopKRouter): pass "
             "routers=[RouterSite(...)] with a `select` for every MoE layer."
         )
     return [sites[number] for number in sorted(sites)]
@@ -88,7 +88,7 @@ def _site(name: str, module: Any) -> RouterSite:
     num_experts, topk = getattr(module, "num_experts", None), getattr(module, "top_k", None)
     if not numbers or not isinstance(num_experts, int) or not isinstance(topk, int):
         raise CaptureError(
-            f"{name} ({type(module).__name__}) does not tell its layer, num_experts or top_k: pass "
+            f"MRR701: {name} ({type(module).__name__}) does not tell its layer, num_experts or top_k: pass "
             "routers=[RouterSite(...)]. Record a Megatron-Core model with megatron_router_replay.record."
         )
     return RouterSite(
@@ -107,15 +107,15 @@ def check_sites(sites: Sequence[RouterSite]) -> tuple[int, int]:
         CaptureError: there is none, they differ, or two are of one layer.
     """
     if not sites:
-        raise CaptureError("there is no router to capture: routers=[] was passed.")
+        raise CaptureError("MRR701: there is no router to capture: routers=[] was passed.")
     kinds = {(site.num_experts, site.topk) for site in sites}
     numbers = [site.layer_number for site in sites]
     if len(kinds) != 1 or len(set(numbers)) != len(numbers) or min(numbers) < 1:
         raise CaptureError(
-            f"all layers must have the same num_experts and topk and numbers of their own, from 1; got (num_experts, topk) "
-            f"{sorted(kinds)} in layers {numbers}."
+            "MRR701: all layers must have the same num_experts and topk and numbers of their own, from 1; got "
+            f"(num_experts, topk) {sorted(kinds)} in layers {numbers}."
         )
     num_experts, topk = kinds.pop()
     if not 1 <= topk <= num_experts:
-        raise CaptureError(f"topk={topk} must lie in 1..num_experts={num_experts}.")
+        raise CaptureError(f"MRR701: topk={topk} must lie in 1..num_experts={num_experts}.")
     return num_experts, topk

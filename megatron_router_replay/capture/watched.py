@@ -53,8 +53,8 @@ class Watched:
         ids = as_integers(sequences)
         if len(ids) != self._batch:
             raise CaptureError(
-                f"{len(ids)} sequences, but the model ran {self._batch} rows in its last batch: take the trace before the "
-                "next generate. Compiled code is not seen, and the rows of a beam search are no sequences."
+                f"MRR705: {len(ids)} sequences, but the model ran {self._batch} rows in its last batch: take the trace "
+                "before the next generate. Compiled code is not seen, and the rows of a beam search are no sequences."
             )
         samples, tokens = [], []
         for row, (sequence, in_prompt) in enumerate(zip(ids, as_integers(attention_mask) != 0)):
@@ -62,7 +62,7 @@ class Watched:
             rows = self._capturer._rows(row, len(sequence))
             if (rows["is_written"][: len(in_prompt)] & ~in_prompt).any():
                 raise CaptureError(
-                    f"row {row}: the model ran tokens that this attention_mask hides: pass it what you pass here."
+                    f"MRR704: row {row}: the model ran tokens that this attention_mask hides: pass it what you pass here."
                 )
             samples.append(rows[columns[:-1]])
             tokens.append(sequence[columns])
@@ -78,7 +78,7 @@ class Watched:
         input_ids, mask, cache = (inputs.get(name) for name in ("input_ids", "attention_mask", "past_key_values"))
         if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
             raise CaptureError(
-                "a forward without input_ids [batch, length] cannot be watched: its tokens are not known."
+                "MRR705: a forward without input_ids [batch, length] cannot be watched: its tokens are not known."
             )
         batch, length = input_ids.shape
         start = 0 if cache is None else int(cache.get_seq_length())
@@ -90,7 +90,7 @@ class Watched:
             self._batch = batch
         elif batch != self._batch:
             raise CaptureError(
-                f"the model runs {batch} rows behind a cache of {self._batch}: a batch must keep its rows."
+                f"MRR705: the model runs {batch} rows behind a cache of {self._batch}: a batch must keep its rows."
             )
         positions = np.broadcast_to(np.arange(start, start + length), (batch, length))
         if length > 1 and isinstance(mask, Tensor) and mask.dim() == 2:
@@ -133,7 +133,7 @@ def watch(model: nn.Module, *, max_num_tokens: int = 8192) -> Iterator[Watched]:
     """
     module = find_input_module(model)
     if module is None:
-        raise CaptureError(f"{type(model).__name__} takes no input_ids: announce its forwards to a Capturer.")
+        raise CaptureError(f"MRR705: {type(model).__name__} takes no input_ids: announce its forwards to a Capturer.")
     capturer = Capturer(routers=find_router_sites(model), max_num_tokens=max_num_tokens)
     seen = Watched(capturer)
     hooks = [
@@ -165,6 +165,6 @@ def _is_token(
 
 def _refuse_beams(*_: Any, **__: Any) -> None:
     raise CaptureError(
-        "the cache was reordered, as in beam search: a row's routes are then of other sequences. Sample without beams, or "
-        "forward the finished sequences once more inside watch."
+        "MRR705: the cache was reordered, as in beam search: a row's routes are then of other sequences. Sample "
+        "without beams, or forward the finished sequences once more inside watch."
     )

@@ -49,11 +49,11 @@ def convert(
 
         check_out(out)
         if target.suffix != ".safetensors":
-            raise StoreError(f"cannot write {target}: a trace file ends in .safetensors.")
+            raise StoreError(f"MRR501: cannot write {target}: a trace file ends in .safetensors.")
         if target.exists() and not force:
-            raise StoreError(f"{target} exists: --force replaces it.")
+            raise StoreError(f"MRR901: {target} exists: --force replaces it.")
         if not target.absolute().parent.is_dir():
-            raise StoreError(f"cannot write {target}: its folder does not exist.")
+            raise StoreError(f"MRR501: cannot write {target}: its folder does not exist.")
         trace = read_any(
             source,
             engine=engine,
@@ -80,5 +80,5 @@ def _integers(text: str) -> list[int] | None:
     # Not just int(): it takes "1_0", digits of any script, and refuses thousands of digits with an error of its own.
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
-        raise StoreError(f"--layers {text!r} must be layer numbers with commas between them, as 3,4,5.")
+        raise StoreError(f"MRR901: --layers {text!r} must be layer numbers with commas between them, as 3,4,5.")
     return [int(part) for part in parts] or None

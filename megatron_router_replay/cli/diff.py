@@ -84,15 +84,15 @@ def _token_text(path: Path) -> TokenText:
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise StoreError(f"cannot read the tokenizer {file}: there is no such file.")
+        raise StoreError(f"MRR902: cannot read the tokenizer {file}: there is no such file.")
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:
-        raise StoreError("--tokenizer needs the package tokenizers, which transformers brings too.") from None
+        raise StoreError("MRR903: --tokenizer needs the package tokenizers, which transformers brings too.") from None
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
-        raise StoreError(f"cannot read the tokenizer {file}: {error}.") from error
+        raise StoreError(f"MRR902: cannot read the tokenizer {file}: {error}.") from error
 
     def text(token: int) -> str:
         decoded: str = tokenizer.decode([token], skip_special_tokens=False)

@@ -49,28 +49,28 @@ def read_any(
         PayloadError: the payload does not fit the model.
     """
     if not path.exists():
-        raise StoreError(f"cannot read {path}: there is no such file or folder.")
+        raise StoreError(f"MRR902: cannot read {path}: there is no such file or folder.")
     if engine and engine not in ENGINES:
-        raise StoreError(f"--engine {engine} is none of {', '.join(ENGINES)}.")
+        raise StoreError(f"MRR901: --engine {engine} is none of {', '.join(ENGINES)}.")
     if engine == "megatron_trace":
         # It names its steps, and no tokens.
         if token_ids is not None or key:
             raise StoreError(
-                f"{path}: a Megatron trace has no keys and does not say whose tokens it routed: leave --token-ids and --key "
-                "out."
+                f"MRR901: {path}: a Megatron trace has no keys and does not say whose tokens it routed: leave "
+                "--token-ids and --key out."
             )
         found = _checked(model, f"{path}: a Megatron trace needs --model, the model's config.json.")
         return engines.megatron_trace.decode(path, model=found, step=step, layer_numbers=layer_numbers)
     if layer_numbers is not None:
-        raise StoreError("--layers is for --engine megatron_trace; other files say which layers they hold.")
+        raise StoreError("MRR901: --layers is for --engine megatron_trace; other files say which layers they hold.")
     if path.suffix in (".npy", ".json") and path.is_file():
         return _from_payload(path, engine, model, key, token_ids, axes)
     given = {"--engine": engine, "--model": model, "--key": key, "--token-ids": token_ids}
     # It would be read as the trace that it is, whatever the options say.
     if unused := [name for name, value in given.items() if value]:
         raise StoreError(
-            f"{path} is read as a trace, which holds its model and tokens itself: leave {', '.join(unused)} out. They are "
-            "for an engine's payload, in a .json or .npy file."
+            f"MRR901: {path} is read as a trace, which holds its model and tokens itself: leave {', '.join(unused)} "
+            "out. They are for an engine's payload, in a .json or .npy file."
         )
     if path.is_file():
         return load_trace(path)
@@ -85,7 +85,7 @@ def _from_payload(
 ) -> RoutingTrace:
     is_array = path.suffix == ".npy"
     if is_array and key:
-        raise StoreError(f"{path} holds one array, which has no keys: leave --key out.")
+        raise StoreError(f"MRR901: {path} holds one array, which has no keys: leave --key out.")
     content = _load_array(path) if is_array else load_payload(path, key)
     missing = (
         f"{path} is no trace, so it may be an engine's payload: give --engine and --model (the model's config.json)."
@@ -105,7 +105,7 @@ def _load_array(path: Path) -> Any:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # a header is parsed as Python, and raises whatever that does
-        raise StoreError(f"cannot read {path}: it is no .npy file of a plain array ({error}).") from None
+        raise StoreError(f"MRR902: cannot read {path}: it is no .npy file of a plain array ({error}).") from None
 
 
 def _decode_array(
@@ -114,11 +114,11 @@ def _decode_array(
     try:
         array = np.asarray(content)
     except (ValueError, TypeError, OverflowError) as error:
-        raise StoreError(f"{path} holds no array: its lists have uneven lengths ({error}).") from None
+        raise StoreError(f"MRR902: {path} holds no array: its lists have uneven lengths ({error}).") from None
     if array.dtype.kind not in "iu":
-        raise StoreError(f"{path} holds no array of integers, but {array.dtype} of shape {list(array.shape)}.")
+        raise StoreError(f"MRR902: {path} holds no array of integers, but {array.dtype} of shape {list(array.shape)}.")
     if ids is not None and len(ids) != 1 and "batch" not in axes:
-        raise StoreError(f"the token ids hold {len(ids)} samples, an array without a batch axis is one sample.")
+        raise StoreError(f"MRR902: the token ids hold {len(ids)} samples, an array without a batch axis is one sample.")
     # Axes that do not fit are refused by the decoder, which says what does.
     has_rows = ids is None and "token" in axes and array.ndim == len(axes)
     return engines.array.decode(
@@ -135,7 +135,7 @@ def _decode_array(
 def _checked(model: Path | None, missing: str) -> Path:
     """Return a model's path, or say what it must be; an id of the hub is named as one."""
     if model is None:
-        raise StoreError(missing)
+        raise StoreError(f"MRR901: {missing}")
     if model.exists():
         return model
     hub = not model.is_absolute() and len(model.parts) == 2 and model.suffix != ".json" and not model.parent.exists()
@@ -145,4 +145,4 @@ def _checked(model: Path | None, missing: str) -> Path:
         if hub
         else "Give the model's config.json or the folder that holds it."
     )
-    raise StoreError(f"cannot read the model's config {model}: there is no such file or folder. {advice}")
+    raise StoreError(f"MRR902: cannot read the model's config {model}: there is no such file or folder. {advice}")

@@ -24,11 +24,11 @@ def load_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
-        raise StoreError(f"cannot read {path}: its JSON is nested too deeply.") from None
+        raise StoreError(f"MRR902: cannot read {path}: its JSON is nested too deeply.") from None
     except UnicodeDecodeError:
-        raise StoreError(f"cannot read {path}: it is no text in UTF-8, so no JSON.") from None
+        raise StoreError(f"MRR902: cannot read {path}: it is no text in UTF-8, so no JSON.") from None
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot read {path}: {error}.") from None
+        raise StoreError(f"MRR902: cannot read {path}: {error}.") from None
 
 
 def load_payload(path: Path, key: str) -> Any:
@@ -46,22 +46,24 @@ def load_payload(path: Path, key: str) -> Any:
         elif isinstance(content, list) and re.fullmatch("[0-9]{1,18}", part) and int(part) < len(content):
             content = content[int(part)]
         else:
-            raise StoreError(f"{path} has nothing at {key!r}: {part!r} is not at {walked}, {_what_is(content, part)}.")
+            raise StoreError(
+                f"MRR902: {path} has nothing at {key!r}: {part!r} is not at {walked}, {_what_is(content, part)}."
+            )
         walked = part if walked == "its top" else f"{walked}.{part}"
     if isinstance(content, str):
         inner = content.lstrip()[:1]
         hint = " that holds JSON: it was encoded twice, so save the object itself" if inner in "{[" and inner else ""
-        raise StoreError(f"{path} holds a text{hint}, expected an object or a list.")
+        raise StoreError(f"MRR902: {path} holds a text{hint}, expected an object or a list.")
     if not isinstance(content, (dict, list)):
-        raise StoreError(f"{path} holds {_KINDS.get(type(content), 'null')}, expected an object or a list.")
+        raise StoreError(f"MRR902: {path} holds {_KINDS.get(type(content), 'null')}, expected an object or a list.")
     if isinstance(content, dict) and "choices" not in content and "meta_info" not in content:
         refusal = content.get("error") or content.get("detail")
         if refusal:
             text = refusal.get("message", refusal) if isinstance(refusal, dict) else refusal
-            raise StoreError(f"{path} holds an error of the server, no routes: {str(text)[:300]}")
+            raise StoreError(f"MRR902: {path} holds an error of the server, no routes: {str(text)[:300]}")
         if isinstance(content.get("response"), (dict, list)) and not key:
             raise StoreError(
-                f"{path} holds its payload below a key: --key response reads it. It has {_shown(list(content))}."
+                f"MRR901: {path} holds its payload below a key: --key response reads it. It has {_shown(list(content))}."
             )
     return content
 
@@ -92,8 +94,8 @@ def load_token_ids(path: Path) -> list[list[int]]:
     # `type`, not isinstance: true and false are integers to Python, and no token ids.
     if not all(isinstance(sample, list) and all(type(token) is int for token in sample) for sample in samples):
         flat = ", not one flat list" if all(type(token) is int for token in samples) else ""
-        raise StoreError(f"the token ids in {path} must be a list with one list of integers a sample{flat}.")
+        raise StoreError(f"MRR902: the token ids in {path} must be a list with one list of integers a sample{flat}.")
     most = max((token for sample in samples for token in sample), key=abs, default=0)
     if not -(2**31) <= most < 2**31:
-        raise StoreError(f"the token ids in {path} reach {most}, which no vocabulary has.")
+        raise StoreError(f"MRR902: the token ids in {path} reach {most}, which no vocabulary has.")
     return samples

@@ -30,7 +30,7 @@ def reporting_errors() -> Iterator[None]:
     except (RouterReplayError, OSError) as error:
         fail(str(error), error)
     except MemoryError as error:
-        fail("this input does not fit into memory.", error)
+        fail("MRR902: this input does not fit into memory.", error)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except typer.Exit:  # which is an Exception too
@@ -40,11 +40,11 @@ def reporting_errors() -> Iterator[None]:
         if missing in ("torch", "numpy", "safetensors", "megatron"):
             missing = "megatron-core" if missing == "megatron" else missing
             fail(
-                f"router-replay needs {missing}, which is not installed; router-replay doctor names what is missing.",
+                f"MRR903: router-replay needs {missing}, which is not installed; router-replay doctor names what is missing.",
                 error,
             )
         fault = "This is a fault of router-replay, which should have said what is wrong with the input"
-        fail(f"{type(error).__name__}: {error}. {fault}; please report it with the command.", error)
+        fail(f"MRR905: {type(error).__name__}: {error}. {fault}; please report it with the command.", error)
 
 
 def fail(message: str, cause: BaseException | None = None) -> None:
@@ -69,9 +69,9 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 def check_out(out: Path | None) -> None:
     """Refuse a file that cannot be written before any work is done."""
     if out is not None and not out.absolute().parent.is_dir():
-        fail(f"cannot write {out}: its folder does not exist.")
+        fail(f"MRR501: cannot write {out}: its folder does not exist.")
     if out is not None and out.is_dir():
-        fail(f"cannot write {out}: it is a folder.")
+        fail(f"MRR501: cannot write {out}: it is a folder.")
 
 
 def emit(text: str, values: Any, *, as_json: bool, out: Path | None = None) -> None:
@@ -81,7 +81,7 @@ def emit(text: str, values: Any, *, as_json: bool, out: Path | None = None) -> N
         try:
             replace_text(out, content + "\n")
         except OSError as error:
-            fail(f"cannot write {out}: {error}.", error)
+            fail(f"MRR501: cannot write {out}: {error}.", error)
     if not as_json:
         content = _shown(text, sys.stdout)
     try:
@@ -91,7 +91,7 @@ def emit(text: str, values: Any, *, as_json: bool, out: Path | None = None) -> N
         # What is left in the buffer would fail once more when Python shuts down, and change the exit code.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        fail(f"cannot write the result to stdout: {error}.", error)
+        fail(f"MRR501: cannot write the result to stdout: {error}.", error)
 
 
 def say(text: str) -> None:

@@ -49,7 +49,7 @@ def diff_traces(
     for name in ("num_experts", "topk"):
         if getattr(source_a, name) != getattr(source_b, name):
             raise TraceError(
-                f"cannot compare {name_a} with {name}={getattr(source_a, name)} and {name_b} with "
+                f"MRR107: cannot compare {name_a} with {name}={getattr(source_a, name)} and {name_b} with "
                 f"{name}={getattr(source_b, name)}: they are of different models."
             )
     counts = Counter(source_a, source_b)

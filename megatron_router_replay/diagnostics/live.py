@@ -44,7 +44,7 @@ class LiveComparison:
         every_n: int = 1,
     ) -> None:
         if every_n < 1:
-            raise TraceError(f"every_n={every_n} must be 1 or more.")
+            raise TraceError(f"MRR101: every_n={every_n} must be 1 or more.")
         self.layer_numbers = tuple(layer_numbers)
         self.num_experts, self.topk, self.every_n = num_experts, topk, every_n
         # One buffer, so that ranks reduce it at once; float64 counts beyond the 16 million at which float32 stops.
@@ -82,11 +82,13 @@ class LiveComparison:
             ReplayStateError: the layer was not announced, or shapes do not fit.
         """
         if layer_number not in self.layer_numbers:
-            raise ReplayStateError(f"layer {layer_number} is none of those compared: [{listed(self.layer_numbers)}].")
+            raise ReplayStateError(
+                f"MRR104: layer {layer_number} is none of those compared: [{listed(self.layer_numbers)}]."
+            )
         shape, device = (scores.shape[0], self.topk), scores.device
         if scores.shape[1:] != (self.num_experts,) or live.shape != shape or replayed.shape != shape:
             raise ReplayStateError(
-                f"layer {layer_number}: scores {list(scores.shape)}, live {list(live.shape)} and replayed "
+                f"MRR102: layer {layer_number}: scores {list(scores.shape)}, live {list(live.shape)} and replayed "
                 f"{list(replayed.shape)} do not fit top-{self.topk} of {self.num_experts} experts."
             )
         with torch.no_grad():
@@ -156,7 +158,7 @@ def _probabilities(scores: Tensor, kind: str) -> Tensor:
     if kind == "logits":
         return torch.softmax(scores.float(), dim=1)
     if kind != "probabilities":
-        raise ReplayStateError(f"kind={kind!r} must be 'logits' or 'probabilities'.")
+        raise ReplayStateError(f"MRR101: kind={kind!r} must be 'logits' or 'probabilities'.")
     # Sigmoid scores with an expert bias may be negative and add up to anything.
     positive = scores.float().clamp(min=0.0)
     return positive / positive.sum(dim=1, keepdim=True).clamp(min=1e-20)
@@ -299,11 +301,13 @@ def merge_live_reports(reports: Sequence[LiveReport]) -> LiveReport:
     """
     with_layers = [report for report in reports if report.layer_numbers]
     if not with_layers:
-        raise TraceError("cannot merge reports without layers.")
+        raise TraceError("MRR107: cannot merge reports without layers.")
     numbers = [number for report in with_layers for number in report.layer_numbers]
     models = {(report.num_experts, report.topk) for report in reports}
     if len(set(numbers)) != len(numbers) or len(models) != 1:
-        raise TraceError(f"cannot merge live reports of layers {sorted(numbers)}: a layer twice, or other models.")
+        raise TraceError(
+            f"MRR107: cannot merge live reports of layers {sorted(numbers)}: a layer twice, or other models."
+        )
     order = torch.tensor(numbers).argsort()
     names = ("rows", "probability_live", "probability_replayed", "overlap_counts", "load_live", "load_replayed")
     return LiveReport(

@@ -56,10 +56,12 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
         TraceError: the shapes differ, or a value is above 0, which no log-prob is.
     """
     if not isinstance(trainer, Tensor) or not isinstance(engine, Tensor):
-        raise TraceError(f"log-probs must be tensors, got {type(trainer).__name__} and {type(engine).__name__}.")
+        raise TraceError(
+            f"MRR101: log-probs must be tensors, got {type(trainer).__name__} and {type(engine).__name__}."
+        )
     if trainer.shape != engine.shape or (mask is not None and mask.shape != trainer.shape):
         shapes = [list(trainer.shape), list(engine.shape), None if mask is None else list(mask.shape)]
-        raise TraceError(f"trainer, engine and mask must have one shape, got {shapes}.")
+        raise TraceError(f"MRR102: trainer, engine and mask must have one shape, got {shapes}.")
     trainer, engine = trainer.detach().double(), engine.detach().to(trainer.device).double()
     counted = ~(trainer.isnan() | engine.isnan())
     counted = counted if mask is None else counted & mask.to(counted.device)
@@ -70,7 +72,7 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
     highest = float(torch.maximum(trainer, engine).max())
     if highest > _ROUNDING:
         raise TraceError(
-            f"log-probs reach {highest:.4g}, and none is above 0: give log(p) of each token, not p or a loss."
+            f"MRR101: log-probs reach {highest:.4g}, and none is above 0: give log(p) of each token, not p or a loss."
         )
     log_ratio = trainer - engine
     distance = log_ratio.abs()
@@ -115,7 +117,7 @@ def mismatch_by_routes(trainer: Tensor, engine: Tensor, *, a: RoutingTrace, b: R
         TraceError: rows or layers differ.
     """
     if trainer.shape != (len(a),):
-        raise TraceError(f"log-probs must be [{len(a)}], one a row of the traces, got {list(trainer.shape)}.")
+        raise TraceError(f"MRR102: log-probs must be [{len(a)}], one a row of the traces, got {list(trainer.shape)}.")
     different = _routes_differ(a, b)
     lengths = a.sequence_lengths or b.sequence_lengths or (len(a),)
     # Attention reads earlier rows: a token behind a row that differs saw other hidden states though its own routes agree.
@@ -137,7 +139,7 @@ def _routes_differ(a: RoutingTrace, b: RoutingTrace) -> Tensor:
     """
     for name in ("num_tokens", "layer_numbers", "num_experts", "topk"):
         if getattr(a, name) != getattr(b, name):
-            raise TraceError(f"cannot compare traces with {name} {getattr(a, name)} and {getattr(b, name)}.")
+            raise TraceError(f"MRR107: cannot compare traces with {name} {getattr(a, name)} and {getattr(b, name)}.")
     overlap, _ = shared_experts(a.topk_indices.cpu(), b.topk_indices.cpu())
     return (overlap < a.topk).any(dim=1) & a.replay_mask.cpu() & b.replay_mask.cpu()
 

@@ -106,7 +106,7 @@ class _File(TraceSource):
             if self._mapped >= _MAPPED_BYTES or start != self._next:
                 before, self._mapped, self._reader = self._reader.crc32, 0, Reader.open(self._path)
                 if before != self._reader.crc32:
-                    raise StoreError("it was replaced by another file while it was read.")
+                    raise StoreError("MRR503: it was replaced by another file while it was read.")
             self._next = stop
             rows = slice(min(start, self.num_tokens), min(stop, self.num_tokens))
             block = self._reader.load(layer_numbers=layer_numbers, rows=rows)
@@ -134,7 +134,7 @@ class _Parts(TraceSource):
         try:
             merged = merge_traces(pieces, allow_gaps=True)
         except TraceError as error:
-            raise TraceError(f"cannot merge {self.name}, rows counted from {start} here: {error}") from None
+            raise TraceError(f"MRR107: cannot merge {self.name}, rows counted from {start} here: {error}") from None
         return merged if layer_numbers is None else merged.select_layers(layer_numbers)
 
 
@@ -154,7 +154,9 @@ def open_source(trace: TraceLike, *, name: str = "the trace", step: int | None =
     if not isinstance(trace, (str, os.PathLike)):
         if not isinstance(trace, Sequence) or not trace:
             what = "an empty list of parts" if isinstance(trace, Sequence) else f"a {type(trace).__name__}"
-            raise TraceError(f"{name} is {what}: give a RoutingTrace, the path of one, or a list of such parts.")
+            raise TraceError(
+                f"MRR101: {name} is {what}: give a RoutingTrace, the path of one, or a list of such parts."
+            )
         return _Parts([open_source(part, name=f"part {i} of {name}", step=step) for i, part in enumerate(trace)], name)
     path = Path(trace)
     if not path.is_dir():
@@ -174,14 +176,14 @@ def _folder(folder: Path, step: int | None) -> tuple[int | None, list[Path]]:
     if not steps:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise StoreError(f"cannot read {folder}: the folder holds no trace file (*.safetensors).")
+            raise StoreError(f"MRR501: cannot read {folder}: the folder holds no trace file (*.safetensors).")
         return None, files
     if step is None and len(steps) > 1:
         shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-        raise StoreError(f"{folder} holds {len(steps)} steps ({shown}): say which.")
+        raise StoreError(f"MRR505: {folder} holds {len(steps)} steps ({shown}): say which.")
     chosen = steps[0] if step is None else step
     if chosen not in steps:
-        raise StoreError(f"{folder} has no step {chosen}; it has {steps[0]}..{steps[-1]}.")
+        raise StoreError(f"MRR505: {folder} has no step {chosen}; it has {steps[0]}..{steps[-1]}.")
     return chosen, [part.path for part in store.parts(chosen)]
 
 

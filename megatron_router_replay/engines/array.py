@@ -50,7 +50,7 @@ def decode(
     """
     names = [name for name in axes if name not in ("batch", "")]
     if sorted(names) != ["expert", "layer", "token"]:
-        raise PayloadError(f"axes {list(axes)} must name one token, one layer and one expert axis.")
+        raise PayloadError(f"MRR101: axes {list(axes)} must name one token, one layer and one expert axis.")
 
     def read(result: Any, *, batch: bool) -> list[Reply]:
         # The caller's border is compared with his token ids as if a reply had stated it.
@@ -75,10 +75,12 @@ def decode(
 def _token_major(array: Array, axes: Sequence[str], names: list[str]) -> Array:
     """Return the array as [tokens, layers, topk]."""
     if array.ndim != len(axes):
-        raise _SOURCE.error(f"axes {list(axes)} do not name shape {list(array.shape)}: one name an axis.")
+        raise _SOURCE.error(f"MRR101: axes {list(axes)} do not name shape {list(array.shape)}: one name an axis.")
     extra = tuple(i for i, name in enumerate(axes) if name not in names)
     if any(array.shape[i] != 1 for i in extra):
-        raise _SOURCE.error(f"has shape {list(array.shape)}, but only axes of length 1 may be named batch or ''.")
+        raise _SOURCE.error(
+            f"MRR101: has shape {list(array.shape)}, but only axes of length 1 may be named batch or ''."
+        )
     return array.squeeze(extra).transpose([names.index(name) for name in ("token", "layer", "expert")])
 
 
@@ -89,11 +91,11 @@ def _columns(
     numbers = list(numbers)
     if len(numbers) != num_columns or len(set(numbers)) != len(numbers):
         raise _SOURCE.error(
-            f"layer_numbers names {len(numbers)} layers, the array has {num_columns}: one each, no repeats."
+            f"MRR306: layer_numbers names {len(numbers)} layers, the array has {num_columns}: one each, no repeats."
         )
     missing = [number for number in model.moe_layer_numbers if number not in numbers]
     if missing:
-        raise _SOURCE.error(f"has no routes of the MoE layers {missing}.")
+        raise _SOURCE.error(f"MRR302: has no routes of the MoE layers {missing}.")
     return (
         tuple(numbers.index(number) for number in model.moe_layer_numbers),
         tuple(i for i, number in enumerate(numbers) if number not in model.moe_layer_numbers),

@@ -85,10 +85,10 @@ class Decoder:
         replies = self._read(result, batch=False)
         # True would be choice 1.
         if choice is not None and (isinstance(choice, bool) or not 0 <= choice < len(replies)):
-            raise PayloadError(f"{self.name}: choice={choice!r} of a response with {len(replies)} choices.")
+            raise PayloadError(f"MRR312: {self.name}: choice={choice!r} of a response with {len(replies)} choices.")
         if choice is None and len(replies) != 1:
             raise PayloadError(
-                f"{self.name}: the response holds {len(replies)} choices, decode reads one: pass choice=... or use "
+                f"MRR312: {self.name}: the response holds {len(replies)} choices, decode reads one: pass choice=... or use "
                 "decode_batch."
             )
         return self._trace(replies, {choice or 0: DecodeOptions(**options)}, info, allocate)
@@ -137,7 +137,9 @@ class Decoder:
         given = {name: _as_list(name, values) for name, values in given.items() if values is not None}
         for name, values in given.items():
             if len(values) != len(replies):
-                raise PayloadError(f"{self.name}: {len(values)} {name} for {len(replies)} choices: give one a choice.")
+                raise PayloadError(
+                    f"MRR312: {self.name}: {len(values)} {name} for {len(replies)} choices: give one a choice."
+                )
         given["sample_id"] = given.pop("sample_ids", [None] * len(replies))
         each = {i: DecodeOptions(**{n: v[i] for n, v in given.items()}, **options) for i in range(len(replies))}
         trace = self._trace(replies, each, info, allocate)
@@ -176,14 +178,16 @@ class Decoder:
     def _check_routes(self, reply: Reply, *, may_be_empty: bool) -> None:
         if not reply.has_routes and not may_be_empty:
             raise reply.source.error(
-                f"missing, though the model has MoE layers: it would train on live routes. {self.if_missing}"
+                f"MRR302: missing, though the model has MoE layers: it would train on live routes. {self.if_missing}"
             )
 
     def _sample(
         self, reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions
     ) -> SampleRows:
         if options.version is not None and not self.reads_version:
-            raise reply.source.error(f"version={options.version!r} means nothing here: the payload says what it is.")
+            raise reply.source.error(
+                f"MRR101: version={options.version!r} means nothing here: the payload says what it is."
+            )
         # An aborted request that had generated tokens had routes for them: without these they are lost.
         aborted = reply.aborted and tokens.nothing_generated
         self._check_routes(reply, may_be_empty=aborted)
@@ -199,7 +203,7 @@ class Decoder:
 
 def _as_list(name: str, values: Any) -> Sequence[Any]:
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
-        raise PayloadError(f"{name} is {type(values).__name__}, expected a list with one entry a sample.")
+        raise PayloadError(f"MRR312: {name} is {type(values).__name__}, expected a list with one entry a sample.")
     result: Sequence[Any] = values
     return result
 

@@ -51,18 +51,18 @@ class Family:
         num_layers = lengths[0] if is_spelled else integer(config, self.num_layers)
         # Lists of this length are made before ModelRoutingInfo checks it.
         if not 1 <= num_layers <= 65536:
-            raise PayloadError(f"{self.num_layers}={num_layers} of the config must lie in 1..65536.")
+            raise PayloadError(f"MRR303: {self.num_layers}={num_layers} of the config must lie in 1..65536.")
         asked = {name: rule for name, rule in self.layers.items() if not name or config.get(name) is not None}
         answers = {name: rule(config, num_layers) for name, rule in asked.items()}
         stated = {name: answer for name, answer in answers.items() if answer is not None}
         if not stated:
             raise PayloadError(
-                f"the {config.get('model_type')} config lacks {' / '.join(self.layers)}: which layers route is unknown. Give "
-                "the model's complete config.json."
+                f"MRR303: the {config.get('model_type')} config lacks {' / '.join(self.layers)}: which layers route is "
+                "unknown. Give the model's complete config.json."
             )
         first, *others = stated.values()
         if any(answer != first for answer in others):
-            raise PayloadError(f"{' and '.join(stated)} of the {config.get('model_type')} config disagree.")
+            raise PayloadError(f"MRR303: {' and '.join(stated)} of the {config.get('model_type')} config disagree.")
         return first
 
 
@@ -73,7 +73,7 @@ def integer(config: Config, name: str, default: int | None = None, least: int | 
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         bound = "" if least is None else f" of {least} or more"
         raise PayloadError(
-            f"the {config.get('model_type')} config has {name}={value!r}, expected an integer{bound}. "
+            f"MRR303: the {config.get('model_type')} config has {name}={value!r}, expected an integer{bound}. "
             "Give the model's complete config.json."
         )
     return value
@@ -83,16 +83,16 @@ def agreed(config: Config, names: tuple[str, ...]) -> int:
     """Return the integer that is stored under one or more of `names`; one at least must be there, all must agree."""
     stated = {name: integer(config, name) for name in names if config.get(name) is not None}
     if not stated:
-        raise PayloadError(f"the {config.get('model_type')} config lacks {' / '.join(names)}.")
+        raise PayloadError(f"MRR303: the {config.get('model_type')} config lacks {' / '.join(names)}.")
     if len(set(stated.values())) > 1:
-        raise PayloadError(f"the {config.get('model_type')} config contradicts itself: {stated}.")
+        raise PayloadError(f"MRR303: the {config.get('model_type')} config contradicts itself: {stated}.")
     return next(iter(stated.values()))
 
 
 def _list(config: Config, name: str) -> list[Any]:
     value = config.get(name)
     if not isinstance(value, (list, tuple)):
-        raise PayloadError(f"the {config.get('model_type')} config has {name}={value!r}, expected a list.")
+        raise PayloadError(f"MRR303: the {config.get('model_type')} config has {name}={value!r}, expected a list.")
     return list(value)
 
 
@@ -100,7 +100,7 @@ def _listed(config: Config, name: str, num_layers: int) -> list[bool]:
     """Return which layers a list of their indices from 0 names."""
     indices = _list(config, name)
     if not all(type(i) is int and 0 <= i < num_layers for i in indices):
-        raise PayloadError(f"{name}={indices} of the config do not fit {num_layers} layers.")
+        raise PayloadError(f"MRR303: {name}={indices} of the config do not fit {num_layers} layers.")
     return [i in indices for i in range(num_layers)]
 
 
@@ -110,7 +110,9 @@ def _kinds(name: str, moe: str, *others: str) -> LayerRule:
     def rule(config: Config, num_layers: int) -> list[bool]:
         kinds = _list(config, name)
         if len(kinds) != num_layers or not all(kind in (moe, *others) for kind in kinds):
-            raise PayloadError(f"{name} must name {num_layers} layers, each one of {[moe, *others]}, got {kinds}.")
+            raise PayloadError(
+                f"MRR303: {name} must name {num_layers} layers, each one of {[moe, *others]}, got {kinds}."
+            )
         return [kind == moe for kind in kinds]
 
     return rule
@@ -125,7 +127,7 @@ def _every_layer(config: Config, num_layers: int) -> list[bool]:
     """Source: transformers 5.23, MixtralDecoderLayer, GptOssDecoderLayer, Qwen3_5MoeDecoderLayer: no dense layers."""
     if config.get("mlp_only_layers"):
         raise PayloadError(
-            f"a {config['model_type']} has routed experts in every layer, its config says mlp_only_layers="
+            f"MRR303: a {config['model_type']} has routed experts in every layer, its config says mlp_only_layers="
             f"{config['mlp_only_layers']}: the two contradict each other."
         )
     return [True] * num_layers
@@ -147,7 +149,7 @@ def _first_dense(config: Config, num_layers: int) -> list[bool]:
         freq = [i % step == 0 for i in range(num_layers)]
     if len(freq) != num_layers or not all(routed in (0, 1) for routed in freq):
         raise PayloadError(
-            f"{name}={config.get(name)!r} must be 1 or more, or one 0 or 1 for each of {num_layers} layers."
+            f"MRR303: {name}={config.get(name)!r} must be 1 or more, or one 0 or 1 for each of {num_layers} layers."
         )
     return [i >= first and bool(routed) for i, routed in enumerate(freq)]
 
@@ -161,7 +163,7 @@ def _pattern(config: Config, num_layers: int) -> list[bool]:
     """Source: NVIDIA's configuration_nemotron_h.py (M mamba, * attention, - MLP, E experts)."""
     pattern = config["hybrid_override_pattern"]
     if not isinstance(pattern, str) or not set(pattern) <= set("M*-E") or len(pattern) != num_layers:
-        raise PayloadError(f"hybrid_override_pattern {pattern!r} must be {num_layers} of the letters M * - E.")
+        raise PayloadError(f"MRR303: hybrid_override_pattern {pattern!r} must be {num_layers} of the letters M * - E.")
     return [kind == "E" for kind in pattern]
 
 

@@ -49,20 +49,20 @@ def _read(result: Any, *, batch: bool) -> list[Reply]:
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
     seen, source = reply.routed_experts, reply.source
     if not isinstance(seen, Mapping):
-        raise source.error(f"expected a dict by layer_number, got {type(seen).__name__}.")
+        raise source.error(f"MRR310: expected a dict by layer_number, got {type(seen).__name__}.")
     missing = [number for number in model.moe_layer_numbers if number not in seen]
     surplus = [number for number in seen if number not in model.moe_layer_numbers]
     if missing or surplus:
         raise source.error(
-            f"seen on layers {list(seen)}, the model's MoE layers are {list(model.moe_layer_numbers)}: missing {missing}, "
-            f"unexpected {surplus}. Layer numbers count from 1."
+            f"MRR306: seen on layers {list(seen)}, the model's MoE layers are {list(model.moe_layer_numbers)}: missing "
+            f"{missing}, unexpected {surplus}. Layer numbers count from 1."
         )
     if tokens.num_prompt_tokens:
         _check_forwards(seen[model.moe_layer_numbers[0]], tokens.num_prompt_tokens, source)
     layers = [_indices(seen[number], number, source) for number in model.moe_layer_numbers]
     shapes = {layer.shape for layer in layers}
     if len(shapes) > 1:
-        raise source.error(f"layers differ in shape: {sorted(shapes)}.")
+        raise source.error(f"MRR306: layers differ in shape: {sorted(shapes)}.")
     return RowLayout(
         parts=(np.stack(layers, axis=1),),
         columns=tuple(range(len(layers))),
@@ -77,8 +77,8 @@ def _check_forwards(seen: Any, num_prompt_tokens: int, source: Source) -> None:
     sizes = [len(_indices(item, 0, source)) for item in seen]
     if num_prompt_tokens not in accumulate(sizes):
         raise source.error(
-            f"has forwards of {listed(sizes)} rows, none of which ends with the prompt's {num_prompt_tokens} tokens: is "
-            "there a row too much in front, or a forward of something else?"
+            f"MRR305: has forwards of {listed(sizes)} rows, none of which ends with the prompt's {num_prompt_tokens} "
+            "tokens: is there a row too much in front, or a forward of something else?"
         )
 
 
@@ -87,7 +87,7 @@ def _indices(seen: Any, layer_number: int, source: Source) -> Array:
     if _is_list_of_forwards(seen):
         parts = [_indices(item, layer_number, source) for item in seen]
         if len({part.shape[1] for part in parts}) > 1:
-            raise source.error(f"the forwards of layer_number {layer_number} differ in topk.")
+            raise source.error(f"MRR306: the forwards of layer_number {layer_number} differ in topk.")
         return np.concatenate(parts)
     if _is_output(seen):
         seen = seen[2]
@@ -96,7 +96,7 @@ def _indices(seen: Any, layer_number: int, source: Source) -> Array:
         array = array[0]
     if array.ndim != 2:
         raise source.error(
-            f"layer_number {layer_number} has shape {list(array.shape)}, expected [tokens, topk] of one sample."
+            f"MRR306: layer_number {layer_number} has shape {list(array.shape)}, expected [tokens, topk] of one sample."
         )
     return array
 

@@ -89,11 +89,13 @@ def decode(
     lines, source = _lines(result, rank)
     records = [record for line in lines if (record := _record(line, info, source)) is not None]
     if len({record.rank for record in records}) > 1:
-        raise source.error(f"holds lines of the ranks {sorted({r.rank for r in records})[:8]}: decode each by itself.")
+        raise source.error(
+            f"MRR316: holds lines of the ranks {sorted({r.rank for r in records})[:8]}: decode each by itself."
+        )
     if step is not None:
         records = [record for record in records if record.step == step]
     if not records:
-        raise source.error("holds no route of a decoder layer" + ("." if step is None else f" in step {step}."))
+        raise source.error("MRR316: holds no route of a decoder layer" + ("." if step is None else f" in step {step}."))
     layers = sorted({record.layer for record in records})
     numbers = _layer_numbers(layers, layer_numbers, info, source, names_layer_number=records[0].names_layer_number)
     samples = [
@@ -112,7 +114,7 @@ def _lines(result: Any, rank: int | None) -> tuple[Iterator[Any], Source]:
     if not isinstance(result, (str, os.PathLike)):
         source = Source(engine=_ENGINE, field="the lines")
         if not isinstance(result, Iterable):
-            raise source.error(f"are {type(result).__name__}, expected a folder, a file or a list of lines.")
+            raise source.error(f"MRR310: are {type(result).__name__}, expected a folder, a file or a list of lines.")
         return iter(result), source
     path = Path(result)
     if path.is_dir():
@@ -121,9 +123,9 @@ def _lines(result: Any, rank: int | None) -> tuple[Iterator[Any], Source]:
             rank = next(iter(found))
         if rank not in found:
             raise PayloadError(
-                f"{_ENGINE}: {path} has the ranks {sorted(found)[:16]}: pass rank=..., or the file of one of them."
+                f"MRR316: {_ENGINE}: {path} has the ranks {sorted(found)[:16]}: pass rank=..., or the file of one of them."
                 if found
-                else f"{_ENGINE}: {path} has no router_trace_rank<N>.jsonl."
+                else f"MRR316: {_ENGINE}: {path} has no router_trace_rank<N>.jsonl."
             )
         path = found[rank]
     source = Source(engine=_ENGINE, field=str(path))
@@ -138,25 +140,25 @@ def _parsed(path: Path, source: Source) -> Iterator[Any]:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise source.error(
-                        f"line {number} is no JSON ({error}): was the run stopped while it wrote?"
+                        f"MRR310: line {number} is no JSON ({error}): was the run stopped while it wrote?"
                     ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise source.error(f"cannot be read: {error}.") from error
+        raise source.error(f"MRR501: cannot be read: {error}.") from error
 
 
 def _record(line: Any, model: ModelRoutingInfo, source: Source) -> _Record | None:
     """Return the routes of a line, None for an MTP layer."""
     if not isinstance(line, Mapping) or "top_indices" not in line:
-        raise source.error(f"has the line {shown(line)}, which has no top_indices.")
+        raise source.error(f"MRR310: has the line {shown(line)}, which has no top_indices.")
     step, layer, rank, num_tokens, topk = (line.get(name) for name in ("step", "layer", "rank", "num_tokens", "topk"))
     if not (is_count(step) and is_count(layer) and is_count(rank) and is_count(num_tokens) and is_count(topk)):
         counts = ", ".join(map(shown, (step, layer, rank, num_tokens, topk)))
         raise source.error(
-            f"has a line with step, layer, rank, num_tokens, topk {counts}: expected integers of 0 or more."
+            f"MRR310: has a line with step, layer, rank, num_tokens, topk {counts}: expected integers of 0 or more."
         )
     block = line.get("block")
     if block is not None and not (isinstance(block, str) and block in ("decoder", "mtp")):
-        raise source.error(f"has a line of the block {shown(block)}, expected 'decoder' or 'mtp'.")
+        raise source.error(f"MRR310: has a line of the block {shown(block)}, expected 'decoder' or 'mtp'.")
     if block == "mtp":
         return None
     where = f"step {step}, layer {layer}"
@@ -164,9 +166,9 @@ def _record(line: Any, model: ModelRoutingInfo, source: Source) -> _Record | Non
     if num_tokens == 0:  # an empty list has one axis
         indices = np.zeros((0, topk), np.int32)
     if indices.shape != (num_tokens, topk):
-        raise source.error(f"{where} states {num_tokens} tokens of top-{topk} and has {list(indices.shape)}.")
+        raise source.error(f"MRR310: {where} states {num_tokens} tokens of top-{topk} and has {list(indices.shape)}.")
     if topk != model.topk:
-        raise source.error(f"{where} is top-{topk}, the model's topk is {model.topk}.")
+        raise source.error(f"MRR306: {where} is top-{topk}, the model's topk is {model.topk}.")
     return _Record(step=step, layer=layer, rank=rank, names_layer_number=block is None, indices=indices)
 
 
@@ -184,8 +186,8 @@ def _layer_numbers(
         unknown = [number for number in numbers if number not in model.moe_layer_numbers]
         if len(numbers) != len(layers) or list(numbers) != sorted(set(numbers)) or unknown:
             raise source.error(
-                f"layer_numbers {list(numbers)} must name, increasing, the {len(layers)} layers of the file (its layer "
-                f"{list(layers)}), each an MoE layer of the model: {list(model.moe_layer_numbers)}."
+                f"MRR316: layer_numbers {list(numbers)} must name, increasing, the {len(layers)} layers of the file "
+                f"(its layer {list(layers)}), each an MoE layer of the model: {list(model.moe_layer_numbers)}."
             )
         return numbers
     every = list(model.moe_layer_numbers)
@@ -194,7 +196,7 @@ def _layer_numbers(
     expected = [every] if names_layer_number else [[number - 1 for number in every], list(range(len(every)))]
     if list(layers) not in expected:
         raise source.error(
-            f"has the layers {list(layers)}, expected {' or '.join(dict.fromkeys(map(str, expected)))} "
+            f"MRR316: has the layers {list(layers)}, expected {' or '.join(dict.fromkeys(map(str, expected)))} "
             f"for MoE layers {every}. A rank of a pipeline holds a part of them: name these (layer_numbers=..., --layers); "
             "chunks of an interleaved pipeline cannot be told apart."
         )
@@ -215,10 +217,12 @@ def _forwards(records: Sequence[_Record], layers: Sequence[int], source: Source)
         step, seen = run[0].step, [record.layer for record in run]
         if seen != list(layers):
             raise source.error(
-                f"step {step} has a forward over the layers {seen}, of {list(layers)}. Was it cut, or are these recomputes? "
-                "Take the trace without activation recompute, and without CUDA graphs around routers."
+                f"MRR316: step {step} has a forward over the layers {seen}, of {list(layers)}. Was it cut, or are "
+                "these recomputes? Take the trace without activation recompute, and without CUDA graphs around routers."
             )
         if len({len(record.indices) for record in run}) > 1:
-            raise source.error(f"step {step} has a forward of {[len(r.indices) for r in run]} tokens in its layers.")
+            raise source.error(
+                f"MRR316: step {step} has a forward of {[len(r.indices) for r in run]} tokens in its layers."
+            )
         yield f"step {step}, forward {count[step]}", np.stack([record.indices for record in run], axis=1)
         count[step] += 1

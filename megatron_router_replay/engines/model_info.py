@@ -47,22 +47,24 @@ class ModelRoutingInfo:
             as_integer(f"{name} of the model", getattr(self, name), error=PayloadError)
         if not 1 <= self.num_layers <= 65536 or not 1 <= self.num_experts <= 32768 or self.num_shared_experts < 0:
             raise PayloadError(
-                f"cannot describe a model of num_layers={self.num_layers}, num_experts={self.num_experts}, "
+                f"MRR303: cannot describe a model of num_layers={self.num_layers}, num_experts={self.num_experts}, "
                 f"num_shared_experts={self.num_shared_experts}: expected 1..65536, 1..32768 and 0 or more."
             )
         if not 1 <= self.topk <= self.num_experts:
-            raise PayloadError(f"topk={self.topk} of the model must lie in 1..num_experts={self.num_experts}.")
+            raise PayloadError(f"MRR303: topk={self.topk} of the model must lie in 1..num_experts={self.num_experts}.")
         if list(numbers) != sorted(set(numbers)) or (numbers and not 1 <= numbers[0] <= numbers[-1] <= self.num_layers):
             raise PayloadError(
-                f"moe_layer_numbers must increase within 1..num_layers={self.num_layers}, got {list(numbers)}."
+                f"MRR303: moe_layer_numbers must increase within 1..num_layers={self.num_layers}, got {list(numbers)}."
             )
         if not numbers:
-            raise PayloadError("the model has no layer with routed experts: it is dense and has no routes to replay.")
+            raise PayloadError(
+                "MRR303: the model has no layer with routed experts: it is dense and has no routes to replay."
+            )
         object.__setattr__(self, "moe_layer_numbers", numbers)
 
     @classmethod
     def from_hf_config(cls, config: Config | str | os.PathLike[str]) -> ModelRoutingInfo:
-        """Read a config.json: the parsed dict, the path of the file or of the folder that holds it.
+        """Read a config.json from its parsed dict, its path or the path of its folder.
 
         The configs of multimodal models are read through their `text_config`. A `transformers` config object works
         too (through its `to_dict`).
@@ -79,11 +81,11 @@ class ModelRoutingInfo:
         model_type = values.get("model_type")
         if not isinstance(model_type, str):
             raise PayloadError(
-                "the model config has no model_type (nor text_config.model_type): cannot tell its layers."
+                "MRR303: the model config has no model_type (nor text_config.model_type): cannot tell its layers."
             )
         if model_type not in FAMILIES:
             raise PayloadError(
-                f"model_type {model_type!r} is not known here, so its MoE layers would be a guess. "
+                f"MRR303: model_type {model_type!r} is not known here, so its MoE layers would be a guess. "
                 f"Known: {', '.join(sorted(FAMILIES))}. Make a ModelRoutingInfo(...) by hand for others."
             )
         family = FAMILIES[model_type]
@@ -120,19 +122,19 @@ def _load(config: Any) -> Config:
         first = config[0] if isinstance(config, (list, tuple)) and config else config
         advice = " A Megatron-Core model is read by mcore.routing_info(model)." if hasattr(first, "parameters") else ""
         raise PayloadError(
-            f"a model config is a dict, a path or a ModelRoutingInfo, got {type(config).__name__}.{advice}"
+            f"MRR303: a model config is a dict, a path or a ModelRoutingInfo, got {type(config).__name__}.{advice}"
         )
     path = Path(config)
     if not path.exists():
         raise PayloadError(
-            f"cannot read the model config {path}: there is no such file or folder here. The id of a model on a hub is not "
-            "looked up: give the folder that holds its config.json."
+            f"MRR303: cannot read the model config {path}: there is no such file or folder here. The id of a model on "
+            "a hub is not looked up: give the folder that holds its config.json."
         )
     path = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise PayloadError(f"cannot read the model config {path}: {error}.") from error
+        raise PayloadError(f"MRR303: cannot read the model config {path}: {error}.") from error
     if not isinstance(values, dict):
-        raise PayloadError(f"the model config {path} holds {type(values).__name__}, expected an object.")
+        raise PayloadError(f"MRR303: the model config {path} holds {type(values).__name__}, expected an object.")
     return values

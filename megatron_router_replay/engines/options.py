@@ -66,7 +66,7 @@ class DecodeOptions:
         for name in ("start", "ignore_before") if self.num_tokens is None else ("start", "ignore_before", "num_tokens"):
             object.__setattr__(self, name, as_integer(name, getattr(self, name), least=0, error=PayloadError))
         if self.missing not in ("raise", "live"):
-            raise PayloadError(f"missing={self.missing!r} must be 'raise' or 'live'.")
+            raise PayloadError(f"MRR101: missing={self.missing!r} must be 'raise' or 'live'.")
 
 
 class SharedOptions(TypedDict, total=False):

@@ -63,14 +63,14 @@ def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes
     most = 4 * (max_bytes // 3 + 1)  # four characters hold three bytes
     if len(text) > most:
         raise source.error(
-            f"{len(text)} base64 characters, at most {most} can belong to these tokens. "
+            f"MRR305: {len(text)} base64 characters, at most {most} can belong to these tokens. "
             "Are the token ids those of this sample, and the model's layers and topk right?"
         )
     try:
         return decode_strictly(text)
     except (binascii.Error, ValueError) as error:
         raise source.error(
-            f"not base64: {error}. Was the string cut on its way, or does it hold foreign characters?"
+            f"MRR310: not base64: {error}. Was the string cut on its way, or does it hold foreign characters?"
         ) from error
 
 
@@ -85,21 +85,23 @@ def parse_npy(raw: bytes, *, source: Source) -> Array:
     Source: numpy.lib.format, version 1.0.
     """
     if raw[:8] != _NPY_MAGIC or len(raw) < 10:
-        raise source.error(f"starts with {raw[:8]!r}, not with the magic of a version 1.0 .npy file.")
+        raise source.error(f"MRR310: starts with {raw[:8]!r}, not with the magic of a version 1.0 .npy file.")
     start = 10 + int.from_bytes(raw[8:10], "little")
     match = _NPY_HEADER.fullmatch(raw[10:start]) if start <= 10 + MAX_NPY_HEADER else None
     if match is None:
-        raise source.error(f"the .npy header {raw[10:130]!r} is not that of an integer array [rows, layers, topk].")
+        raise source.error(
+            f"MRR310: the .npy header {raw[10:130]!r} is not that of an integer array [rows, layers, topk]."
+        )
     dtype = np.dtype(match[1].decode())
     shape = tuple(int(size) for size in match.groups()[2:])
     # Integers of python, which do not wrap: sizes of twelve digits may not come out as the right number of bytes.
     data_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
     # One size of 0 would make any others agree with no data.
     if max(shape) > len(raw) and not data_bytes:
-        raise source.error(f"the .npy header promises the impossible shape {list(shape)}.")
+        raise source.error(f"MRR310: the .npy header promises the impossible shape {list(shape)}.")
     if len(raw) - start != data_bytes:
         raise source.error(
-            f"the .npy header promises {list(shape)} {dtype} = {data_bytes} bytes, {len(raw) - start} follow. "
+            f"MRR310: the .npy header promises {list(shape)} {dtype} = {data_bytes} bytes, {len(raw) - start} follow. "
             "Was the payload cut?"
         )
     return np.frombuffer(raw, dtype, offset=start).reshape(shape, order="F" if match[2] == b"True" else "C")
@@ -115,7 +117,7 @@ def parse_raw(raw: bytes, *, dtype: str, source: Source, num_columns: int, topk:
     row_bytes = item.itemsize * num_columns * topk
     if len(raw) % row_bytes:
         raise source.error(
-            f"{len(raw)} bytes are {len(raw) / row_bytes:.3f} rows of {num_columns} layers x top-{topk} {dtype}. "
+            f"MRR306: {len(raw)} bytes are {len(raw) / row_bytes:.3f} rows of {num_columns} layers x top-{topk} {dtype}. "
             "Is the model's config the served one?"
         )
     return np.frombuffer(raw, item).reshape(-1, num_columns, topk)
@@ -135,15 +137,15 @@ def as_array(value: Any, *, source: Source) -> Array:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool or value.is_quantized:
-            raise source.error(f"must hold integers, got {value.dtype}.")
+            raise source.error(f"MRR310: must hold integers, got {value.dtype}.")
         return np.asarray(value.numpy())
     if not hasattr(value, "__array__"):
         raise source.error(
-            f"cannot read routes from {type(value).__name__}: expected an array, base64 or nested lists."
+            f"MRR310: cannot read routes from {type(value).__name__}: expected an array, base64 or nested lists."
         )
     converted: Array = np.asarray(value)
     if converted.dtype.kind not in "iu":
-        raise source.error(f"must hold integers, got {converted.dtype}.")
+        raise source.error(f"MRR310: must hold integers, got {converted.dtype}.")
     return converted
 
 
@@ -155,15 +157,15 @@ def as_token_ids(value: Any, *, source: Source) -> Array:
     """
     if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
         if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-            raise source.error(f"token ids must be integers, got {type(value).__name__}.")
+            raise source.error(f"MRR309: token ids must be integers, got {type(value).__name__}.")
         value = list(value)
     if isinstance(value, (list, tuple)):
         return _as_int32(value, source)
     ids = as_array(value, source=source)
     if ids.ndim != 1:
-        raise source.error(f"token ids must be one-dimensional, got shape {list(ids.shape)}.")
+        raise source.error(f"MRR309: token ids must be one-dimensional, got shape {list(ids.shape)}.")
     if ids.size and not (-(2**31) <= int(ids.min()) and int(ids.max()) < 2**31):
-        raise source.error(f"token ids reach {int(ids.max())}, which int32 cannot hold.")
+        raise source.error(f"MRR309: token ids reach {int(ids.max())}, which int32 cannot hold.")
     return ids.astype(np.int32)
 
 
@@ -173,12 +175,12 @@ def _as_int32(values: Sequence[Any], source: Source) -> Array:
     if not set(map(type, values)) <= {int}:
         for value in values:
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise source.error(f"must hold integers, got {type(value).__name__}.")
+                raise source.error(f"MRR310: must hold integers, got {type(value).__name__}.")
         values = [int(value) for value in values]
     try:
         return np.frombuffer(int_array("i", values), np.int32) if values else np.zeros(0, np.int32)
     except OverflowError:
-        raise source.error("an id does not fit int32.") from None
+        raise source.error("MRR310: an id does not fit int32.") from None
 
 
 def _from_lists(value: Sequence[Any], source: Source) -> Array:
@@ -188,14 +190,14 @@ def _from_lists(value: Sequence[Any], source: Source) -> Array:
     if all(isinstance(item, (np.ndarray, torch.Tensor)) for item in value):
         arrays = [as_array(item, source=source) for item in value]
         if len({item.shape for item in arrays}) > 1:
-            raise source.error(f"rows differ in shape: {sorted({item.shape for item in arrays})[:4]}.")
+            raise source.error(f"MRR310: rows differ in shape: {sorted({item.shape for item in arrays})[:4]}.")
         return np.stack(arrays)
     shape, flat = [len(value)], value
     while flat and set(map(type, flat)) <= {list, tuple}:
         lengths = set(map(len, flat))
         if len(lengths) != 1 or len(shape) >= 3:
             raise source.error(
-                f"nested lists are ragged or deeper than [rows][layers][topk]: lengths {sorted(lengths)[:4]} "
+                f"MRR310: nested lists are ragged or deeper than [rows][layers][topk]: lengths {sorted(lengths)[:4]} "
                 f"at level {len(shape)}."
             )
         shape += lengths

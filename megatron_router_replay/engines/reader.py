@@ -124,10 +124,10 @@ class ReplyReader:
         name = _request_label(chunks[0])
         source = replace(self._source(name), field="the response")
         if self.stream is None and len(chunks) > 1:
-            raise source.error("the server does not stream routes: send the request without stream.")
+            raise source.error("MRR311: the server does not stream routes: send the request without stream.")
         if self.first_only and len(choices) != 1:
             raise source.error(
-                f"with {len(choices)} choices it holds the routes of the first result only, the others are lost. Use "
+                f"MRR312: with {len(choices)} choices it holds the routes of the first result only, the others are lost. Use "
                 "/generate for n > 1 and for several prompts. Is this a reply of another engine?"
             )
         # A stream states its usage in the last chunk, or in none.
@@ -160,7 +160,7 @@ class ReplyReader:
             prompts.append(response.prompt_ids)
         routes = self._values(self.routes, known)
         if len(routes) > 1 and self.stream != "all":
-            raise source.error("two chunks of the stream carry routes, expected only the last one.")
+            raise source.error("MRR311: two chunks of the stream carry routes, expected only the last one.")
         reason = self._find(("finish_reason",), _holders(last))
         is_dict = isinstance(reason, Mapping)
         word, name = reason.get("type") if is_dict else reason, self._find(("weight_version",), known)
@@ -201,7 +201,8 @@ class ReplyReader:
             for other in (as_token_ids(prompt, source=source) for prompt in others):
                 if not np.array_equal(ids, other):
                     raise source.error(
-                        f"states different prompts, of {len(other)} and {len(ids)} ids: is a chunk of another request?"
+                        f"MRR311: states different prompts, of {len(other)} and {len(ids)} ids: is a chunk of another "
+                        "request?"
                     )
         return prompts[0]
 
@@ -220,7 +221,7 @@ class ReplyReader:
         for i, value in enumerate(ids):
             if not isinstance(value, (list, tuple)):
                 raise source.error(
-                    f"chunk {i} of the stream has the ids {shown(value)} while others have a list: it is broken."
+                    f"MRR311: chunk {i} of the stream has the ids {shown(value)} while others have a list: it is broken."
                 )
         if self.stream == "new":
             return [token for value in ids for token in value]
@@ -233,11 +234,11 @@ class ReplyReader:
             for known in (sizes, accumulate(sizes))
         )
         if is_all and any(list(later[: len(earlier)]) != list(earlier) for earlier, later in pairwise(ids)):
-            raise source.error("a chunk of the stream does not begin with the ids of the one before it.")
+            raise source.error("MRR311: a chunk of the stream does not begin with the ids of the one before it.")
         if not (is_all or is_new):
             raise source.error(
-                f"the chunks of the stream have {sizes[:8]} ids and state {stated[:8]} of them: neither all so far nor the "
-                "new ones. A chunk is lost or came twice."
+                f"MRR311: the chunks of the stream have {sizes[:8]} ids and state {stated[:8]} of them: neither all so "
+                "far nor the new ones. A chunk is lost or came twice."
             )
         return list(ids[-1]) if is_all else [token for value in ids for token in value]
 
@@ -250,13 +251,13 @@ class ReplyReader:
             # In order they are taken as they stand. Indexes that repeat are of several responses, in the caller's order.
             if len(set(known)) > 1 and len(set(known)) == len(known) and known != sorted(known):
                 raise source.error(
-                    f"has index {shown(indexes)} in this order, without their response: are they in order, or of several "
-                    "responses? Pass the response itself, or decode each choice."
+                    f"MRR312: has index {shown(indexes)} in this order, without their response: are they in order, or "
+                    "of several responses? Pass the response itself, or decode each choice."
                 )
             return [[item] for item in items]
         has_index = any(index is not None for index in indexes)
         if has_index and not all(type(index) is int and 0 <= index < len(items) for index in indexes):
-            raise source.error(f"has index {shown(indexes)}: all chunks of one request must have one, or none.")
+            raise source.error(f"MRR312: has index {shown(indexes)}: all chunks of one request must have one, or none.")
         if len(items) == 1:  # it may be the last chunk of a stream, or one that says nothing of its end
             return [items]
         keys: list[Any] = indexes
@@ -268,7 +269,7 @@ class ReplyReader:
         for key, chunks in streams.items():
             # As texts: an id may be anything, and arrays do not compare to one truth.
             if len({shown(_request(chunk), 200) for chunk in chunks}) > 1:
-                raise source.error(f"index {key} is of several requests: decode each request by itself.")
+                raise source.error(f"MRR311: index {key} is of several requests: decode each request by itself.")
         return list(streams.values()) if not has_index else _in_order(streams, list(streams), source)
 
 
@@ -323,7 +324,7 @@ def _find_responses(result: Any, source: Source) -> list[tuple[Sequence[Any], li
         streams.setdefault(request if isinstance(request, (str, int)) else None, []).append(item)
     if None in streams and len(streams) > 1:
         raise source.error(
-            f"{len(streams[None])} of {len(result)} chunks have no request_id or id, so they cannot be told apart."
+            f"MRR311: {len(streams[None])} of {len(result)} chunks have no request_id or id, so they cannot be told apart."
         )
     return [_joined(chunks, source) for chunks in streams.values()]
 
@@ -339,12 +340,12 @@ def _choices(response: Any, source: Source) -> list[tuple[int, Any]]:
     is_dict = isinstance(response, Mapping)
     items = response["choices" if "choices" in response else "outputs"] if is_dict else response.outputs
     if not isinstance(items, (list, tuple)):
-        raise source.error(f"of the response are {type(items).__name__}, expected a list.")
+        raise source.error(f"MRR301: of the response are {type(items).__name__}, expected a list.")
     indexes = [get_field(item, "index") for item in items]
     if all(index is None for index in indexes):
         return list(enumerate(items))
     if any(_index(item) is None for item in items):
-        raise source.error(f"have index {shown(indexes)}: each must be an integer of 0 or more.")
+        raise source.error(f"MRR312: have index {shown(indexes)}: each must be an integer of 0 or more.")
     return list(zip(indexes, items))
 
 
@@ -370,14 +371,14 @@ def _is_unfinished(choice: Any) -> bool:
 def _whole(response: Any, source: Source) -> tuple[Sequence[Any], list[Sequence[Any]]]:
     choices = _choices(response, source)
     if not choices:
-        raise source.error("of the response are none.")
+        raise source.error("MRR301: of the response are none.")
     return [response], [[choice] for choice in _in_order(dict(choices), [index for index, _ in choices], source)]
 
 
 def _joined(chunks: Sequence[Any], source: Source) -> tuple[Sequence[Any], list[Sequence[Any]]]:
     parts = _join_chunks((pair for chunk in chunks for pair in _choices(chunk, source)), source)
     if not parts:
-        raise source.error("of the stream are none.")
+        raise source.error("MRR311: of the stream are none.")
     return chunks, _in_order(parts, list(parts), source)
 
 
@@ -392,13 +393,15 @@ def _join_chunks(chunks: Iterable[tuple[_Key, Any]], source: Source) -> dict[_Ke
         stream = streams.setdefault(key, [])
         if stream and not _is_unfinished(stream[-1]):
             raise source.error(
-                f"the stream has a chunk of index {shown(key)} behind the one that finished it: a chunk came twice, or "
-                "replies that share an id or index lie among the chunks. Decode each stream by itself."
+                f"MRR311: the stream has a chunk of index {shown(key)} behind the one that finished it: a chunk came "
+                "twice, or replies that share an id or index lie among the chunks. Decode each stream by itself."
             )
         stream.append(chunk)
     unfinished = [key for key, stream in streams.items() if _is_unfinished(stream[-1])]
     if unfinished:
-        raise source.error(f"the stream ends before index {unfinished[:8]} is finished: missing its last chunk.")
+        raise source.error(
+            f"MRR311: the stream ends before index {unfinished[:8]} is finished: missing its last chunk."
+        )
     return dict(streams)
 
 
@@ -406,6 +409,7 @@ def _in_order(items: Mapping[int, _Item], indexes: Sequence[int], source: Source
     """Return items by their index, or raise PayloadError unless `indexes` are each of 0..n-1 once."""
     if sorted(indexes) != list(range(len(indexes))):
         raise source.error(
-            f"have index {list(indexes)[:8]}, expected each of 0..{len(indexes) - 1} once: one is lost or there twice."
+            f"MRR312: have index {list(indexes)[:8]}, expected each of 0..{len(indexes) - 1} once: one is lost or "
+            "there twice."
         )
     return [items[index] for index in range(len(indexes))]

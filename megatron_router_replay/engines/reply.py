@@ -111,7 +111,7 @@ def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: 
         if value is None:
             continue
         if not is_count(value):
-            raise source.error(f"{prefix}.{name} is {shown(value)}, it must be an integer of 0 or more.")
+            raise source.error(f"MRR309: {prefix}.{name} is {shown(value)}, it must be an integer of 0 or more.")
         counts.append(StatedCount(f"{prefix}.{name}", kind, value))
     return tuple(counts)
 
@@ -131,7 +131,7 @@ def read_usage(
     values = {count.kind: count.value for count in counts}
     if len(values) == 3 and values["prompt"] + values["output"] != values["all"]:
         raise source.error(
-            f"usage.total_tokens={values['all']} is not usage.prompt_tokens={values['prompt']} + "
+            f"MRR309: usage.total_tokens={values['all']} is not usage.prompt_tokens={values['prompt']} + "
             f"usage.completion_tokens={values['output']}."
         )
     # Of one choice each count is its own; of several only their sums can be compared.
@@ -172,4 +172,4 @@ def refuse_non_reply(result: Any, engine: str) -> None:
             said = f", {shown(body, 200)}" if status >= 400 and isinstance(body, str) and body else ""
             words = f"the result is an HTTP response (status {status}{said}), not its content: pass response.json()."
     if words is not None:
-        raise PayloadError(f"{engine}: {words}")
+        raise PayloadError(f"MRR301: {engine}: {words}")

@@ -78,8 +78,8 @@ class RowCheck:
         """Raise if ids were cast to a dtype that cannot hold the model's experts."""
         if np.iinfo(dtype).max < self._num_experts - 1:
             raise source.error(
-                f"ids are {dtype}, which cannot hold the ids of {self._num_experts} experts: a cast has wrapped them. Keep "
-                "them in int16, uint16 or wider."
+                f"MRR307: ids are {dtype}, which cannot hold the ids of {self._num_experts} experts: a cast has "
+                "wrapped them. Keep them in int16, uint16 or wider."
             )
 
     def copy(
@@ -139,8 +139,8 @@ class RowCheck:
         )
         if fault is not None:
             raise source.error(
-                f"{fault.format(rows=f'{len(rows)} rows {first_row}..{first_row + len(rows) - 1} ({name})')} If the model "
-                "really routes like that, pass allow_constant_layers=True."
+                f"MRR307: {fault.format(rows=f'{len(rows)} rows {first_row}..{first_row + len(rows) - 1} ({name})')} "
+                "If the model really routes like that, pass allow_constant_layers=True."
             )
 
     def is_filler(self, rows: Array) -> Array:
@@ -211,9 +211,9 @@ class RowCheck:
             if len(at) and not self._may_miss:
                 first, last, part = where(at)
                 raise source.error(
-                    f"{len(at)} rows {first}..{last}{part} are {rule}; first: {rows[at[0], 0].tolist()} in layer_number "
-                    f"{self._numbers[0]}. Did the engine or the way here drop them? missing='live' lets the live router "
-                    "decide such tokens, and counts them."
+                    f"MRR302: {len(at)} rows {first}..{last}{part} are {rule}; first: {rows[at[0], 0].tolist()} in "
+                    f"layer_number {self._numbers[0]}. Did the engine or the way here drop them? missing='live' lets "
+                    "the live router decide such tokens, and counts them."
                 )
             self.num_absent += len(at)
             routed = routed & ~fault
@@ -230,7 +230,7 @@ class RowCheck:
                 else "Negative ids mark layers without data: the engine lost these, or the served model is dense there."
             )
             described = invalid.describe(self._numbers, first_row=first_row + int(at[0]) - row)
-            raise source.error(f"{described} {cause}")
+            raise source.error(f"MRR307: {described} {cause}")
         if not self._may_miss:
             zeros = int((invalid.invalid & (invalid.rows == 0).all(axis=2)).sum())
             what = f"{zeros} routes are all zero"
@@ -247,7 +247,7 @@ class RowCheck:
             first, last, part = where(at)
             span = f"row {first}" if first == last else f"rows {first}..{last}"
             raise source.error(
-                f"{what}, in layers [{listed(layers)}], {span}{part}; first: row {first}, layer_number "
+                f"MRR307: {what}, in layers [{listed(layers)}], {span}{part}; first: row {first}, layer_number "
                 f"{self._numbers[layer]} = {invalid.rows[row, layer].tolist()}. {cause}"
             )
         self.num_lost += len(at)

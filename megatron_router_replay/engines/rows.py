@@ -139,7 +139,7 @@ def _all_or_none(what: str, samples: Sequence[SampleRows], values: list[Any]) ->
     """Return the values if every sample has one, [] if none has; raise PayloadError if only some have."""
     missing = [sample for sample, value in zip(samples, values) if value is None]
     if missing and len(missing) < len(values):
-        raise missing[0].source.error(f"has no {what} while others of the batch have.")
+        raise missing[0].source.error(f"MRR302: has no {what} while others of the batch have.")
     return [] if missing else values
 
 
@@ -214,11 +214,12 @@ def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:
     """Raise unless the arrays have three axes, of the right width and with a known layer axis."""
     source, num_tokens = sample.source, sample.tokens.num_tokens
     if sample.options.start > num_tokens:
-        raise source.error(f"start={sample.options.start} must lie in 0..{num_tokens}, the number of tokens.")
+        raise source.error(f"MRR305: start={sample.options.start} must lie in 0..{num_tokens}, the number of tokens.")
     for part in sample.layout.parts:
         if part.ndim != 3:
             raise source.error(
-                f"has shape {list(part.shape)}, expected [rows, layers, topk] = [rows, {model.num_layers}, {model.topk}]."
+                f"MRR306: has shape {list(part.shape)}, expected [rows, layers, topk] = [rows, {model.num_layers}, "
+                f"{model.topk}]."
             )
         if part.shape[0] == 0:  # no row, so no width that could be wrong
             continue
@@ -230,7 +231,9 @@ def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:
                 if shared == model.num_shared_experts
                 else "Is this the config of the served model? Are shared experts appended?"
             )
-            raise source.error(f"has {part.shape[2]} experts a token, the model's topk is {model.topk}. {cause}")
+            raise source.error(
+                f"MRR306: has {part.shape[2]} experts a token, the model's topk is {model.topk}. {cause}"
+            )
         find_columns(sample, part.shape[1], model)
 
 
@@ -251,7 +254,7 @@ def _check_row_count(sample: SampleRows) -> None:
     if rows == 0 and sample.may_be_empty:
         # Memory for these rows follows from a number that the response states alone.
         if sample.tokens.token_ids is None and num_tokens > _MAX_COUNTED_TOKENS:
-            raise source.error(f"claims {num_tokens} prompt tokens without ids or routes: pass token_ids.")
+            raise source.error(f"MRR309: claims {num_tokens} prompt tokens without ids or routes: pass token_ids.")
         return
     surplus = rows - expected
     if 0 < surplus <= MAX_SURPLUS_ROWS and options.allow_surplus_rows and not layout.explain_surplus:
@@ -274,7 +277,7 @@ def _check_row_count(sample: SampleRows) -> None:
         cause = "Are these the ids of prompt and output? Ids of the output alone are as many too few as the prompt has."
         cause = f"{cause} {drop}" if surplus <= MAX_SURPLUS_ROWS else cause
     legal = f"{expected} (the last token has no route)" + (f" or {with_last}" if may_have_last else "")
-    raise source.error(f"has {rows} rows for tokens {start}..{num_tokens - 1}: expected {legal}. {cause}")
+    raise source.error(f"MRR305: has {rows} rows for tokens {start}..{num_tokens - 1}: expected {legal}. {cause}")
 
 
 def _check_filler(sample: SampleRows, part: Array, filler: tuple[int, ...], first_row: int) -> None:
@@ -289,7 +292,7 @@ def _check_filler(sample: SampleRows, part: Array, filler: tuple[int, ...], firs
             row = int((values != 0).any(axis=1).argmax())
             where = f"layer_number {column + 1}" if sample.layout.columns is None else f"column {column}"
             raise sample.source.error(
-                f"{where} is dense by the model's config, but row {first_row + row} holds "
+                f"MRR306: {where} is dense by the model's config, but row {first_row + row} holds "
                 f"{values[row].tolist()} there, not filler (0 or -1). Is this the config of the served model, and does "
                 "the payload have one column for each hidden layer?"
             )
@@ -310,7 +313,7 @@ def find_columns(
         expected = model.num_layers
     if num_columns != expected:
         raise sample.source.error(
-            f"has {num_columns} layers, the model has {model.num_layers} ({len(numbers)} of them MoE). "
+            f"MRR306: has {num_columns} layers, the model has {model.num_layers} ({len(numbers)} of them MoE). "
             f"{layout.explain_layers}"
         )
     return columns, filler

@@ -66,7 +66,7 @@ class RoutingSegments:
 
     @property
     def next_start(self) -> int:
-        """The first token without a route: what to ask for next, as `start` of the engine's request and of `decode`.
+        """The first token without a route. Give it as `start` to the engine's next request and to `decode`.
 
         After a turn of S tokens it is S - 1, not S: the turn's last token has no route yet.
         """
@@ -91,7 +91,9 @@ class RoutingSegments:
         """
         start = as_integer("RoutingSegments: start", start, least=0, error=PayloadError)
         if not isinstance(trace, RoutingTrace):
-            raise PayloadError(f"RoutingSegments: cannot append a {type(trace).__name__}: decode the reply first.")
+            raise PayloadError(
+                f"MRR101: RoutingSegments: cannot append a {type(trace).__name__}: decode the reply first."
+            )
         trace = trace.to("cpu")
         new = self._check(trace, start, weight_version)
         old, end = self._length, start + len(trace)
@@ -126,7 +128,7 @@ class RoutingSegments:
             PayloadError: nothing was appended.
         """
         if self._first is None:
-            raise PayloadError("RoutingSegments: nothing was appended, so there is no trace.")
+            raise PayloadError("MRR315: RoutingSegments: nothing was appended, so there is no trace.")
         return RoutingTrace.from_checked(
             layer_numbers=self._first.layer_numbers,
             num_experts=self._first.num_experts,
@@ -141,9 +143,9 @@ class RoutingSegments:
             # A later turn's route would take the place of a row that somebody left out.
             trace.check_nothing_left_out("append a segment")
         except TraceError as error:
-            raise PayloadError(f"RoutingSegments: {error}") from None
+            raise PayloadError(f"MRR111: RoutingSegments: {error}") from None
         if trace.weight_version is not None and weight_version is not None:
-            raise PayloadError("RoutingSegments: the trace carries weight versions; do not give another.")
+            raise PayloadError("MRR313: RoutingSegments: the trace carries weight versions; do not give another.")
         versions = trace.weight_version
         if weight_version is not None:
             versions = torch.full((len(trace),), weight_version, dtype=torch.int32)
@@ -152,29 +154,31 @@ class RoutingSegments:
         new |= {} if versions is None else {"weight_version": torch.where(trace.replay_mask, versions, -1)}
         if start > self._length and trace.token_ids is not None:
             raise PayloadError(
-                f"RoutingSegments: a segment starts at token {start}, only {self._length} are known: append the trace of "
-                "the whole turn, whose rows without a route carry their token ids."
+                f"MRR315: RoutingSegments: a segment starts at token {start}, only {self._length} are known: append "
+                "the trace of the whole turn, whose rows without a route carry their token ids."
             )
         if self._first is None:
             return new
         for name in ("layer_numbers", "num_experts", "topk"):
             if getattr(trace, name) != getattr(self._first, name):
                 raise PayloadError(
-                    f"RoutingSegments: a segment with {name}={getattr(trace, name)} behind one with "
+                    f"MRR107: RoutingSegments: a segment with {name}={getattr(trace, name)} behind one with "
                     f"{getattr(self._first, name)}: they are of different models."
                 )
         for name, words in (("token_ids", "token ids"), ("weight_version", "weight versions")):
             if (name in self._rows) != (name in new):
-                raise PayloadError(f"RoutingSegments: only some segments have {words}; give all of them or none.")
+                raise PayloadError(
+                    f"MRR315: RoutingSegments: only some segments have {words}; give all of them or none."
+                )
         if trace.token_ids is not None:
             shared = min(self._length - start, len(trace))
             earlier, again = self._rows["token_ids"][start : start + shared], trace.token_ids[:shared]
             if not torch.equal(earlier, again):
                 row = int((earlier != again).nonzero()[0])
                 raise PayloadError(
-                    f"RoutingSegments: token {start + row} is {int(again[row])}, an earlier segment had {int(earlier[row])} "
-                    "there. Was the history edited or tokenised anew between turns? Send the ids of the earlier turns, or "
-                    "begin a new RoutingSegments."
+                    f"MRR315: RoutingSegments: token {start + row} is {int(again[row])}, an earlier segment had "
+                    f"{int(earlier[row])} there. Was the history edited or tokenised anew between turns? Send the ids "
+                    "of the earlier turns, or begin a new RoutingSegments."
                 )
         return new
 
@@ -199,7 +203,7 @@ class RoutingSegments:
         if decisions >= _MIN_COMPARED and wrong > self.max_disagreement * decisions:
             row, layer = (int(i) for i in (differing & same_weights.unsqueeze(1)).nonzero()[0])
             raise PayloadError(
-                f"RoutingSegments: {wrong} of {decisions} decisions on tokens {start + int(both[0])}.."
+                f"MRR315: RoutingSegments: {wrong} of {decisions} decisions on tokens {start + int(both[0])}.."
                 f"{start + int(both[-1])} differ from those of an earlier segment with the same weights, first token "
                 f"{start + int(both[row])}, layer_number {trace.layer_numbers[layer]}: {routes[row, layer].tolist()} after "
                 f"{earlier[row, layer].tolist()}. These are routes of other tokens: is the segment's start right?"
@@ -226,7 +230,7 @@ def join_prefill_decode(
     sample_id: str | None = None,
     **options: Unpack[SharedOptions],
 ) -> RoutingTrace:
-    """Return the routes of one request whose prompt was routed by one server and whose output by another.
+    """Return the routes of a request that a prefill and a decode server answered.
 
     The decode server got the prompt's keys and values from the prefill server, so its own rows of the prompt are rubbish
     (zeros, or those of an earlier request). A proxy keeps both replies:
@@ -252,26 +256,28 @@ def join_prefill_decode(
     """
     replies = [engine.read(reply, batch=False) for reply in (prefill_reply, decode_reply)]
     if [len(of_reply) for of_reply in replies] != [1, 1]:
-        raise PayloadError(f"{engine.name}: each reply must hold one choice, these hold {[len(r) for r in replies]}.")
+        raise PayloadError(
+            f"MRR312: {engine.name}: each reply must hold one choice, these hold {[len(r) for r in replies]}."
+        )
     given = DecodeOptions(prompt_token_ids=prompt_token_ids, **options)
     prefill, decode = (resolve_tokens(of_reply[0], given) for of_reply in replies)
     length = prefill.num_prompt_tokens
     if length is None or prefill.token_ids is None or decode.token_ids is None:
         raise PayloadError(
-            f"{engine.name}: nothing proves that the two replies are of one request: have both return token ids, or pass "
-            "prompt_token_ids=..."
+            f"MRR315: {engine.name}: nothing proves that the two replies are of one request: have both return token "
+            "ids, or pass prompt_token_ids=..."
         )
     if length != decode.num_prompt_tokens:
         raise PayloadError(
-            f"{engine.name}: the prefill reply has a prompt of {length} tokens, the decode reply of "
+            f"MRR315: {engine.name}: the prefill reply has a prompt of {length} tokens, the decode reply of "
             f"{decode.num_prompt_tokens}: they are of different requests."
         )
     first = engine.decode(prefill_reply, model=model, prompt_token_ids=prompt_token_ids, **options)[:length]
     missing = (~first.replay_mask).nonzero()
     if len(missing) and given.missing != "live":
         raise PayloadError(
-            f"{engine.name}: the prefill reply has no route of prompt token {int(missing[0])}: ask the prefill server for "
-            "one output token (max_tokens=1), so that it sends the prompt's last row too."
+            f"MRR315: {engine.name}: the prefill reply has no route of prompt token {int(missing[0])}: ask the prefill "
+            "server for one output token (max_tokens=1), so that it sends the prompt's last row too."
         )
     segments = RoutingSegments()
     segments.append(first)

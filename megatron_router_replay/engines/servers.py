@@ -58,7 +58,7 @@ def _vllm_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, opti
     # whose columns are of other layers.
     if rows.ndim == 3 and rows.shape[0] and rows.shape[1] == num_moe != model.num_layers:
         raise reply.source.error(
-            f"has {num_moe} layers, as many as the model has MoE layers, not all {model.num_layers}: vLLM 0.21 "
+            f"MRR306: has {num_moe} layers, as many as the model has MoE layers, not all {model.num_layers}: vLLM 0.21 "
             'sends these. Pass version="0.21" if it did.'
         )
     return RowLayout(parts=(rows,))
@@ -68,27 +68,27 @@ def _joined_parts(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, o
     """Return the prompt's and the generation's routes of vLLM 0.21."""
     source = replace(reply.source, field="prompt_routed_experts")
     if options.start:
-        raise source.error(f"start={options.start}, but vLLM 0.21 always sends every row: decode with start=0.")
+        raise source.error(f"MRR305: start={options.start}, but vLLM 0.21 always sends every row: decode with start=0.")
     if not reply.prompt_is_proven:
         raise source.error(
-            "vLLM 0.21 sends the prompt's routes for the first prompt of a request only, and this choice is not proven "
-            "to have that prompt. Send one prompt a request; return_token_ids=true lets choices prove theirs."
+            "MRR302: vLLM 0.21 sends the prompt's routes for the first prompt of a request only, and this choice is "
+            "not proven to have that prompt. Send one prompt a request; return_token_ids=true lets choices prove theirs."
         )
     prompt = _read_npy(reply.prompt_routed_experts, source, model, tokens, options)
     if tokens.num_prompt_tokens is None:
         raise source.error(
-            f"has {prompt.shape[0]} rows, and nothing says how many tokens the prompt has: pass prompt_token_ids=..., or "
-            "have the response return ids or counts."
+            f"MRR309: has {prompt.shape[0]} rows, and nothing says how many tokens the prompt has: pass "
+            "prompt_token_ids=..., or have the response return ids or counts."
         )
     if prompt.shape[0] != tokens.num_prompt_tokens:
-        raise source.error(f"has {prompt.shape[0]} rows for {tokens.num_prompt_tokens} prompt tokens.")
+        raise source.error(f"MRR305: has {prompt.shape[0]} rows for {tokens.num_prompt_tokens} prompt tokens.")
     parts = [prompt]
     if reply.routed_experts is not None:
         parts.append(_read_npy(reply.routed_experts, reply.source, model, tokens, options))
     # No rows may have any shape: an empty list has none.
     parts = [part for part in parts if part.shape[0]]
     if len({part.shape[1:] for part in parts}) > 1:
-        raise source.error(f"prompt and generation differ in shape: {[list(part.shape) for part in parts]}.")
+        raise source.error(f"MRR306: prompt and generation differ in shape: {[list(part.shape) for part in parts]}.")
     return parts
 
 
@@ -157,7 +157,7 @@ def _raw_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, optio
     value, source, columns = reply.routed_experts, reply.source, model.num_layers
     dtype = "int32" if reply.raw_dtype is None else reply.raw_dtype
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise source.error(f"routed_experts_dtype is {shown(dtype)}, expected one of {', '.join(_DTYPES)}.")
+        raise source.error(f"MRR310: routed_experts_dtype is {shown(dtype)}, expected one of {', '.join(_DTYPES)}.")
     if isinstance(value, str):
         value = decode_base64(value, source=source, max_bytes=4 * most_ids(model, tokens, options))
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -196,7 +196,7 @@ def _explain_size(size: int, expected: int, dtype: str, model: ModelRoutingInfo,
     for rows in filter(None, (expected, expected + 1)):
         for columns, width, item, what in mistakes:
             if size == rows * columns * width * _DTYPES[item]:
-                raise reply.source.error(f"{size} bytes are {rows} rows {what}")
+                raise reply.source.error(f"MRR306: {size} bytes are {rows} rows {what}")
 
 
 _GENERATE = ReplyReader(
@@ -251,13 +251,15 @@ def _unwrapped(value: Any, source: Source) -> Any:
     if kind == "tensor":
         return content
     if kind != "ndarray" or not isinstance(content, Mapping) or not {"data", "dtype"} <= set(content):
-        raise source.error(f"is wrapped as {shown(kind)}, expected 'tensor', or 'ndarray' with its data and dtype.")
+        raise source.error(
+            f"MRR310: is wrapped as {shown(kind)}, expected 'tensor', or 'ndarray' with its data and dtype."
+        )
     if not isinstance(content["dtype"], str) or content["dtype"] not in _INTEGERS:
-        raise source.error(f"is an ndarray of dtype {shown(content['dtype'])}, expected integers.")
+        raise source.error(f"MRR310: is an ndarray of dtype {shown(content['dtype'])}, expected integers.")
     # The dtype is a promise about the data: ids beyond it mean that the payload was put together by something else.
     array, limits = as_array(content["data"], source=source), np.iinfo(content["dtype"])
     if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
-        raise source.error(f"holds ids that {content['dtype']}, its dtype, does not.")
+        raise source.error(f"MRR310: holds ids that {content['dtype']}, its dtype, does not.")
     return array
 
 
@@ -367,15 +369,15 @@ def _gym_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, optio
         match = _ENVELOPE.match(value[:64])
         if match is None:
             raise source.error(
-                f"is the text {shown(value, 40)}, expected nrlre1:<int8|int16|int32>:<rows>x<layers>x<topk>:..."
+                f"MRR310: is the text {shown(value, 40)}, expected nrlre1:<int8|int16|int32>:<rows>x<layers>x<topk>:..."
             )
         rows, layers, topk = (int(size) for size in match.groups()[1:])
         if not layers or not topk:
-            raise source.error(f"states {rows}x{layers}x{topk}, which are no routes.")
+            raise source.error(f"MRR310: states {rows}x{layers}x{topk}, which are no routes.")
         raw = decode_base64(value[match.end() :], source=source, max_bytes=4 * most_ids(model, tokens, options))
         array = parse_raw(raw, dtype=match[1], source=source, num_columns=layers, topk=topk)
         if len(array) != rows:
-            raise source.error(f"states {rows} rows and holds {len(array)}: was it cut?")
+            raise source.error(f"MRR310: states {rows} rows and holds {len(array)}: was it cut?")
     else:
         array = as_array(value, source=source)
     is_compact = array.ndim == 3 and array.shape[1] == num_moe != model.num_layers
@@ -385,8 +387,8 @@ def _gym_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, optio
         last = array[-1:, list(columns)]
         if not check.is_filler(last).all():
             raise source.error(
-                f"has a row for each of {tokens.num_tokens} tokens, and the last one is a route, {last[0, 0].tolist()}: the "
-                "token that was sampled last has none, so every row may be one too late."
+                f"MRR305: has a row for each of {tokens.num_tokens} tokens, and the last one is a route, "
+                f"{last[0, 0].tolist()}: the token that was sampled last has none, so every row may be one too late."
             )
     return RowLayout(parts=(array,), columns=columns if is_compact else None, last_row="padding")
 

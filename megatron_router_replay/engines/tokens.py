@@ -70,7 +70,7 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
     agreed = _agreed(counts, reply.source)
     if "all" not in agreed:
         raise reply.source.error(
-            "cannot tell how many tokens these rows belong to: pass token_ids=... (prompt and output), or "
+            "MRR309: cannot tell how many tokens these rows belong to: pass token_ids=... (prompt and output), or "
             "prompt_token_ids=... where the response has the output, or num_tokens=... if ids are unknown."
         )
     num_prompt = agreed["prompt"].value if "prompt" in agreed else None
@@ -90,17 +90,21 @@ def _token_ids(reply: Reply, options: DecodeOptions) -> tuple[Array | None, Arra
         )
     )
     if given is not None and sent is not None and not np.array_equal(given, sent):
-        raise source.error(f"prompt_token_ids ({len(given)}) are not the prompt of the response ({len(sent)} ids).")
+        raise source.error(
+            f"MRR309: prompt_token_ids ({len(given)}) are not the prompt of the response ({len(sent)} ids)."
+        )
     prompt = given if sent is None else sent
     if ids is None:
         return prompt, output, None if prompt is None or output is None else np.concatenate([prompt, output])
     # Ids of the re-tokenised text may be as many and not the same, so they are compared one by one.
     if prompt is not None and not np.array_equal(ids[: len(prompt)], prompt):
-        raise source.error(f"token_ids ({len(ids)}) do not begin with the prompt of the response ({len(prompt)} ids).")
+        raise source.error(
+            f"MRR309: token_ids ({len(ids)}) do not begin with the prompt of the response ({len(prompt)} ids)."
+        )
     if output is not None and (len(output) > len(ids) or not np.array_equal(ids[len(ids) - len(output) :], output)):
         raise source.error(
-            f"token_ids ({len(ids)}) do not end with the output of the response ({len(output)} ids): they are prompt and "
-            "output of this very sample, not of its re-tokenised text."
+            f"MRR309: token_ids ({len(ids)}) do not end with the output of the response ({len(output)} ids): they are "
+            "prompt and output of this very sample, not of its re-tokenised text."
         )
     # That the two together are as many as all is checked with the counts.
     return prompt, output, ids
@@ -113,16 +117,16 @@ def _agreed(counts: list[StatedCount], source: Source) -> dict[Kind, StatedCount
         first = known.setdefault(count.kind, count)
         if first.value != count.value:
             raise source.error(
-                f"{count.name}={count.value}, but {first.value} {_NOUNS[count.kind]} by {first.name}: these are not the "
-                "tokens that the engine counted. Is a chunk of the stream lost, or a BOS token?"
+                f"MRR309: {count.name}={count.value}, but {first.value} {_NOUNS[count.kind]} by {first.name}: these "
+                "are not the tokens that the engine counted. Is a chunk of the stream lost, or a BOS token?"
             )
     # Two counts make the third: a reply that states all three may contradict itself.
     for count in _following(known):
         if count.value < 0:
-            raise source.error(f"{count.name} leaves {count.value} {_NOUNS[count.kind]}.")
+            raise source.error(f"MRR309: {count.name} leaves {count.value} {_NOUNS[count.kind]}.")
         if known.setdefault(count.kind, count).value != count.value:
             raise source.error(
-                f"{known[count.kind].name}={known[count.kind].value}, but {count.name} make {count.value}."
+                f"MRR309: {known[count.kind].name}={known[count.kind].value}, but {count.name} make {count.value}."
             )
     return known
 
@@ -189,7 +193,7 @@ def _check_usage(usage: Usage, *sizes: Sequence[int | None]) -> None:
     for kind, values in right.items():
         if kind in stated and stated[kind].value not in values:
             raise usage.source.error(
-                f"{stated[kind].name}={stated[kind].value}, but the tokens of its choices make "
+                f"MRR309: {stated[kind].name}={stated[kind].value}, but the tokens of its choices make "
                 f"{' or '.join(map(str, sorted(values)))}: these are not the tokens that the engine counted. Is a choice or "
                 "part of one lost, or a BOS token?"
             )
@@ -204,18 +208,20 @@ def read_spans(value: Any, *, source: Source) -> tuple[WeightSpan, ...]:
     if value is None:
         return ()
     if not isinstance(value, (list, tuple)):
-        raise source.error(f"weight_versions is {type(value).__name__}, expected a list of spans.")
+        raise source.error(f"MRR313: weight_versions is {type(value).__name__}, expected a list of spans.")
     spans: list[WeightSpan] = []
     for item in value:
         version, start, end = (get_field(item, name) for name in ("version", "start", "end"))
         named = type(version) is str or (type(version) is int and abs(version) < MAX_COUNT)
         if not (named and is_count(start) and is_count(end)):
-            raise source.error("weight_versions has a span without version, start or end, or with others than numbers.")
+            raise source.error(
+                "MRR313: weight_versions has a span without version, start or end, or with others than numbers."
+            )
         before = spans[-1].end if spans else 0
         if start != before or end < start:
             raise source.error(
-                f"weight_versions has a span {start}..{end} behind {before} tokens: spans must follow one another. Is a "
-                "part of the output lost?"
+                f"MRR313: weight_versions has a span {start}..{end} behind {before} tokens: spans must follow one "
+                "another. Is a part of the output lost?"
             )
         spans.append(WeightSpan(str(version), start, end))
     return tuple(spans)
@@ -239,7 +245,7 @@ def stamp_versions(reply: Reply, tokens: SampleTokens, given: WeightVersion | No
         missing = [name for name in names if name not in given]
         if missing or not names:
             raise source.error(
-                f"weight_version names {sorted(map(str, given))[:8]}, but the reply was made by "
+                f"MRR313: weight_version names {sorted(map(str, given))[:8]}, but the reply was made by "
                 f"{missing or 'weights that it does not name'}."
             )
         numbers = {name: given[name] for name in names}
@@ -270,8 +276,8 @@ def _as_numbers(names: Sequence[str], given: int | None, source: Source) -> dict
     elif given is None:
         return {}
     raise source.error(
-        f"weight_version={shown(given)}, but the weights of this reply changed, from version to version {list(names)}. "
-        f"Pass weight_version={{{names[0]!r}: ..., ...}}, your number for each."
+        f"MRR313: weight_version={shown(given)}, but the weights of this reply changed, from version to version "
+        f"{list(names)}. Pass weight_version={{{names[0]!r}: ..., ...}}, your number for each."
     )
 
 

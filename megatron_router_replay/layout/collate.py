@@ -116,7 +116,7 @@ def _checked_length(index: int, sample: Sample, first: Sample) -> int:
     lengths = {name: values.shape[0] for name, values in sample.items()}
     if "input_ids" not in lengths or set(lengths) != set(first) or len(set(lengths.values())) != 1:
         raise LayoutError(
-            f"sample {index} has fields of lengths {lengths}. Every sample needs the fields of sample 0, {sorted(first)}, "
-            "with input_ids among them and one value a token in each."
+            f"MRR205: sample {index} has fields of lengths {lengths}. Every sample needs the fields of sample 0, "
+            f"{sorted(first)}, with input_ids among them and one value a token in each."
         )
     return lengths["input_ids"]

@@ -76,13 +76,13 @@ def pad_sequences(
         LayoutError: no sequences, a sequence longer than seq_length, seq_length not a multiple of `multiple`.
     """
     if side not in ("left", "right"):
-        raise LayoutError(f"side={side!r} must be 'left' or 'right'.")
+        raise LayoutError(f"MRR101: side={side!r} must be 'left' or 'right'.")
     first = _first(sequences)
     longest = max(sequence.shape[0] for sequence in sequences)
     length = _round_up(longest, multiple) if seq_length is None else seq_length
     if length < longest or length % multiple:
         raise LayoutError(
-            f"cannot pad sequences of up to {longest} tokens to seq_length={length}, multiple={multiple}: "
+            f"MRR205: cannot pad sequences of up to {longest} tokens to seq_length={length}, multiple={multiple}: "
             f"use seq_length={_round_up(max(longest, length), multiple)}, or truncate tokens and routes together."
         )
     batch = first.new_full((len(sequences), length, *first.shape[1:]), fill)
@@ -120,7 +120,7 @@ def pack_sequences(
     total = _round_up(sum(padded), both) if total_length is None else total_length
     if total < sum(padded) or total % both:
         raise LayoutError(
-            f"cannot pack {sum(padded)} positions ({sum(lengths)} tokens) into total_length={total}: it must be a "
+            f"MRR205: cannot pack {sum(padded)} positions ({sum(lengths)} tokens) into total_length={total}: it must be a "
             f"multiple of {both} and at least {_round_up(sum(padded), both)}. Take fewer sequences or a larger bucket."
         )
     # Positions of no sequence would be a sequence of their own to attention, and fit no cu_seqlens of the tokens.
@@ -145,13 +145,13 @@ def check_tokens(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
     """
     if rows.shape != input_ids.shape:
         raise LayoutError(
-            f"routing_rows are {list(rows.shape)}, input_ids {list(input_ids.shape)}: one row a position."
+            f"MRR201: routing_rows are {list(rows.shape)}, input_ids {list(input_ids.shape)}: one row a position."
         )
     outside = (rows < -1) | (rows >= token_ids.shape[0])
     if bool(outside.any()):
         at = outside.nonzero()[0].tolist()
         raise LayoutError(
-            f"routing_rows{at} is {int(rows[tuple(at)])}: the trace has rows 0..{token_ids.shape[0] - 1}, "
+            f"MRR202: routing_rows{at} is {int(rows[tuple(at)])}: the trace has rows 0..{token_ids.shape[0] - 1}, "
             "padding is -1."
         )
     if not bool((rows >= 0).any()):
@@ -161,7 +161,7 @@ def check_tokens(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
     if bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
         raise LayoutError(
-            f"input_ids{at} is {int(input_ids[tuple(at)])}, but its routing row {int(rows[tuple(at)])} was recorded "
+            f"MRR203: input_ids{at} is {int(input_ids[tuple(at)])}, but its routing row {int(rows[tuple(at)])} was recorded "
             f"for token {int(expected[tuple(at)])} ({int(wrong.sum())} of {int((rows >= 0).sum())} positions differ): "
             "tokens and routing_rows were not moved by the same code."
         )
@@ -169,11 +169,11 @@ def check_tokens(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
 
 def _first(sequences: Sequence[Tensor]) -> Tensor:
     if not sequences:
-        raise LayoutError("cannot lay out no sequences: at least one is needed.")
+        raise LayoutError("MRR205: cannot lay out no sequences: at least one is needed.")
     for i, sequence in enumerate(sequences):
         if sequence.dim() < 1 or sequence.shape[1:] != sequences[0].shape[1:] or sequence.dtype != sequences[0].dtype:
             raise LayoutError(
-                f"sequence {i} is {list(sequence.shape)} {sequence.dtype}, sequence 0 is {list(sequences[0].shape)} "
+                f"MRR205: sequence {i} is {list(sequence.shape)} {sequence.dtype}, sequence 0 is {list(sequences[0].shape)} "
                 f"{sequences[0].dtype}: they may differ in length only."
             )
     return sequences[0]
@@ -181,11 +181,11 @@ def _first(sequences: Sequence[Tensor]) -> Tensor:
 
 def _round_up(length: int, multiple: int) -> int:
     if multiple < 1:
-        raise LayoutError(f"cannot pad to a multiple of {multiple}: it must be 1 or more.")
+        raise LayoutError(f"MRR205: cannot pad to a multiple of {multiple}: it must be 1 or more.")
     return -(-length // multiple) * multiple
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:
     if sum(lengths) >= 2**31:  # attention kernels take int32, and a wrapped bound would be a negative address
-        raise LayoutError(f"{sum(lengths)} positions are more than cu_seqlens (int32) can count.")
+        raise LayoutError(f"MRR205: {sum(lengths)} positions are more than cu_seqlens (int32) can count.")
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

@@ -46,7 +46,7 @@ def split_context_parallel(
     those of transformer_engine's thd_get_partitioned_indices.
     """
     if values.dim() < 2:
-        raise LayoutError(f"cannot split values of shape {list(values.shape)}: they must be [b, s, ...].")
+        raise LayoutError(f"MRR201: cannot split values of shape {list(values.shape)}: they must be [b, s, ...].")
     positions = _positions(
         values.shape[1], cp_rank=cp_rank, cp_size=cp_size, cu_seqlens_padded=cu_seqlens_padded, style=style
     )
@@ -58,14 +58,14 @@ def _positions(
 ) -> Tensor:
     """Return which positions `split_context_parallel` keeps, in order: [seq_length // cp_size] int64."""
     if not 0 <= cp_rank < cp_size:
-        raise LayoutError(f"cp_rank={cp_rank} must lie in 0..cp_size - 1, cp_size={cp_size}.")
+        raise LayoutError(f"MRR204: cp_rank={cp_rank} must lie in 0..cp_size - 1, cp_size={cp_size}.")
     bounds = _bounds(seq_length, cu_seqlens_padded)
     if style == "contiguous":
         _check_lengths(torch.tensor([seq_length]), cp_size, style, cp_size)
         kept = seq_length // cp_size
         return torch.arange(cp_rank * kept, (cp_rank + 1) * kept)
     if style != "zigzag":
-        raise LayoutError(f"style={style!r} must be 'zigzag' or 'contiguous'.")
+        raise LayoutError(f"MRR101: style={style!r} must be 'zigzag' or 'contiguous'.")
     if cp_size == 1:  # one rank keeps everything: nothing has to be a multiple of two
         return torch.arange(seq_length)
     lengths = bounds.diff()
@@ -89,7 +89,7 @@ def _bounds(seq_length: int, cu_seqlens_padded: Tensor | None) -> Tensor:
     covers = bounds.dim() == 1 and bounds.numel() > 0 and int(bounds[0]) == 0 and int(bounds[-1]) == seq_length
     if not covers or bool((bounds.diff() < 0).any()):
         raise LayoutError(
-            f"cu_seqlens_padded {bounds.tolist()} does not cover a row of {seq_length} positions: it must be "
+            f"MRR204: cu_seqlens_padded {bounds.tolist()} does not cover a row of {seq_length} positions: it must be "
             "[num_seqs + 1], rise from 0 and end at the row's length."
         )
     return bounds
@@ -99,8 +99,8 @@ def _check_lengths(lengths: Tensor, multiple: int, style: str, cp_size: int) -> 
     wrong = (lengths % multiple).nonzero()[:, 0].tolist()
     if wrong:
         raise LayoutError(
-            f"cannot split sequence {wrong[0]} of {int(lengths[wrong[0]])} positions over cp_size={cp_size} ({style}): "
-            f"not a multiple of {multiple}. Pad each sequence to a multiple of {multiple} first."
+            f"MRR204: cannot split sequence {wrong[0]} of {int(lengths[wrong[0]])} positions over cp_size={cp_size} "
+            f"({style}): not a multiple of {multiple}. Pad each sequence to a multiple of {multiple} first."
         )
 
 
@@ -122,7 +122,9 @@ def rows_for_router(rows: Tensor, *, tp_rank: int = 0, tp_size: int = 1, sequenc
     (`logits.view(-1, num_experts)`).
     """
     if rows.dim() != 2:
-        raise LayoutError(f"cannot order rows of shape {list(rows.shape)}: they must be [b, s], shaped as input_ids.")
+        raise LayoutError(
+            f"MRR201: cannot order rows of shape {list(rows.shape)}: they must be [b, s], shaped as input_ids."
+        )
     # Before the split, as in Megatron: a rank gets a run of positions of every sequence, not a run of sequences.
     by_position = rows.transpose(0, 1)
     if sequence_parallel:
@@ -146,11 +148,11 @@ def split_sequence_parallel(values: Tensor, *, tp_rank: int, tp_size: int) -> Te
     Source: Megatron-Core 0.16.1, tensor_parallel.mappings._split_along_first_dim.
     """
     if not 0 <= tp_rank < tp_size:
-        raise LayoutError(f"tp_rank={tp_rank} must lie in 0..tp_size - 1, tp_size={tp_size}.")
+        raise LayoutError(f"MRR204: tp_rank={tp_rank} must lie in 0..tp_size - 1, tp_size={tp_size}.")
     length = values.shape[0]
     if length % tp_size != 0:
         raise LayoutError(
-            f"cannot split {length} positions over tp_size={tp_size}: not a multiple. "
+            f"MRR204: cannot split {length} positions over tp_size={tp_size}: not a multiple. "
             f"Pad the sequences, or the packed row, to a multiple of {tp_size} first."
         )
     kept = length // tp_size

@@ -92,7 +92,7 @@ def _take_rows(
 def broadcast_routing_rows(
     rows: Sequence[Tensor] | None, *, src: int, group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
-    """Give every rank of a group the rows of all micro-batches; for pipeline stages that load no data.
+    """Give every rank of a group the rows of all micro-batches. Pipeline stages that load no data need it.
 
     Call it before the schedule, with all micro-batches of the step at once: a broadcast inside a forward step would
     wait for stages that wait for this stage's activations.
@@ -113,5 +113,5 @@ def broadcast_routing_rows(
         payload = [[part.detach().to(device="cpu", dtype=torch.int64).clone() for part in rows]]
     dist.broadcast_object_list(payload, src=src, group=group)
     if payload[0] is None:  # told to all, so that all raise and none waits
-        raise LayoutError(f"rank {src} broadcasts routing_rows but was given none.")
+        raise LayoutError(f"MRR406: rank {src} broadcasts routing_rows but was given none.")
     return payload[0]

@@ -54,7 +54,7 @@ class Balance:
             ("aux_loss", self.aux_loss, ("live", "off")),
         ):
             if value not in known:
-                raise TraceError(f"{name}={value!r} must be one of {', '.join(map(repr, known))}.")
+                raise TraceError(f"MRR101: {name}={value!r} must be one of {', '.join(map(repr, known))}.")
 
 
 @dataclass(slots=True, eq=False)
@@ -128,9 +128,9 @@ def _aux_loss(original: Any, method: str, decision_of: Callable[[Any], Any]) -> 
                 return probs
             if method == "_apply_seq_aux_loss" and tokens.packed:
                 raise ReplayStateError(
-                    "seq_aux_loss balances each sequence, but the model got packed sequences (packed_seq_params), which "
-                    "Megatron-Core's router takes for a single one. Do not pack, replay(..., aux_loss='off'), or "
-                    "moe_router_load_balancing_type='aux_loss'."
+                    "MRR418: seq_aux_loss balances each sequence, but the model got packed sequences "
+                    "(packed_seq_params), which Megatron-Core's router takes for a single one. Do not pack, "
+                    "replay(..., aux_loss='off'), or moe_router_load_balancing_type='aux_loss'."
                 )
             is_token = tokens.is_token
             if with_padding_mask:  # what Megatron-Core has masked itself has no expert any more

@@ -88,7 +88,7 @@ class Chunk:
                 return
             if "routing_rows" in kwargs:  # an attached model takes them off
                 raise ReplayStateError(
-                    f"{queue.where}: the model got routing_rows, which its forward does not take. Call "
+                    f"MRR403: {queue.where}: the model got routing_rows, which its forward does not take. Call "
                     "mrr.attach(model_chunks) after building the model, and again where it is rebuilt."
                 )
             microbatch = queue.enter()

@@ -68,7 +68,7 @@ def check_version() -> None:
     parameters = inspect.signature(function).parameters.values()
     if not any(each.name == "router_replay" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         raise UnsupportedRouterError(
-            f"Megatron-Core {megatron_version()} cannot replay routes: its topk_routing_with_score_function has no "
+            f"MRR402: Megatron-Core {megatron_version()} cannot replay routes: its topk_routing_with_score_function has no "
             f"router_replay argument, which came with 0.16. Sessions were run with {', '.join(TESTED)}: use one of these."
         )
 

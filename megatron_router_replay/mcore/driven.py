@@ -34,7 +34,7 @@ _REPLAYS = (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWAR
 
 
 class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
-    """The routes one TopKRouter records, and those it replays; attributes and static helpers are Megatron-Core's.
+    """The routes that one TopKRouter records, and those that it replays. Attributes and static helpers are Megatron-Core's.
 
     Attributes:
         target_topk_idx: [num_tokens, topk] the routes the next REPLAY_FORWARD uses, or None.
@@ -86,7 +86,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         instances = RouterReplay.global_router_replay_instances
         if len(all_layers_topk_indices) != len(instances):
             raise ReplayDataError(
-                f"cannot distribute {len(all_layers_topk_indices)} replay tensors over {len(instances)} routers: one "
+                f"MRR417: cannot distribute {len(all_layers_topk_indices)} replay tensors over {len(instances)} routers: one "
                 "each, in order of construction. Routers of another or of a rebuilt model may still be listed: call "
                 "RouterReplay.clear_global_router_replay_instances() before building, or use a session."
             )
@@ -97,7 +97,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 
     @staticmethod
     def set_global_static_buffers(static_buffer: Tensor) -> None:
-        """Give every instance its part of one buffer to record into, [max_tokens, num_layers, topk].
+        """Give every instance its part of one buffer to record into. The buffer is [max_tokens, num_layers, topk].
 
         Raises:
             ReplayStateError: not one layer an instance.
@@ -105,8 +105,8 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         instances = RouterReplay.global_router_replay_instances
         if static_buffer.dim() != 3 or static_buffer.shape[1] != len(instances):
             raise ReplayDataError(
-                f"cannot record {len(instances)} routers into a static buffer of {list(static_buffer.shape)}: it must be "
-                "[max_tokens, num_layers, topk] with a layer a router."
+                f"MRR417: cannot record {len(instances)} routers into a static buffer of {list(static_buffer.shape)}: "
+                "it must be [max_tokens, num_layers, topk] with a layer a router."
             )
         for position, instance in enumerate(instances):
             instance.set_static_buffer(static_buffer[:, position, :])
@@ -131,14 +131,14 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         super().set_target_indices(as_target(topk_indices))
 
     def set_static_buffer(self, buffer: Tensor) -> None:
-        """Record into this memory from now on, [max_tokens, topk] of integers, which a CUDA graph may hold.
+        """Record into this memory from now on. It is [max_tokens, topk] of integers, and a CUDA graph may hold it.
 
         Raises:
             ReplayStateError: it has another shape or kind.
         """
         if buffer.dim() != 2 or buffer.is_floating_point() or buffer.is_complex() or buffer.dtype is torch.bool:
             raise ReplayStateError(
-                f"a static buffer must be [max_tokens, topk] integers, got {list(buffer.shape)} {buffer.dtype}."
+                f"MRR417: a static buffer must be [max_tokens, topk] integers, got {list(buffer.shape)} {buffer.dtype}."
             )
         self.static_buffer = buffer
 
@@ -158,7 +158,8 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         num_tokens, topk = topk_indices.shape
         if self.static_buffer.shape[0] < num_tokens or self.static_buffer.shape[1] != topk:
             raise ReplayStateError(
-                f"cannot record [{num_tokens}, {topk}] routes into a static buffer of {list(self.static_buffer.shape)}."
+                f"MRR417: cannot record [{num_tokens}, {topk}] routes into a static buffer of "
+                f"{list(self.static_buffer.shape)}."
             )
         self.static_buffer[:num_tokens].copy_(topk_indices)
         self.recorded_topk_idx = self.static_buffer[:num_tokens]
@@ -175,13 +176,15 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             if router.config.moe_router_fusion:
                 reasons.append("moe_router_fusion=True never asks for a top-k; sessions run its unfused code")
             if reasons:
-                raise UnsupportedRouterError(f"cannot replay {tape.layer_of(router)} exactly: " + "; ".join(reasons))
+                raise UnsupportedRouterError(
+                    f"MRR401: cannot replay {tape.layer_of(router)} exactly: " + "; ".join(reasons)
+                )
             self._checked = router
         self._asked = False
         routed = route()
         if not self._asked and not getattr(router, "is_hash_layer", False):
             raise ReplayStateError(
-                f"{tape.layer_of(router)} chose experts without asking its RouterReplay, which is driven."
+                f"MRR414: {tape.layer_of(router)} chose experts without asking its RouterReplay, which is driven."
             )
         return routed
 
@@ -194,7 +197,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and ids of the experts that this call uses; Megatron-Core calls it for its top-k.
+        """Return the scores and ids of the experts that this call uses. Megatron-Core calls it for its top-k.
 
         Args:
             scores: [num_tokens, num_experts], live; logits or probabilities, with the expert bias where there is one.
@@ -220,8 +223,9 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             used = self._recall(run)
         elif repeats and action == RouterReplayAction.REPLAY_FORWARD:
             raise ReplayStateError(
-                "REPLAY_FORWARD in a recompute whose forward is not known: it ran in a kind of checkpoint that is not known. "
-                "Name its runs with megatron_router_replay.mcore.Tape, or announce recomputes with REPLAY_BACKWARD."
+                "MRR412: REPLAY_FORWARD in a recompute whose forward is not known: it ran in a kind of checkpoint that "
+                "is not known. Name its runs with megatron_router_replay.mcore.Tape, or announce recomputes with "
+                "REPLAY_BACKWARD."
             )
         elif action in _REPLAYS:
             used = self._next_target(action, scores.shape[1])
@@ -245,33 +249,33 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         if self._action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
             self.replay_backward_list.pop(0)
         if used is None and self._action in _REPLAYS:
-            raise ReplayStateError(f"{self._action.name} in a recompute whose forward ran without an action.")
+            raise ReplayStateError(f"MRR412: {self._action.name} in a recompute whose forward ran without an action.")
         return used
 
     def _next_target(self, action: Any, num_experts: int) -> Tensor:
         if action == RouterReplayAction.REPLAY_BACKWARD:
             if not self.replay_backward_list:
                 raise ReplayStateError(
-                    "REPLAY_BACKWARD with an empty replay_backward_list: every recompute needs one set_target_indices, "
-                    "in the order of the forwards."
+                    "MRR417: REPLAY_BACKWARD with an empty replay_backward_list: every recompute needs one "
+                    "set_target_indices, in the order of the forwards."
                 )
             target = self.replay_backward_list.pop(0)
         else:
             target = self.target_topk_idx
             if target is None:
                 raise ReplayStateError(
-                    "REPLAY_FORWARD without a target: call set_target_indices or RouterReplay.set_replay_data first."
+                    "MRR417: REPLAY_FORWARD without a target: call set_target_indices or RouterReplay.set_replay_data first."
                 )
         # On a GPU looking would wait for the device; there the gather asserts that each id is an expert's.
         if not target.is_cuda and target.numel() and not 0 <= int(target.min()) <= int(target.max()) < num_experts:
-            raise TraceError(f"a replay target names expert {int(target.max())} of {num_experts} experts.")
+            raise TraceError(f"MRR103: a replay target names expert {int(target.max())} of {num_experts} experts.")
         return cast(Tensor, target)
 
     def _check_holds(self, num_experts: int) -> None:
         if self.static_buffer is not None and torch.iinfo(self.static_buffer.dtype).max < num_experts - 1:
             raise ReplayStateError(
-                f"a static buffer of {self.static_buffer.dtype} cannot hold the ids of {num_experts} experts: they would "
-                "wrap around. Make it int16 or wider."
+                f"MRR417: a static buffer of {self.static_buffer.dtype} cannot hold the ids of {num_experts} experts: "
+                "they would wrap around. Make it int16 or wider."
             )
 
 
@@ -284,7 +288,7 @@ def as_action(action: Any) -> Any:
     # By value: a trainer may hold an enum of its own that is named alike.
     known = {member.value: member for member in RouterReplayAction}
     if action is not None and getattr(action, "value", None) not in known:
-        raise ReplayStateError(f"{action!r} is no RouterReplayAction.")
+        raise ReplayStateError(f"MRR101: {action!r} is no RouterReplayAction.")
     return None if action is None else known[action.value]
 
 
@@ -299,13 +303,13 @@ def as_target(topk_indices: Any) -> Tensor:
         target = torch.as_tensor(topk_indices).detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TraceError(
-            f"a replay target must be [num_tokens, topk] integers, got {type(topk_indices).__name__}: {error}"
+            f"MRR417: a replay target must be [num_tokens, topk] integers, got {type(topk_indices).__name__}: {error}"
         ) from error
     if target.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch sorts none of these
         target = target.to(torch.int64)
     if target.dim() != 2 or target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
         raise TraceError(
-            f"a replay target must be [num_tokens, topk] integers, got {list(target.shape)} {target.dtype}."
+            f"MRR417: a replay target must be [num_tokens, topk] integers, got {list(target.shape)} {target.dtype}."
         )
     ordered = target.sort(dim=1).values
     wrong = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1) | (ordered < 0).any(dim=1)
@@ -314,7 +318,7 @@ def as_target(topk_indices: Any) -> Tensor:
     elif bool(wrong.any()):
         bad = int(wrong.nonzero()[0])
         raise TraceError(
-            f"row {bad} of the replay target is {target[bad].tolist()}: ids must be distinct and not negative; "
+            f"MRR103: row {bad} of the replay target is {target[bad].tolist()}: ids must be distinct and not negative; "
             "rows without a route are for a session, which lets the live router decide them."
         )
     return target
@@ -323,7 +327,7 @@ def as_target(topk_indices: Any) -> Tensor:
 def _gather(scores: Tensor, target: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     if target.shape != (scores.shape[0], topk):
         raise ReplayStateError(
-            f"the router routes {scores.shape[0]} tokens to {topk} experts each, the routes to replay are "
+            f"MRR417: the router routes {scores.shape[0]} tokens to {topk} experts each, the routes to replay are "
             f"{list(target.shape)}: give one row a token, in the order the router sees them (s-major, this rank's)."
         )
     indices = to_device(target, scores.device).to(torch.int64)
@@ -336,7 +340,7 @@ _replaced: list[ModuleType] = []
 
 
 def install() -> None:
-    """Let `moe_enable_routing_replay=True` build our RouterReplay; a second call changes nothing more.
+    """Let `moe_enable_routing_replay=True` build our RouterReplay. A second call changes nothing.
 
     Every loaded `megatron` module that holds Megatron-Core's class gets ours, inference modules too, and instances of models
     that were built before become ours. Sessions do not need it: they work on any model, with the config flag on or off.
@@ -359,7 +363,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put Megatron-Core's own class back; models that are built already keep what they have."""
+    """Put Megatron-Core's own class back. Models that are built already keep what they have."""
     while _replaced:
         _replaced.pop().RouterReplay = _ORIGINAL  # type: ignore[attr-defined]
     _LOG.info("uninstalled: Megatron-Core builds its own RouterReplay")

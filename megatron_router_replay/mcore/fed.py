@@ -26,7 +26,7 @@ _DIGIT_BITS = 7
 
 
 def stamp(routes: Tensor, tokens: Tensor) -> Tensor:
-    """Add one layer that says which token each row of routes is of; where the rollout's routes enter the trainer.
+    """Add a layer to routes that names the token of each row. Call it where the rollout's routes enter the trainer.
 
     Args:
         routes: [..., layers, topk] integers, a row for each of the first tokens.
@@ -44,8 +44,8 @@ def stamp(routes: Tensor, tokens: Tensor) -> Tensor:
     tokens = tokens[..., : routes.shape[-3]] if routes.dim() >= 3 else tokens
     if routes.dim() < 3 or tokens.shape != routes.shape[:-2]:
         raise LayoutError(
-            f"cannot stamp routes {list(routes.shape)} with tokens {list(tokens.shape)}: give [..., layers, topk] routes and "
-            "one token a row."
+            f"MRR411: cannot stamp routes {list(routes.shape)} with tokens {list(tokens.shape)}: give [..., layers, "
+            "topk] routes and one token a row."
         )
     digits = _digits(tokens.to(routes.device), routes.shape[-1]).to(routes.dtype)
     return torch.cat([routes, digits.unsqueeze(-2)], dim=-2)
@@ -179,7 +179,7 @@ def _as_batch(routes: Any) -> Tensor:
     values = values.unsqueeze(0) if values.dim() == 3 else values
     if values.dim() != 4:
         raise LayoutError(
-            f"routes must be [b, s, layers, topk], or [t, layers, topk] for one packed row, got {list(values.shape)}."
+            f"MRR411: routes must be [b, s, layers, topk], or [t, layers, topk] for one packed row, got {list(values.shape)}."
         )
     return values
 
@@ -188,11 +188,13 @@ def _check_proof(*, stamped: bool, trust_layout: bool, token_ids: Any) -> None:
     """Raise unless the caller says how the layout of routes is proved."""
     if stamped == trust_layout:
         raise LayoutError(
-            "routes can be right in shape and wrong in every row: stamp them where the rollout enters (routes = "
+            "MRR411: routes can be right in shape and wrong in every row: stamp them where the rollout enters (routes = "
             "mrr.stamp(routes, tokens)) and say stamped=True with token_ids=, or say trust_layout=True in its place."
         )
     if stamped and token_ids is None:
-        raise LayoutError("stamped=True compares the stamp with the tokens: give token_ids=, what the model gets.")
+        raise LayoutError(
+            "MRR411: stamped=True compares the stamp with the tokens: give token_ids=, what the model gets."
+        )
 
 
 def _has_no_route(routes: Tensor, filler: Any) -> Tensor:
@@ -208,11 +210,13 @@ def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None) 
     """Return a copy of routes, int64, and Megatron's number of each MoE layer -> its column; a trainer reuses its buffers."""
     topk = int(chunk.taking_part[0].router.topk)
     if routes.shape[3] != topk:
-        raise LayoutError(f"routes name {routes.shape[3]} experts a token, the model's topk is {topk}.")
+        raise LayoutError(f"MRR411: routes name {routes.shape[3]} experts a token, the model's topk is {topk}.")
     column = route_columns(chunk.module, chunk.config, int(routes.shape[2]), layer_numbers)
     missing = [found for found in chunk.taking_part if found.layer_number not in column]
     if missing:
-        raise LayoutError(f"{missing[0]} has no routes: they are of layers {sorted(column)}; say layer_numbers=.")
+        raise LayoutError(
+            f"MRR411: {missing[0]} has no routes: they are of layers {sorted(column)}; say layer_numbers=."
+        )
     return routes.to(torch.int64, copy=True), column
 
 
@@ -244,7 +248,7 @@ def _beside(values: Any, name: str, shape: tuple[int, int], device: torch.device
         return None
     checked = as_integers(values, name) if name == "token_ids" else as_mask(values, name)
     if checked.numel() != shape[0] * shape[1] or (checked.dim() == 2 and tuple(checked.shape) != shape):
-        raise LayoutError(f"routes are of {list(shape)} tokens, {name} has the shape {list(checked.shape)}.")
+        raise LayoutError(f"MRR411: routes are of {list(shape)} tokens, {name} has the shape {list(checked.shape)}.")
     # As it came to the device, and widened there: a copy, for a trainer reuses its buffers.
     return micro.to_device(checked.reshape(shape), device).to(
         torch.int64 if name == "token_ids" else torch.bool, copy=True

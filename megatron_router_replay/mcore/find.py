@@ -47,12 +47,12 @@ def as_chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
     if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise LayoutError(
-            "model_chunks must be a model or a list of its chunks on this rank, "
+            "MRR403: model_chunks must be a model or a list of its chunks on this rank, "
             f"got {listed(sorted({type(chunk).__name__ for chunk in chunks}))}. The model comes first, then the trace."
         )
     inner = [id(unwrap(chunk)) for chunk in chunks]
     if len(set(inner)) != len(inner):
-        raise LayoutError(f"model_chunks holds {len(inner)} entries, but some of them are the same model.")
+        raise LayoutError(f"MRR403: model_chunks holds {len(inner)} entries, but some of them are the same model.")
     return chunks
 
 
@@ -67,8 +67,8 @@ def check_has_experts(modules: Sequence[nn.Module], found: Sequence[Sequence[Fou
         if not routers and not getattr(config, "num_moe_experts", None):
             missing = "it has no config" if config is None else "its config has num_moe_experts=None"
             raise LayoutError(
-                f"{type(unwrap(module)).__name__} is no Megatron-Core model with experts: it has no router, and {missing}. "
-                "Pass the model, or the list of its chunks on this rank."
+                f"MRR403: {type(unwrap(module)).__name__} is no Megatron-Core model with experts: it has no router, "
+                f"and {missing}. Pass the model, or the list of its chunks on this rank."
             )
 
 
@@ -84,8 +84,9 @@ def check_not_shared(found: Sequence[Sequence[FoundRouter]]) -> None:
             first, other = seen.setdefault(id(router.router), (index, router))
             if first != index:
                 raise LayoutError(
-                    f"chunk {first} and chunk {index} share a router, {other} and {router}: which chunk's micro-batch a "
-                    "forward of it belongs to cannot be told. Give each model a session of its own, one after another."
+                    f"MRR404: chunk {first} and chunk {index} share a router, {other} and {router}: which chunk's "
+                    "micro-batch a forward of it belongs to cannot be told. Give each model a session of its own, one "
+                    "after another."
                 )
 
 
@@ -124,8 +125,9 @@ def check_whole_pipeline(modules: Sequence[nn.Module]) -> None:
         size = getattr(getattr(unwrap(module), "config", None), "virtual_pipeline_model_parallel_size", None) or 1
         if len(modules) < size:
             raise LayoutError(
-                f"{len(modules)} model chunks were given, but this rank has {size} (virtual_pipeline_model_parallel_size): "
-                "pass the whole list of chunks, as get_model returns it, not model[0]."
+                f"MRR403: {len(modules)} model chunks were given, but this rank has {size} "
+                "(virtual_pipeline_model_parallel_size): pass the whole list of chunks, as get_model returns it, not "
+                "model[0]."
             )
 
 
@@ -164,12 +166,12 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
         if mtp_layer is not None:
             number = num_decoder_layers(model) + _number_in_mtp_block(mtp_layer, router)
         if number is None:
-            raise LayoutError(f"router {path!r} ({type(router).__name__}) has no layer_number.")
+            raise LayoutError(f"MRR401: router {path!r} ({type(router).__name__}) has no layer_number.")
         found.append(FoundRouter(name=path, router=router, layer_number=number, is_mtp=mtp_layer is not None))
     found.sort(key=lambda router: router.layer_number)
     for one, other in pairwise(found):
         if one.layer_number == other.layer_number:
-            raise LayoutError(f"{one} and {other} have the same layer_number; a layer has one router.")
+            raise LayoutError(f"MRR401: {one} and {other} have the same layer_number; a layer has one router.")
     return found
 
 

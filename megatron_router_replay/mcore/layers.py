@@ -27,7 +27,7 @@ from megatron_router_replay.mcore.microbatches import Check
 
 
 def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int, ...]:
-    """Return the layer numbers of the whole model's MoE layers, in order, on every rank alike; without MTP layers.
+    """Return the layer numbers of the whole model's MoE layers, in order. All ranks get the same; MTP layers are left out.
 
     An engine that counts blocks of attention and experts calls the first MoE layer of a pattern `*E*E` layer 1, Megatron's
     HybridModel calls it layer 2. `trace.renumber(dict(zip(trace.layer_numbers, layer_numbers_of(model), strict=True)))` gives
@@ -50,8 +50,8 @@ def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int
     built = {number for chunk in chunks for number in _decoder_layers(unwrap(chunk))}
     if here != built & set(numbers):
         raise LayoutError(
-            f"the model says that its layers {list(numbers)} route, but of this rank's layers {sorted(built)} these do: "
-            f"{sorted(here)}. It was built from a spec that does not follow its config; name its layers yourself."
+            f"MRR411: the model says that its layers {list(numbers)} route, but of this rank's layers {sorted(built)} "
+            f"these do: {sorted(here)}. It was built from a spec that does not follow its config; name its layers yourself."
         )
     return numbers
 
@@ -107,8 +107,8 @@ def check_trace_layers(
     for found in routers:
         if found.layer_number not in given | set(hashed) and (mtp or not found.is_mtp):
             raise TraceError(
-                f"{found} has no routes: the trace has layers {sorted(given)}. Layer numbers are Megatron's, from 1, and "
-                f"count dense layers too.{_how_to_renumber(layer_numbers, chunks)}"
+                f"MRR405: {found} has no routes: the trace has layers {sorted(given)}. Layer numbers are Megatron's, "
+                f"from 1, and count dense layers too.{_how_to_renumber(layer_numbers, chunks)}"
             )
     decoder = num_decoder_layers(model)
     elsewhere = given - {found.layer_number for found in routers}  # on another pipeline stage, or nowhere
@@ -117,8 +117,8 @@ def check_trace_layers(
     dense = sorted(elsewhere & built)
     if dense:
         raise TraceError(
-            f"the trace has routes for layer {dense[0]}, but that layer of the model is dense: it is of another model, or "
-            f"its layers are shifted.{_how_to_renumber(layer_numbers, chunks)}"
+            f"MRR405: the trace has routes for layer {dense[0]}, but that layer of the model is dense: it is of "
+            f"another model, or its layers are shifted.{_how_to_renumber(layer_numbers, chunks)}"
         )
     # Behind the decoder's numbers come those of the multi-token-prediction block, as `find_routers` counts them.
     config: Any = getattr(model, "config", None)
@@ -126,7 +126,7 @@ def check_trace_layers(
     beyond = sorted(number for number in given if number > last)
     if beyond:
         raise TraceError(
-            f"the trace has routes for layer {beyond[0]}, but the model has {decoder} layers"
+            f"MRR405: the trace has routes for layer {beyond[0]}, but the model has {decoder} layers"
             f"{f' and {last - decoder} in its MTP block' if last > decoder else ''}: it is of a deeper model."
         )
 
@@ -152,7 +152,7 @@ def _moe_layers(model: nn.Module) -> tuple[int, ...]:
     config: Any = getattr(model, "config", None)
     frequency, num_layers = getattr(config, "moe_layer_freq", None), getattr(config, "num_layers", None)
     if frequency is None or num_layers is None:
-        raise LayoutError(f"{type(model).__name__} has no config that says which of its layers route.")
+        raise LayoutError(f"MRR411: {type(model).__name__} has no config that says which of its layers route.")
     if config.num_moe_experts is None:
         return ()
     routes = [i % frequency == 0 for i in range(num_layers)] if isinstance(frequency, int) else frequency
@@ -186,7 +186,7 @@ def route_columns(model: nn.Module, config: Any, count: int, layer_numbers: Sequ
     if layer_numbers is not None:
         if len(set(layer_numbers)) != count:
             raise LayoutError(
-                f"routes have {count} layers, layer_numbers={list(layer_numbers)} names {len(layer_numbers)}."
+                f"MRR411: routes have {count} layers, layer_numbers={list(layer_numbers)} names {len(layer_numbers)}."
             )
         return {int(number): column for column, number in enumerate(layer_numbers)}
     source: Any = model if getattr(model, "config", None) is not None else SimpleNamespace(config=config)
@@ -195,7 +195,7 @@ def route_columns(model: nn.Module, config: Any, count: int, layer_numbers: Sequ
         return {number: column for column, number in enumerate(routing)}
     if count != total:
         raise LayoutError(
-            f"routes have {count} layers; the model has {total}, of which {len(routing)} route: say layer_numbers=, "
+            f"MRR411: routes have {count} layers; the model has {total}, of which {len(routing)} route: say layer_numbers=, "
             "Megatron's number of each (never the count of this pipeline stage). stamped=True takes one layer off, which "
             "mrr.stamp adds: were they stamped?"
         )

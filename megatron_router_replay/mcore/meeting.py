@@ -68,8 +68,8 @@ class Meeting:
             self._store.wait([f"{self._name}/complete"], TIMEOUT)
         except Exception as error:
             raise ReplayStateError(
-                f"rank {self.rank} waited {TIMEOUT} at the end of its session for the {len(self.ranks)} ranks of its group: "
-                "one was killed, hangs, or has no such session. Give group= the ranks that have one."
+                f"MRR420: rank {self.rank} waited {TIMEOUT} at the end of its session for the {len(self.ranks)} ranks "
+                "of its group: one was killed, hangs, or has no such session. Give group= the ranks that have one."
             ) from error
         told = {rank: json.loads(self._store.get(f"{self._name}/{rank}")) for rank in self.ranks}
         # Everybody is here, so everybody has read what was told before.

@@ -156,10 +156,10 @@ class Microbatch:
         # Megatron's [s, b, h]; a router that gets [n, h] has lost which token is whose unless there is one sequence.
         if tuple(shape) != expected and not (len(shape) == 1 and expected[1] == 1 and shape[0] == expected[0]):
             raise ReplayStateError(
-                f"{where}, micro-batch {self.number}: the router routes tokens of [s, b] = {list(shape)} on this rank, the "
-                f"routes are for {list(expected)}: they must have the shape of this micro-batch's input_ids, [b, s]. If the "
-                "model inserts positions itself (images), open the session on its language model, and give it the rows that "
-                "this gets."
+                f"MRR201: {where}, micro-batch {self.number}: the router routes tokens of [s, b] = {list(shape)} on "
+                f"this rank, the routes are for {list(expected)}: they must have the shape of this micro-batch's "
+                "input_ids, [b, s]. If the model inserts positions itself (images), open the session on its language "
+                "model, and give it the rows that this gets."
             )
 
     def tokens(self, tokens: Tokens, num_tokens: int, where: str) -> Tokens:
@@ -170,8 +170,9 @@ class Microbatch:
         """
         if self.is_token is not None and self.is_token.numel() != num_tokens:
             raise ReplayStateError(
-                f"{where} routes {num_tokens} tokens beside a micro-batch that has {self.is_token.numel()} on this rank, so "
-                "which of them are padding cannot be told. Leave padding= out, or take the layer in with mtp=True."
+                f"MRR410: {where} routes {num_tokens} tokens beside a micro-batch that has {self.is_token.numel()} on "
+                "this rank, so which of them are padding cannot be told. Leave padding= out, or take the layer in with "
+                "mtp=True."
             )
         tokens.is_token, tokens.packed = self.is_token, self.packed
         return tokens
@@ -235,8 +236,9 @@ class Queue:
         # Outside the chunk's own forward (a direct .forward, a plan's layers) a second call begins the next micro-batch.
         if self._running and current is not None and routed:
             raise ReplayStateError(
-                f"{self._name(current)}: one forward of the model called the router of {self._layers[position]} twice. A "
-                "micro-batch has one route for a token in a layer; layers that share a router cannot be told apart."
+                f"MRR407: {self._name(current)}: one forward of the model called the router of "
+                f"{self._layers[position]} twice. A micro-batch has one route for a token in a layer; layers that "
+                "share a router cannot be told apart."
             )
         if current is None or current.failed or routed:
             return self._begin(self._layers[position])
@@ -273,19 +275,20 @@ class Queue:
         unfinished = self.current
         if unfinished is not None and unfinished.missing and not unfinished.failed:
             raise ReplayStateError(
-                f"{self._name(unfinished)}: a new forward began, but no forward of its {self._missing_layers(unfinished)} "
-                "came. The forwards of a chunk must run one after another and reach every router (with mtp=True the "
-                "MTP layers too); if one failed, call the model itself, not its .forward, so that this is seen."
+                f"MRR407: {self._name(unfinished)}: a new forward began, but no forward of its "
+                f"{self._missing_layers(unfinished)} came. The forwards of a chunk must run one after another and "
+                "reach every router (with mtp=True the MTP layers too); if one failed, call the model itself, not its "
+                ".forward, so that this is seen."
             )
         if self._ambiguous is not None:
             raise ReplayStateError(
-                f"{self.where}: the forward of micro-batch {self._ambiguous} failed while {len(self._waiting)} others were "
-                "queued, so whether the next forward repeats it or goes on cannot be told. Leave the session, or queue each "
-                "micro-batch right before its forward."
+                f"MRR407: {self.where}: the forward of micro-batch {self._ambiguous} failed while {len(self._waiting)} "
+                "others were queued, so whether the next forward repeats it or goes on cannot be told. Leave the "
+                "session, or queue each micro-batch right before its forward."
             )
         if not self._waiting:
             raise ReplayStateError(
-                f"{self.where}, micro-batch {self.num_queued}, {layer}: a forward without routes; {self.num_queued} "
+                f"MRR406: {self.where}, micro-batch {self.num_queued}, {layer}: a forward without routes; {self.num_queued} "
                 "micro-batches were queued. Pass routing_rows=... to the model (after mrr.attach(model)), or call "
                 "session.microbatch(...) before each forward of each chunk."
             )
@@ -401,14 +404,14 @@ class RowInputs:
         """
         rows = as_integers(rows, "routing_rows")
         if rows.dim() not in (1, 2):
-            raise LayoutError(f"routing_rows must have the shape of input_ids, [b, s], got {list(rows.shape)}.")
+            raise LayoutError(f"MRR201: routing_rows must have the shape of input_ids, [b, s], got {list(rows.shape)}.")
         # Of eight bytes it is -1 again when it is widened.
         if not rows.dtype.is_signed and rows.dtype.itemsize < 8:
             highest = torch.iinfo(rows.dtype).max
             if bool((rows.to(torch.int64) == highest).any()):
                 raise LayoutError(
-                    f"routing_rows are {rows.dtype} and hold {highest}, which a -1 becomes there: padding cannot be told "
-                    "from that row. Give a signed dtype."
+                    f"MRR201: routing_rows are {rows.dtype} and hold {highest}, which a -1 becomes there: padding "
+                    "cannot be told from that row. Give a signed dtype."
                 )
         as_2d = (1, -1) if rows.dim() == 1 else rows.shape
         beside: dict[str, Tensor | None] = {}
@@ -418,7 +421,9 @@ class RowInputs:
                 continue
             values = as_integers(values, name) if name == "token_ids" else as_mask(values, name)
             if values.shape != rows.shape:
-                raise LayoutError(f"routing_rows {list(rows.shape)} and {name} {list(values.shape)} differ in shape.")
+                raise LayoutError(
+                    f"MRR201: routing_rows {list(rows.shape)} and {name} {list(values.shape)} differ in shape."
+                )
             dtype = torch.int64 if name == "token_ids" else torch.bool
             beside[name] = values.reshape(as_2d).to(rows.device, dtype, copy=True)
         return cls(rows=rows.reshape(as_2d).to(torch.int64, copy=True), **beside)
@@ -434,14 +439,14 @@ def as_integers(values: Any, name: str) -> Tensor:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise LayoutError(
-            f"{name} must be integers in a tensor or an array, got {type(values).__name__}: {error}"
+            f"MRR201: {name} must be integers in a tensor or an array, got {type(values).__name__}: {error}"
         ) from error
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
-        raise LayoutError(f"{name} must be integers, got {list(tensor.shape)} {tensor.dtype}.")
+        raise LayoutError(f"MRR201: {name} must be integers, got {list(tensor.shape)} {tensor.dtype}.")
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
         raise LayoutError(
-            f"{name} must be a plain tensor, got a {'nested' if tensor.is_nested else tensor.layout} one on {tensor.device}: "
-            "give [b, s], or [1, total] of a packed batch (nested.values().unsqueeze(0))."
+            f"MRR201: {name} must be a plain tensor, got a {'nested' if tensor.is_nested else tensor.layout} one on "
+            f"{tensor.device}: give [b, s], or [1, total] of a packed batch (nested.values().unsqueeze(0))."
         )
     return tensor
 
@@ -456,5 +461,5 @@ def as_mask(values: Any, name: str) -> Tensor:
         return torch.as_tensor(values) != 0
     except (TypeError, ValueError, RuntimeError) as error:
         raise LayoutError(
-            f"{name} must be a mask in a tensor or an array, got {type(values).__name__}: {error}"
+            f"MRR201: {name} must be a mask in a tensor or an array, got {type(values).__name__}: {error}"
         ) from error

@@ -59,7 +59,9 @@ class MicrobatchRoutes:
         """
         missing = sorted(set(layer_numbers) - set(self.layer_numbers))
         if missing:
-            raise TraceError(f"these routes were prefetched without layer {missing[0]}: {list(self.layer_numbers)}.")
+            raise TraceError(
+                f"MRR423: these routes were prefetched without layer {missing[0]}: {list(self.layer_numbers)}."
+            )
         if self.copied is not None:
             current = torch.cuda.current_stream(self.topk_indices.device)
             current.wait_event(self.copied)
@@ -101,8 +103,8 @@ def prefetch_batches(
         changed = snapshot.changed()
         if changed is not None:
             raise LayoutError(
-                f"{changed} of a batch changed while the next batch was made: the data iterator uses its memory again. "
-                "Batches are taken one ahead, so give each memory of its own, such as tensor.clone()."
+                f"MRR423: {changed} of a batch changed while the next batch was made: the data iterator uses its "
+                "memory again. Batches are taken one ahead, so give each memory of its own, such as tensor.clone()."
             )
         return {**batch, key: routes}
 
@@ -141,7 +143,7 @@ def prefetch(
         lowest, highest = map(int, rows.aminmax()) if rows.numel() else (0, -1)
         if lowest < -1 or highest >= trace.num_tokens:
             raise LayoutError(
-                f"routing_rows reach {lowest}..{highest}, the trace has 0..{trace.num_tokens - 1}; padding is -1."
+                f"MRR202: routing_rows reach {lowest}..{highest}, the trace has 0..{trace.num_tokens - 1}; padding is -1."
             )
         by_position = rows.view(1, -1).t() if rows.dim() == 1 else rows.t()  # as routers see them
         with nullcontext() if stream is None else torch.cuda.stream(stream):

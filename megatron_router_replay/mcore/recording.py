@@ -42,13 +42,15 @@ class RecordSession(Session):
 
     def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
         if routes is not None:
-            raise LayoutError("prefetched routes are for a replay of their trace; a recording takes routing_rows.")
+            raise LayoutError(
+                "MRR423: prefetched routes are for a replay of their trace; a recording takes routing_rows."
+            )
         rows = inputs.rows
         micro.check_padding(rows, inputs.padding, self._check)
         if inputs.trained is not None:
             self._check(
                 (inputs.trained & (rows < 0)).any(),
-                "a trained position has row -1, so its route would not be recorded.",
+                "MRR410: a trained position has row -1, so its route would not be recorded.",
             )
         view = chunk.router_view(rows)
         self._may_be_unrouted(rows, _MAX_ROWS)  # last: rows that are refused shall not lengthen the trace
@@ -110,7 +112,7 @@ class RecordSession(Session):
         self._copied = {}
 
     def trace(self, *, num_tokens: int | None = None) -> RoutingTrace:
-        """Return this rank's part of the recording: its layers, and the routes of the rows that it routed.
+        """Return this rank's part of the recording. It has the rank's layers, and the routes of the rows that it routed.
 
         Rows that this rank did not route (sequence, context or data parallelism) have replay_mask False and, where the
         forwards got input_ids, no token id, so that replaying them raises; `merge_traces` joins the parts of all ranks, and
@@ -133,14 +135,16 @@ class RecordSession(Session):
         if num_tokens is None:
             num_tokens = self._agreed_length()
         if num_tokens < length:
-            raise TraceError(f"cannot return {num_tokens} rows: row {length - 1} was recorded.")
+            raise TraceError(
+                f"MRR422: cannot return {num_tokens} rows: row {length - 1} was recorded. Give num_tokens of the whole batch."
+            )
         length = num_tokens
         placed = [_place(rows, used, length) for rows, used in parts]
         for _, seen in placed[1:]:
             if not torch.equal(seen, placed[0][1]):
                 row = int((seen != placed[0][1]).nonzero()[0])
                 raise TraceError(
-                    f"row {row} was routed in some of this rank's chunks only: run every chunk, then read."
+                    f"MRR422: row {row} was routed in some of this rank's chunks only: run every chunk, then read."
                 )
         numbers = [found.layer_number for chunk in self._chunks for found in chunk.taking_part]
         indices = torch.cat([self._empty(length, 0), *(part for part, _ in placed)], dim=1)
@@ -153,7 +157,7 @@ class RecordSession(Session):
         )
 
     def gather(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> RoutingTrace:
-        """Return the whole recording, on every rank of these groups: all of its rows and layers.
+        """Return all rows and layers of the recording, on every rank of these groups.
 
         A collective: every rank of each group calls it, in this order of groups. It is needed wherever a trace is replayed
         by ranks that did not record all of its rows: regrouped micro-batches under sequence, context or data parallelism.
@@ -190,8 +194,8 @@ class RecordSession(Session):
             return self._length
         if dist.is_initialized() and dist.get_world_size(self._group) > 1:
             raise ReplayStateError(
-                "the ranks agree on the recording's number of rows when the session is left: leave it before trace() or "
-                "gather(), or pass num_tokens."
+                "MRR422: the ranks agree on the recording's number of rows when the session is left: leave it before "
+                "trace() or gather(), or pass num_tokens."
             )
         return self._num_rows()
 
@@ -242,8 +246,8 @@ def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
         differ = (placed[rows].sort(dim=2).values != used.sort(dim=2).values).flatten(1).any(dim=1)
         if bool(differ.any()):
             raise TraceError(
-                f"row {int(rows[differ][0])} was routed twice, to different experts: record each row once, or use one "
-                "recording a pass."
+                f"MRR422: row {int(rows[differ][0])} was routed twice, to different experts: record each row once, or "
+                "use one recording a pass."
             )
     return placed, seen
 
@@ -286,7 +290,7 @@ class FreezeSession(Session):
 
 
 def freeze_recompute(model_chunks: Models, *, count_flips: bool = False, verify: bool = False) -> FreezeSession:
-    """Let every recompute of activation checkpointing use the experts that its forward chose.
+    """Let each recompute of activation checkpointing use its forward's experts.
 
     One line before a training loop, for a whole run: it starts at once, needs no call per step, follows any schedule, and
     keeps `topk` bytes per token and layer (two above 256 experts) inside each checkpoint, as long as its graph. Forwards

@@ -71,7 +71,7 @@ class ReplaySession(Session):
         self._comparison = self._compare(int(compare_live)) if compare_live and enabled else None
 
     def live_report(self, *groups: dist.ProcessGroup | None) -> LiveReport:
-        """Return how the live router and the replayed routes agree, added up over groups of ranks with the same layers.
+        """Return how the live router and the replayed routes agree. Groups of ranks with the same layers are added up.
 
         Args:
             groups: as for `diagnostics.live.LiveComparison.report`; every rank of a group calls it. None given: this
@@ -82,13 +82,13 @@ class ReplaySession(Session):
         """
         if self._comparison is None:
             raise ReplayStateError(
-                "this session does not compare with the live router: replay(..., compare_live=True)."
+                "MRR407: this session does not compare with the live router: replay(..., compare_live=True)."
             )
         return self._comparison.report(*groups)
 
     @property
     def report(self) -> SessionReport:
-        """As of every session; where asked for, also this rank's comparison with the live router."""
+        """The report of every session, and the comparison with the live router if any."""
         report = super().report
         return replace(
             report,
@@ -105,7 +105,7 @@ class ReplaySession(Session):
 
     # ---- what a router uses
     def choose(self, decision: Decision) -> Tensor | None:
-        """Return a micro-batch's routes, or the router's own experts where it has none; see `seam.Holder`."""
+        """Return a micro-batch's routes, or the router's own experts. See `seam.Holder`."""
         microbatch: Microbatch | None = decision.queued
         if microbatch is None:
             return None
@@ -149,7 +149,9 @@ class ReplaySession(Session):
         layer_number = self._held[decision.router].found.layer_number
         chosen = self._choose(layer_number, used, own, decision.scores.detach())
         if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
-            raise ReplayStateError(f"replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}.")
+            raise ReplayStateError(
+                f"MRR101: replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}."
+            )
         assert microbatch.replayed is not None, "made where there is a choice"
         chosen = chosen & microbatch.replayed
         left = microbatch.replayed & ~chosen
@@ -175,11 +177,13 @@ class ReplaySession(Session):
 
     def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
         if self._trace is None:
-            raise LayoutError("this session has no trace to take rows from: mrr.replay(model, trace), or feed routes=.")
+            raise LayoutError(
+                "MRR411: this session has no trace to take rows from: mrr.replay(model, trace), or feed routes=."
+            )
         self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         trace = self._trace_of[chunk.index]
         if routes is not None and routes.source is not self._trace:
-            raise LayoutError("these routes were prefetched from another trace than this session's.")
+            raise LayoutError("MRR423: these routes were prefetched from another trace than this session's.")
         inputs = self._at_the_trace(inputs, trace.device)
         rows, padding = inputs.rows, inputs.padding
         # Of the whole batch, not of this rank's part: what is wrong with it raises on every rank.
@@ -276,14 +280,14 @@ class ReplaySession(Session):
     def _queue_fed(self, chunk: Chunk, **given: Any) -> None:
         if self._trace is not None:
             raise LayoutError(
-                "this session replays a trace: pass routing_rows= to the attached model, or call session.microbatch(rows, "
-                "model). Routes themselves are for mrr.replay(model) without a trace."
+                "MRR411: this session replays a trace: pass routing_rows= to the attached model, or call "
+                "session.microbatch(rows, model). Routes themselves are for mrr.replay(model) without a trace."
             )
         fed = FedRoutes.checked(chunk, self._check, **given)
         if not fed.ahead and chunk.queue.num_waiting:
             raise ReplayStateError(
-                f"{chunk.queue.where}: {chunk.queue.num_waiting} micro-batches wait for their forwards already. Queue each "
-                "right before its forward, or say ahead=True."
+                f"MRR407: {chunk.queue.where}: {chunk.queue.num_waiting} micro-batches wait for their forwards "
+                "already. Queue each right before its forward, or say ahead=True."
             )
         self._unproved |= not fed.proved
         self._padding_known &= fed.padding_known
@@ -321,8 +325,8 @@ class ReplaySession(Session):
         first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if _is_known(unknown) else ""
         self._check(
             unknown.any(),
-            f"routing_rows name rows that the trace knows nothing of{first}: no route and no token id. Another rank routed "
-            "them: join the parts with recording.gather() or merge_traces before micro-batches are regrouped.",
+            f"MRR108: routing_rows name rows that the trace knows nothing of{first}: no route and no token id. Another "
+            "rank routed them: join the parts with recording.gather() or merge_traces before micro-batches are regrouped.",
         )
 
     def _check_trained(self, without: Tensor) -> None:
@@ -332,8 +336,8 @@ class ReplaySession(Session):
             which = f" ({int(without.sum())} of them, the first is token {first} as routers see them)"
         self._check(
             without.any(),
-            f"a trained position has no route{which}: its row is -1, or the trace has no route for it. Leave `trained` out "
-            "to let the live router decide such positions.",
+            f"MRR410: a trained position has no route{which}: its row is -1, or the trace has no route for it. Leave "
+            "`trained` out to let the live router decide such positions.",
         )
 
     def _expected_tokens(
@@ -344,8 +348,8 @@ class ReplaySession(Session):
         if known is None:
             if tokens is not None:
                 raise LayoutError(
-                    "token_ids were given for comparison, but the trace has none: make it with token_ids=..., or leave them "
-                    "out."
+                    "MRR101: token_ids were given for comparison, but the trace has none: make it with token_ids=..., "
+                    "or leave them out."
                 )
             return None
         if not trace.num_tokens:
@@ -359,7 +363,7 @@ class ReplaySession(Session):
         else:
             of_trace = known[rows.clamp(min=0)]
             differ = (of_trace != tokens) & (of_trace >= 0) & (rows >= 0)
-            self._check(differ.any(), "token_ids differ from the trace's: tokens and routing_rows moved apart.")
+            self._check(differ.any(), "MRR203: token_ids differ from the trace's: tokens and routing_rows moved apart.")
         return tokens
 
     def _check_hashed(self, rows: Tensor, tokens: Tensor | None) -> None:
@@ -467,7 +471,8 @@ class ReplaySession(Session):
 
 
 def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:
-    """Queue routes for the next forward of a chunk where the trainer lays them out; the session is found by the chunk.
+    """Queue routes for the next forward of a chunk, in the session that holds it. Call it where the trainer lays out its
+    batch.
 
     It is `session.microbatch(routes=...)` of the innermost `mrr.replay(model)` that holds the chunk. Say how the layout is
     proved: `stamped=True` with `token_ids`, where `mrr.stamp` was called on the rollout's routes, or `trust_layout=True`.
@@ -485,7 +490,7 @@ def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:
     session = session_of(model)
     if session is None:
         raise ReplayStateError(
-            f"no session holds this {type(model).__name__}: open `with mrr.replay(model):` around the schedule (with "
+            f"MRR403: no session holds this {type(model).__name__}: open `with mrr.replay(model):` around the schedule (with "
             "enabled=False where a pass shall not replay)."
         )
     session.microbatch(model=model, routes=routes, **layout)
@@ -579,15 +584,20 @@ def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace | None:
     if trace is not None and not isinstance(trace, RoutingTrace):
         are_swapped = isinstance(model_chunks, RoutingTrace)
         swapped = " The arguments are swapped: replay(model_chunks, trace)." if are_swapped else ""
-        raise TraceError(f"cannot replay a {type(trace).__name__}: pass a RoutingTrace or the path of one.{swapped}")
+        raise TraceError(
+            f"MRR101: cannot replay a {type(trace).__name__}: pass a RoutingTrace or the path of one; mrr.engines "
+            f"decodes an engine's reply.{swapped}"
+        )
     return trace
 
 
 def _check_share(min_replayed: Any, compare_live: Any) -> None:
     if min_replayed is not None and not (isinstance(min_replayed, int | float) and 0 <= min_replayed <= 1):
-        raise TraceError(f"min_replayed={min_replayed!r} must be a share, 0 to 1.")
+        raise TraceError(f"MRR101: min_replayed={min_replayed!r} must be a share, 0 to 1.")
     if not isinstance(compare_live, int):
-        raise TraceError(f"compare_live={compare_live!r} must be a bool, or an int n for every n-th micro-batch.")
+        raise TraceError(
+            f"MRR101: compare_live={compare_live!r} must be a bool, or an int n for every n-th micro-batch."
+        )
 
 
 def _at_rows(mask: Tensor | None, rows: Tensor) -> Tensor:
@@ -614,4 +624,6 @@ def _check_model(trace: RoutingTrace, held: HeldRouter) -> None:
     )
     for name, of_model, of_trace in sizes:
         if of_model != of_trace:
-            raise TraceError(f"{held.found} has {name}={of_model}, the trace {of_trace}: it is of another model.")
+            raise TraceError(
+                f"MRR405: {held.found} has {name}={of_model}, the trace {of_trace}: it is of another model."
+            )

@@ -75,12 +75,12 @@ class SessionReport:
 
     @property
     def recompute_flips(self) -> int | None:
-        """(row, layer) pairs whose recompute would have chosen another set of experts; with count_flips=True."""
+        """Decisions whose recompute would have chosen different experts. It needs count_flips=True."""
         return None if self.decisions_recomputed is None else sum(self.flips_of_layer.values())
 
     @property
     def replayed_share(self) -> float | None:
-        """Rows replayed / rows with a token, padding left out; None for sessions that replay nothing, or no rows.
+        """Rows replayed / rows with a token, without padding. It is None for sessions that replay nothing, or no rows.
 
         Where replay(choose=) left decisions of these rows to the live router, it is less by their share.
         """
@@ -90,7 +90,7 @@ class SessionReport:
 
     @property
     def rows_without_route(self) -> int | None:
-        """Live rows that nobody left out: the trace has no route for them, or their row is -1; None: nothing is replayed."""
+        """Live rows that the trace has no route for, or whose row is -1. None: nothing is replayed."""
         return self.rows_live - self.rows_left_out if self.kind == "replay" else None
 
     @property
@@ -118,7 +118,7 @@ class SessionReport:
         return summed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field and the properties beside them; `live` as a dict, where there is one."""
+        """Return every field and property as a dict. `live` is a dict too, where there is one."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         live = values.pop("live")
         values["flips_of_layer"] = dict(self.flips_of_layer)
@@ -127,7 +127,7 @@ class SessionReport:
         return values if live is None else {**values, "live": live.to_dict()}
 
     def metrics(self, prefix: str = "router_replay/") -> dict[str, float]:
-        """Return the measured numbers for a training logger, keys under `prefix`; flips of layer n under flips/layer_n."""
+        """Return the measured numbers for a training logger. Keys begin with `prefix`; layer n has flips/layer_n."""
         numbers = {name: value for name, value in self.to_dict().items() if isinstance(value, int | float)}
         if self.kind == "freeze_recompute":  # which sees no rows, so their counts are not measured
             numbers = {name: value for name, value in numbers.items() if not name.startswith(("rows_", "tokens"))}

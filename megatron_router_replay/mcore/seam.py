@@ -154,8 +154,8 @@ class Decision:
         """
         if self.used is not None:
             raise ReplayStateError(
-                f"{tape.layer_of(self.router)} asked for its experts twice in one call; which tokens the second question "
-                "is about cannot be told."
+                f"MRR414: {tape.layer_of(self.router)} asked for its experts twice in one call; which tokens the "
+                "second question is about cannot be told."
             )
         self.scores, self.topk, self._groups = scores, topk, (num_groups, group_topk, default_compute_topk)
         # A forward chooses and a recompute recalls: what differs between the two is hidden from a selective checkpoint.
@@ -166,8 +166,9 @@ class Decision:
                 used = self.live()
             if used.shape != (scores.shape[0], topk):
                 raise ReplayStateError(
-                    f"{tape.layer_of(self.router)} routes {scores.shape[0]} tokens to {topk} experts each, its routes are "
-                    f"{list(used.shape)}: give one row a token, in the order the router sees them (s-major, this rank's)."
+                    f"MRR201: {tape.layer_of(self.router)} routes {scores.shape[0]} tokens to {topk} experts each, its "
+                    f"routes are {list(used.shape)}: give one row a token, in the order the router sees them (s-major, "
+                    "this rank's)."
                 )
             indices = self.used = used.to(device=scores.device, dtype=torch.int64)
             # The order of a live top-k's columns depends on whether gradients are on; sums over three and more depend on it.
@@ -285,12 +286,12 @@ def _decide(router: Any, holders: list[Callable[[], Holder | None]], shape: torc
             return again, is_written
         if holders:  # nobody held it
             raise ReplayStateError(
-                f"{tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, live or "
-                "driven: run that backward before the session begins."
+                f"MRR412: {tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, "
+                "live or driven: run that backward before the session begins."
             )
     elif repeats:
         raise ReplayStateError(
-            f"{tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
+            f"MRR412: {tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
             "session, or in a kind of checkpoint that is not known (known: those of torch, Megatron-Core and Transformer "
             "Engine). If your own autograd function runs the model again, name its runs with mcore.Tape."
         )
@@ -300,9 +301,10 @@ def _decide(router: Any, holders: list[Callable[[], Holder | None]], shape: torc
         holder = holders[-1]()
         if holder is None:
             raise ReplayStateError(
-                f"{tape.layer_of(router)} is still under a session that was lost: nobody kept what mrr.replay or mrr.record "
-                "returned, so nobody can queue for it or end it. Write `with mrr.replay(...) as session:`, or keep the "
-                "session until session.close(). A new session, or close_sessions(model_chunks), frees the model."
+                f"MRR404: {tape.layer_of(router)} is still under a session that was lost: nobody kept what mrr.replay "
+                "or mrr.record returned, so nobody can queue for it or end it. Write `with mrr.replay(...) as "
+                "session:`, or keep the session until session.close(). A new session, or close_sessions(model_chunks), "
+                "frees the model."
             )
         return holder.decide(router, shape, is_written), is_written
     else:
@@ -326,7 +328,7 @@ def check_not_driven(router: Any) -> None:
     action = None if replay is None else getattr(replay, "router_replay_action", "unknown")
     if action is not None:
         raise ReplayStateError(
-            f"{tape.layer_of(router)}: its own {type(replay).__name__} is being driven (action "
+            f"MRR417: {tape.layer_of(router)}: its own {type(replay).__name__} is being driven (action "
             f"{getattr(action, 'name', action)}), and one router follows one driver. Clear its action "
             "(RouterReplay.clear_global_router_replay_action()), or use no session."
         )
@@ -344,7 +346,7 @@ def check_runs_python(who: Any) -> None:
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # slow to import; loaded wherever it traces
     if compiled is not None and compiled.in_compiled_autograd_region:
         raise ReplayStateError(
-            f"{_name(who)}: cannot tell recomputes from forwards under compiled autograd: turn it off "
+            f"MRR416: {_name(who)}: cannot tell recomputes from forwards under compiled autograd: turn it off "
             "(torch._dynamo.config.compiled_autograd = False)."
         )
     is_captured = torch._C._is_tracing() or (
@@ -356,7 +358,7 @@ def check_runs_python(who: Any) -> None:
         is_captured |= proxy_tensor is not None and proxy_tensor.get_proxy_mode() is not None
     if is_captured:
         raise ReplayStateError(
-            f"{_name(who)} is captured into a graph, which would repeat the routes of the capture. Leave routers "
+            f"MRR416: {_name(who)} is captured into a graph, which would repeat the routes of the capture. Leave routers "
             "out of graphs."
         )
 
@@ -404,8 +406,8 @@ def check_installed() -> None:
         replaced.append("a checkpoint of torch or Megatron-Core")
     if replaced:
         raise ReplayStateError(
-            f"{' and '.join(replaced)} was replaced since routers were held, so their experts can no longer be decided. "
-            "Patch it before the session begins (it is then wrapped), and do not patch it inside."
+            f"MRR415: {' and '.join(replaced)} was replaced since routers were held, so their experts can no longer be "
+            "decided. Patch it before the session begins (it is then wrapped), and do not patch it inside."
         )
 
 
@@ -423,7 +425,7 @@ def _routing_seam(original: Any) -> Any:
             _thread.decision = outer
         if decision is not None and decision.used is None:
             raise ReplayStateError(
-                f"{tape.layer_of(self)} chose experts without asking: something else than Megatron-Core's "
+                f"MRR414: {tape.layer_of(self)} chose experts without asking: something else than Megatron-Core's "
                 "topk_routing_with_score_function decided. Was moe_router_load_balancing_type, or the function, replaced?"
             )
         if decision is not None and decision.counter.verify_seam:
@@ -438,8 +440,8 @@ def _routing_seam(original: Any) -> Any:
             _thread.maps[id(self)] = routing_map, _version(routing_map), decision
         elif holders and is_wrapped(self) and holders_of(self):
             raise ReplayStateError(
-                f"{tape.layer_of(self)}: forward or routing was wrapped on the router during the session. Wrap it before, "
-                "so that the map that leaves the wrapper is checked."
+                f"MRR415: {tape.layer_of(self)}: forward or routing was wrapped on the router during the session. Wrap "
+                "it before, so that the map that leaves the wrapper is checked."
             )
         return probs, routing_map
 
@@ -489,7 +491,7 @@ def _inference_seam(original: Any) -> Any:
         # A frozen model may generate between its steps: a freeze queues nothing.
         if any(getattr(holder, "queued", False) for holder in holders_of(self)):
             for reason in inference_refusals(self):
-                raise UnsupportedRouterError(f"{tape.layer_of(self)}: {reason}.")
+                raise UnsupportedRouterError(f"MRR401: {tape.layer_of(self)}: {reason}.")
         return original(self, *args, **kwargs)
 
     return forward
@@ -531,7 +533,7 @@ def _map_check(router: Any, module: nn.Module) -> Any:
             decision.check_map(left)
         if wrapped and holders_of(router) and (left is not routing_map or _version(left) != version):
             raise ReplayStateError(
-                f"{tape.layer_of(router)}: what somebody wrapped around the router gave another routing map than was "
+                f"MRR415: {tape.layer_of(router)}: what somebody wrapped around the router gave another routing map than was "
                 "decided, or did not call Megatron-Core's TopKRouter.routing. A wrapper may look at the map and must "
                 "leave it alone. Import megatron_router_replay.mcore before you wrap the method."
             )

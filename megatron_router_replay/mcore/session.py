@@ -79,7 +79,7 @@ class HeldRouter:
 
 
 class Session:
-    """A model's routers, held from `start()` until `close()` or the end of a `with` block.
+    """A model's routers, held until `close()` or the end of a `with` block.
 
     Made and started by `record`, `replay` and `freeze_recompute`. Leaving the block releases the routers in every case;
     without an exception it also verifies that forwards and micro-batches match one to one.
@@ -193,7 +193,7 @@ class Session:
         trained: Tensor | Any = None,
         **fed: Any,
     ) -> None:
-        """Queue the routes of the next forward of a model chunk; call it once before each forward of each chunk.
+        """Queue the routes of the next forward of a model chunk. Call it once before each forward of each chunk.
 
         Inside a checkpointed function its recompute calls this again: that queues nothing.
 
@@ -221,7 +221,7 @@ class Session:
         """
         self._check_open()
         if not self.queued:
-            raise ReplayStateError(f"a {self.kind} session takes no micro-batches: just run the model.")
+            raise ReplayStateError(f"MRR407: a {self.kind} session takes no micro-batches: just run the model.")
         if tape.repeats() or not self._enabled:
             return
         seam.check_installed()
@@ -244,7 +244,7 @@ class Session:
 
     @property
     def report(self) -> SessionReport:
-        """What the session did so far on this rank; on a GPU, reading it waits for the device."""
+        """What the session did so far on this rank. On a GPU, reading it waits for the device."""
         self._read()
         held = list(self._held.values())
         replayed, live, padding = self._rows_counted()
@@ -268,7 +268,8 @@ class Session:
         )
 
     def close(self) -> None:
-        """Release the routers, then verify; as the end of a `with` block without an exception. A second call does nothing.
+        """Release the routers, then verify. The end of a `with` block without an exception does so. A second call does
+        nothing.
 
         Where torch.distributed is initialised, `record` and `replay` sessions tell each other a few numbers here, over
         `group`: every rank that has such a session must leave it. So all ranks of the group raise, or none. A rank that
@@ -311,7 +312,7 @@ class Session:
         if failed:
             raise LayoutError("\n  ".join([*failed, *problems]))
         if problems:
-            raise ReplayStateError(f"the {self.kind} session does not add up:\n  " + "\n  ".join(problems))
+            raise ReplayStateError(f"MRR419: the {self.kind} session does not add up:\n  " + "\n  ".join(problems))
         log_ended(report)
 
     def __enter__(self) -> Self:
@@ -328,7 +329,7 @@ class Session:
             log_failed(self.kind, error)
 
     def abandon(self) -> None:
-        """Release the routers without verifying, and tell the other ranks that this one failed."""
+        """Release the routers without verifying. The other ranks learn that this one failed."""
         if not self._closed:
             self._release()
             if self._meeting is not None:
@@ -380,7 +381,8 @@ class Session:
 
     def _queue_fed(self, chunk: Chunk, **fed: Any) -> None:
         raise LayoutError(
-            f"this {self.kind} session takes routing_rows. Routes themselves are for mrr.replay(model) without a trace."
+            f"MRR411: this {self.kind} session takes routing_rows. Routes themselves are for mrr.replay(model) without "
+            "a trace."
         )
 
     def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
@@ -391,8 +393,8 @@ class Session:
         tokens = input_ids if input_ids.dim() == 2 else input_ids.reshape(1, -1)
         if tuple(tokens.shape) != microbatch.batch_shape:
             raise LayoutError(
-                f"the forward of micro-batch {microbatch.number} gets input_ids {list(input_ids.shape)}, its routes are for "
-                f"{list(microbatch.batch_shape)}: they must have the shape of the tokens."
+                f"MRR201: the forward of micro-batch {microbatch.number} gets input_ids {list(input_ids.shape)}, its "
+                f"routes are for {list(microbatch.batch_shape)}: they must have the shape of the tokens."
             )
         expected = microbatch.token_ids
         if expected is not None and not _same_on_host(expected, tokens):
@@ -400,8 +402,9 @@ class Session:
             expected = micro.to_device(expected, tokens.device)
             self._check(
                 ((expected != tokens) & (expected >= 0)).any(),
-                f"the forward of micro-batch {microbatch.number} of chunk {chunk.index} got other input_ids than were queued "
-                "for it: micro-batches run in another order than they were queued, or tokens and routing_rows moved apart.",
+                f"MRR203: the forward of micro-batch {microbatch.number} of chunk {chunk.index} got other input_ids "
+                "than were queued for it: micro-batches run in another order than they were queued, or tokens and "
+                "routing_rows moved apart.",
             )
 
     def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
@@ -410,7 +413,8 @@ class Session:
         self._rows.add(**microbatch.counts)
 
     def check_none_waits(self, model: nn.Module) -> None:
-        """Raise if a micro-batch waits for a forward of this chunk; for `attach`, which queues in front of each forward.
+        """Raise if a micro-batch waits for a forward of this chunk. `attach`, which queues in front of each forward, asks
+        it.
 
         Raises:
             ReplayStateError: one waits, so the forward that begins would use its routes.
@@ -418,9 +422,9 @@ class Session:
         chunk = self._find_chunk(model)
         if chunk is not None and chunk.queue.num_waiting:
             raise ReplayStateError(
-                f"{chunk.queue.where}: the model was called with routing rows while {chunk.queue.num_waiting} micro-batches "
-                "wait for their forwards, which would get each other's routes. Queue with session.microbatch, or pass the "
-                "rows to the attached model, not both."
+                f"MRR407: {chunk.queue.where}: the model was called with routing rows while {chunk.queue.num_waiting} "
+                "micro-batches wait for their forwards, which would get each other's routes. Queue with "
+                "session.microbatch, or pass the rows to the attached model, not both."
             )
 
     def _may_be_unrouted(self, rows: Tensor, num_tokens: int | None = None) -> bool:
@@ -429,9 +433,9 @@ class Session:
         Raises:
             LayoutError: a row is below -1, or num_tokens or more.
         """
-        message = "routing_rows hold a row below -1; no row is -1."
+        message = "MRR202: routing_rows hold a row below -1: rows count from 0, padding is -1."
         if num_tokens is not None:
-            message = f"routing_rows reach outside the trace's rows 0..{num_tokens - 1}; no row is -1."
+            message = f"MRR202: routing_rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1."
         if not rows.numel():
             return False
         if rows.device.type != "cpu":
@@ -457,9 +461,9 @@ class Session:
             counts = router.enable_expert_bias and self._balance.expert_bias != "off"
             if held.chunk is None and (counts or (router.is_aux_loss_enabled() and self._balance.aux_loss != "off")):
                 raise UnsupportedRouterError(
-                    f"chunk {held.chunk_index}, {held.found}: it has MTP layers alone, which take no micro-batches, so "
-                    "padding would count in its expert bias and auxiliary loss: pass mtp=True, or replay with "
-                    "expert_bias='off' and aux_loss='off'."
+                    f"MRR401: chunk {held.chunk_index}, {held.found}: it has MTP layers alone, which take no "
+                    "micro-batches, so padding would count in its expert bias and auxiliary loss: pass mtp=True, or "
+                    "replay with expert_bias='off' and aux_loss='off'."
                 )
 
     # ---- the end
@@ -574,15 +578,15 @@ class Session:
             factor = held.found.router.config.moe_expert_capacity_factor
             if factor is not None:
                 raise UnsupportedRouterError(
-                    f"cannot verify {held.found}: moe_expert_capacity_factor={factor} drops tokens behind the selection, so "
-                    "routing maps rightly differ from it. Leave verify off."
+                    f"MRR401: cannot verify {held.found}: moe_expert_capacity_factor={factor} drops tokens behind the "
+                    "selection, so routing maps rightly differ from it. Leave verify off."
                 )
 
     def _check_free(self, router: Any, found: FoundRouter) -> None:
         for outer in seam.holders_of(router):
             if isinstance(outer, Session) and (outer.queued or not self.queued):
                 raise ReplayStateError(
-                    f"{found} is under another session already, a {outer.kind} made at {outer.made_at}: leave that "
+                    f"MRR404: {found} is under another session already, a {outer.kind} made at {outer.made_at}: leave that "
                     "first, or end it with close_sessions(model_chunks) if its handle is lost. Only freeze_recompute may "
                     "surround record or replay."
                 )
@@ -596,7 +600,8 @@ class Session:
         """
         if model is None and len(self._modules) > 1:
             raise LayoutError(
-                f"this rank has {len(self._modules)} model chunks: pass the one that runs, as the forward step gets it."
+                f"MRR403: this rank has {len(self._modules)} model chunks: pass the one that runs, as the forward step "
+                "gets it."
             )
         levels = wrappers(self._modules[0] if model is None else model) if isinstance(model, nn.Module | None) else []
         known = {id(level) for module in self._modules for level in wrappers(module)}
@@ -604,13 +609,13 @@ class Session:
             if id(level) in known:
                 return self._chunk_of.get(id(level))
         raise LayoutError(
-            f"{type(model).__name__} is none of this session's {len(self._modules)} model chunks. "
+            f"MRR403: {type(model).__name__} is none of this session's {len(self._modules)} model chunks. "
             "Rows come first: session.microbatch(rows, model)."
         )
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ReplayStateError(f"this {self.kind} session is closed: make a new one.")
+            raise ReplayStateError(f"MRR407: this {self.kind} session is closed: make a new one.")
 
 
 def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
@@ -648,7 +653,8 @@ def _lost(what: str, chunks: list[Chunk], watched: list[Any], meeting: Meeting |
 
 
 def close_sessions(model_chunks: Models) -> int:
-    """End every session on these chunks, without verification; for one whose handle is lost (a notebook cell run twice).
+    """End every session on these chunks, without verification. Call it if a session's handle is lost (a notebook cell run
+    twice).
 
     Args:
         model_chunks: the model or its chunks on this rank.

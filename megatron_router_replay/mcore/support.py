@@ -80,7 +80,7 @@ class RouterSupport:
 
 
 class Explanation(tuple[RouterSupport, ...]):
-    """Every router of a model, in order of chunk and layer; prints as a table, many alike in one line."""
+    """Every router of a model, in order of chunk and layer. It prints as a table, with one line for many alike."""
 
     __slots__ = ()
 
@@ -107,7 +107,7 @@ class Explanation(tuple[RouterSupport, ...]):
 
 
 def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
-    """Return, for every router of the model on this rank, whether a session would replay it, and if not, why.
+    """Return which of the model's routers a session would replay, and why not.
 
     Args:
         model_chunks: the model or its chunks on this rank, wrapped or not.
@@ -165,7 +165,7 @@ def check_supported(routers: Sequence[FoundRouter]) -> bool:
             f"{found[0] if len(found) == 1 else f'layers {listed([each.layer_number for each in found])}'}: {reason}"
             for reason, found in refused.items()
         )
-        raise UnsupportedRouterError("cannot replay exactly:\n  " + "\n  ".join(lines))
+        raise UnsupportedRouterError("MRR401: cannot replay exactly:\n  " + "\n  ".join(lines))
     return must_verify()
 
 

@@ -70,7 +70,7 @@ class Entry:
 
 
 class Tape:
-    """The calls of routers in the first run of one function, in order; for code that runs a function again by itself.
+    """The calls of routers in the first run of one function, in order. Code that runs a function again by itself keeps one.
 
     with tape.first_run():      # in the forward of your autograd function
         outputs = function(*inputs)
@@ -133,15 +133,15 @@ class Run:
         entry = tape.entries[position] if position < len(tape.entries) else None
         if tape.num_first_runs > 1:
             raise ReplayStateError(
-                f"{layer_of(router)}: a checkpoint ran its function several times in one forward, so the run that is "
+                f"MRR413: {layer_of(router)}: a checkpoint ran its function several times in one forward, so the run that is "
                 "repeated here is not known. Name the runs with megatron_router_replay.mcore.Tape, one for each part."
             )
         if entry is None or (entry.router is not router and (replay is None or entry.router is not replay)):
             expected = "none" if entry is None else layer_of(entry.router)
             raise ReplayStateError(
-                f"{layer_of(router)} is recomputed as call {position + 1} of its checkpoint, where the forward called "
-                f"{expected}: the checkpointed function must call the same routers in the same order, and its forward must "
-                "have run while a session, or a driven RouterReplay, held them."
+                f"MRR413: {layer_of(router)} is recomputed as call {position + 1} of its checkpoint, where the forward "
+                f"called {expected}: the checkpointed function must call the same routers in the same order, and its "
+                "forward must have run while a session, or a driven RouterReplay, held them."
             )
         self._position += 1
         return entry
@@ -204,7 +204,8 @@ def layer_of(router: Any) -> str:
 
 
 def install() -> None:
-    """Wrap the checkpoints of torch, Megatron-Core and, where it is loaded, Transformer Engine; once each.
+    """Wrap the checkpoints of torch, Megatron-Core and Transformer Engine, once each. The last one is wrapped only if it is
+    loaded.
 
     Raises:
         ReplayStateError: one of the names that this leans on is gone.
@@ -241,7 +242,7 @@ def check_names(names: Iterable[tuple[Any, str, str]]) -> None:
         # What only a base class declares is gone, too.
         if getattr(getattr(owner, name, None), "__isabstractmethod__", not hasattr(owner, name)):
             raise ReplayStateError(
-                f"{owner.__name__} has no {name}, so {loss}: use a tested version (docs/support.md)."
+                f"MRR402: {owner.__name__} has no {name}, so {loss}: use a tested version (docs/support.md)."
             )
 
 

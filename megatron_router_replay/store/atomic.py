@@ -19,7 +19,7 @@ def new_file(folder: Path) -> Iterator[Path]:
     try:
         temporary.touch(exist_ok=False)
     except FileNotFoundError:
-        raise StoreError(f"there is no folder {folder}: make it first.") from None
+        raise StoreError(f"MRR501: there is no folder {folder}: make it first.") from None
     try:
         yield temporary
     finally:
@@ -52,8 +52,8 @@ def as_path(value: Any) -> Path:
         return Path(value)
     except TypeError:
         raise StoreError(
-            f"{type(value).__name__} is no path: the trace comes first, as in save_trace(trace, path); load_trace(path) "
-            "takes the path alone."
+            f"MRR501: {type(value).__name__} is no path: the trace comes first, as in save_trace(trace, path); "
+            "load_trace(path) takes the path alone."
         ) from None
 
 
@@ -63,4 +63,4 @@ def naming(path: Path, verb: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, StoreError, TraceError) as error:
-        raise StoreError(f"cannot {verb} {path}: {error}") from error
+        raise StoreError(f"MRR501: cannot {verb} {path}: {error}") from error

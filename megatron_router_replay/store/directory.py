@@ -132,15 +132,15 @@ class TraceStore:
             there = (
                 f"the folder has steps [{listed(self.steps())}]" if self.root.is_dir() else "there is no such folder"
             )
-            raise StoreError(f"cannot load step {step} of {self.root}: it has no part; {there}.")
+            raise StoreError(f"MRR505: cannot load step {step} of {self.root}: it has no part; {there}.")
         if run is None and len(runs) > 1:
             raise StoreError(
-                f"cannot load step {step} of {self.root}: runs {listed(runs)} saved it. Name the one that is meant, run=...: "
-                "a resumed run may not have saved the step to its end."
+                f"MRR505: cannot load step {step} of {self.root}: runs {listed(runs)} saved it. Name the one that is "
+                "meant, run=...: a resumed run may not have saved the step to its end."
             )
         if run is not None and run not in runs:
             raise StoreError(
-                f"cannot load step {step} of {self.root}: it has no part of run {run!r}, of {listed(runs)}."
+                f"MRR505: cannot load step {step} of {self.root}: it has no part of run {run!r}, of {listed(runs)}."
             )
         return [part for part in parts if run is None or part.run == run]
 
@@ -159,12 +159,12 @@ class TraceStore:
         """
         if not isinstance(part, StoredPart):
             raise StoreError(
-                f"cannot load {shown(part)}: load takes a StoredPart of parts(step); load_step(step) loads a step."
+                f"MRR505: cannot load {shown(part)}: load takes a StoredPart of parts(step); load_step(step) loads a step."
             )
         with naming(part.path, "load"):
             reader = Reader.open(part.path)
             if reader.crc32 != part.crc32:
-                raise StoreError("it was replaced since it was listed. List the step again.")
+                raise StoreError("MRR503: it was replaced since it was listed. List the step again.")
             trace = reader.load(layer_numbers=layer_numbers, rows=rows)
         return trace.to(device)
 
@@ -187,7 +187,7 @@ class TraceStore:
         try:
             return merge_traces(traces, allow_gaps=allow_gaps, names=names)
         except TraceError as error:
-            raise TraceError(f"cannot merge step {step} of run {parts[0].run!r}: {error}") from None
+            raise TraceError(f"MRR107: cannot merge step {step} of run {parts[0].run!r}: {error}") from None
 
     def prune(self, *, keep_last: int) -> list[int]:
         """Remove old steps and return them, in order. What a crash left of an earlier prune or save in them goes too.
@@ -246,7 +246,7 @@ def _take_next_number(temporary: Path, folder: Path, rank: int) -> Path:
         except OSError as error:
             if error.errno in _NO_LINKS:
                 raise StoreError(
-                    f"this file system has no hard links ({error}): give each part a number, part=..."
+                    f"MRR501: this file system has no hard links ({error}): give each part a number, part=..."
                 ) from None
             raise
         return path
@@ -263,7 +263,7 @@ def _stored_part(folder: Path, step: int, rank: int, part: int) -> StoredPart | 
         saved_by = reader.header.saved_by
         if saved_by is None or (saved_by.step, saved_by.rank) != (step, rank):
             known = "no part of a store" if saved_by is None else f"step {saved_by.step}, rank {saved_by.rank}"
-            raise StoreError(f"it was saved as {known}. Was it copied from there?")
+            raise StoreError(f"MRR503: it was saved as {known}. Was it copied from there?")
     return StoredPart(
         step=step,
         rank=rank,

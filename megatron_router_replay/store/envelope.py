@@ -37,7 +37,7 @@ def encode_envelope(trace: RoutingTrace) -> dict[str, Any]:
     try:
         data = b"".join(file_pieces(trace))
     except (StoreError, TraceError) as error:
-        raise StoreError(f"cannot encode an envelope: {error}") from error
+        raise StoreError(f"MRR501: cannot encode an envelope: {error}") from error
     return {"format": FORMAT, "version": VERSION, "nbytes": len(data), "data": encode_base64(data)}
 
 
@@ -55,35 +55,35 @@ def decode_envelope(envelope: Mapping[str, Any] | str | bytes, *, max_bytes: int
         content = _parse(envelope, max_bytes)
         nbytes, text = as_integer("nbytes", content["nbytes"], least=0, error=StoreError), content["data"]
         if nbytes > max_bytes:
-            raise StoreError(f"it holds {nbytes} bytes, more than max_bytes={max_bytes}.")
+            raise StoreError(f"MRR506: it holds {nbytes} bytes, more than max_bytes={max_bytes}.")
         if not isinstance(text, str) or len(text) != -(-nbytes // 3) * 4:
-            raise StoreError(f"its data is not a base64 text of {nbytes} bytes: truncated or altered.")
+            raise StoreError(f"MRR503: its data is not a base64 text of {nbytes} bytes: truncated or altered.")
         try:
             data = decode_base64(text)
         except ValueError as error:
-            raise StoreError(f"its data is not base64: {error}.") from None
+            raise StoreError(f"MRR503: its data is not base64: {error}.") from None
         if len(data) != nbytes:
-            raise StoreError(f"its data does not hold {nbytes} bytes: truncated or altered.")
+            raise StoreError(f"MRR503: its data does not hold {nbytes} bytes: truncated or altered.")
         return Reader.of_bytes(data).load()
     except (StoreError, ValueError, RecursionError) as error:
-        raise StoreError(f"cannot decode the envelope: {str(error)[:1000]}") from error
+        raise StoreError(f"MRR501: cannot decode the envelope: {str(error)[:1000]}") from error
 
 
 def _parse(envelope: Mapping[str, Any] | str | bytes, max_bytes: int) -> Mapping[str, Any]:
     if isinstance(envelope, str | bytes):
         most = -(-max_bytes // 3) * 4 + _TEXT_BESIDE_DATA
         if len(envelope) > most:
-            raise StoreError(f"its {len(envelope)} characters cannot hold max_bytes={max_bytes} or less.")
+            raise StoreError(f"MRR506: its {len(envelope)} characters cannot hold max_bytes={max_bytes} or less.")
         text = envelope.decode() if isinstance(envelope, bytes) else envelope
         # Before it is parsed: a text of brackets alone would take thirty times its own size.
         if sum(text.count(mark) for mark in ",[{:") > _MAX_VALUES:
-            raise StoreError(f"its JSON holds more than {_MAX_VALUES} values.")
+            raise StoreError(f"MRR506: its JSON holds more than {_MAX_VALUES} values.")
         envelope = json.loads(text)
     if not isinstance(envelope, Mapping) or envelope.get("format") != FORMAT:
-        raise StoreError(f"it is not of format {FORMAT!r}.")
+        raise StoreError(f"MRR502: it is not of format {FORMAT!r}.")
     version = envelope.get("version")
     if type(version) is not int or version != VERSION:
-        raise StoreError(f"it has version {shown(version)}; this package reads version {VERSION}.")
+        raise StoreError(f"MRR502: it has version {shown(version)}; this package reads version {VERSION}.")
     if set(envelope) != _KEYS:
-        raise StoreError(f"its entries are {shown(sorted(map(str, envelope)))}, not {sorted(_KEYS)}.")
+        raise StoreError(f"MRR503: its entries are {shown(sorted(map(str, envelope)))}, not {sorted(_KEYS)}.")
     return envelope

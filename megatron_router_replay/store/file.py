@@ -74,7 +74,7 @@ def file_pieces(trace: RoutingTrace, *, saved_by: SavedBy | None = None) -> list
     """
     if not isinstance(trace, RoutingTrace):
         raise StoreError(
-            f"{type(trace).__name__} is no RoutingTrace: the trace comes first, as in save_trace(trace, path)."
+            f"MRR501: {type(trace).__name__} is no RoutingTrace: the trace comes first, as in save_trace(trace, path)."
         )
     trace.check_unchanged()
     header = FileHeader(**TraceHeader.of(trace).to_json(), saved_by=saved_by)

@@ -76,8 +76,9 @@ class SavedBy:
             object.__setattr__(self, name, as_number(name, getattr(self, name)))
         if not isinstance(self.run, str) or not 0 < len(self.run) <= _MAX_RUN_CHARACTERS:
             raise StoreError(
-                f"a run's name must be a text of 1 to {_MAX_RUN_CHARACTERS} characters, got {shown(self.run)}: open the "
-                "store as TraceStore(root, run='job-17'), one name for all processes of a run, another after a restart."
+                f"MRR505: a run's name must be a text of 1 to {_MAX_RUN_CHARACTERS} characters, got {shown(self.run)}: "
+                "open the store as TraceStore(root, run='job-17'), one name for all processes of a run, another after "
+                "a restart."
             )
 
 
@@ -112,7 +113,7 @@ class FileHeader(TraceHeader):
         TraceHeader.__post_init__(self)
         as_integer("block_rows", self.block_rows, least=1, most=_MAX_BLOCK_ROWS)
         if self.num_layers > _MAX_LAYERS:
-            raise StoreError(f"{self.num_layers} layers are more than {_MAX_LAYERS}.")
+            raise StoreError(f"MRR506: {self.num_layers} layers are more than {_MAX_LAYERS}.")
 
     @property
     def num_blocks(self) -> int:
@@ -148,7 +149,9 @@ class FileHeader(TraceHeader):
         _check_json_size(text)
         size = len(json.dumps(text))
         if size > _MAX_METADATA_BYTES:
-            raise StoreError(f"the header takes {size} bytes, more than {_MAX_METADATA_BYTES}: save fewer samples.")
+            raise StoreError(
+                f"MRR506: the header takes {size} bytes, more than {_MAX_METADATA_BYTES}: save fewer samples."
+            )
         return text
 
     @classmethod
@@ -162,17 +165,19 @@ class FileHeader(TraceHeader):
         try:
             values = json.loads(text)
             if values["version"] not in (1, 3):
-                raise StoreError(f"it has version {shown(values['version'])}; this package reads versions 1 and 3.")
+                raise StoreError(
+                    f"MRR502: it has version {shown(values['version'])}; this package reads versions 1 and 3."
+                )
             saved_by = SavedBy(**values["saved_by"]) if values["version"] == 3 else None
             header = cls.from_json({**values, "saved_by": saved_by})
             # Only what this package writes: a key that is there twice, or a number as 1.0, has been through other hands.
             same = header.encode() == text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(
-                f"it has no header of a trace file ({type(error).__name__}: {str(error)[:200]})."
+                f"MRR502: it has no header of a trace file ({type(error).__name__}: {str(error)[:200]})."
             ) from None
         if not same:
-            raise StoreError("its header is not as this package writes it: it was altered.")
+            raise StoreError("MRR503: its header is not as this package writes it: it was altered.")
         return header
 
 
@@ -198,23 +203,25 @@ def decode_container(data: bytes | mmap) -> tuple[FileHeader, dict[str, slice]]:
     length = int.from_bytes(data[:8], "little")
     if not 8 <= length <= min(_MAX_HEADER_BYTES, len(data) - 8):
         raise StoreError(
-            f"its {len(data)} bytes cannot start with a header of {length} bytes: it is no trace file, or truncated."
+            f"MRR502: its {len(data)} bytes cannot start with a header of {length} bytes: it is no trace file, or truncated."
         )
     text = data[8 : 8 + length].decode("latin-1").rstrip(" ")
     if not text.startswith(f'{_START}"'):
-        raise StoreError(f"its metadata is not {FORMAT!r} alone: it is no trace file.")
+        raise StoreError(f"MRR502: its metadata is not {FORMAT!r} alone: it is no trace file.")
     try:
         metadata, end = json.JSONDecoder().raw_decode(text, len(_START))
     except ValueError as error:
-        raise StoreError(f"it has no header of a trace file ({error}).") from None
+        raise StoreError(f"MRR502: it has no header of a trace file ({error}).") from None
     header = FileHeader.decode(metadata)
     tensors = header.all_tensors()
     start = encode_container(metadata, tensors)
     if data[: len(start)] != start:
-        raise StoreError("its tensors are not those that its metadata asks for: it is truncated or altered.")
+        raise StoreError("MRR503: its tensors are not those that its metadata asks for: it is truncated or altered.")
     stops = list(accumulate((kind.num_bytes for kind in tensors.values()), initial=len(start)))
     if stops[-1] != len(data):
-        raise StoreError(f"it has {len(data)} bytes, its header asks for {stops[-1]}: it is truncated or altered.")
+        raise StoreError(
+            f"MRR503: it has {len(data)} bytes, its header asks for {stops[-1]}: it is truncated or altered."
+        )
     return header, {name: slice(*bounds) for name, bounds in zip(tensors, pairwise(stops))}
 
 
@@ -226,4 +233,4 @@ def as_number(name: str, value: Any) -> int:
 def _check_json_size(text: str) -> None:
     # A text of brackets alone would take thirty times its own size when it is parsed. What is written passes this too.
     if sum(text.count(mark) for mark in ",[{:") > _MAX_JSON_VALUES:
-        raise StoreError(f"its JSON holds more than {_MAX_JSON_VALUES} values: save fewer samples.")
+        raise StoreError(f"MRR506: its JSON holds more than {_MAX_JSON_VALUES} values: save fewer samples.")

@@ -48,10 +48,12 @@ class Reader:
             OSError: there is no such file.
         """
         if Path(path).is_dir():
-            raise StoreError("it is a folder: TraceStore(folder).load_step(step) loads what ranks saved in a step.")
+            raise StoreError(
+                "MRR501: it is a folder: TraceStore(folder).load_step(step) loads what ranks saved in a step."
+            )
         with open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
-                raise StoreError("it is empty: it is no trace file, or truncated.")
+                raise StoreError("MRR502: it is empty: it is no trace file, or truncated.")
             return cls.of_bytes(mmap(file.fileno(), 0, access=ACCESS_READ))
 
     @classmethod
@@ -66,7 +68,7 @@ class Reader:
         tensors = {name: content[place] for name, place in places.items()}
         crc = tensors.pop("crc32").copy().view("<u4")
         if zlib.crc32(crc[1:].data, zlib.crc32(header.encode().encode("ascii"))) != int(crc[0]):
-            raise StoreError("the checksum of its header is wrong: it was altered.")
+            raise StoreError("MRR503: the checksum of its header is wrong: it was altered.")
         names = header.tensors()
         table = crc[1:].reshape(len(names), header.num_blocks)
         return cls(header=header, tensors=tensors, checksums=dict(zip(names, table)), crc32=int(crc[0]))
@@ -105,10 +107,10 @@ class Reader:
         # A copy, so that what is returned is what the checksum is of, whatever is written into the file meanwhile.
         data = self.tensors[name][first * width : stop * width].copy()
         if zlib.crc32(data.data) != int(self.checksums[name][block]):
-            raise StoreError(f"the checksum of {name}, rows {first}..{stop - 1}, is wrong: it was altered.")
+            raise StoreError(f"MRR503: the checksum of {name}, rows {first}..{stop - 1}, is wrong: it was altered.")
         # A byte that is neither 0 nor 1 would make a bool with two kinds of True.
         if dtype is torch.bool and (most := int(data.max())) > 1:
-            raise StoreError(f"{name} holds {most}, not 0 or 1.")
+            raise StoreError(f"MRR503: {name} holds {most}, not 0 or 1.")
         return torch.from_numpy(data).view(dtype)
 
 
@@ -145,5 +147,5 @@ def _row_bounds(rows: slice | None, num_tokens: int) -> tuple[int, int]:
     start = 0 if rows.start is None else rows.start
     stop = num_tokens if rows.stop is None else rows.stop
     if rows.step not in (None, 1) or not 0 <= start <= stop <= num_tokens:
-        raise StoreError(f"it has {num_tokens} tokens, not {rows}: give 0 <= start <= stop, step 1.")
+        raise StoreError(f"MRR106: it has {num_tokens} tokens, not {rows}: give 0 <= start <= stop, step 1.")
     return start, stop

@@ -101,7 +101,7 @@ def load_global_parameters(chunks: Iterable[Any], whole: Callable[[str, torch.Si
             tensor = whole(name, torch.Size(shape))
             if tensor.shape != torch.Size(shape):
                 raise RouterReplayError(
-                    f"cannot load {name}: the model wants shape {shape}, the source has {list(tensor.shape)}. "
+                    f"MRR904: cannot load {name}: the model wants shape {shape}, the source has {list(tensor.shape)}. "
                     "The config does not fit the checkpoint."
                 )
             gated = chunk.config.gated_linear_unit
@@ -144,7 +144,7 @@ def _split_axis(name: str) -> int | None:
     if _WHOLE.search(name):
         return None
     raise RouterReplayError(
-        f"cannot tell how tensor parallelism splits {name}: it is none of the parameters of a tiny GPT. "
+        f"MRR904: cannot tell how tensor parallelism splits {name}: it is none of the parameters of a tiny GPT. "
         "Add it to _SPLIT_AXIS or _WHOLE."
     )
 

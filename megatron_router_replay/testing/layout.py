@@ -25,7 +25,7 @@ class ParallelSizes:
         sizes = (self.tp_size, self.pp_size, self.cp_size, self.ep_size, self.expert_tp_size)
         if min(sizes) < 1 or (self.vp_size is not None and (self.vp_size < 2 or self.pp_size < 2)):
             raise RouterReplayError(
-                f"{self} is no layout: sizes start at 1, and vp_size needs at least 2 chunks and pp_size >= 2."
+                f"MRR904: {self} is no layout: sizes start at 1, and vp_size needs at least 2 chunks and pp_size >= 2."
             )
 
     @property
@@ -55,7 +55,7 @@ class ParallelSizes:
 
         if dist.get_world_size() % self.world_size != 0:
             raise RouterReplayError(
-                f"cannot lay out {self} on {dist.get_world_size()} processes: not a multiple of {self.world_size}."
+                f"MRR904: cannot lay out {self} on {dist.get_world_size()} processes: not a multiple of {self.world_size}."
             )
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self.tp_size,

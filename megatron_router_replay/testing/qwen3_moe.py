@@ -125,7 +125,7 @@ def _read_config(checkpoint_dir: str | Path) -> dict[str, Any]:
     if (hf.get("rope_parameters") or {}).get("rope_type", "default") != "default":
         unknown.append(f"rope_parameters={hf['rope_parameters']!r}")
     if unknown:
-        raise RouterReplayError(f"cannot convert {path}: this conversion does not know {', '.join(unknown)}.")
+        raise RouterReplayError(f"MRR904: cannot convert {path}: this conversion does not know {', '.join(unknown)}.")
     return hf
 
 
@@ -149,7 +149,7 @@ def _megatron_parameter(name: str, read: Callable[[str], Tensor], *, num_query_g
         return read(NAMES[name])
     match = LAYER.match(name)
     if match is None:
-        raise RouterReplayError(f"a Qwen3-MoE checkpoint has nothing for the parameter {name}.")
+        raise RouterReplayError(f"MRR904: a Qwen3-MoE checkpoint has nothing for the parameter {name}.")
     prefix, rest = f"model.layers.{match[1]}.", match[2]
     if rest in LAYER_NAMES:
         return read(prefix + LAYER_NAMES[rest])
@@ -163,4 +163,4 @@ def _megatron_parameter(name: str, read: Callable[[str], Tensor], *, num_query_g
         if expert[2] == "fc2":
             return read(f"{prefix}down_proj.weight")
         return torch.cat([read(f"{prefix}gate_proj.weight"), read(f"{prefix}up_proj.weight")])
-    raise RouterReplayError(f"a Qwen3-MoE checkpoint has nothing for the parameter {name}.")
+    raise RouterReplayError(f"MRR904: a Qwen3-MoE checkpoint has nothing for the parameter {name}.")

@@ -51,7 +51,7 @@ def run_ranks(
             while not processes.join(timeout=1.0):
                 if time.monotonic() > deadline:
                     raise RouterReplayError(
-                        f"{function.__qualname__} did not end on {world_size} ranks within {timeout_s:g} s."
+                        f"MRR904: {function.__qualname__} did not end on {world_size} ranks within {timeout_s:g} s."
                     )
         finally:
             for process in processes.processes:

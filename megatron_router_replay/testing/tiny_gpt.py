@@ -99,7 +99,7 @@ def build_tiny_gpt(
 
     core_attention = core_attention or ("small" if layout.cp_size > 1 else "local")
     if core_attention not in ("local", "small"):
-        raise RouterReplayError(f"core_attention is 'local' or 'small', got {core_attention!r}.")
+        raise RouterReplayError(f"MRR904: core_attention is 'local' or 'small', got {core_attention!r}.")
     chunks = []
     vp_stages: list[int | None] = [None] if layout.vp_size is None else list(range(layout.vp_size))
     for vp_stage in vp_stages:

@@ -46,7 +46,7 @@ class TraceFormat:
         object.__setattr__(self, "layer_numbers", as_layer_numbers(self.layer_numbers))
         for name in ("has_token_ids", "has_weight_version"):
             if type(getattr(self, name)) is not bool:
-                raise TraceError(f"{name}={shown(getattr(self, name))} must be true or false.")
+                raise TraceError(f"MRR101: {name}={shown(getattr(self, name))} must be true or false.")
 
     @classmethod
     def of(cls, trace: RoutingTrace) -> Self:
@@ -107,7 +107,9 @@ class TraceFormat:
         """
         missing = sorted(set(layer_numbers) - set(self.layer_numbers))
         if missing:
-            raise TraceError(f"there is no layer_number {missing[0]}; there are [{listed(self.layer_numbers)}].")
+            raise TraceError(
+                f"MRR104: there is no layer_number {missing[0]}; there are [{listed(self.layer_numbers)}]."
+            )
         return replace(self.format, layer_numbers=tuple(layer_numbers))
 
     def to_json(self) -> dict[str, Any]:

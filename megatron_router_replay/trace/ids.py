@@ -30,7 +30,9 @@ def index_dtype(num_experts: int) -> torch.dtype:
         TraceError: num_experts is below 1 or above 32768.
     """
     if not 1 <= num_experts <= MAX_EXPERTS:
-        raise TraceError(f"cannot store expert ids of num_experts={num_experts}: it must lie in 1..{MAX_EXPERTS}.")
+        raise TraceError(
+            f"MRR101: cannot store expert ids of num_experts={num_experts}: it must lie in 1..{MAX_EXPERTS}."
+        )
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
@@ -168,4 +170,4 @@ def check_topk_indices(
                 "is -1 in every layer."
             )
         # Masked rows are left out of `rows`, so the distance to the row's own place differs from row to row.
-        raise TraceError(f"{fault.describe(layer_numbers, first_row=int(place[first]) - first)} {advice}")
+        raise TraceError(f"MRR103: {fault.describe(layer_numbers, first_row=int(place[first]) - first)} {advice}")

@@ -97,7 +97,7 @@ def _check_same_model(parts: Sequence[RoutingTrace], names: Sequence[str]) -> Ro
         for name in ("num_experts", "topk"):
             if getattr(parts[i], name) != getattr(first, name):
                 raise TraceError(
-                    f"cannot merge {names[i]} with {name}={getattr(parts[i], name)} and {names[with_layers[0]]} with "
+                    f"MRR107: cannot merge {names[i]} with {name}={getattr(parts[i], name)} and {names[with_layers[0]]} with "
                     f"{name}={getattr(first, name)}: they are of different models."
                 )
     return first
@@ -158,9 +158,9 @@ def _check_same_sets(
     )
     layers = sorted({numbers[i] for i in layer[sets_differ].tolist()})
     raise TraceError(
-        f"{earlier} and {names[len(parts) - 1]} disagree on row {start + r}, layer {numbers[k]}: {before[r, k].tolist()} and "
-        f"{routes[r, k].tolist()} ({int(sets_differ.sum())} such rows in layers {layers}). Were they recorded in the same "
-        "step, with the same rows? Different samples are joined by concat_traces."
+        f"MRR109: {earlier} and {names[len(parts) - 1]} disagree on row {start + r}, layer {numbers[k]}: "
+        f"{before[r, k].tolist()} and {routes[r, k].tolist()} ({int(sets_differ.sum())} such rows in layers {layers}). "
+        "Were they recorded in the same step, with the same rows? Different samples are joined by concat_traces."
     )
 
 
@@ -181,14 +181,14 @@ def _check_no_gaps(
         layers = {number: count for number, count in missing_by_layer.items() if count}
         having = [name for name, part in zip(names, parts) if not layers.keys().isdisjoint(part.layer_numbers)]
         raise TraceError(
-            f"{int(in_some.sum())} rows were recorded in some layers and not in others; rows missing by layer: {layers}; "
-            f"the first such rows are {in_some.nonzero()[:8, 0].tolist()}. Parts with these layers: {listed(having)}; is "
-            "one of them incomplete, or another missing? allow_gaps=True drops their routes."
+            f"MRR108: {int(in_some.sum())} rows were recorded in some layers and not in others; rows missing by layer: "
+            f"{layers}; the first such rows are {in_some.nonzero()[:8, 0].tolist()}. Parts with these layers: "
+            f"{listed(having)}; is one of them incomplete, or another missing? allow_gaps=True drops their routes."
         )
     if bool(unknown.any()):
         raise TraceError(
-            f"{int(unknown.sum())} of {len(unknown)} rows are in no part, neither with a route nor with a token id; the "
-            f"first are {unknown.nonzero()[:8, 0].tolist()}. There are {listed(names)}; is another missing? "
+            f"MRR108: {int(unknown.sum())} of {len(unknown)} rows are in no part, neither with a route nor with a "
+            f"token id; the first are {unknown.nonzero()[:8, 0].tolist()}. There are {listed(names)}; is another missing? "
             "allow_gaps=True leaves these rows to the live router."
         )
 
@@ -206,7 +206,7 @@ def _merge_per_token(name: str, parts: Sequence[RoutingTrace], names: Sequence[s
         if wrong.numel():
             row = int(wrong[0])
             raise TraceError(
-                f"{names[i]} has {name}={int(values[row])} in row {row}, an earlier part {int(before[row])} "
+                f"MRR109: {names[i]} has {name}={int(values[row])} in row {row}, an earlier part {int(before[row])} "
                 f"({wrong.numel()} such rows): they number their rows differently, or are of different steps."
             )
         before.copy_(torch.where(values != UNKNOWN, values, before))
@@ -217,5 +217,5 @@ def _of_the_longest(name: str, parts: Sequence[RoutingTrace], num_tokens: int) -
     """Return sequence_lengths or sample_ids of the longest parts, which must agree where they have them."""
     values = {getattr(part, name) for part in parts if part.num_tokens == num_tokens} - {None}
     if len(values) > 1:
-        raise TraceError(f"cannot merge parts with different {name}: not of the same batch.")
+        raise TraceError(f"MRR107: cannot merge parts with different {name}: not of the same batch.")
     return next(iter(values), None)

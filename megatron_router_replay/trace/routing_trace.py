@@ -96,14 +96,16 @@ class RoutingTrace:
         num_experts = as_integer("num_experts", self.num_experts)
         indices = as_integer_tensor("topk_indices", self.topk_indices)
         if indices.dim() != 3:
-            raise TraceError(f"topk_indices must be [num_tokens, num_layers, topk], got shape {list(indices.shape)}.")
+            raise TraceError(
+                f"MRR102: topk_indices must be [num_tokens, num_layers, topk], got shape {list(indices.shape)}."
+            )
         num_tokens, num_layers, topk = indices.shape
         check_topk(topk, num_experts)
         layer_numbers = as_layer_numbers(self.layer_numbers)
         if len(layer_numbers) != num_layers:
             raise TraceError(
-                f"layer_numbers names {len(layer_numbers)} layers, topk_indices has {num_layers} on axis 1: one number a "
-                "layer, dense layers left out of both."
+                f"MRR104: layer_numbers names {len(layer_numbers)} layers, topk_indices has {num_layers} on axis 1: "
+                "one number a layer, dense layers left out of both."
             )
         mask = as_replay_mask(self.replay_mask, indices)
         # Checked as they came, before narrowing: a cast would wrap 300 to 44, and 256 to expert 0.
@@ -170,8 +172,8 @@ class RoutingTrace:
         if versions != self._versions:
             changed = [name for (name, _), a, b in zip(self._tensors(), versions, self._versions) if a != b]
             raise TraceError(
-                f"{', '.join(changed)} of the trace was changed in place after it was checked: what it holds now may be no "
-                "routes at all. Make a new RoutingTrace of the changed values."
+                f"MRR110: {', '.join(changed)} of the trace was changed in place after it was checked: what it holds "
+                "now may be no routes at all. Make a new RoutingTrace of the changed values."
             )
 
     def _count_changes(self) -> tuple[int, ...]:
@@ -205,8 +207,8 @@ class RoutingTrace:
         """
         if not isinstance(rows, slice) or (rows.step is not None and rows.step < 1):
             raise TraceError(
-                f"cannot take {rows!r} of a trace: trace[start:stop] takes neighbours, trace.gather_rows(rows) any rows in "
-                "any order, trace.select_samples(samples) whole samples."
+                f"MRR106: cannot take {rows!r} of a trace: trace[start:stop] takes neighbours, trace.gather_rows(rows) "
+                "any rows in any order, trace.select_samples(samples) whole samples."
             )
         return self._rows(rows, sequence_lengths=None, sample_ids=None)
 
@@ -271,13 +273,13 @@ class RoutingTrace:
         missing = [number for number in self.layer_numbers if number not in layer_numbers]
         if missing:
             raise TraceError(
-                f"cannot renumber layers [{listed(self.layer_numbers)}]: the mapping says nothing of layer {missing[0]}. "
-                "Name every layer, also those that keep their number."
+                f"MRR104: cannot renumber layers [{listed(self.layer_numbers)}]: the mapping says nothing of layer "
+                f"{missing[0]}. Name every layer, also those that keep their number."
             )
         new = [as_integer("a layer number", layer_numbers[number]) for number in self.layer_numbers]
         if len(set(new)) != len(new):
             raise TraceError(
-                f"cannot renumber layers [{listed(self.layer_numbers)}] to {new}: two layers would share a number."
+                f"MRR104: cannot renumber layers [{listed(self.layer_numbers)}] to {new}: two layers would share a number."
             )
         # Layers stand in the order of their numbers, whatever the mapping does to that.
         order = sorted(range(len(new)), key=new.__getitem__)
@@ -309,8 +311,8 @@ class RoutingTrace:
         count = int(self._left_out().sum())
         if count:
             raise TraceError(
-                f"cannot {attempt} of which {count} rows were left out by choice (keep): that choice would be taken for lost "
-                "routes. Take the trace as it was before, and choose last, in the trace that is replayed."
+                f"MRR111: cannot {attempt} of which {count} rows were left out by choice (keep): that choice would be "
+                "taken for lost routes. Take the trace as it was before, and choose last, in the trace that is replayed."
             )
 
     def gather_rows(self, rows: Tensor | Sequence[int]) -> RoutingTrace:
@@ -324,11 +326,11 @@ class RoutingTrace:
         """
         index = as_integer_tensor("rows", rows).to(device=self.device, dtype=torch.int64)
         if index.dim() != 1:
-            raise TraceError(f"rows must be one-dimensional, got shape {list(index.shape)}.")
+            raise TraceError(f"MRR106: rows must be one-dimensional, got shape {list(index.shape)}.")
         # A -1 would take the last row, silently.
         if index.numel() and not (0 <= int(index.min()) and int(index.max()) < self.num_tokens):
             raise TraceError(
-                f"cannot gather rows {int(index.min())}..{int(index.max())} of a trace of {self.num_tokens} tokens: "
+                f"MRR106: cannot gather rows {int(index.min())}..{int(index.max())} of a trace of {self.num_tokens} tokens: "
                 "rows count from 0; padding (-1) has no row."
             )
         return self._rows(index, sequence_lengths=None, sample_ids=None)
@@ -342,7 +344,7 @@ class RoutingTrace:
         starts, lengths = self._sample_bounds()
         for sample in samples:
             if not 0 <= sample < len(lengths):
-                raise TraceError(f"cannot select sample {sample} of {len(lengths)} samples.")
+                raise TraceError(f"MRR106: cannot select sample {sample} of {len(lengths)} samples.")
         rows = [torch.arange(starts[sample], starts[sample] + lengths[sample]) for sample in samples]
         index = torch.cat([torch.empty(0, dtype=torch.int64), *rows])  # of no samples as well
         names = None if self.sample_ids is None else tuple(self.sample_ids[sample] for sample in samples)
@@ -383,12 +385,12 @@ class RoutingTrace:
             return self.layer_numbers.index(layer_number)
         except ValueError:
             raise TraceError(
-                f"the trace has no layer_number {layer_number}; it has [{listed(self.layer_numbers)}]."
+                f"MRR104: the trace has no layer_number {layer_number}; it has [{listed(self.layer_numbers)}]."
             ) from None
 
     def _sample_bounds(self) -> tuple[list[int], list[int]]:
         if self.sequence_lengths is None:
-            raise TraceError("this trace does not know its samples: make it with sequence_lengths=...")
+            raise TraceError("MRR105: this trace does not know its samples: make it with sequence_lengths=...")
         return [0, *accumulate(self.sequence_lengths)][:-1], list(self.sequence_lengths)
 
 
@@ -413,10 +415,12 @@ def check_traces(traces: Sequence[RoutingTrace], attempt: str) -> None:
     """
     if isinstance(traces, RoutingTrace) or not traces:
         what = "one trace by itself" if isinstance(traces, RoutingTrace) else "no traces"
-        raise TraceError(f"cannot {attempt} {what}: give a list, at least one is needed.")
+        raise TraceError(f"MRR107: cannot {attempt} {what}: give a list, at least one is needed.")
     for i, trace in enumerate(traces):
         if not isinstance(trace, RoutingTrace):
-            raise TraceError(f"cannot {attempt} {type(trace).__name__} (number {i}): each must be a RoutingTrace.")
+            raise TraceError(
+                f"MRR101: cannot {attempt} {type(trace).__name__} (number {i}): each must be a RoutingTrace."
+            )
         trace.check_unchanged()
 
 
@@ -443,7 +447,7 @@ def concat_traces(traces: Sequence[RoutingTrace], *, allow_unlike_prompts: bool 
         for name in ("layer_numbers", "num_experts", "topk"):
             if getattr(trace, name) != getattr(first, name):
                 raise TraceError(
-                    f"cannot concatenate trace {i} with {name}={getattr(trace, name)} "
+                    f"MRR107: cannot concatenate trace {i} with {name}={getattr(trace, name)} "
                     f"behind trace 0 with {name}={getattr(first, name)}: they are of different models."
                 )
     # A trace without rows has as many token ids as it has rows, whether it says so or not.
@@ -510,5 +514,5 @@ def _all_or_none(name: str, traces: Sequence[RoutingTrace], *, needed: Sequence[
     having = [i for i, trace in enumerate(traces) if getattr(trace, name) is not None]
     missing = [i for i, trace in enumerate(traces) if getattr(trace, name) is None and needed[i]]
     if having and missing:
-        raise TraceError(f"cannot concatenate: trace {having[0]} has {name}, trace {missing[0]} has none.")
+        raise TraceError(f"MRR107: cannot concatenate: trace {having[0]} has {name}, trace {missing[0]} has none.")
     return [getattr(traces[i], name) for i in having]

@@ -39,23 +39,23 @@ def stale_rows(trace: RoutingTrace, *, max_age: int, trainer_version: int) -> Te
     check_traces([trace], "tell how old routes are of")
     if trace.weight_version is None:
         raise TraceError(
-            "cannot tell how old routes are: the trace has no weight_version. Decode with weight_version=..., or give it to "
-            "take_routes."
+            "MRR112: cannot tell how old routes are: the trace has no weight_version. Decode with weight_version=..., "
+            "or give it to take_routes."
         )
     # Wider than int32: `oldest` may lie below what that holds, and torch would compare a wrapped number.
     versions = trace.weight_version.to(torch.int64)
     unknown = trace.replay_mask & (versions < 0)
     if bool(unknown.any()):
         raise TraceError(
-            f"cannot tell how old {int(unknown.sum())} routes are: they have no weight version, the first is "
+            f"MRR112: cannot tell how old {int(unknown.sum())} routes are: they have no weight version, the first is "
             f"{_first(unknown, trace)}. Stamp every segment, or leave such rows out with keep first."
         )
     newer = trace.replay_mask & (versions > trainer_version)
     if bool(newer.any()):
         raise TraceError(
-            f"{int(newer.sum())} routes are of weights that are newer than trainer_version={trainer_version}: the first is "
-            f"{_first(newer, trace)} with weight_version={int(versions[newer][0])}. Do engine and trainer count the same "
-            "thing, from the same start?"
+            f"MRR112: {int(newer.sum())} routes are of weights that are newer than trainer_version={trainer_version}: "
+            f"the first is {_first(newer, trace)} with weight_version={int(versions[newer][0])}. Do engine and trainer "
+            "count the same thing, from the same start?"
         )
     return trace.replay_mask & (versions < oldest)
 

@@ -24,12 +24,12 @@ def as_integer_tensor(name: str, value: Any) -> Tensor:
     else:
         array = np.asarray(value)
         if array.dtype.kind not in "iu" and array.size:
-            raise TraceError(f"{name} must hold integers, got {array.dtype} from {type(value).__name__}.")
+            raise TraceError(f"MRR101: {name} must hold integers, got {array.dtype} from {type(value).__name__}.")
         # torch has no other byte order and warns of read-only memory; numpy's empty lists are floats.
         dtype = array.dtype.newbyteorder("=") if array.size else np.dtype(np.int64)
         tensor = torch.from_numpy(array.astype(dtype))
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
-        raise TraceError(f"{name} must hold integers, got {tensor.dtype}.")
+        raise TraceError(f"MRR101: {name} must hold integers, got {tensor.dtype}.")
     if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has no arithmetic for these
         tensor = tensor.to(torch.int64)
     return tensor
@@ -40,7 +40,7 @@ def as_mask(name: str, value: Any, num_tokens: int) -> Tensor:
     mask = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     if mask.dtype is not torch.bool or mask.shape != (num_tokens,):
         dtype = str(mask.dtype).removeprefix("torch.")
-        raise TraceError(f"{name} must be [{num_tokens}] bool, got {list(mask.shape)} {dtype}.")
+        raise TraceError(f"MRR102: {name} must be [{num_tokens}] bool, got {list(mask.shape)} {dtype}.")
     return mask
 
 
@@ -73,11 +73,11 @@ def as_per_token(name: str, value: Any, num_tokens: int) -> Tensor | None:
     if tensor.dim() == 0:
         tensor = tensor.expand(num_tokens)
     if tensor.shape != (num_tokens,):
-        raise TraceError(f"{name} must be [{num_tokens}], one a token, got shape {list(tensor.shape)}.")
+        raise TraceError(f"MRR102: {name} must be [{num_tokens}], one a token, got shape {list(tensor.shape)}.")
     if tensor.numel():
         lowest, highest = map(int, tensor.aminmax())
         if lowest < -(2**31) or highest >= 2**31:
-            raise TraceError(f"{name} lies in {lowest}..{highest}, which int32 cannot hold.")
+            raise TraceError(f"MRR101: {name} lies in {lowest}..{highest}, which int32 cannot hold.")
     return tensor.to(torch.int32, copy=True)
 
 
@@ -85,14 +85,14 @@ def check_topk(topk: int, num_experts: int) -> None:
     """Raise TraceError unless that many of that many experts can be chosen and stored."""
     index_dtype(num_experts)
     if not 1 <= topk <= num_experts:
-        raise TraceError(f"topk={topk} must lie in 1..num_experts={num_experts}.")
+        raise TraceError(f"MRR101: topk={topk} must lie in 1..num_experts={num_experts}.")
 
 
 def as_layer_numbers(value: Any) -> tuple[int, ...]:
     """Return increasing layer numbers from 1 or more, or raise TraceError."""
     numbers = _as_integers("layer_numbers", value)
     if (numbers and numbers[0] < 1) or any(a >= b for a, b in pairwise(numbers)):
-        raise TraceError(f"layer_numbers must increase from 1 or more, got {shown(list(numbers))}.")
+        raise TraceError(f"MRR104: layer_numbers must increase from 1 or more, got {shown(list(numbers))}.")
     return numbers
 
 
@@ -103,8 +103,8 @@ def as_sequence_lengths(value: Any, num_tokens: int) -> tuple[int, ...] | None:
     lengths = _as_integers("sequence_lengths", value)
     if sum(lengths) != num_tokens or min(lengths, default=0) < 0:
         raise TraceError(
-            f"sequence_lengths {shown(list(lengths))} add up to {sum(lengths)}, the trace has {num_tokens} tokens; none may "
-            "be negative."
+            f"MRR105: sequence_lengths {shown(list(lengths))} add up to {sum(lengths)}, the trace has {num_tokens} "
+            "tokens; none may be negative."
         )
     return lengths
 
@@ -115,10 +115,10 @@ def as_sample_ids(value: Any, lengths: tuple[int, ...] | None) -> tuple[str, ...
         return None
     names = _as_tuple("sample_ids", value)
     if any(not isinstance(name, str) for name in names):
-        raise TraceError(f"sample_ids={shown(names)} must be a list of strings.")
+        raise TraceError(f"MRR105: sample_ids={shown(names)} must be a list of strings.")
     if lengths is None or len(names) != len(lengths):
         known = None if lengths is None else len(lengths)
-        raise TraceError(f"sample_ids names {len(names)} samples, sequence_lengths {known}.")
+        raise TraceError(f"MRR105: sample_ids names {len(names)} samples, sequence_lengths {known}.")
     return names
 
 
@@ -130,5 +130,5 @@ def _as_integers(name: str, values: Any) -> tuple[int, ...]:
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
     # A text is a list of its letters, and a mapping one of its keys; nobody means them.
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise TraceError(f"{name}={shown(values)} must be a list.")
+        raise TraceError(f"MRR101: {name}={shown(values)} must be a list.")
     return tuple(values)

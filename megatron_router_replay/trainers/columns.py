@@ -59,7 +59,9 @@ def columns_of(num_columns: int, model: Any, layer_numbers: Sequence[int] | None
     wanted = set(numbers if is_info else _numbers_here(model, numbers))
     missing = sorted(wanted - set(numbers))
     if missing:
-        raise LayoutError(f"routed_experts have no column of layer {missing[0]}; layers: {list(numbers_of_columns)}.")
+        raise LayoutError(
+            f"MRR802: routed_experts have no column of layer {missing[0]}; layers: {list(numbers_of_columns)}."
+        )
     if not is_info:
         check_trace_layers(numbers, model)  # on all columns: a deeper model's would go unseen in this rank's alone
     return info, Columns(
@@ -81,15 +83,16 @@ def _layer_numbers(num_columns: int, info: ModelRoutingInfo, layer_numbers: Sequ
         if num_columns == len(info.moe_layer_numbers):
             return info.moe_layer_numbers
         raise LayoutError(
-            f"routed_experts have {num_columns} layers, the model has {info.num_layers}, {len(info.moe_layer_numbers)} of "
-            "them MoE. Are they of another model, or sliced already? layer_numbers= names the layer of each column."
+            f"MRR802: routed_experts have {num_columns} layers, the model has {info.num_layers}, "
+            f"{len(info.moe_layer_numbers)} of them MoE. Are they of another model, or sliced already? layer_numbers= "
+            "names the layer of each column."
         )
     given = [int(number) for number in layer_numbers]
     named = [number for number in given if number]
     if len(given) != num_columns or named != sorted(set(named)) or any(number < 0 for number in named):
         raise LayoutError(
-            f"layer_numbers {given} do not name {num_columns} columns: one increasing number from 1 each, 0 for a column "
-            "that is left out."
+            f"MRR802: layer_numbers {given} do not name {num_columns} columns: one increasing number from 1 each, 0 "
+            "for a column that is left out."
         )
     return given
 

@@ -47,22 +47,24 @@ class TokenLayout:
             LayoutError: nothing or too much is given, or shapes disagree.
         """
         if attention_mask is not None and lengths is not None:
-            raise LayoutError("attention_mask and lengths both say where the tokens are: give one of them.")
+            raise LayoutError("MRR801: attention_mask and lengths both say where the tokens are: give one of them.")
         if attention_mask is not None:
             mask = _as_tensor(attention_mask, "attention_mask") != 0
             if mask.dim() != 2 or mask.is_nested:
-                raise LayoutError(f"attention_mask must be [B, S], got {_shape(mask)}.")
+                raise LayoutError(f"MRR801: attention_mask must be [B, S], got {_shape(mask)}.")
             if tokens is not None and _shape(tokens) != list(mask.shape):
                 raise LayoutError(
-                    f"tokens are {_shape(tokens)}, attention_mask {list(mask.shape)}: one mask a position."
+                    f"MRR801: tokens are {_shape(tokens)}, attention_mask {list(mask.shape)}: one mask a position."
                 )
             return cls._padded(mask, mask.device if tokens is None else _as_tensor(tokens, "tokens").device)
         known = None if lengths is None else [int(length) for length in _as_tensor(lengths, "lengths").tolist()]
         if known is not None and any(length < 0 for length in known):
-            raise LayoutError(f"lengths {known} hold a negative one.")
+            raise LayoutError(f"MRR801: lengths {known} hold a negative one.")
         if tokens is None:
             if known is None:
-                raise LayoutError("where the tokens are is not said: give tokens=, attention_mask= or lengths=.")
+                raise LayoutError(
+                    "MRR801: where the tokens are is not said: give tokens=, attention_mask= or lengths=."
+                )
             return cls(lengths=tuple(known))
         if not is_list(tokens):
             tensor = _as_tensor(tokens, "tokens")
@@ -71,10 +73,12 @@ class TokenLayout:
         samples = as_samples(tokens, "tokens")
         for i, sample in enumerate(samples):
             if sample.dim() != 1:
-                raise LayoutError(f"tokens of sample {i} are {list(sample.shape)}, expected [T], one value a token.")
+                raise LayoutError(
+                    f"MRR801: tokens of sample {i} are {list(sample.shape)}, expected [T], one value a token."
+                )
         of_tokens = tuple(sample.shape[0] for sample in samples)
         if known is not None and tuple(known) != of_tokens:
-            raise LayoutError(f"lengths {known} are not those of the tokens, {list(of_tokens)}.")
+            raise LayoutError(f"MRR801: lengths {known} are not those of the tokens, {list(of_tokens)}.")
         device = samples[0].device if samples else torch.device("cpu")
         return cls(lengths=of_tokens, like=None if is_list(tokens) else tokens, device=device)
 
@@ -82,13 +86,15 @@ class TokenLayout:
     def _of_padded(cls, tokens: Tensor, lengths: list[int] | None) -> TokenLayout:
         if tokens.dim() != 2:
             raise LayoutError(
-                f"tokens must be nested, a padded [B, S] or a list of [T], got {list(tokens.shape)}. Of one packed row, "
-                "take the samples before they are packed, and pack the rows as the tokens."
+                f"MRR801: tokens must be nested, a padded [B, S] or a list of [T], got {list(tokens.shape)}. Of one "
+                "packed row, take the samples before they are packed, and pack the rows as the tokens."
             )
         mask = torch.ones(tokens.shape, dtype=torch.bool)
         if lengths is not None:
             if len(lengths) != tokens.shape[0] or any(length > tokens.shape[1] for length in lengths):
-                raise LayoutError(f"lengths {lengths} do not fit tokens of {list(tokens.shape)}: one of 0..S a sample.")
+                raise LayoutError(
+                    f"MRR801: lengths {lengths} do not fit tokens of {list(tokens.shape)}: one of 0..S a sample."
+                )
             mask = torch.arange(tokens.shape[1]) < torch.tensor(lengths).unsqueeze(1)
         return cls._padded(mask, tokens.device)
 
@@ -118,7 +124,7 @@ class TokenLayout:
             if not tensor.is_nested:
                 shape = [len(self.lengths), self.seq_length]
                 if list(tensor.shape[:2]) != shape:
-                    raise LayoutError(f"{name} is {list(tensor.shape)}, the tokens are {shape}.")
+                    raise LayoutError(f"MRR801: {name} is {list(tensor.shape)}, the tokens are {shape}.")
                 return [row[at] for row, at in zip(tensor.cpu(), self.positions)]
         samples = as_samples(values, name)
         given = [sample.shape[0] if sample.dim() else -1 for sample in samples]  # a scalar is not one value a token
@@ -127,8 +133,8 @@ class TokenLayout:
                 (i for i, (a, b) in enumerate(zip(given, self.lengths)) if a != b), min(len(given), len(self.lengths))
             )
             raise LayoutError(
-                f"{name} has values for {len(given)} samples of [{listed(given)}] tokens, the tokens are {len(self.lengths)} "
-                f"samples of [{listed(self.lengths)}]; the first that differs is sample {i}."
+                f"MRR801: {name} has values for {len(given)} samples of [{listed(given)}] tokens, the tokens are "
+                f"{len(self.lengths)} samples of [{listed(self.lengths)}]; the first that differs is sample {i}."
             )
         return [sample.cpu() for sample in samples]
 
@@ -171,7 +177,9 @@ def _as_tensor(values: Any, name: str) -> Tensor:
     try:
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise LayoutError(f"{name} must be a tensor or an array, got {type(values).__name__}: {error}") from error
+        raise LayoutError(
+            f"MRR801: {name} must be a tensor or an array, got {type(values).__name__}: {error}"
+        ) from error
     return tensor.detach()
 
 

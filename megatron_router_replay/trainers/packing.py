@@ -13,7 +13,8 @@ from megatron_router_replay.trainers.containers import Container, as_samples, is
 
 
 def pack_rows(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
-    """Return rows as the trainer's packer lays out tokens: pack(rows + 1) - 1, so that a fill of 0 becomes -1, no row.
+    """Return rows as the trainer's packer lays out tokens. It is pack(rows + 1) - 1, so that a fill of 0 becomes -1, no
+    row.
 
     Args:
         pack: the trainer's packer, for one micro-batch, given all that it needs but the tokens; it must fill with 0. It
@@ -35,7 +36,7 @@ def pack_rows(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
     )
     if not is_integer:
         what = f"{values.dtype}" if isinstance(values, Tensor) else type(values).__name__
-        raise LayoutError(f"the packer must return the packed rows as an integer tensor, got {what}.")
+        raise LayoutError(f"MRR803: the packer must return the packed rows as an integer tensor, got {what}.")
     given = _flat(shifted).to(values.device, non_blocking=True)
     _check(given, values.reshape(-1), waits=not values.is_cuda)
     return values.to(torch.int64) - 1
@@ -58,7 +59,7 @@ def _check(given: Tensor, found: Tensor, *, waits: bool) -> None:
             torch._assert_async(~failed.any(), f"the packer returned a row {what}")
         elif bool(failed.any()):
             raise LayoutError(
-                f"the packer returned row {int(values[failed][0]) - 1}, {what}, and keep integers as they are."
+                f"MRR803: the packer returned row {int(values[failed][0]) - 1}, {what}, and keep integers as they are."
             )
 
 

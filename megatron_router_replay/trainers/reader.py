@@ -49,17 +49,17 @@ def split_routes(routed_experts: Any, layout: TokenLayout) -> list[SampleRoutes]
     parts = routed_experts if is_list(routed_experts) else as_samples(routed_experts, "routed_experts")
     samples = [_array(part, f"routed_experts of sample {i}") for i, part in enumerate(parts)]
     if len(samples) != len(layout.lengths):
-        raise LayoutError(f"routed_experts hold {len(samples)} samples, the tokens {len(layout.lengths)}.")
+        raise LayoutError(f"MRR802: routed_experts hold {len(samples)} samples, the tokens {len(layout.lengths)}.")
     for i, (rows, length) in enumerate(zip(samples, layout.lengths)):
         if rows.ndim != 3 or rows.shape[1:] != samples[0].shape[1:]:
             raise LayoutError(
-                f"routed_experts of sample {i} are {list(rows.shape)}, of sample 0 {list(samples[0].shape)}: each must be "
-                "[rows, layers, topk]."
+                f"MRR802: routed_experts of sample {i} are {list(rows.shape)}, of sample 0 {list(samples[0].shape)}: "
+                "each must be [rows, layers, topk]."
             )
         if len(rows) not in (length, length - 1):
             raise LayoutError(
-                f"sample {i} has {len(rows)} rows of routes for {length} tokens: expected {max(length - 1, 0)} (the last "
-                f"token has no route) or {length}. Were tokens cut, joined or padded without their routes?"
+                f"MRR802: sample {i} has {len(rows)} rows of routes for {length} tokens: expected {max(length - 1, 0)} "
+                f"(the last token has no route) or {length}. Were tokens cut, joined or padded without their routes?"
             )
     return [SampleRoutes(rows=rows, padding=rows[:0]) for rows in samples]
 
@@ -67,8 +67,8 @@ def split_routes(routed_experts: Any, layout: TokenLayout) -> list[SampleRoutes]
 def _padded_samples(routes: Array, layout: TokenLayout) -> Iterator[SampleRoutes]:
     if routes.ndim != 4 or routes.shape[0] != len(layout.lengths):
         raise LayoutError(
-            f"routed_experts are {list(routes.shape)}: a padded batch of {len(layout.lengths)} samples must be [B, S, "
-            "layers, topk]."
+            f"MRR802: routed_experts are {list(routes.shape)}: a padded batch of {len(layout.lengths)} samples must be "
+            "[B, S, layers, topk]."
         )
     in_front = [torch.arange(length) for length in layout.lengths]
     positions = in_front if layout.positions is None else layout.positions
@@ -77,14 +77,14 @@ def _padded_samples(routes: Array, layout: TokenLayout) -> Iterator[SampleRoutes
     # An axis of another length was cut or widened on either side; only tokens that begin at 0 say on which.
     if not aligned and size not in (layout.seq_length, layout.seq_length - 1):
         raise LayoutError(
-            f"routed_experts have {size} positions, the tokens {layout.seq_length}, with padding in front: which row is "
-            "whose cannot be told. Give routes of as many positions as tokens, or one less."
+            f"MRR802: routed_experts have {size} positions, the tokens {layout.seq_length}, with padding in front: "
+            "which row is whose cannot be told. Give routes of as many positions as tokens, or one less."
         )
     for i, at in enumerate(positions):
         kept = at[at < size]
         if len(kept) < len(at) - 1:  # the last token alone may be without a row
             raise LayoutError(
-                f"sample {i} has {len(at)} tokens, routed_experts end {len(at) - len(kept)} tokens before it."
+                f"MRR802: sample {i} has {len(at)} tokens, routed_experts end {len(at) - len(kept)} tokens before it."
             )
         padding = np.ones(size, np.bool_)
         padding[kept.numpy()] = False
@@ -98,7 +98,7 @@ def _array(values: Any, name: str) -> Array:
         values = values.detach().cpu().numpy()
     array = np.asarray(values)
     if array.dtype.kind not in "iu":
-        raise LayoutError(f"{name} must be integers, got {array.dtype}.")
+        raise LayoutError(f"MRR802: {name} must be integers, got {array.dtype}.")
     return array
 
 
@@ -107,8 +107,8 @@ def check_width(samples: Sequence[SampleRoutes], info: ModelRoutingInfo) -> None
     rows = samples[0].rows
     if rows.shape[2] != info.topk:
         raise LayoutError(
-            f"routed_experts have {rows.shape[2]} experts a token, the model's topk is {info.topk}: of another model, or "
-            "with shared experts appended?"
+            f"MRR802: routed_experts have {rows.shape[2]} experts a token, the model's topk is {info.topk}: of another "
+            "model, or with shared experts appended?"
         )
 
 
@@ -129,7 +129,7 @@ def split_has_route(has_route: Any, layout: TokenLayout) -> list[Array | None]:
             known = [int(count) for count in counts.tolist()]
             if len(known) != len(layout.lengths) or any(not 0 <= n <= t for n, t in zip(known, layout.lengths)):
                 raise LayoutError(
-                    f"has_route {known} must be a number of tokens, 0..T, for each sample of {layout.lengths}."
+                    f"MRR802: has_route {known} must be a number of tokens, 0..T, for each sample of {layout.lengths}."
                 )
             return [np.arange(length) < count for count, length in zip(known, layout.lengths)]
     return [(part != 0).numpy() for part in layout.split(has_route, "has_route")]
@@ -173,8 +173,8 @@ class SampleReader:
         end = max(length - 1, 0)  # the last sampled token was never fed back to the engine, so nothing has routed it
         if self._last_row == "replayed" and len(rows) != length:
             raise LayoutError(
-                f"sample {i} has {len(rows)} rows of routes for {length} tokens; with last_row='replayed' there is one a "
-                "token."
+                f"MRR802: sample {i} has {len(rows)} rows of routes for {length} tokens; with last_row='replayed' "
+                "there is one a token."
             )
         has = np.ones(length, np.bool_) if has_route is None else has_route
         if len(rows) > end and self._last_is_route(i, rows, has):
@@ -215,16 +215,17 @@ class SampleReader:
             # An engine always routes a first token and never the last one: the other way round, rows are one too late.
             if len(rows) > 1 and has_route[0] and self._check.is_filler(rows[:1, self._moe]).all():
                 raise LayoutError(
-                    f"sample {i} has filler in its first row, {rows[0, self._columns.moe[0]].tolist()}, and a route in its "
-                    "last one: its rows are one too late, for an engine routes a first token and never the last. Drop the "
-                    "row in front; has_route= names first tokens that rightly have no route."
+                    f"MRR802: sample {i} has filler in its first row, {rows[0, self._columns.moe[0]].tolist()}, and a "
+                    "route in its last one: its rows are one too late, for an engine routes a first token and never "
+                    "the last. Drop the row in front; has_route= names first tokens that rightly have no route."
                 )
             return True
         raise LayoutError(
-            f"sample {i} has as many rows of routes as tokens, and the last one is a route, {last[0, 0].tolist()} in layer "
-            f"{self._columns.numbers[0]}. An engine has none of the token that it sampled last: is there a row too much in "
-            "front, or a token too few? A recording's rows take last_row='replayed'; samples that were cut after they were "
-            "generated, 'unchecked'; where the trainer fills up with a copy of the row before, 'copied'."
+            f"MRR802: sample {i} has as many rows of routes as tokens, and the last one is a route, "
+            f"{last[0, 0].tolist()} in layer {self._columns.numbers[0]}. An engine has none of the token that it "
+            "sampled last: is there a row too much in front, or a token too few? A recording's rows take "
+            "last_row='replayed'; samples that were cut after they were generated, 'unchecked'; where the trainer "
+            "fills up with a copy of the row before, 'copied'."
         )
 
     def _check_padding(self, i: int, values: Array) -> None:
@@ -234,8 +235,8 @@ class SampleReader:
         routes = ~self._check.is_filler(values)
         if routes.any():
             raise LayoutError(
-                f"sample {i} has routes on {int(routes.sum())} positions that hold no token: are the routes padded on "
-                "another side than the tokens, or is the attention mask another one?"
+                f"MRR802: sample {i} has routes on {int(routes.sum())} positions that hold no token: are the routes "
+                "padded on another side than the tokens, or is the attention mask another one?"
             )
 
     def _check_dense_columns(self, i: int, body: Array, routed: Array) -> None:
@@ -247,7 +248,7 @@ class SampleReader:
             if wrong.any():
                 row = int(wrong.argmax())
                 raise LayoutError(
-                    f"sample {i}: column {column} of the layer axis is a dense layer of the model, but row {row} holds "
-                    f"{values[row].tolist()} there, not filler (0 or -1). Has the axis MoE layers in front and filler "
-                    "behind? layer_numbers= names the layer of each column, 0 for one that is left out."
+                    f"MRR802: sample {i}: column {column} of the layer axis is a dense layer of the model, but row "
+                    f"{row} holds {values[row].tolist()} there, not filler (0 or -1). Has the axis MoE layers in front "
+                    "and filler behind? layer_numbers= names the layer of each column, 0 for one that is left out."
                 )

@@ -76,7 +76,7 @@ def recorded_routes(
     # The row of each token, in the order of the samples: without rows= it is the token's own number.
     at = torch.arange(layout.num_tokens) if rows is None else _flat(layout.split(rows, "rows")).to(torch.int64)
     if at.numel() and int(at.min()) < 0:
-        raise LayoutError("rows hold a token with row -1, whose routes were not recorded.")
+        raise LayoutError("MRR807: rows hold a token with row -1, whose routes were not recorded.")
     length = int(at.max()) + 1 if at.numel() else 0
     # gather() without groups is one over the whole job.
     trace = session.gather(*groups, num_tokens=length) if groups else session.trace(num_tokens=length)
@@ -87,9 +87,9 @@ def recorded_routes(
         sample = bisect_right(list(accumulate(layout.lengths)), first)
         position = first - sum(layout.lengths[:sample])
         raise ReplayStateError(
-            f"{missing.numel()} of {layout.num_tokens} tokens were recorded nowhere, the first is token {position} of sample "
-            f"{sample}: was each micro-batch forwarded, with its routing_rows, and are all ranks that share the batch in "
-            "the groups?"
+            f"MRR807: {missing.numel()} of {layout.num_tokens} tokens were recorded nowhere, the first is token "
+            f"{position} of sample {sample}: was each micro-batch forwarded, with its routing_rows, and are all ranks "
+            "that share the batch in the groups?"
         )
     if trace.token_ids is not None:
         check_tokens(at.unsqueeze(0), _flat(layout.split(like, "like")).unsqueeze(0), token_ids=trace.token_ids)

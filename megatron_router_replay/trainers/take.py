@@ -49,7 +49,8 @@ class BatchRoutes:
     layout: TokenLayout
 
     def keep(self, mask: Any) -> BatchRoutes:
-        """Return the batch with routes only where a mask in the container of the tokens is True; see `RoutingTrace.keep`.
+        """Return the batch with routes only where a mask is True. The mask has the container of the tokens; see
+        `RoutingTrace.keep`.
 
         Args:
             mask: bool like the tokens, False on padding. A flat one, as `stale_rows` gives it, goes to `trace.keep`.
@@ -65,12 +66,14 @@ def _flat_mask(mask: Any, layout: TokenLayout) -> Tensor:
     for i, part in enumerate(parts):
         # Not "non-zero": weights, log-probs or rows in the place of the mask would keep nearly everything.
         if part.dim() != 1 or part.dtype is not torch.bool:
-            raise LayoutError(f"keep must be bool, one a token; sample {i} has {list(part.shape)} {part.dtype}.")
+            raise LayoutError(
+                f"MRR801: keep must be bool, one a token; sample {i} has {list(part.shape)} {part.dtype}."
+            )
     kept = torch.cat(parts)
     if isinstance(mask, Tensor) and not mask.is_nested and int(mask.sum()) != int(kept.sum()):
         raise LayoutError(
-            f"keep is True on {int(mask.sum()) - int(kept.sum())} positions that hold no token: is it padded on another side "
-            "than the tokens? Give keep & attention_mask."
+            f"MRR802: keep is True on {int(mask.sum()) - int(kept.sum())} positions that hold no token: is it padded "
+            "on another side than the tokens? Give keep & attention_mask."
         )
     return kept
 
@@ -90,7 +93,7 @@ def take_routes(
     allow_constant_layers: bool = False,
     allow_unlike_prompts: bool = False,
 ) -> BatchRoutes:
-    """Return the trace of a batch's routes, for `mrr.replay`, and the rows of its tokens.
+    """Return the trace of a batch's routes, and the rows of its tokens. The trace is for `mrr.replay`.
 
     Args:
         routed_experts: jagged nested [B, T_i or T_i - 1, layers, topk], padded [B, S, layers, topk], or a list of
@@ -133,11 +136,14 @@ def take_routes(
         PayloadError: rows that no router can have chosen, that are missing, or are of another sample; names both.
     """
     if last_row not in get_args(LastRow) or missing not in ("raise", "live"):
-        raise LayoutError(f"last_row={last_row!r}, missing={missing!r}: see the docstring for what they may be.")
+        raise LayoutError(
+            f"MRR101: last_row={last_row!r}, missing={missing!r}: last_row is 'live', 'copied', 'replayed' or "
+            "'unchecked', missing is 'raise' or 'live'."
+        )
     layout = TokenLayout.of(tokens, attention_mask=attention_mask, lengths=lengths)
     samples = split_routes(routed_experts, layout)
     if not samples:
-        raise LayoutError("routed_experts hold no sample: there is nothing to replay in an empty batch.")
+        raise LayoutError("MRR802: routed_experts hold no sample: there is nothing to replay in an empty batch.")
     info, columns = columns_of(samples[0].rows.shape[1], model, layer_numbers)
     check_width(samples, info)
     has = split_has_route(has_route, layout)
@@ -213,13 +219,15 @@ def token_versions(value: Any, layout: TokenLayout) -> Tensor | None:
         parts = layout.split(value, "weight_version")
         for i, part in enumerate(parts):
             if part.dim() != 1:
-                raise LayoutError(f"weight_version of sample {i} is {list(part.shape)}, expected [T], one a token.")
+                raise LayoutError(
+                    f"MRR804: weight_version of sample {i} is {list(part.shape)}, expected [T], one a token."
+                )
         return torch.cat([_as_versions(part) for part in parts])
     versions = _as_versions(value)
     if versions.dim() and list(versions.shape) != [len(layout.lengths)]:
         raise LayoutError(
-            f"weight_version must be an int, one for each of {len(layout.lengths)} samples, or one a token in the container "
-            f"of the tokens, got {list(versions.shape)}."
+            f"MRR804: weight_version must be an int, one for each of {len(layout.lengths)} samples, or one a token in "
+            f"the container of the tokens, got {list(versions.shape)}."
         )
     return versions.expand(len(layout.lengths)).repeat_interleave(torch.tensor(layout.lengths, dtype=torch.int64))
 
@@ -229,8 +237,8 @@ def _is_per_token(values: Any) -> bool:
     rows = [np.ndim(value) > 0 for value in values]
     if any(rows) and not all(rows):
         raise LayoutError(
-            f"weight_version has one version for sample {rows.index(False)} and several for sample {rows.index(True)}: give "
-            "one a sample, or one a token of every sample."
+            f"MRR804: weight_version has one version for sample {rows.index(False)} and several for sample "
+            f"{rows.index(True)}: give one a sample, or one a token of every sample."
         )
     return any(rows)
 
@@ -243,9 +251,9 @@ def _as_versions(value: Any) -> Tensor:
     if holds_bool or (array.dtype.kind not in "iu" and array.size):
         kinds = sorted({type(entry).__name__ for entry in entries}) if is_list(value) else [str(array.dtype)]
         raise LayoutError(
-            f"weight_version must hold integers, got {', '.join(kinds)}: give the number of each version, the same kind for "
-            "every sample."
+            f"MRR804: weight_version must hold integers, got {', '.join(kinds)}: give the number of each version, the "
+            "same kind for every sample."
         )
     if array.size and not (-(2**31) <= int(array.min()) and int(array.max()) < 2**31):
-        raise LayoutError(f"weight_version reaches {int(array.max())}, which int32 cannot hold.")
+        raise LayoutError(f"MRR804: weight_version reaches {int(array.max())}, which int32 cannot hold.")
     return torch.from_numpy(array.astype(np.int32))

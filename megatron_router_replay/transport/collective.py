@@ -104,10 +104,10 @@ class RouteGroup:
         places = layout.places()
         if (sender is None) == (place is None) or bucket_bytes < 1:
             raise TransportError(
-                f"give a sender or a place, and bucket_bytes above 0: {sender}, {place}, {bucket_bytes}."
+                f"MRR601: give a sender or a place, and bucket_bytes above 0: {sender}, {place}, {bucket_bytes}."
             )
         if sender not in (None, *range(num_senders)) or place not in (None, *places):
-            raise TransportError(f"there is no {sender=} of {num_senders}, or no {place=} in {layout}.")
+            raise TransportError(f"MRR601: there is no {sender=} of {num_senders}, or no {place=} in {layout}.")
         self.layout, self.sender, self.place = layout, sender, place
         self.times = times or TransportTimes("training" if sender is None else "rollout")
         self._rank = num_senders + places.index(place) if place is not None else sender or 0
@@ -143,7 +143,7 @@ class RouteGroup:
         self.join()
         with self._told_to_all():
             if self.sender is None:
-                raise TransportError(f"{self.place} is a training rank: it receives.")
+                raise TransportError(f"MRR601: {self.place} is a training rank: it receives.")
             traces = [traces] if isinstance(traces, RoutingTrace) else traces
             source = TraceRows(traces) if isinstance(traces, Sequence) else traces
             header = {
@@ -192,7 +192,7 @@ class RouteGroup:
 
     def close(self) -> None:
         """Leave: a process that waits for this one, or will, raises. A batch under way is not waited for."""
-        left = TransportError(f"{self._connections.member} closed the transport.")
+        left = TransportError(f"MRR603: {self._connections.member} closed the transport.")
         self._error = self._error or left
         self._connections.leave(str(left), _END_S)
         _open.discard(self)
@@ -218,7 +218,9 @@ class RouteGroup:
         """Tell all processes that this one cannot go on, and why; they raise. The first failure counts."""
         self._error = self._error or error
         known = isinstance(error, TransportError)
-        self._connections.fail(str(error) if known else f"{self._connections.member}: {type(error).__name__}: {error}")
+        self._connections.fail(
+            str(error) if known else f"MRR603: {self._connections.member}: {type(error).__name__}: {error}"
+        )
 
     @contextmanager
     def _told_to_all(self) -> Iterator[None]:
@@ -232,7 +234,7 @@ class RouteGroup:
 
     def _raise_if_over(self) -> None:
         if self._error is not None:
-            raise TransportError(f"this transport is over: {self._error}") from self._error
+            raise TransportError(f"MRR603: this transport is over: {self._error}") from self._error
 
     def _agree(self, header: dict[str, Any] | None) -> tuple[dict[Place, Part], list[int]]:
         """Return the plan of the batch that all processes begin, and where each sender's rows end in it."""
@@ -242,7 +244,7 @@ class RouteGroup:
             for number, value in enumerate(each.get(name) for each in headers):
                 if value != first:
                     values = f"{str(value)[:200]}, rollout process 0 {str(first)[:200]}"
-                    raise TransportError(f"rollout process {number} sends {name}={values}: all send the same.")
+                    raise TransportError(f"MRR606: rollout process {number} sends {name}={values}: all send the same.")
         if self.sender is None:
             reports = [each["times"] for each in headers]
             names = {name for report in reports for name in report}
@@ -285,7 +287,7 @@ class RouteGroup:
     def _receive(self, consume: Consume | None) -> tuple[Part, dict[str, Tensor]]:
         with self._told_to_all():
             if self.place is None:
-                raise TransportError(f"rollout process {self.sender} sends: it does not receive.")
+                raise TransportError(f"MRR601: rollout process {self.sender} sends: it does not receive.")
             with self.times.measure("wait"):
                 plan, sender_ends = self._agree(None)
             part = plan[self.place]

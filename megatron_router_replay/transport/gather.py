@@ -47,11 +47,11 @@ class TraceRows:
 
     def __init__(self, traces: Sequence[RoutingTrace]) -> None:
         if not traces:
-            raise TransportError("cannot send no traces: at least one is needed.")
+            raise TransportError("MRR606: cannot send no traces: at least one is needed.")
         self.format = TraceFormat.of(traces[0])
         for i, trace in enumerate(traces):
             if (format := TraceFormat.of(trace)) != self.format:
-                raise TransportError(f"trace {i} is {format}, trace 0 {self.format}: they must agree.")
+                raise TransportError(f"MRR606: trace {i} is {format}, trace 0 {self.format}: they must agree.")
         self.sequence_lengths = tuple(
             length
             for trace in traces

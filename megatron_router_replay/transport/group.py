@@ -67,8 +67,8 @@ def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta 
             listening = socket.create_server(address[:2], family=family)  # an IPv6 address has two more entries
         except OSError as error:
             raise TransportError(
-                f"cannot serve a store on {host}:{port}: {error}. Give an address of this machine that the others reach, "
-                "and a port that is free."
+                f"MRR602: cannot serve a store on {host}:{port}: {error}. Give an address of this machine that the "
+                "others reach, and a port that is free."
             ) from error
         port = listening.getsockname()[1]
         options["master_listen_fd"] = listening.detach()
@@ -131,21 +131,21 @@ class Connections:
                 self._data = dist.ProcessGroupNCCL(store, *place, dist.ProcessGroupNCCL.Options())
         except RuntimeError as error:
             text = f"{self.member} cannot connect from {host}: {_first_line(error)}"
-            raise TransportError(f"{text} Between machines, each process gives its own host.") from error
+            raise TransportError(f"MRR602: {text} Between machines, each process gives its own host.") from error
         self._watching = run_in_thread(self._watch_next, name="routes-watch")
 
     def _meet(self, terms: str, timeout: timedelta) -> None:
         agreed = self._store.compare_set("terms", "", terms).decode()
         if agreed != terms:
-            raise TransportError(f"{self.member} has {terms}, another process has {agreed}: give all the same.")
+            raise TransportError(f"MRR602: {self.member} has {terms}, another process has {agreed}: give all the same.")
         arrived = self._store.add("arrived", 1)
         if arrived > len(self._members):
-            raise TransportError(f"{self.member} is one too many: this name was used before, take a new one.")
+            raise TransportError(f"MRR602: {self.member} is one too many: this name was used before, take a new one.")
         deadline = time.monotonic() + timeout.total_seconds()
         while arrived < len(self._members) and not self._store.check(["failed"]):
             if time.monotonic() > deadline:
                 text = f"{arrived} of {len(self._members)} processes came within {timeout.total_seconds():g} s"
-                raise TransportError(f"{self.member} cannot begin: {text}.")
+                raise TransportError(f"MRR602: {self.member} cannot begin: {text}.")
             time.sleep(_POLL_S)
             arrived = self._store.add("arrived", 0)
         if self._store.check(["failed"]):
@@ -157,7 +157,7 @@ class Connections:
         try:
             self._gloo.recv([_byte()], peer, _WATCH).wait(_FOREVER)
         except RuntimeError:
-            self._write(f"{self.member} lost {self._members[peer]}, which died or closed the connection.")
+            self._write(f"MRR603: {self.member} lost {self._members[peer]}, which died or closed the connection.")
 
     def exchange(self, message: dict[str, Any] | None, timeout: timedelta) -> list[dict[str, Any] | None]:
         """Give all processes each other's messages, in the order of ranks; it returns when all have called it.
@@ -210,7 +210,7 @@ class Connections:
         deadline, has_failed = time.monotonic() + timeout.total_seconds(), False
         while not wait([waiting], max(0.0, min(_HEAR_S, deadline - time.monotonic()))).done:
             if has_failed:
-                raise TransportError(self.fail("the transport is over."))
+                raise TransportError(self.fail("MRR603: the transport is over."))
             if time.monotonic() > deadline:
                 raise TimeoutError
             # Once more: somebody may have left behind a batch that is about to end here, too.
@@ -265,7 +265,7 @@ class Connections:
                 text = f"waited {timeout.total_seconds():g} s for {peer}."
             elif "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
                 text = f"lost {self._lost_peer()}, which died or closed the connection."
-            raise TransportError(self.fail(f"{self.member} {text}")) from error
+            raise TransportError(self.fail(f"MRR603: {self.member} {text}")) from error
 
     def _lost_peer(self) -> str:
         """Return whose connection is broken: it died, or wrote its words into the store before."""

@@ -61,11 +61,11 @@ class ParallelLayout:
         numbers = [number for stage in stages for number in stage]
         if not stages or min(self.dp_size, self.cp_size, self.tp_size) < 1:
             raise TransportError(
-                f"a layout needs a stage and sizes of 1 or more, got {len(stages)} stages, dp_size={self.dp_size}, "
+                f"MRR601: a layout needs a stage and sizes of 1 or more, got {len(stages)} stages, dp_size={self.dp_size}, "
                 f"cp_size={self.cp_size}, tp_size={self.tp_size}."
             )
         if len(set(numbers)) != len(numbers):
-            raise TransportError(f"stage_layers {stages} names a layer twice: a layer is on one stage.")
+            raise TransportError(f"MRR601: stage_layers {stages} names a layer twice: a layer is on one stage.")
         object.__setattr__(self, "stage_layers", stages)
 
     def places(self) -> list[Place]:
@@ -87,7 +87,7 @@ class ParallelLayout:
         """
         places = self.places()
         if not 0 <= rank < len(places):
-            raise TransportError(f"rank {rank} is not in a layout of {len(places)} ranks.")
+            raise TransportError(f"MRR601: rank {rank} is not in a layout of {len(places)} ranks.")
         return places[rank]
 
 
@@ -134,11 +134,12 @@ def plan_routes(
         TransportError: the trace lacks a layer, a length is negative, or the partition does not fit.
     """
     if min(sequence_lengths, default=0) < 0:
-        raise TransportError(f"a sample has {min(sequence_lengths)} tokens: lengths must be 0 or more.")
+        raise TransportError(f"MRR606: a sample has {min(sequence_lengths)} tokens: lengths must be 0 or more.")
     missing = [number for stage in layout.stage_layers for number in stage if number not in format.layer_numbers]
     if missing:
         raise TransportError(
-            f"the layout has MoE layers {missing}, the trace has [{listed(format.layer_numbers)}]: every stage needs its own."
+            f"MRR606: the layout has MoE layers {missing}, the trace has [{listed(format.layer_numbers)}]: every stage "
+            "needs its own."
         )
     bounds = [(end - length, end) for end, length in zip(accumulate(sequence_lengths), sequence_lengths)]
     samples = partition_samples(sequence_lengths, dp_size=layout.dp_size, partition=partition)
@@ -212,23 +213,25 @@ def partition_samples(
         TransportError: an unknown rule, or the given samples do not exist or go to two ranks.
     """
     if dp_size < 1:
-        raise TransportError(f"cannot partition samples over dp_size={dp_size}: it must be 1 or more.")
+        raise TransportError(f"MRR601: cannot partition samples over dp_size={dp_size}: it must be 1 or more.")
     if partition == "round_robin":
         return tuple(tuple(range(rank, len(sequence_lengths), dp_size)) for rank in range(dp_size))
     if partition == "balanced":
         return _balanced(sequence_lengths, dp_size=dp_size)
     if isinstance(partition, str):
-        raise TransportError(f"partition={partition!r} must be 'round_robin', 'balanced' or the samples of each rank.")
+        raise TransportError(
+            f"MRR601: partition={partition!r} must be 'round_robin', 'balanced' or the samples of each rank."
+        )
     samples = tuple(tuple(int(sample) for sample in of_rank) for of_rank in partition)
     flat = [sample for of_rank in samples for sample in of_rank]
     if len(samples) != dp_size or len(set(flat)) != len(flat):
         raise TransportError(
-            f"the partition names {len(samples)} ranks and {len(flat)} samples, {len(flat) - len(set(flat))} of them "
+            f"MRR601: the partition names {len(samples)} ranks and {len(flat)} samples, {len(flat) - len(set(flat))} of them "
             f"twice: give each of dp_size={dp_size} ranks its own samples."
         )
     if flat and not (0 <= min(flat) and max(flat) < len(sequence_lengths)):
         raise TransportError(
-            f"the partition names samples {min(flat)}..{max(flat)}, there are {len(sequence_lengths)}, from 0."
+            f"MRR601: the partition names samples {min(flat)}..{max(flat)}, there are {len(sequence_lengths)}, from 0."
         )
     return samples
 

@@ -64,9 +64,11 @@ class TraceRef:
                 array = ray.get(self.buffer[0], timeout=None if timeout is None else timeout.total_seconds())
             except ray.exceptions.RayError as error:
                 text = str(error).strip().split("\n")[0]  # Ray goes on with addresses and advice
-                raise TransportError(f"cannot get {rows} rows of routes: {type(error).__name__}: {text}") from error
+                raise TransportError(
+                    f"MRR603: cannot get {rows} rows of routes: {type(error).__name__}: {text}"
+                ) from error
         if array.nbytes != self.part.nbytes:
-            raise TransportError(f"{array.nbytes} bytes came, {rows} rows take {self.part.nbytes}.")
+            raise TransportError(f"MRR603: {array.nbytes} bytes came, {rows} rows take {self.part.nbytes}.")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
             flat = torch.from_numpy(array)

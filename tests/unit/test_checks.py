@@ -32,7 +32,7 @@ NO_INTEGERS = [
 
 @pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
 def test_bools_floats_texts_and_lists_are_no_integers(value):
-    with pytest.raises(TraceError, match=r"^n=.* must be an integer, got "):
+    with pytest.raises(TraceError, match=r"^MRR101: n=.* must be an integer, got "):
         as_integer("n", value)
 
 
@@ -40,9 +40,9 @@ def test_bounds_are_included_and_what_lies_outside_says_so():
     assert [as_integer("n", value, least=-1, most=1) for value in (-1, 0, 1)] == [-1, 0, 1]
     assert as_integer("n", -(10**30)) == -(10**30)
     for value in (-2, 2):
-        with pytest.raises(StoreError, match=rf"^n={value} must be an integer in -1\.\.1, got int\.$"):
+        with pytest.raises(StoreError, match=rf"^MRR101: n={value} must be an integer in -1\.\.1, got int\.$"):
             as_integer("n", value, least=-1, most=1, error=StoreError)
-    with pytest.raises(TraceError, match=r"^n=-1 must be an integer of 0 or more, got int\.$"):
+    with pytest.raises(TraceError, match=r"^MRR101: n=-1 must be an integer of 0 or more, got int\.$"):
         as_integer("n", -1, least=0)
 
 

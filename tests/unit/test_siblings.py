@@ -48,7 +48,7 @@ def test_two_samples_that_changed_places_are_named(header):
     swapped = [*samples]
     swapped[1], swapped[4] = with_routes_of(samples[1], samples[4]), with_routes_of(samples[4], samples[1])
     with pytest.raises(
-        PayloadError, match=r"^E: sample \d and sample \d begin with the same 12 tokens.* only \d% agree"
+        PayloadError, match=r"^MRR314: E: sample \d and sample \d begin with the same 12 tokens.* only \d% agree"
     ):
         check_siblings(swapped, source="E")
 
@@ -103,7 +103,9 @@ def test_traces_that_are_joined_are_compared_as_samples():
     numbered = [list(traces_of(order, sequence_lengths=[20])) for order in ([0, 1, 2], [0, 2, 1])]
     assert concat_traces(numbered[0]).sequence_lengths == (20, 20, 20)
     for samples in (wrong, numbered[1], [concat_traces(numbered[1][:1]), *numbered[1][1:]]):
-        with pytest.raises(PayloadError, match=r"^concat_traces: sample 0 and sample 1 begin with the same 12 tokens"):
+        with pytest.raises(
+            PayloadError, match=r"^MRR314: concat_traces: sample 0 and sample 1 begin with the same 12 tokens"
+        ):
             concat_traces(samples)
         assert concat_traces(samples, allow_unlike_prompts=True).num_tokens == 60
     versions = [sample for i in (3, 4) for sample in traces_of([0, 2, 1], weight_version=i)]

@@ -97,7 +97,7 @@ class _WhenImported(MetaPathFinder, Loader):
         except (ImportError, AttributeError, TypeError) as error:
             import verl
 
-            message = f"cannot register this package's engine with verl {verl.__version__}: {error!r}."
+            message = f"MRR806: cannot register this package's engine with verl {verl.__version__}: {error!r}."
             if verl.__version__ == RUN_WITH:
                 # verl takes an ImportError here for "no Megatron", and goes on with the engine that it has registered.
                 raise VerlError(message) from error
@@ -142,7 +142,7 @@ def register() -> None:
         )
     except AssertionError as error:
         raise VerlError(
-            f"another plug-in of verl has registered a Megatron engine: {error}. Leave one of them out with "
+            f"MRR806: another plug-in of verl has registered a Megatron engine: {error}. Leave one of them out with "
             "VERL_USE_EXTERNAL_PLUGINS, which names those to load."
         ) from error
 
@@ -168,9 +168,10 @@ def probe(mode: str) -> None:
             found = [repr(error)]
         if found != expected.split():
             raise VerlError(
-                f"router_replay.mode={mode} with verl {verl.__version__}: {path} has the parameters {found}, this package "
-                f"drives one with {expected.split()}; another one may pack or split tokens differently. Take a release of "
-                f"this package that knows it (this one was run with {RUN_WITH}), or set router_replay.mode=disabled."
+                f"MRR806: router_replay.mode={mode} with verl {verl.__version__}: {path} has the parameters {found}, "
+                f"this package drives one with {expected.split()}; another one may pack or split tokens differently. "
+                f"Take a release of this package that knows it (this one was run with {RUN_WITH}), or set "
+                "router_replay.mode=disabled."
             )
 
 

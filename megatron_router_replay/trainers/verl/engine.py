@@ -73,7 +73,7 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         mode = self.engine_config.router_replay.mode
         if wanted is None:
             raise VerlError(
-                f"router_replay.mode={mode}, but the batch does not say whether to replay it: assign the non-tensor "
+                f"MRR806: router_replay.mode={mode}, but the batch does not say whether to replay it: assign the non-tensor "
                 "enable_routing_replay, True for the actor's own forwards (also old log-probs), False for others."
             )
         if not wanted:
@@ -145,7 +145,9 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         at_fault = {rank: message for rank, message in enumerate(errors) if message is not None}
         if at_fault:
             rank, message = next(iter(at_fault.items()))
-            raise PayloadError(f"the routes of ranks {list(at_fault)} do not fit their batch; rank {rank}: {message}")
+            raise PayloadError(
+                f"MRR802: the routes of ranks {list(at_fault)} do not fit their batch; rank {rank}: {message}"
+            )
         assert routes is not None, "without an error there are routes"
         return routes
 
@@ -156,7 +158,7 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
                 "R3": "rollout.enable_rollout_routing_replay=True asks the engine for them.",
                 "R2": "the old log-probs' forward returns them as routed_experts: keep that field in the batch.",
             }
-            raise VerlError(f"router_replay.mode={mode}, but the batch has no routed_experts: {why[mode]}")
+            raise VerlError(f"MRR806: router_replay.mode={mode}, but the batch has no routed_experts: {why[mode]}")
         if mode == "R2":
             return take_routes(routed_experts, self.module, tokens=tokens, last_row="replayed")
         return take_routes(
@@ -178,16 +180,16 @@ def _check_config(model_config: Any, engine_config: Any) -> None:
     }
     for name, why in refused.items():
         if why:
-            raise VerlError(f"router_replay.mode={mode} cannot be exact with {name}: {why}.")
+            raise VerlError(f"MRR806: router_replay.mode={mode} cannot be exact with {name}: {why}.")
     _check_not_patched()
 
 
 def _check_not_patched() -> None:
     if hasattr(TopKRouter, "_router_replay_patched"):
         raise VerlError(
-            "verl's own replay has patched Megatron's TopKRouter in this process (apply_router_replay_patch): routers would "
-            "run verl's copy of the routing function. Which engine with router_replay.mode other than disabled is not of "
-            "this package, a critic's? Disable it there."
+            "MRR806: verl's own replay has patched Megatron's TopKRouter in this process (apply_router_replay_patch): "
+            "routers would run verl's copy of the routing function. Which engine with router_replay.mode other than "
+            "disabled is not of this package, a critic's? Disable it there."
         )
 
 
@@ -245,7 +247,8 @@ def _last_trained(data: Any) -> list[int] | None:
         at = (trained != 0).nonzero()
         if at.numel() and int(at[-1]) >= response:
             raise ReplayStateError(
-                f"response_mask trains token {int(at[-1])} of a response of {response} tokens: masks and tokens do not fit."
+                f"MRR802: response_mask trains token {int(at[-1])} of a response of {response} tokens: masks and "
+                "tokens do not fit."
             )
         result.append(length - response + int(at[-1]) if at.numel() else 0)
     return result

@@ -156,7 +156,7 @@ def test_inference_mode_that_is_switched_on_inside_a_session_raises_or_is_live(k
         session.microbatch(torch.arange(6).view(1, 6), model)
     with inference_switched_on(model), torch.no_grad():
         if session.queued:
-            with pytest.raises(UnsupportedRouterError, match="^layer 1: " + ALONE):
+            with pytest.raises(UnsupportedRouterError, match="^MRR401: layer 1: " + ALONE):
                 router(hidden)
         else:
             assert torch.equal(router(hidden)[1], plain)

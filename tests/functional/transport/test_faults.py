@@ -108,21 +108,21 @@ def test_the_process_that_serves_the_store_may_be_the_one_that_is_killed() -> No
         number = free.getsockname()[1]
     results = results_of(0, Child(serve_and_die, number), Child(receive, number, ONE, 0))
     lost = "training rank dp0/pp0/cp0/tp0 lost rollout process 0, which died or closed the connection."
-    assert results == [f"TransportError: {lost}"]
+    assert results == [f"TransportError: MRR603: {lost}"]
 
 
 def test_an_error_of_a_consumer_stays_what_it_is_and_is_told_to_all(port: int) -> None:
     ranks = [partial(receive, port, TP2_DP2, i, at_second_bucket=refuse if i == 2 else None) for i in range(4)]
     results = attempts(partial(send, port, TP2_DP2), *ranks)
     assert results.pop(3) == "ValueError: no room for these rows"
-    assert results == ["TransportError: training rank dp1/pp0/cp0/tp0: ValueError: no room for these rows"] * 4
+    assert results == ["TransportError: MRR603: training rank dp1/pp0/cp0/tp0: ValueError: no room for these rows"] * 4
 
 
 def test_an_error_of_a_source_stays_what_it_is_and_is_told_to_all(port: int) -> None:
     ranks = [partial(receive, port, TP2_DP2, i) for i in range(4)]
     first, *others = attempts(partial(send, port, TP2_DP2, action=refuse), *ranks)
     assert first == "ValueError: no room for these rows"
-    assert others == ["TransportError: rollout process 0: ValueError: no room for these rows"] * 4
+    assert others == ["TransportError: MRR603: rollout process 0: ValueError: no room for these rows"] * 4
 
 
 @pytest.mark.parametrize("what", [{"before": wait_then_interrupt}, {"at_second_bucket": interrupt}])
@@ -134,7 +134,7 @@ def test_ctrl_c_in_receive_or_a_consumer_stays_what_it_is_and_is_told(port: int,
         if "before" not in what:
             group.send(make_trace())
         assert ranks[0].result(PROMPTLY_S) == "KeyboardInterrupt: "
-        assert "TransportError: training rank dp0/pp0/cp0/tp0: KeyboardInterrupt" in ranks[1].result(PROMPTLY_S)
+        assert "TransportError: MRR603: training rank dp0/pp0/cp0/tp0: KeyboardInterrupt" in ranks[1].result(PROMPTLY_S)
         with pytest.raises(TransportError, match="training rank dp0/pp0/cp0/tp0: KeyboardInterrupt"):
             send_and_join(group)
         group._error = None  # so that the block ends without a word
@@ -150,8 +150,8 @@ def test_who_asks_again_after_a_failure_gets_the_words_of_the_first_one(port: in
         partial(twice, lambda group: group.stream(lambda start, trace: refuse()), place=Place()),
     )
     told = "training rank dp0/pp0/cp0/tp0: ValueError: no room for these rows"
-    assert sender == [f"TransportError: {told}", f"TransportError: this transport is over: {told}"]
-    over = "TransportError: this transport is over: no room for these rows"
+    assert sender == [f"TransportError: MRR603: {told}", f"TransportError: MRR603: this transport is over: {told}"]
+    over = "TransportError: MRR603: this transport is over: no room for these rows"
     assert rank == ["ValueError: no room for these rows", over]
 
 
@@ -171,7 +171,7 @@ def send_and_fail(port: int) -> None:
 def test_an_error_of_the_rollout_side_reaches_a_rank_that_waits(port: int) -> None:
     sender, rank = attempts(partial(send_and_fail, port), partial(receive, port, ONE, 0, steps=2))
     assert sender == "RuntimeError: the engine is gone"
-    assert rank == "TransportError: rollout process 0: RuntimeError: the engine is gone"
+    assert rank == "TransportError: MRR603: rollout process 0: RuntimeError: the engine is gone"
 
 
 def test_a_process_that_leaves_ends_the_wait_of_the_others(port: int) -> None:
@@ -181,8 +181,8 @@ def test_a_process_that_leaves_ends_the_wait_of_the_others(port: int) -> None:
         group.send(make_trace(400))
 
     sender, rank = attempts(send_once, partial(receive, port, ONE, 0, steps=2))
-    assert sender == "TransportError: this transport is over: rollout process 0 closed the transport."
-    assert rank == "TransportError: rollout process 0 closed the transport."
+    assert sender == "TransportError: MRR603: this transport is over: rollout process 0 closed the transport."
+    assert rank == "TransportError: MRR603: rollout process 0 closed the transport."
 
 
 def test_other_layouts_are_refused_in_all_processes(port: int) -> None:
@@ -235,7 +235,7 @@ def test_a_rank_that_does_not_ask_any_more_runs_out_of_time(port: int) -> None:
             over.set()
 
     sender, rank = attempts(send_alone, partial(receive, port, ONE, 0, before=over.wait))
-    assert sender == rank == "TransportError: rollout process 0 waited 2 s for a process."
+    assert sender == rank == "TransportError: MRR603: rollout process 0 waited 2 s for a process."
 
 
 def test_a_name_is_used_once(port: int) -> None:

@@ -112,7 +112,7 @@ def test_routes_that_do_not_fit_raise_on_every_rank(workers_2):
     first, second = workers_2.run(cases.refused, Case(layout=layout), "R3", cases.lose_rows_of_rank_1)
     assert "ranks [1]" in first[1]
     assert "sample 1" in first[1]
-    assert second[1].startswith("routed_experts: sample 1: 8 routes are all zero")
+    assert second[1].startswith("MRR307: routed_experts: sample 1: 8 routes are all zero")
 
 
 @pytest.mark.parametrize(

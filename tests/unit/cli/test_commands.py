@@ -157,16 +157,16 @@ def test_a_full_disk_is_bad_input_and_no_difference(folder):
     with open("/dev/full", "w") as full:
         code, errors = run_with_stdout(full.fileno(), "inspect", "good.safetensors")
     assert (code, errors.count("\n")) == (2, 1)
-    assert errors.startswith("error: cannot write the result to stdout: [Errno 28] No space left on device")
+    assert errors.startswith("error: MRR501: cannot write the result to stdout: [Errno 28] No space left on device")
     for arguments in (["inspect", "good.safetensors"], ["diff", "good.safetensors", "store", "--step-b", 3]):
         done = call(*arguments, "--out", "/dev/full", code=2)
-        assert "error: cannot write /dev/full" in done.stderr
+        assert "error: MRR501: cannot write /dev/full" in done.stderr
 
 
 def test_a_closed_stdout_is_bad_input_and_no_difference(folder):
     reader, writer = os.pipe()
     os.close(reader)
-    said = "error: cannot write the result to stdout: [Errno 32] Broken pipe.\n"
+    said = "error: MRR501: cannot write the result to stdout: [Errno 32] Broken pipe.\n"
     assert run_with_stdout(writer, "inspect", "good.safetensors") == (2, said)
     os.close(writer)
 

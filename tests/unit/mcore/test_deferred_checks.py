@@ -39,9 +39,9 @@ def test_rows_that_fit_raise_nothing(session):
 @pytest.mark.parametrize(
     ("row", "num_tokens", "message"),
     [
-        (-2, 8, r"routing_rows reach outside the trace's rows 0\.\.7; no row is -1\."),
-        (8, 8, r"routing_rows reach outside the trace's rows 0\.\.7; no row is -1\."),
-        (-2, None, r"routing_rows hold a row below -1; no row is -1\."),
+        (-2, 8, r"MRR202: routing_rows reach outside the trace's rows 0\.\.7; padding is -1\."),
+        (8, 8, r"MRR202: routing_rows reach outside the trace's rows 0\.\.7; padding is -1\."),
+        (-2, None, r"MRR202: routing_rows hold a row below -1: rows count from 0, padding is -1\."),
     ],
 )
 def test_a_row_outside_the_trace_raises_at_the_end_and_names_nothing_else(session, row, num_tokens, message, bad_first):
@@ -76,6 +76,6 @@ def test_a_token_that_is_not_the_traces_raises_at_the_end_where_both_are_known(p
         session.close()
         return
     with pytest.raises(
-        LayoutError, match=r"^token_ids differ from the trace's: tokens and routing_rows moved apart\.$"
+        LayoutError, match=r"^MRR203: token_ids differ from the trace's: tokens and routing_rows moved apart\.$"
     ):
         session.close()

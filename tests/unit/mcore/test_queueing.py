@@ -172,7 +172,7 @@ def test_rows_lie_in_the_trace_to_the_last(row, fits):
         seen, _ = replayed(Chunk(), trace, rows)
         assert wrong(seen, trace, rows) == 0
     else:
-        refused(QUEUED["replay"], rows, r"routing_rows reach outside the trace's rows 0\.\.7; no row is -1")
+        refused(QUEUED["replay"], rows, r"routing_rows reach outside the trace's rows 0\.\.7; padding is -1")
 
 
 @pytest.mark.parametrize(("row", "fits"), [(-2, False), ((1 << 31) - 1, True), (1 << 31, False)])

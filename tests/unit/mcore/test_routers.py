@@ -285,7 +285,7 @@ def test_a_private_name_that_is_gone_fails_at_install(monkeypatch, owner, name, 
     with pytest.raises(ReplayStateError) as raised:
         seam.install()
     monkeypatch.undo()
-    assert str(raised.value).startswith(f"{owner.__name__} has no {name}, so {loss}: use a tested version")
+    assert str(raised.value).startswith(f"MRR402: {owner.__name__} has no {name}, so {loss}: use a tested version")
     seam.install()
     with mrr.freeze_recompute(Chunk()):
         pass

@@ -54,7 +54,7 @@ def test_every_router_at_fault_is_named_and_one_of_no_known_class():
     with pytest.raises(UnsupportedRouterError) as caught:
         check_supported(find_routers(chunk))
     assert str(caught.value).splitlines() == [
-        "cannot replay exactly:",
+        "MRR401: cannot replay exactly:",
         "  layers 1, 3: router class OtherForward overrides TopKRouter.forward",
     ]
     assert check_supported(find_routers(Chunk())) is False  # a tested version: routing maps need no verifying

@@ -52,7 +52,7 @@ def test_a_trace_comes_back_as_it_was(num_tokens):
     ],
 )
 def test_another_entry_is_refused(file_bytes, changes, message):
-    with pytest.raises(StoreError, match=f"^cannot decode the envelope: .*{message}"):
+    with pytest.raises(StoreError, match=f"^MRR...: cannot decode the envelope: .*{message}"):
         decode_envelope(envelope_of(file_bytes) | changes)
 
 

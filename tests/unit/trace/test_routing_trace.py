@@ -228,7 +228,7 @@ def test_a_trace_that_was_changed_in_place_is_told_from_the_one_that_was_checked
         lambda: kept[:2],  # the trace of which it is a view
         lambda: part.to("cpu"),
     ):
-        with pytest.raises(TraceError, match=f"^{name} of the trace was changed in place after it was checked"):
+        with pytest.raises(TraceError, match=f"^MRR110: {name} of the trace was changed in place after it was checked"):
             take()
 
 
