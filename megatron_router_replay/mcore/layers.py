@@ -221,6 +221,6 @@ def check_hashed_routes(found: FoundRouter, routes: Tensor, tokens: Tensor, chec
     differ = (routes.sort(dim=-1).values != expected.sort(dim=-1).values).any(dim=-1)
     check(
         (differ & ~filler & (tokens >= 0).to(routes.device)).any(),
-        f"{found} is routed by its table of token ids, and the routes given for it are not the table's: they are of other "
-        "tokens, or of another model.",
+        f"MRR411: {found} is routed by its table of token ids, and the routes given for it are not the table's: they are "
+        "of other tokens, or of another model.",
     )

@@ -375,8 +375,8 @@ def check_padding(rows: Tensor, padding: Tensor | None, check: Check) -> None:
     if padding is not None:
         check(
             (padding & (rows >= 0)).any(),
-            "a position that padding= says is padding has a routing row: mask and rows moved apart, or the mask is inverted "
-            "(True is padding).",
+            "MRR203: a position that padding= says is padding has a routing row: mask and rows moved apart, or the mask is "
+            "inverted (True is padding).",
         )
 
 

@@ -27,8 +27,9 @@ def strings(node):
     return (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
 
 
-HELPERS = {"error", "_check", "fail", "_write"}
-"""Functions that make or raise an error of ours from a message; `_check` takes the condition first."""
+CHECKS = {"_check", "check"}
+HELPERS = {"error", "fail", "_write", *CHECKS}
+"""Functions that make or raise an error of ours from a message; checks take the condition first."""
 
 
 def messages_without_a_code(source):
@@ -42,7 +43,7 @@ def messages_without_a_code(source):
         if not isinstance(node, ast.Call):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        arguments = node.args[name == "_check" :] if name in CLASSES | HELPERS else []
+        arguments = node.args[name in CHECKS :] if name in CLASSES | HELPERS else []
         # A call makes its text somewhere else, such as the joined problems at the end of a session.
         texts = list(strings(arguments[0])) if arguments and not isinstance(arguments[0], ast.Call) else []
         if any(" " in text for text in texts) and not any(CODE.match(text) for text in texts):
