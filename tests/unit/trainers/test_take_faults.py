@@ -262,7 +262,7 @@ def test_a_mask_of_routed_tokens_of_another_shape_raises(has_route):
 
 def test_arguments_that_mean_nothing_raise():
     for options in ({"last_row": "lve"}, {"missing": "ignore"}):
-        with pytest.raises(LayoutError, match="see the docstring"):
+        with pytest.raises(LayoutError, match="missing is 'raise' or 'live'"):
             take_routes(engine_routes(), INFO, lengths=LENGTHS, **options)
     with pytest.raises(LayoutError, match="must be integers, got float32"):
         take_routes([part.float() for part in engine_routes()], INFO, lengths=LENGTHS)
