@@ -57,7 +57,7 @@ def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int
 
 
 def routing_info(model_chunks: nn.Module | Sequence[nn.Module]) -> ModelRoutingInfo:
-    """Read from a Megatron-Core model what its routes depend on; the same on every rank.
+    """Read what routes depend on from a Megatron-Core model, on any of its ranks.
 
     Args:
         model_chunks: the model or its chunks on this rank, wrapped or not; of any pipeline stage.

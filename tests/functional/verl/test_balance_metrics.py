@@ -1,4 +1,4 @@
-"""verl's rollout/moe/* metrics beside `diagnostics.imbalance`, as docs/trainers/verl.md compares them."""
+"""verl's rollout/moe/* metrics beside `diagnostics.fact.imbalance`, as docs/trainers/verl.md compares them."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ pytest.importorskip("verl", reason="verl is not installed: make test-verl")
 
 from verl.trainer.ppo.metric_utils import compute_rollout_moe_load_balance_metrics
 
-from megatron_router_replay.diagnostics import imbalance
+from megatron_router_replay.diagnostics.fact import imbalance
 from megatron_router_replay.engines import ModelRoutingInfo
 from megatron_router_replay.trainers import take_routes
 
