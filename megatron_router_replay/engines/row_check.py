@@ -238,7 +238,8 @@ class RowCheck:
                 "The engine lost them: a fused kernel that bypasses the capture (vLLM 0.22 to 0.26 with FlashInfer, "
                 "SGLang), a prefix-cache hit (vLLM 0.21) or vLLM 0.15. Use another MoE backend or a fixed version; "
                 "missing='live' lets the live router decide such tokens, and counts them. Zeros in a whole layer also mean "
-                "that it is dense in the served model: give that model's config."
+                "that it is dense in the served model: give that model's config. In a trainer's padded batch without a mask "
+                "they may be padding: give attention_mask."
             )
             if not zeros:
                 what = f"{int(invalid.invalid.sum())} routes name an expert twice"

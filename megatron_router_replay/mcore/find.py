@@ -48,7 +48,7 @@ def as_chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise LayoutError(
             "MRR403: model_chunks must be a model or a list of its chunks on this rank, "
-            f"got {listed(sorted({type(chunk).__name__ for chunk in chunks}))}. The model comes first, then the trace."
+            f"got {listed(sorted({type(chunk).__name__ for chunk in chunks}))}. The model is the first argument."
         )
     inner = [id(unwrap(chunk)) for chunk in chunks]
     if len(set(inner)) != len(inner):

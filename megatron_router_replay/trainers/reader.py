@@ -98,7 +98,8 @@ def _array(values: Any, name: str) -> Array:
         values = values.detach().cpu().numpy()
     array = np.asarray(values)
     if array.dtype.kind not in "iu":
-        raise LayoutError(f"MRR802: {name} must be integers, got {array.dtype}.")
+        got = type(values).__name__ if array.dtype == object else array.dtype
+        raise LayoutError(f"MRR802: {name} must be integers, got {got}.")
     return array
 
 

@@ -266,6 +266,8 @@ def test_arguments_that_mean_nothing_raise():
             take_routes(engine_routes(), INFO, lengths=LENGTHS, **options)
     with pytest.raises(LayoutError, match="must be integers, got float32"):
         take_routes([part.float() for part in engine_routes()], INFO, lengths=LENGTHS)
+    with pytest.raises(LayoutError, match="must be integers, got NoneType"):
+        take_routes(None, INFO, lengths=LENGTHS)
     with pytest.raises(LayoutError, match="weight_version"):
         take_routes(engine_routes(), INFO, lengths=LENGTHS, weight_version=[1, 2])
     with pytest.raises(LayoutError, match="with last_row='replayed' there is one a token"):
