@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import capture, memory, router, step
+from benchmarks import capture, decode, memory, router, step
 from benchmarks.measure import environment
 
 FOLDER = Path(__file__).parent
@@ -27,6 +27,7 @@ PARTS: dict[str, Any] = {
     "step": step,
     "memory": memory,
     "capture": capture,
+    "decode": decode,
 }
 
 # The allocator keeps freed memory: fresh pages cost more than the arithmetic, and come to whoever asks first. (Without

@@ -111,9 +111,9 @@ class TraceDiff:
         """Return all but `differences` as values that `json.dumps` takes. Shares of nothing are None."""
         derived = ("decisions", "decisions_different", "decisions_other_order", "same", "same_in_common")
         by_layer = ("agreement_by_layer", "overlap_by_layer")
-        values = plain(self) | {name: plain(getattr(self, name)) for name in (*derived, *by_layer)}
+        values: dict[str, Any] = plain(self) | {name: plain(getattr(self, name)) for name in (*derived, *by_layer)}
         del values["differences"]
-        return values  # type: ignore[no-any-return]
+        return values
 
     def __str__(self) -> str:
         return diff_text(self)

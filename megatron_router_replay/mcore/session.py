@@ -226,21 +226,24 @@ class Session:
             return
         seam.check_installed()
         chunk = self._find_chunk(model)
+        beside = {"token_ids": token_ids, "padding": padding, "trained": trained}
+        if fed and rows is not None:
+            raise LayoutError(
+                "MRR411: routing_rows and routes= were given for one micro-batch: give rows into the session's trace, or "
+                "routes to a session without one."
+            )
+        if chunk is None and padding is not None:
+            self._check_unmasked()
         if fed:
             if chunk is not None:
-                self._queue_fed(chunk, token_ids=token_ids, padding=padding, trained=trained, **fed)
+                self._queue_fed(chunk, **beside, **fed)
             return
         routes = rows if isinstance(rows, MicrobatchRoutes) else None
         inputs = RowInputs.checked(
-            as_integers(rows if routes is None else routes.routing_rows, "routing_rows"),
-            token_ids=token_ids,
-            padding=padding,
-            trained=trained,
+            as_integers(rows if routes is None else routes.routing_rows, "routing_rows"), **beside
         )
         if chunk is not None:
             self._queue(chunk, inputs, routes)
-        elif inputs.padding is not None:
-            self._check_unmasked()
 
     @property
     def report(self) -> SessionReport:
@@ -298,17 +301,7 @@ class Session:
         problems += self._problems(report, strangers)
         if self._meeting is not None:
             # Also where this rank is at fault: the others wait for its numbers.
-            everyone = self._meeting.exchange({"at_fault": bool(problems or failed), **self._numbers()})
-            left = [rank for rank, numbers in everyone.items() if numbers is None]
-            told = {rank: numbers for rank, numbers in everyone.items() if numbers is not None}
-            at_fault = [rank for rank, numbers in told.items() if numbers["at_fault"]]
-            problems += self._judge(told) if not left else []
-            if left:
-                problems.append(
-                    f"ranks {left} left their session by an exception, or could not open it; their own errors say why"
-                )
-            elif at_fault and not problems and not failed:
-                problems = [f"rank {self._rank} is in order, but ranks {at_fault} are not; their own errors say why"]
+            problems += self._problems_of_the_group(self._meeting, at_fault=bool(problems or failed))
         if failed:
             raise LayoutError("\n  ".join([*failed, *problems]))
         if problems:
@@ -494,6 +487,22 @@ class Session:
             )
         return problems
 
+    def _problems_of_the_group(self, meeting: Meeting, *, at_fault: bool) -> list[str]:
+        """Tell the group this rank's numbers, and return what is wrong with those of all, or with the meeting."""
+        try:
+            everyone = meeting.exchange({"at_fault": at_fault, **self._numbers()})
+        except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
+            return [str(error)]
+        left = [rank for rank, numbers in everyone.items() if numbers is None]
+        if left:
+            return [f"ranks {left} left their session by an exception, or could not open it; their own errors say why"]
+        told = {rank: numbers for rank, numbers in everyone.items() if numbers is not None}
+        problems = self._judge(told)
+        others = [rank for rank, numbers in told.items() if numbers["at_fault"]]
+        if others and not problems and not at_fault:
+            problems = [f"rank {self._rank} is in order, but ranks {others} are not; their own errors say why"]
+        return problems
+
     def _numbers(self) -> dict[str, Any]:
         """Return what the ranks of the group tell each other at the end."""
         return {"rows": self._rows_counted()}
@@ -643,13 +652,15 @@ def _lost(what: str, chunks: list[Chunk], watched: list[Any], meeting: Meeting |
         chunk.unwatch()
     for router in watched:
         seam.unwatch_maps(router)
-    if meeting is not None:
-        meeting.tell(None)
-    warnings.warn(
-        f"{what} was lost: nobody kept it, so nothing was verified. Use `with`, or keep it until close().",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    try:
+        if meeting is not None:
+            meeting.tell(None)
+    finally:  # also where the job's store is gone
+        warnings.warn(
+            f"{what} was lost: nobody kept it, so nothing was verified. Use `with`, or keep it until close().",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def close_sessions(model_chunks: Models) -> int:

@@ -36,6 +36,7 @@ from benchmarks import capture
 size = capture.Size(hidden=64, layers=2, experts=8, topk=2, batch=2, prompt=4, new=3)
 assert capture.render([capture.measure_size(size, 1)]).count('%') == 2
 """,
+    "decode": "from benchmarks import decode; assert 'int32' in decode.render(decode.measure(64, repeats=1))",
 }
 
 

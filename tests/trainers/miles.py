@@ -18,26 +18,10 @@ SOURCE = Source(name="miles", packages=("miles",))
 
 
 def rollout_data(seed: int) -> dict[str, Any]:
-    """What miles' rollout manager stores for a rank, micro-batches of unlike sizes and order."""
-    ids, routes = oracle.rollout(seed)
-    return {
-        "partition": list(range(len(ids))),
-        "tokens": [part.tolist() for part in ids],
-        "response_lengths": [len(part) - prompt for part, prompt in zip(ids, oracle.PROMPTS)],
-        "rewards": [float(i % 2) for i in range(len(ids))],
-        "truncated": [0] * len(ids),
-        "loss_masks": [[1] * (len(part) - prompt) for part, prompt in zip(ids, oracle.PROMPTS)],
-        "sample_indices": list(range(len(ids))),
-        "rollout_ids": list(range(len(ids))),
-        "rollout_mask_sums": [len(part) - prompt for part, prompt in zip(ids, oracle.PROMPTS)],
-        "rollout_log_probs": [[-1.0] * (len(part) - prompt) for part, prompt in zip(ids, oracle.PROMPTS)],
-        "rollout_routed_experts": [part.int().numpy() for part in routes],
-        "total_lengths": [len(part) for part in ids],
-        "raw_reward": [float(i % 2) for i in range(len(ids))],
-        "num_rollouts": [len(ids)],
-        "num_microbatches": [4],
-        "micro_batch_indices": [[0, 2], [1], [5, 3], [4]],
-    }
+    """What miles' rollout manager stores for a rank; its routes are arrays."""
+    box = oracle.rollout_box(seed)
+    box["rollout_routed_experts"] = [part.numpy() for part in box["rollout_routed_experts"]]
+    return box | {"num_rollouts": [len(box["tokens"])], "num_microbatches": [4]}
 
 
 def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], own: bool = False) -> Any:

@@ -21,6 +21,28 @@ PROMPTS = (3, 4, 2, 6, 3, 1)
 PASSES = ("no grad", "train", "recompute")
 
 
+def rollout_box(seed: int) -> dict[str, Any]:
+    """Return what the rollout managers of slime and miles store for a rank; micro-batches of unlike sizes and order."""
+    ids, routes = rollout(seed)
+    answers = [len(part) - prompt for part, prompt in zip(ids, PROMPTS)]
+    return {
+        "partition": list(range(len(ids))),
+        "tokens": [part.tolist() for part in ids],
+        "response_lengths": answers,
+        "rewards": [float(i % 2) for i in range(len(ids))],
+        "truncated": [0] * len(ids),
+        "loss_masks": [[1] * length for length in answers],
+        "sample_indices": list(range(len(ids))),
+        "rollout_ids": list(range(len(ids))),
+        "rollout_mask_sums": list(answers),
+        "rollout_log_probs": [[-1.0] * length for length in answers],
+        "rollout_routed_experts": [part.int() for part in routes],
+        "total_lengths": [len(part) for part in ids],
+        "raw_reward": [float(i % 2) for i in range(len(ids))],
+        "micro_batch_indices": [[0, 2], [1], [5, 3], [4]],
+    }
+
+
 @dataclass
 class Seen:
     """Decisions by pass: looked at, and not those of the rollout. A pass is "no grad", "train" or "recompute"."""
@@ -103,6 +125,19 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[list[See
     finally:
         for handle in handles:
             handle.remove()
+
+
+def check_replayed(ranks: Any, *, recomputes: bool) -> None:
+    """Check what each rank saw in a live pass, one of log-probs and those of training: all decisions are the rollout's."""
+    for live, log_probs, *train in ranks:
+        assert live["no grad"][1] > 0, "the live pass differs, so the replayed ones show something"
+        assert log_probs["no grad"][0] > 0
+        looked, wrong = ({name: sum(part[name][i] for part in train) for name in PASSES} for i in range(2))
+        # The forward of a full recompute has no gradients.
+        assert looked["no grad"] + looked["train"] > 0
+        assert (looked["recompute"] > 0) == recomputes
+        assert log_probs["no grad"][1] == 0
+        assert wrong == dict.fromkeys(PASSES, 0)
 
 
 class Marks(list[Seen]):

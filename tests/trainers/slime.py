@@ -61,28 +61,11 @@ def args(layout: ParallelSizes, **options: Any) -> Args:
 
 
 def rollout_data(seed: int, steps: int) -> dict[str, Any]:
-    """What slime's rollout manager puts into a rank's box, micro-batches of unlike sizes and order."""
+    """What slime's rollout manager puts into a rank's box."""
     from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
 
-    ids, routes = oracle.rollout(seed)
-    data: dict[str, Any] = {
-        "partition": list(range(len(ids))),
-        "tokens": [part.tolist() for part in ids],
-        "response_lengths": [len(part) - prompt for part, prompt in zip(ids, oracle.PROMPTS)],
-        "rewards": [float(i % 2) for i in range(len(ids))],
-        "truncated": [0] * len(ids),
-        "loss_masks": [[1] * (len(part) - prompt) for part, prompt in zip(ids, oracle.PROMPTS)],
-        "sample_indices": list(range(len(ids))),
-        "rollout_ids": list(range(len(ids))),
-        "rollout_mask_sums": [len(part) - prompt for part, prompt in zip(ids, oracle.PROMPTS)],
-        "rollout_log_probs": [[-1.0] * (len(part) - prompt) for part, prompt in zip(ids, oracle.PROMPTS)],
-        "rollout_routed_experts": [part.int() for part in routes],
-        "total_lengths": [len(part) for part in ids],
-        "raw_reward": [float(i % 2) for i in range(len(ids))],
-        "global_batch_sizes": [len(ids) // steps] * steps,
-        "num_microbatches": [4 // steps] * steps,
-        "micro_batch_indices": [[0, 2], [1], [5, 3], [4]],
-    }
+    data = oracle.rollout_box(seed)
+    data |= {"global_batch_sizes": [len(data["tokens"]) // steps] * steps, "num_microbatches": [4 // steps] * steps}
     tensorize_rollout_data_for_training(data)
     return data
 

@@ -8,6 +8,7 @@ from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import FULL
 from tests.support.workers import WorkersError
 from tests.trainers import skyrl
+from tests.trainers.oracle import check_replayed
 
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 CASES = {
@@ -45,12 +46,7 @@ def test_every_decision_is_the_rollouts(name, edited, request):
     layout, options, batching = CASES[name]
     workers = request.getfixturevalue(f"workers_{layout.world_size}")
     packs, max_tokens = batching.get("packs", False), batching.get("max_tokens", 0)
-    for reference, log_probs, train in workers.run(skyrl.step, str(edited), layout, options, packs, max_tokens):
-        assert reference["no grad"][1] > 0, "the reference pass is live"
-        assert log_probs["no grad"][0] > 0
-        assert log_probs["no grad"][1] == 0
-        assert train["train"][1] == train["recompute"][1] == 0
-        assert (train["recompute"][0] > 0) == bool(options)
+    check_replayed(workers.run(skyrl.step, str(edited), layout, options, packs, max_tokens), recomputes=bool(options))
 
 
 @pytest.mark.parametrize(("packs", "wrong"), [(False, 129), (True, 0)], ids=["padded", "packed"])

@@ -1,8 +1,5 @@
 """run_ranks(): a function as every rank of new processes; what goes wrong in one of them is raised here."""
 
-import os
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,30 +8,13 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.testing import run_ranks
 from megatron_router_replay.testing.cpu import is_active
+from tests.functional.testing.failing import die, on_rank_1, raise_error, wait_for_ever
 
 
 def rank_and_sum(numbers):
     total = numbers * (dist.get_rank() + 1)
     dist.all_reduce(total)
     return dist.get_rank(), total, torch.rand(1).item(), is_active(), torch.get_num_threads()
-
-
-def fail_on_rank_1(how):
-    if dist.get_rank() == 1:
-        how()
-    dist.barrier()
-
-
-def raise_error():
-    raise ValueError("rank one is unhappy")
-
-
-def die():
-    os._exit(3)
-
-
-def wait_for_ever():
-    time.sleep(600)
 
 
 def test_every_rank_runs_the_function_and_returns_its_result():
@@ -50,14 +30,14 @@ def test_every_rank_runs_the_function_and_returns_its_result():
 
 def test_what_a_rank_raises_is_raised_with_its_traceback():
     with pytest.raises(ProcessRaisedException, match="rank one is unhappy"):
-        run_ranks(2, fail_on_rank_1, raise_error)
+        run_ranks(2, on_rank_1, raise_error)
 
 
 def test_a_rank_that_dies_ends_the_others():
     with pytest.raises(ProcessExitedException, match="exit code 3"):
-        run_ranks(2, fail_on_rank_1, die)
+        run_ranks(2, on_rank_1, die)
 
 
 def test_ranks_that_do_not_end_in_time_are_ended():
-    with pytest.raises(RouterReplayError, match="fail_on_rank_1 did not end on 2 ranks within 2 s"):
-        run_ranks(2, fail_on_rank_1, wait_for_ever, timeout_s=2.0)
+    with pytest.raises(RouterReplayError, match="on_rank_1 did not end on 2 ranks within 2 s"):
+        run_ranks(2, on_rank_1, wait_for_ever, timeout_s=2.0)

@@ -1,13 +1,13 @@
 """The pool that other tests run in: results by rank, each case alone, a rank that fails or hangs named with its stack."""
 
 import os
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_router_replay.testing.cpu import is_active
+from tests.functional.testing.failing import die, on_rank_1, raise_error, wait_for_ever
 from tests.support.workers import GlooWorkers, WorkersError
 
 
@@ -39,24 +39,6 @@ def leave_state_behind():
     return found
 
 
-def fail(how):
-    if dist.get_rank() == 1:
-        how()
-    dist.barrier()
-
-
-def raise_error():
-    raise ValueError("rank one is unhappy")
-
-
-def die():
-    os._exit(3)
-
-
-def wait_for_ever():
-    time.sleep(600)
-
-
 def test_results_come_back_by_rank_from_processes_that_stay(workers_2):
     results = workers_2.run(rank_and_sum)
     assert [result[1:] for result in results] == [(rank, torch.tensor([3.0]), True, 1) for rank in range(2)]
@@ -80,5 +62,5 @@ def test_a_case_finds_nothing_of_the_one_before(workers_2):
 def test_a_rank_that_fails_is_named_and_its_pool_ended(how, message, timeout_s):
     with GlooWorkers(2) as workers:
         with pytest.raises(WorkersError, match=message):
-            workers.run(fail, how, timeout_s=timeout_s)
+            workers.run(on_rank_1, how, timeout_s=timeout_s)
         assert workers.process_ids == []

@@ -240,3 +240,11 @@ def test_padding_of_a_stage_of_mtp_layers_alone_is_refused_where_it_counts(balan
     else:
         session.microbatch(ROWS, stage, padding=PADDING)
     mrr.close_sessions([chunk, stage])
+
+
+def test_padding_of_such_a_stage_is_refused_where_routes_are_fed_too():
+    stage, chunk = MtpStage(balanced(**BIASED)), balanced(**BIASED)
+    routes = ROUTES[ROWS.clamp(min=0)]
+    with pytest.raises(UnsupportedRouterError, match="MTP layers alone"), mrr.replay([chunk, stage]):
+        mrr.microbatch(stage, routes, trust_layout=True)
+        mrr.microbatch(stage, routes, trust_layout=True, padding=PADDING)

@@ -217,6 +217,12 @@ def test_tokens_are_compared_with_what_the_forward_gets():
         chunk(IDS.flip(1))
 
 
+def test_rows_beside_routes_are_not_dropped_in_silence():
+    chunk = Chunk()
+    with pytest.raises(LayoutError, match="routing_rows and routes= were given"), mrr.replay(chunk) as session:
+        session.microbatch(torch.arange(8).view(2, 4), chunk, routes=ROUTES, trust_layout=True)
+
+
 def test_a_pass_that_shall_not_replay_drops_what_it_is_fed():
     chunk = Chunk()
     with watched(chunk) as live:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore import meeting
+from megatron_router_replay.mcore import judging, meeting, session
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
@@ -30,13 +30,8 @@ def numbers(
     }
 
 
-def judge(*ranks, **options):
-    chunk = Chunk()
-    session = mrr.replay(chunk, random_trace(8), **options)
-    try:
-        return session._judge({2 + rank: of_rank for rank, of_rank in enumerate(ranks)})  # ranks 2, 3, ... of the job
-    finally:
-        mrr.close_sessions(chunk)
+def judge(*ranks, min_replayed=None):
+    return judging.judge({2 + rank: told for rank, told in enumerate(ranks)}, least=min_replayed)  # ranks 2, 3, ...
 
 
 def test_the_numbers_of_a_session_are_these():
@@ -230,9 +225,17 @@ def test_what_was_told_in_an_earlier_job_takes_nothing_away_in_the_next(on_ranks
     on_ranks(2, in_the_next_job, str(tmp_path))
 
 
+def test_a_lost_session_is_warned_of_also_where_the_store_is_gone():
+    def tell(numbers):
+        raise RuntimeError("the store is gone")
+
+    with pytest.raises(RuntimeError, match="gone"), pytest.warns(RuntimeWarning, match="replay session was lost"):
+        session._lost("the replay session", [], [], SimpleNamespace(tell=tell))
+
+
 def without_the_other():
     meeting.TIMEOUT = timedelta(seconds=1)
-    message = step() if dist.get_rank() == 0 else ""
+    message = step(too_many=True) if dist.get_rank() == 0 else ""
     meeting.TIMEOUT = timedelta(minutes=30)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -243,4 +246,5 @@ def without_the_other():
 def test_a_rank_that_never_comes_is_named_as_a_reason(on_ranks):
     message, _ = on_ranks(2, without_the_other)
     assert "rank 0 waited 0:00:01 at the end of its session for the 2 ranks of its group" in message
+    assert "rank 0, chunk 0, micro-batch 1, layer 1: routes were queued, but no forward used them" in message
     assert on_ranks(2, step) == [8, 8]
