@@ -382,7 +382,7 @@ def queueing(bench: Bench) -> str:
         sessions = [mrr.replay(model, trace)]
 
         def again(sessions: list[Any] = sessions, model: Any = model, trace: Any = trace) -> None:
-            sessions.pop().abandon()
+            sessions.pop().close(verify=False)
             sessions.append(mrr.replay(model, trace))
 
         _, host = bench.times(
@@ -392,7 +392,7 @@ def queueing(bench: Bench) -> str:
             },
             prepare={"microbatch": again},
         )
-        sessions[0].abandon()
+        sessions[0].close(verify=False)
         rows.append([layers, num_tokens, *(f"{ms:.2f}" for ms in host.values())])
     return table(["layers", "tokens", "bare gather", "microbatch()"], rows)
 
@@ -431,7 +431,7 @@ def recompute_flips(bench: Bench) -> str:
         for _ in range(1 if bench.quick else 10):
             step.run()
     flips = session.report.flips_of_layer
-    return f"{sum(flips.values())} of {session.report.decisions_recomputed} recomputed decisions, by layer {flips}"
+    return f"{sum(flips.values())} of {session.report.decisions['recomputed']} recomputed decisions, by layer {flips}"
 
 
 def prefetching(bench: Bench) -> str:

@@ -40,7 +40,7 @@ class Packed(NamedTuple):
 def number_rows(sequence_lengths: Sequence[int]) -> list[Tensor]:
     """Number the trace rows of sequences, which follow one another from row 0.
 
-    `trainers.number_rows` takes a batch of tokens in place of their lengths.
+    `trainers.number_batch` takes a batch of tokens in place of their lengths.
 
     Returns:
         [length] int64 for each sequence.

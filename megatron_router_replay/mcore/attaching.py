@@ -33,7 +33,7 @@ class Attached:
     def __init__(self, modules: list[nn.Module], handles: list[Any]) -> None:
         self._handles = list(zip(modules, handles))
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Take the hooks off; the model refuses `routing_rows` again."""
         for module, handle in self._handles:
             handle.remove()
@@ -58,7 +58,7 @@ def attach(model_chunks: Models) -> Attached:
         model_chunks: the model or all of its chunks on this rank.
 
     Returns:
-        An object whose `remove()` undoes it.
+        An object whose `close()` undoes it.
 
     Raises:
         LayoutError: a chunk has no experts, or not all chunks of a virtual pipeline are given.

@@ -174,7 +174,7 @@ def _expert_bias(original: Any, decision_of: Callable[[Any], Any]) -> Any:
                 routing_map = routing_map & is_token.unsqueeze(1)
             with torch.enable_grad():  # without gradients it does not count
                 original(router, routing_map)
-            decision.counter.add(decisions_counted=routing_map.shape[0] if is_token is None else is_token.sum())
+            decision.counter.add(counted=routing_map.shape[0] if is_token is None else is_token.sum())
 
     return apply
 

@@ -91,18 +91,21 @@ class ReplaySession(Session):
     def report(self) -> SessionReport:
         """The report of every session, and the comparison with the live router if any."""
         report = super().report
+        asked, left_live = self._choices()
         return replace(
             report,
             rows_left_out=self._rows["left_out"],
             rows_repeated=self._rows["repeated"],
-            decisions_asked=None if self._choose is None else self._decisions("decisions_asked"),
-            decisions_left_live=None if self._choose is None else self._decisions("decisions_left"),
+            decisions={**report.decisions, "asked": asked, "left_live": left_live}
+            if self._choose
+            else report.decisions,
             layout_proved=None if self._trace is not None or not self._enabled else not self._unproved,
             live=None if self._comparison is None else self._comparison.report(),
         )
 
-    def _decisions(self, name: str) -> int:
-        return sum(held.counter[name] for held in self._held.values())
+    def _choices(self) -> list[int]:
+        """Return how many decisions `choose=` was asked about, and how many it left to the live router."""
+        return [sum(held.counter[name] for held in self._held.values()) for name in ("asked", "left_live")]
 
     # ---- what a router uses
     def choose(self, decision: Decision) -> Tensor | None:
@@ -156,7 +159,7 @@ class ReplaySession(Session):
         assert microbatch.replayed is not None, "made where there is a choice"
         chosen = chosen & microbatch.replayed
         left = microbatch.replayed & ~chosen
-        decision.counter.add(decisions_asked=microbatch.replayed.sum(), decisions_left=left.sum())
+        decision.counter.add(asked=microbatch.replayed.sum(), left_live=left.sum())
         return torch.where(chosen.unsqueeze(1), used, own)
 
     # ---- rows into the trace
@@ -391,7 +394,7 @@ class ReplaySession(Session):
         return {
             **super()._numbers(),
             "left_out": self._rows["left_out"],
-            "decisions": [self._decisions("decisions_asked"), self._decisions("decisions_left")],
+            "decisions": self._choices(),
             "choice": [self._balance.expert_bias, self._balance.aux_loss],
             "loss_group": shared,  # the lowest rank of the group that shares an auxiliary loss; -1: none does
             "padding_digest": self._digest,

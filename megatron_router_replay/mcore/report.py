@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch.distributed as dist
 
@@ -20,6 +20,25 @@ _LOG = logging.getLogger(__name__)
 
 LOW_SHARE = 0.9
 """Below it a replay session warns: samples of ten tokens and more, each with a live last one, stay above."""
+
+
+class Decisions(TypedDict, total=False):
+    """Counts of (row, layer) pairs in a report. A logger gets each with `decisions_` in front.
+
+    Args:
+        asked, left_live: pairs with a route that replay(choose=) was asked about, and those that it left to the live router.
+        recomputed: pairs among which flips were looked for; with count_flips=True.
+        verified, wrong: pairs whose routing map was compared as it left the router, and those that did not hold exactly the
+            decided experts; with verify=True.
+        counted: pairs that went into the counters behind the expert bias, each once, without padding; if the model has one.
+    """
+
+    asked: int
+    left_live: int
+    recomputed: int
+    verified: int
+    wrong: int
+    counted: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,14 +56,8 @@ class SessionReport:
         rows_left_out: live rows that have a route which `trace.keep` left out; the other live rows have none.
         rows_repeated: rows that a micro-batch named a second time, counted where the host knows the rows.
         layout_proved: fed routes were compared with their tokens, all of them; None: none were fed.
-        decisions_asked, decisions_left_live: (row, layer) pairs of rows with a route that replay(choose=) was asked about,
-            and those that it left to the live router.
-        decisions_recomputed: (row, layer) pairs that flips were looked for among; with count_flips=True.
+        decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
         flips_of_layer: layer number -> those of its recomputed decisions that would have been another set of experts.
-        decisions_verified, decisions_wrong: (row, layer) pairs whose routing map was compared on its way out of the router,
-            and those that did not hold exactly the decided experts; with verify=True.
-        decisions_counted: (row, layer) pairs that went into the counters behind the expert bias, each once, padding left out;
-            None: the model has no expert bias.
         live: the live router beside the replayed routes; with compare_live.
     """
 
@@ -59,13 +72,8 @@ class SessionReport:
     rows_left_out: int = 0
     rows_repeated: int = 0
     layout_proved: bool | None = None
-    decisions_asked: int | None = None
-    decisions_left_live: int | None = None
-    decisions_recomputed: int | None = None
+    decisions: Decisions = field(default_factory=Decisions)
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
-    decisions_verified: int | None = None
-    decisions_wrong: int | None = None
-    decisions_counted: int | None = None
     live: LiveReport | None = None
 
     @property
@@ -76,7 +84,7 @@ class SessionReport:
     @property
     def recompute_flips(self) -> int | None:
         """Decisions whose recompute would have chosen different experts. It needs count_flips=True."""
-        return None if self.decisions_recomputed is None else sum(self.flips_of_layer.values())
+        return sum(self.flips_of_layer.values()) if "recomputed" in self.decisions else None
 
     @property
     def replayed_share(self) -> float | None:
@@ -86,7 +94,8 @@ class SessionReport:
         """
         if self.kind != "replay":
             return None
-        return share_of(self.rows_replayed, self.rows_live, self.decisions_asked, self.decisions_left_live)
+        asked, left_live = self.decisions.get("asked"), self.decisions.get("left_live")
+        return share_of(self.rows_replayed, self.rows_live, asked, left_live)
 
     @property
     def rows_without_route(self) -> int | None:
@@ -121,6 +130,7 @@ class SessionReport:
         """Return every field and property as a dict. `live` is a dict too, where there is one."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         live = values.pop("live")
+        values |= {f"decisions_{name}": count for name, count in values.pop("decisions").items()}
         values["flips_of_layer"] = dict(self.flips_of_layer)
         for name in ("tokens", "recompute_flips", "replayed_share", "padding_share", "rows_without_route"):
             values[name] = getattr(self, name)
@@ -151,18 +161,18 @@ class SessionReport:
             rows.append(("rows named twice", f"{self.rows_repeated:,}", "(two tokens got one token's routes)"))
         if self.layout_proved is False:
             rows.append(("layout of routes", "", "not proved: mrr.stamp them where the rollout enters"))
-        if self.decisions_left_live is not None:
-            asked = f"of {self.decisions_asked or 0:,}"
-            rows.append(("decisions left live by choose", f"{self.decisions_left_live:,}", asked))
+        done = self.decisions
+        if "asked" in done:
+            rows.append(("decisions left live by choose", f"{done['left_live']:,}", f"of {done['asked']:,}"))
         if self.recompute_flips is not None:
             first = next((layer for layer, count in sorted(self.flips_of_layer.items()) if count), None)
             where = "" if first is None else f", first in layer {first}"
-            remark = f"of {self.decisions_recomputed:,} decisions{where}"
+            remark = f"of {done['recomputed']:,} decisions{where}"
             rows.append(("recompute flips prevented", f"{self.recompute_flips:,}", remark))
-        if self.decisions_verified is not None:
-            rows.append(("decisions verified / wrong", f"{self.decisions_verified:,}", f"/ {self.decisions_wrong:,}"))
-        if self.decisions_counted is not None:
-            rows.append(("expert-bias decisions", f"{self.decisions_counted:,}", ""))
+        if "verified" in done:
+            rows.append(("decisions verified / wrong", f"{done['verified']:,}", f"/ {done['wrong']:,}"))
+        if "counted" in done:
+            rows.append(("expert-bias decisions", f"{done['counted']:,}", ""))
         return Table(name="session", words=(0, 2), rows=rows)
 
     def _why_live(self) -> str:
@@ -201,9 +211,9 @@ def _add_up(reports: list[SessionReport]) -> SessionReport:
     for each in fields(SessionReport):
         # A stage without routers measures less than the others, and None there must not hide what they measured.
         measured = [value for report in reports if (value := getattr(report, each.name)) is not None]
-        if each.name == "flips_of_layer":
-            layers = sorted({layer for counts in measured for layer in counts})
-            totals[each.name] = {layer: sum(counts.get(layer, 0) for counts in measured) for layer in layers}
+        if each.name in ("decisions", "flips_of_layer"):
+            names = sorted({name for counts in measured for name in counts})
+            totals[each.name] = {name: sum(counts.get(name, 0) for counts in measured) for name in names}
         elif each.name == "layout_proved":
             totals[each.name] = all(measured) if measured else None
         elif measured and isinstance(measured[0], int):

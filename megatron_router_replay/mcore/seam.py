@@ -219,7 +219,7 @@ class Decision:
         assert self.used is not None, "the call is over"
         with tape.unpaired(), torch.no_grad():
             expected = torch.zeros_like(routing_map).scatter_(1, self.used, True)
-            self.counter.add(wrong=(expected != routing_map).any(dim=1).sum(), decisions_verified=self.used.shape[0])
+            self.counter.add(wrong=(expected != routing_map).any(dim=1).sum(), verified=self.used.shape[0])
 
 
 class _Thread(threading.local):
@@ -281,7 +281,7 @@ def _decide(router: Any, holders: list[Callable[[], Holder | None]], shape: torc
     if run is not None:
         entry = run.next(router, getattr(router, "router_replay", None))
         if entry.counter is not None:
-            entry.counter.add(recomputes=1, decisions_recomputed=entry.topk_indices.shape[0])
+            entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
             again = Decision(router, entry.counter, entry.topk_indices.dtype, again=entry, tokens=entry.balance)
             return again, is_written
         if holders:  # nobody held it

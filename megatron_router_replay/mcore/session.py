@@ -40,7 +40,7 @@ from megatron_router_replay.mcore.find import (
 from megatron_router_replay.mcore.meeting import Meeting
 from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs, as_integers
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
-from megatron_router_replay.mcore.report import SessionReport, log_began, log_ended, log_failed
+from megatron_router_replay.mcore.report import Decisions, SessionReport, log_began, log_ended, log_failed
 from megatron_router_replay.mcore.seam import Counter, Decision
 from megatron_router_replay.mcore.support import check_supported, is_hashed
 from megatron_router_replay.mcore.tally import Tally
@@ -162,7 +162,7 @@ class Session:
             for router, held in self._held.items():
                 self._check_free(router, held.found)
         except BaseException:
-            self.abandon()
+            self._abandon()
             raise
         for router in self._held:
             seam.hold(router, self)
@@ -253,7 +253,14 @@ class Session:
         replayed, live, padding = self._rows_counted()
         counting = [each for each in held if each.counter.counts_flips]
         biased = [each for each in held if each.found.router.enable_expert_bias]
-        verified = self._verify or self._verify_seam
+        decisions = Decisions()
+        if counting:
+            decisions["recomputed"] = sum(each.counter["recomputed"] for each in counting)
+        if biased:
+            decisions["counted"] = sum(each.counter["counted"] for each in biased)
+        if self._verify or self._verify_seam:
+            decisions["verified"] = sum(each.counter["verified"] for each in held)
+            decisions["wrong"] = sum(each.counter["wrong"] for each in held)
         return SessionReport(
             kind=self.kind,
             routers=len(held),
@@ -263,20 +270,20 @@ class Session:
             rows_padding=padding,
             forwards=sum(each.counter["forwards"] for each in held),
             recomputes=sum(each.counter["recomputes"] for each in held),
-            decisions_recomputed=sum(each.counter["decisions_recomputed"] for each in counting) if counting else None,
+            decisions=decisions,
             flips_of_layer={each.found.layer_number: each.counter["flips"] for each in counting},
-            decisions_counted=sum(each.counter["decisions_counted"] for each in biased) if biased else None,
-            decisions_verified=sum(each.counter["decisions_verified"] for each in held) if verified else None,
-            decisions_wrong=sum(each.counter["wrong"] for each in held) if verified else None,
         )
 
-    def close(self) -> None:
+    def close(self, *, verify: bool = True) -> None:
         """Release the routers, then verify. The end of a `with` block without an exception does so. A second call does
         nothing.
 
         Where torch.distributed is initialised, `record` and `replay` sessions tell each other a few numbers here, over
         `group`: every rank that has such a session must leave it. So all ranks of the group raise, or none. A rank that
         left its block by an exception has said so, and nobody waits for it.
+
+        Args:
+            verify: False: only release the routers, as a block does that is left by an exception. The other ranks are told.
 
         Raises:
             ReplayStateError: on this rank or another one, a router forwarded more or less often than micro-batches were
@@ -286,6 +293,9 @@ class Session:
         """
         if self._closed or not self._enabled:
             self._release()
+            return
+        if not verify:
+            self._abandon()
             return
         problems: list[str] = []
         try:
@@ -318,10 +328,10 @@ class Session:
         if error is None:
             self.close()
         else:
-            self.abandon()
+            self._abandon()
             log_failed(self.kind, error)
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Release the routers without verifying. The other ranks learn that this one failed."""
         if not self._closed:
             self._release()
@@ -475,9 +485,9 @@ class Session:
     def _problems(self, report: SessionReport, strangers: int) -> list[str]:
         """Return what is wrong with this rank's numbers at the end."""
         problems = []
-        if report.decisions_wrong:
+        if wrong := report.decisions.get("wrong"):
             problems.append(
-                f"rank {self._rank}: {report.decisions_wrong} of {report.decisions_verified} decisions left their router "
+                f"rank {self._rank}: {wrong} of {report.decisions['verified']} decisions left their router "
                 "with other experts than were decided"
             )
         if self.queued and self._chunks and not report.forwards and strangers:
@@ -677,7 +687,7 @@ def close_sessions(model_chunks: Models) -> int:
     holders = {id(holder): holder for router in routers for holder in seam.holders_of(router)}
     sessions = [holder for holder in holders.values() if isinstance(holder, Session)]
     for session in sessions:
-        session.abandon()
+        session.close(verify=False)
     for router in routers:
         seam.release(router, None)
     return len(sessions)

@@ -4,7 +4,7 @@
     batch["routing_rows"] = routes.rows                   one more field, laid out like the tokens, by the trainer's own code
     with mrr.replay(model_chunks, routes.trace): ...      the model was attached once (`mrr.attach`)
 
-    batch["routing_rows"] = number_rows(batch["input_ids"])                                    R2, the first pass
+    batch["routing_rows"] = number_batch(batch["input_ids"])                                    R2, the first pass
     with mrr.record(model_chunks) as recording: ...
     batch["routed_experts"] = recorded_routes(recording, like=batch["input_ids"])
 
@@ -17,17 +17,17 @@ from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_router_replay.trainers.packing import pack_rows
-    from megatron_router_replay.trainers.recordings import number_rows, recorded_routes
+    from megatron_router_replay.trainers.recordings import number_batch, recorded_routes
     from megatron_router_replay.trainers.take import BatchRoutes, take_routes
 
-__all__ = ["BatchRoutes", "number_rows", "pack_rows", "recorded_routes", "take_routes"]
+__all__ = ["BatchRoutes", "number_batch", "pack_rows", "recorded_routes", "take_routes"]
 
 # Not imported at once: verl imports `trainers.verl` in all its processes, and hides what fails then.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "BatchRoutes": "take",
-        "number_rows": "recordings",
+        "number_batch": "recordings",
         "pack_rows": "packing",
         "recorded_routes": "recordings",
         "take_routes": "take",

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.layout import check_tokens
-from megatron_router_replay.layout import number_rows as rows_of_lengths
+from megatron_router_replay.layout import check_tokens, number_rows
 from megatron_router_replay.trainers.containers import Container, TokenLayout
 
 if TYPE_CHECKING:
     from megatron_router_replay.mcore import RecordSession
 
 
-def number_rows(tokens: Any, attention_mask: Any = None, *, lengths: Any = None) -> Container:
+def number_batch(tokens: Any, attention_mask: Any = None, *, lengths: Any = None) -> Container:
     """Return the rows of tokens that have no routes yet: 0, 1, 2, ... over all samples, in their container.
 
     Args:
@@ -35,7 +34,7 @@ def number_rows(tokens: Any, attention_mask: Any = None, *, lengths: Any = None)
         LayoutError: shapes disagree.
     """
     layout = TokenLayout.of(tokens, attention_mask=attention_mask, lengths=lengths)
-    return layout.join(rows_of_lengths(layout.lengths), fill=-1)
+    return layout.join(number_rows(layout.lengths), fill=-1)
 
 
 def recorded_routes(
@@ -55,8 +54,8 @@ def recorded_routes(
 
     Args:
         session: the recording, after its `with` block.
-        like, attention_mask, lengths: the tokens, as for `number_rows`.
-        rows: of these tokens, in their container; None: those of `number_rows`. Give them where a batch was numbered before
+        like, attention_mask, lengths: the tokens, as for `number_batch`.
+        rows: of these tokens, in their container; None: those of `number_batch`. Give them where a batch was numbered before
             it was split over data-parallel ranks.
         groups: the groups over which the batch's tokens and layers are spread; None: Megatron's tensor-, context- and
             pipeline-parallel groups. Not the data-parallel one, whose ranks number other tokens from 0.

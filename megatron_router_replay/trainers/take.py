@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_router_replay.engines.payload import Array
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.layout import number_rows as rows_of_lengths
+from megatron_router_replay.layout import number_rows
 from megatron_router_replay.siblings import Sibling, check_siblings, warn_without_ids
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype, spread_experts
@@ -179,7 +179,7 @@ def take_routes(
     )
     return BatchRoutes(
         trace=trace,
-        rows=layout.join(rows_of_lengths(layout.lengths), fill=-1),
+        rows=layout.join(number_rows(layout.lengths), fill=-1),
         num_absent=reader.num_absent,
         num_lost=reader.num_lost,
         layout=layout,

@@ -26,7 +26,7 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead
 
 from megatron_router_replay.errors import PayloadError, ReplayStateError
 from megatron_router_replay.mcore import record, replay
-from megatron_router_replay.trainers import BatchRoutes, number_rows, pack_rows, recorded_routes, take_routes
+from megatron_router_replay.trainers import BatchRoutes, number_batch, pack_rows, recorded_routes, take_routes
 from megatron_router_replay.trainers.verl import VerlError
 
 ROWS = "routing_rows"
@@ -83,7 +83,7 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         recording = mode == "R2" and forward_only and data.get("routed_experts", None) is None
         routes = None if recording else self._routes(data, mode)
         session: Any = record(self.module) if routes is None else replay(self.module, routes.trace)
-        rows = number_rows(tokens) if routes is None else routes.rows
+        rows = number_batch(tokens) if routes is None else routes.rows
         with session, _carried(data, rows):
             self._session = session
             try:

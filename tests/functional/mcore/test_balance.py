@@ -82,7 +82,7 @@ def replay_balanced(case: Case) -> dict[str, Any]:
         "logged": {name: logged(name) for name in ("load_balancing_loss", "seq_load_balancing_loss")},
         "rows": [rows_seen(case, microbatch) for microbatch in microbatches],
         "logits": dict(logits),
-        "decisions": session.report.decisions_counted,
+        "decisions": session.report.decisions["counted"],
     }
 
 

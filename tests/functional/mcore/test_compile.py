@@ -96,8 +96,8 @@ def test_a_compiled_model_under_sessions_is_the_eager_one(compile_parts, recompu
     def check_report(report: Any) -> None:
         forwards = NUM_LAYERS * case.num_microbatches
         assert (report.forwards, report.recomputes) == (forwards, forwards if recompute else 0)
-        assert report.decisions_wrong == 0
-        assert report.decisions_verified > 0
+        assert report.decisions["wrong"] == 0
+        assert report.decisions["verified"] > 0
 
     for seed in (7, 8):
         mask = torch.arange(case.num_tokens) % 5 != 0

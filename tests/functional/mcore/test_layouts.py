@@ -81,10 +81,10 @@ def one_layout(case: Case, layers_of_stage: list[list[int]], recomputed_of_stage
     split = (case.layout.tp_size if case.layout.sequence_parallel else 1) * case.layout.cp_size
     num_chunks = sum(bool(moe_routers([chunk])) for chunk in chunks)
     assert report.rows_replayed == report.tokens == case.num_tokens // split * num_chunks
-    assert (report.rows_live, report.rows_padding, report.decisions_wrong) == (0, 0, 0)
+    assert (report.rows_live, report.rows_padding, report.decisions["wrong"]) == (0, 0, 0)
     assert report.recomputes == len(recomputed) * case.num_microbatches
     tokens_a_call = case.num_tokens // split // case.num_microbatches
-    assert report.decisions_verified == (report.forwards + report.recomputes) * tokens_a_call
+    assert report.decisions["verified"] == (report.forwards + report.recomputes) * tokens_a_call
 
 
 @pytest.mark.parametrize(("sizes", "config", "layers", "recomputed"), CASES, ids=[case[0] for case in CASES])

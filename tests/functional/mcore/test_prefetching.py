@@ -57,7 +57,7 @@ def prefetched(case: Case, token_ids: bool) -> None:
         gc.collect()
         assert [ref() for ref in seen] == [None] * case.num_microbatches * len(chunks)
     assert prefetching.report == session.report
-    assert (session.report.decisions_wrong, session.report.decisions_verified > 0) == (0, True)
+    assert (session.report.decisions["wrong"], session.report.decisions["verified"] > 0) == (0, True)
 
 
 def test_prefetched_rows_replay_as_rows_do_and_nothing_is_retained(megatron):

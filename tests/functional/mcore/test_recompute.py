@@ -49,7 +49,7 @@ def noise_flips_nothing(case: Case, kind: str) -> None:
         assert seen["recompute"]
         assert flips(seen) == 0
         assert alive_entries(chunks) == []
-    assert session.report.decisions_wrong == 0
+    assert session.report.decisions["wrong"] == 0
     assert (session.report.rows_live > 0) == (kind != "freeze")
     if not case.fused:  # live routing would need Transformer Engine
         with watched(chunks) as seen:

@@ -85,7 +85,7 @@ def old_log_probs_then_training() -> None:
         assert sum(chunk.queue.num_waiting for chunk in session._chunks) == 0
         with watched(chunks) as seen:
             run(chunks, case, microbatches[::-1], session)
-    assert wrong_replays(case, seen, trace, microbatches[::-1]) == session.report.decisions_wrong == 0
+    assert wrong_replays(case, seen, trace, microbatches[::-1]) == session.report.decisions["wrong"] == 0
 
 
 def test_a_forward_only_pass_leaves_nothing_for_the_next_recompute(on_ranks):
@@ -134,7 +134,7 @@ def padding_and_live() -> tuple[list[list[list[int]]], tuple[int, int, int]]:
     trace = random_trace(case, replay_mask=torch.arange(case.num_tokens) % 3 != 0)
     with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True) as session:
         run(chunks, case, microbatches, session)
-    assert wrong_replays(case, seen, trace, microbatches) == session.report.decisions_wrong == 0
+    assert wrong_replays(case, seen, trace, microbatches) == session.report.decisions["wrong"] == 0
     loads = []
     for layer, maps in seen["forward"].items():
         for microbatch, routing_map, live in zip(microbatches, maps, live_maps, strict=True):

@@ -110,7 +110,7 @@ def test_inference_routers_are_replayed_while_inference_mode_is_off():
         assert same(live, run([model], CASE, microbatches, recording))
     with mrr.replay(model, recording.trace(), verify=True) as session:
         assert same(live, run([model], CASE, microbatches, session))
-    assert session.report.decisions_verified == 4 * 64
+    assert session.report.decisions["verified"] == 4 * 64
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def test_inference_routers_are_refused_while_inference_mode_is_on():
         mrr.freeze_recompute(model)
     model.train()
     if MEGATRON >= (0, 18):
-        mrr.freeze_recompute(model).abandon()
+        mrr.freeze_recompute(model).close(verify=False)
 
 
 @pytest.mark.parametrize("kind", ["record", "replay", "freeze"])
@@ -160,7 +160,7 @@ def test_inference_mode_that_is_switched_on_inside_a_session_raises_or_is_live(k
                 router(hidden)
         else:
             assert torch.equal(router(hidden)[1], plain)
-    session.abandon()
+    session.close(verify=False)
 
 
 def test_a_class_below_the_inference_router_that_routes_otherwise_is_refused():

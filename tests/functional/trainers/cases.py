@@ -17,7 +17,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, run_schedule, tiny_gpt_config
 from megatron_router_replay.testing.schedule import masked_mean_loss
-from megatron_router_replay.trainers import BatchRoutes, number_rows, pack_rows, take_routes
+from megatron_router_replay.trainers import BatchRoutes, number_batch, pack_rows, take_routes
 from tests.functional.mcore.cases import as_map, watched
 from tests.functional.trainers import packers
 from tests.support.gradients import gradients
@@ -288,7 +288,7 @@ def replayed(trainer: str, layout: ParallelSizes, options: dict[str, Any]) -> di
         "live_wrong": wrong_decisions(place, live, batches, routes_by_token(place))["forward"],
         "layers": routes.trace.layer_numbers,
         "off_is_off": all(torch.equal(a, b) for a, b in zip(off[0], again[0])),
-        "shares": (report.replayed_share, report.decisions_wrong),
+        "shares": (report.replayed_share, report.decisions["wrong"]),
         "rows": (report.rows_replayed, report.rows_live, report.rows_padding),
     }
 
@@ -301,7 +301,7 @@ def recorded_and_replayed(trainer: str, layout: ParallelSizes, options: dict[str
     batch = TRAINERS[trainer](place)
     mrr.attach(place.chunks)
     where = batch.where
-    rows = number_rows(batch.tokens, **where)
+    rows = number_batch(batch.tokens, **where)
     batches = microbatches(place, batch, rows)
     with watched(place.chunks) as live, mrr.record(place.chunks) as recording:
         step(place, batches, forward_only=True)

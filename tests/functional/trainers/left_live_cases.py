@@ -91,9 +91,9 @@ def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]
             report.rows_live,
             report.rows_left_out,
         ),
-        "left live": report.decisions_left_live,
-        "asked": report.decisions_asked,
-        "wrong": report.decisions_wrong,
+        "left live": report.decisions["left_live"],
+        "asked": report.decisions["asked"],
+        "wrong": report.decisions["wrong"],
     }
 
 

@@ -70,7 +70,7 @@ def test_a_token_counts_once_and_padding_never(kind):
     with watched(chunk) as seen, mrr.replay(chunk, trace()) as session:
         step(chunk, session).backward()
     assert counters(chunk) == with_live(REPLAYED, seen)
-    assert session.report.decisions_counted == 3 * 5
+    assert session.report.decisions["counted"] == 3 * 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +85,7 @@ def test_record_and_freeze_count_once_too(kind, start):
         chunk(tokens(2, 3), 0).square().sum().backward()
     keep = torch.tensor([True, True, True, True, not told, True])
     assert counters(chunk) == [seen[0, layer][0][keep].sum(0).tolist() for layer in (1, 2, 3)]
-    assert session.report.decisions_counted == 3 * int(keep.sum())
+    assert session.report.decisions["counted"] == 3 * int(keep.sum())
 
 
 def test_without_a_session_a_non_reentrant_checkpoint_counts_twice():
@@ -103,7 +103,7 @@ def test_off_counts_nothing_and_leaves_what_was_counted_before():
     with mrr.replay(chunk, trace(), expert_bias="off") as session:
         step(chunk, session).backward()
     assert counters(chunk) == [list(range(EXPERTS))] * 3
-    assert session.report.decisions_counted == 0
+    assert session.report.decisions["counted"] == 0
     assert str(session.report).splitlines()[-1].split() == ["expert-bias", "decisions", "0"]
     assert session.report.metrics()["router_replay/decisions_counted"] == 0.0
 
@@ -113,7 +113,7 @@ def test_without_gradients_nothing_counts():
     with mrr.replay(chunk, trace()) as session, torch.no_grad():
         step(chunk, session)
     assert counters(chunk) == [[0] * EXPERTS] * 3
-    assert session.report.decisions_counted == 0
+    assert session.report.decisions["counted"] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,7 +127,7 @@ def test_several_micro_batches_in_one_backward_and_a_graph_used_twice(kind):
         total.backward()
     expected = torch.tensor([with_live(REPLAYED, seen, number) for number in range(3)]).sum(0)
     assert counters(chunk) == expected.tolist()
-    assert session.report.decisions_counted == 3 * 15
+    assert session.report.decisions["counted"] == 3 * 15
 
 
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
@@ -201,7 +201,7 @@ def test_unknown_choices_are_refused_and_off_is_true_of_a_model_without_either()
         mrr.replay(chunk, trace(), aux_loss=None)
     with mrr.replay(chunk, trace(), expert_bias="off", aux_loss="off") as session:
         step(chunk, session).backward()
-    assert session.report.decisions_counted is None
+    assert "counted" not in session.report.decisions
     assert "bias" not in str(session.report)
 
 

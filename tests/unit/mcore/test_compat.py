@@ -83,7 +83,7 @@ def test_where_nobody_here_has_read_what_routes_every_decision_is_verified(monke
     chunk.around = reentrant
     with mrr.freeze_recompute(chunk) as freeze:
         chunk(tokens()).float().sum().backward()
-    assert (freeze.report.decisions_wrong, freeze.report.decisions_verified) == (0, 48)
+    assert (freeze.report.decisions["wrong"], freeze.report.decisions["verified"]) == (0, 48)
 
 
 def ignores_it(*args: Any, router_replay: Any = None, **options: Any) -> Any:

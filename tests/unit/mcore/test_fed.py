@@ -68,7 +68,7 @@ def test_square_batches_that_were_transposed_are_told_by_the_stamp():
     session = mrr.replay(chunk)
     with pytest.raises(LayoutError, match="in another order than tokens"):
         mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=ids)
-    session.abandon()
+    session.close(verify=False)
 
 
 def test_a_layout_is_proved_or_trusted_by_word():
@@ -163,7 +163,7 @@ def test_routes_that_are_none_are_refused(change, message):
     session = mrr.replay(chunk)
     with pytest.raises(LayoutError, match=message):
         mrr.microbatch(chunk, routes=change(ROUTES), trust_layout=True)
-    session.abandon()
+    session.close(verify=False)
 
 
 def test_columns_are_all_layers_with_filler_in_dense_ones_or_the_moe_layers_or_named():
@@ -179,7 +179,7 @@ def test_columns_are_all_layers_with_filler_in_dense_ones_or_the_moe_layers_or_n
     session = mrr.replay(chunk)
     with pytest.raises(LayoutError, match=r"dense layers \[1\] are not filler"):
         mrr.microbatch(chunk, routes=ROUTES, trust_layout=True)
-    session.abandon()
+    session.close(verify=False)
 
 
 def test_a_stage_judges_rows_by_all_layers_of_the_model():
@@ -194,7 +194,7 @@ def test_a_stage_judges_rows_by_all_layers_of_the_model():
     session = mrr.replay(chunk)
     with pytest.raises(LayoutError, match="miss some layers of a row"):
         mrr.microbatch(chunk, routes=routes, trust_layout=True)
-    session.abandon()
+    session.close(verify=False)
 
 
 def test_queueing_ahead_is_said_by_a_word():
@@ -233,7 +233,7 @@ def test_a_pass_that_shall_not_replay_drops_what_it_is_fed():
         chunk(IDS)
         attached = mrr.attach(chunk)
         chunk(IDS, 1, routing_rows=torch.arange(8).view(2, 4))
-        attached.remove()
+        attached.close()
     assert torch.equal(seen[0, 1][0], live[0, 1][0])
     assert torch.equal(seen[1, 1][0], live[0, 1][0])
     assert session.report.forwards == 0

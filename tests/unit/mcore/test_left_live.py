@@ -68,7 +68,7 @@ def test_rows_left_live_are_routed_live_counted_by_reason_and_frozen(around):
     assert (report.rows_replayed, report.rows_live, report.rows_padding) == (4, 4, 0)
     assert (report.rows_left_out, report.rows_without_route) == (3, 1)
     assert report.replayed_share == 0.5
-    assert (report.decisions_verified, report.decisions_wrong) == (24 if around is plain else 48, 0)
+    assert (report.decisions["verified"], report.decisions["wrong"]) == (24 if around is plain else 48, 0)
     assert "  4  (1 without a route, 3 left out)" in str(report)
 
 

@@ -586,8 +586,8 @@ def test_an_attached_model_queues_its_rows_or_drops_them_without_a_session():
     ):
         with pytest.raises(error, match=message), mrr.replay(chunk, trace):
             chunk(input_ids=IDS, **beside)
-    attached.remove()
-    mrr.attach(chunk).remove()
+    attached.close()
+    mrr.attach(chunk).close()
     with pytest.raises(TypeError, match="routing_rows"):
         chunk(input_ids=IDS, routing_rows=ROWS)
 

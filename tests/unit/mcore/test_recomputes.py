@@ -397,7 +397,7 @@ def test_backwards_in_several_threads_at_once_are_exact_and_verified(chunk):
         in_threads(*(loss.backward for loss in losses))
     assert (num_recomputed(seen), wrong_replays(seen, trace)) == (12, 0)
     report = session.report
-    assert (report.recomputes, report.decisions_verified, report.decisions_wrong) == (12, 2 * 12 * 8, 0)
+    assert (report.recomputes, report.decisions["verified"], report.decisions["wrong"]) == (12, 2 * 12 * 8, 0)
 
 
 def test_a_backward_on_another_thread_with_nested_checkpoints():
@@ -536,7 +536,7 @@ def test_flips_are_the_decisions_that_a_live_recompute_would_have_changed(chunk,
     assert min(expected.values()) > 0
     report = freeze.report
     assert report.flips_of_layer == expected
-    assert (report.recompute_flips, report.decisions_recomputed) == (sum(expected.values()), 3 * 3 * 8)
+    assert (report.recompute_flips, report.decisions["recomputed"]) == (sum(expected.values()), 3 * 3 * 8)
 
 
 def test_without_a_change_nothing_flips_whatever_the_order_of_the_columns(chunk):
@@ -545,4 +545,4 @@ def test_without_a_change_nothing_flips_whatever_the_order_of_the_columns(chunk)
     of_five.around = chunk.around
     with mrr.freeze_recompute(of_five, count_flips=True) as freeze:
         forward(of_five).backward()
-    assert (freeze.report.recompute_flips, freeze.report.decisions_recomputed) == (0, 24)
+    assert (freeze.report.recompute_flips, freeze.report.decisions["recomputed"]) == (0, 24)

@@ -20,10 +20,9 @@ REPLAY = SessionReport(
     rows_padding=226,
     forwards=12,
     recomputes=8,
-    decisions_verified=20,
-    decisions_wrong=0,
+    decisions={"verified": 20, "wrong": 0},
 )
-FLIPS = SessionReport(kind="freeze_recompute", decisions_recomputed=1024, flips_of_layer={3: 0, 7: 30, 5: 40})
+FLIPS = SessionReport(kind="freeze_recompute", decisions={"recomputed": 1024}, flips_of_layer={3: 0, 7: 30, 5: 40})
 
 
 def test_the_text_of_a_replay():
@@ -62,7 +61,7 @@ def test_flips_have_their_denominator_and_first_layer_in_text_metrics_and_report
 def test_flips_that_were_not_counted_are_not_shown_as_none_found():
     assert "flips" not in str(REPLAY)
     assert not [name for name in REPLAY.metrics() if "flip" in name]
-    assert "0  of 5 decisions" in str(SessionReport(kind="freeze_recompute", decisions_recomputed=5))
+    assert "0  of 5 decisions" in str(SessionReport(kind="freeze_recompute", decisions={"recomputed": 5}))
 
 
 def test_a_notebook_gets_a_small_table():
@@ -82,10 +81,8 @@ CHOSEN = SessionReport(
     rows_left_out=2,
     rows_repeated=4,
     layout_proved=False,
-    decisions_asked=12,
-    decisions_left_live=3,
+    decisions={"asked": 12, "left_live": 3, "counted": 18},
     forwards=2,
-    decisions_counted=18,
 )
 LIVE = LiveReport(
     layer_numbers=(1,),
@@ -130,7 +127,7 @@ def test_the_text_of_a_replay_says_why_rows_were_live_and_what_is_not_proved():
         "  expert-bias decisions          18",
     ]
     assert CHOSEN.replayed_share == 0.5, "6 of 9 rows, of whose 12 decisions 9 were replayed"
-    assert replace(CHOSEN, decisions_asked=0, decisions_left_live=0).replayed_share == 6 / 9
+    assert replace(CHOSEN, decisions={"asked": 0, "left_live": 0}).replayed_share == 6 / 9
     assert "without a route" not in str(replace(CHOSEN, rows_left_out=0)), "none has one, as the line before says"
 
 
@@ -158,7 +155,7 @@ def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
 
 def test_what_was_not_measured_has_no_number():
     nothing = SessionReport(kind="replay")
-    assert (nothing.replayed_share, nothing.padding_share, nothing.decisions_left_live) == (None, None, None)
+    assert (nothing.replayed_share, nothing.padding_share, nothing.decisions) == (None, None, {})
     assert (nothing.rows_without_route, nothing.tokens, nothing.recompute_flips) == (0, 0, None)
     recording = SessionReport(kind="record", rows_live=4)
     assert (recording.replayed_share, recording.rows_without_route, recording.tokens) == (None, None, 4)
@@ -182,17 +179,20 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
     numbers = {
         each.name: 10 + i for i, each in enumerate(fields(SessionReport)) if str(each.type) in ("int", "int | None")
     }
-    assert len(numbers) == 15
-    one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, live=None)
-    other = SessionReport(kind="replay", rows_live=5, flips_of_layer={2: 4}, layout_proved=False)
+    assert len(numbers) == 9
+    one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, decisions={"verified": 7}, live=None)
+    other = SessionReport(
+        kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "counted": 3}, layout_proved=False
+    )
     for reports in ([one, other], [other, one]):
         total = _add_up(reports)
         for name, value in numbers.items():
             assert getattr(total, name) == value + {"rows_live": 5}.get(name, 0), name
         assert list(total.flips_of_layer.items()) == [(1, 2), (2, 4)]
+        assert total.decisions == {"verified": 8, "counted": 3}
         assert (total.kind, total.layout_proved) == ("replay", False)
-    neither = _add_up([other, other])
-    assert (neither.decisions_verified, neither.decisions_asked, neither.rows_padding) == (None, None, 0)
+    neither = _add_up([SessionReport(kind="replay"), SessionReport(kind="replay")])
+    assert (neither.decisions, neither.rows_padding) == ({}, 0)
 
 
 def test_a_report_of_one_process_is_its_own_sum_without_what_is_a_ranks_own():

@@ -86,7 +86,7 @@ def test_a_wrapper_that_is_put_on_during_the_session_raises():
     chunk.routers[1].routing = timed(chunk.routers[1].routing)
     with pytest.raises(ReplayStateError, match="layer 2: forward or routing was wrapped on the router during"):
         forward(chunk)
-    session.abandon()
+    session.close(verify=False)
 
 
 class Adapted(nn.Module):
@@ -351,7 +351,7 @@ def test_fused_routers_ask_the_unfused_function_that_was_there_before(monkeypatc
     assert wrong_replays({key: maps for key, maps in seen.items() if key[0] == 0}, trace) == 0
     assert calls == [False] * 12
     for report in (session.report, freeze.report):
-        assert (report.decisions_verified, report.decisions_wrong) == (48, 0)
+        assert (report.decisions["verified"], report.decisions["wrong"]) == (48, 0)
 
 
 def test_a_function_that_is_put_there_during_the_session_is_noticed(monkeypatch):
@@ -393,7 +393,7 @@ def test_a_hash_layer_is_left_alone_and_the_rest_is_replayed():
     assert "a table of token ids routes it" in str(explanation[0])
     with watched(chunk) as seen, mrr.freeze_recompute(chunk), mrr.replay(chunk, trace, verify=True) as session:
         disturbed_backward(chunk, forward(chunk, session))
-    assert (num_recomputed(seen), flips(seen), session.report.decisions_wrong) == (3, 0, 0)
+    assert (num_recomputed(seen), flips(seen), session.report.decisions["wrong"]) == (3, 0, 0)
     assert wrong_replays({key: maps for key, maps in seen.items() if key[1] > 1}, trace) == 0
 
 
@@ -439,7 +439,7 @@ def test_choose_says_which_decisions_are_replayed_and_is_not_asked_in_recomputes
     assert torch.equal(seen[0, 1][0][~even], live[0, 1][0][~even])
     report = session.report
     assert (flips(seen), num_recomputed(seen)) == (0, 3)
-    assert (report.decisions_asked, report.decisions_left_live, report.rows_replayed) == (24, 12, 8)
+    assert (report.decisions["asked"], report.decisions["left_live"], report.rows_replayed) == (24, 12, 8)
     assert report.replayed_share == 0.5
 
 

@@ -74,7 +74,7 @@ def test_a_session_that_raised_when_it_was_closed_is_over(start):
 def test_a_session_on_another_model_than_the_one_that_trains_raises(start, held_before):
     trains = Chunk()
     if held_before:  # by the session of an earlier step
-        start(trains).abandon()
+        start(trains).close(verify=False)
     with pytest.raises(ReplayStateError, match="opened on another model than the one that trains"), start(Chunk()):
         forward(trains).backward()
 
@@ -138,7 +138,7 @@ def test_a_session_that_nobody_keeps_says_so_and_its_model_does_not_run_live(sta
 @pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
 def test_a_session_that_ended_or_holds_nothing_is_dropped_without_a_word(start, recwarn):
     chunk = Chunk()
-    start(chunk).abandon()
+    start(chunk).close(verify=False)
     mrr.replay(chunk, enabled=False)
     session = start(chunk)
     kept = weakref.ref(chunk)

@@ -49,7 +49,7 @@ def test_a_decision_that_left_its_router_changed_is_counted_and_raises(kind, sta
         ReplayStateError, match="rank 0: 1 of 24 decisions left their router with other experts than were"
     ):
         session.close()
-    assert (session.report.decisions_wrong, session.report.decisions_verified) == (1, 24)
+    assert (session.report.decisions["wrong"], session.report.decisions["verified"]) == (1, 24)
 
 
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
@@ -71,9 +71,8 @@ def test_without_a_fault_nothing_is_wrong_and_without_verify_nothing_is_counted(
     chunk.around = around
     with mrr.replay(chunk, random_trace(8), verify=verify) as session:
         forward(chunk, session).backward()
-    counts = (0, 24 if around is plain else 48) if verify else (None, None)
-    assert (session.report.decisions_wrong, session.report.decisions_verified) == counts
-    assert (session.report.recompute_flips, session.report.decisions_recomputed) == (None, None)
+    assert session.report.decisions == ({"wrong": 0, "verified": 24 if around is plain else 48} if verify else {})
+    assert session.report.recompute_flips is None
     assert not chunk.routers[1]._forward_hooks, "what watched is gone"
 
 
@@ -91,7 +90,7 @@ def test_a_capacity_factor_drops_tokens_so_maps_cannot_be_verified(start):
 def test_a_session_that_saw_no_forward_found_nothing_wrong():
     with mrr.freeze_recompute(Chunk(), verify=True) as session:
         pass
-    assert (session.report.decisions_wrong, session.report.decisions_verified) == (0, 0)
+    assert (session.report.decisions["wrong"], session.report.decisions["verified"]) == (0, 0)
 
 
 @pytest.mark.parametrize("where", ["routing", "hook"])
@@ -121,8 +120,11 @@ def test_a_freeze_verifies_its_own_choices_and_not_those_of_a_replay_inside(num_
             inner.microbatch(ROWS[:, : num_tokens // 2])
             chunk(tokens()[:, : num_tokens // 2])
         forward(chunk)
-    assert (inner.report.decisions_wrong, inner.report.decisions_verified) == (0, 3 * num_tokens)
-    assert (outer.report.decisions_wrong, outer.report.decisions_verified) == (0, 8 + 24)  # of the first layer, and all
+    assert (inner.report.decisions["wrong"], inner.report.decisions["verified"]) == (0, 3 * num_tokens)
+    assert (outer.report.decisions["wrong"], outer.report.decisions["verified"]) == (
+        0,
+        8 + 24,
+    )  # of the first layer, and all
 
 
 def test_a_session_whose_forward_failed_behind_its_routing_is_freed():
@@ -148,7 +150,7 @@ def test_a_copy_of_a_verified_model_is_not_verified(around):
         forward(copy.deepcopy(chunk)).backward()
         chunk.around = around
         forward(chunk).backward()
-    assert session.report.decisions_wrong == 0
+    assert session.report.decisions["wrong"] == 0
 
 
 def test_a_map_that_a_wrapper_changed_raises_at_once_also_under_verify():

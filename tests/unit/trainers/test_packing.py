@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.trainers import number_rows, pack_rows, packing
+from megatron_router_replay.trainers import number_batch, pack_rows, packing
 from tests.unit.trainers.batches import ROWS, attention_mask, nested, padded, token_ids
 
 
@@ -29,7 +29,7 @@ EXPECTED = [0, 1, 2, 3, 4, -1, -1, -1, 5, -1, -1, -1, 6, 7, 8, 9, 10, 11, 12, 13
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_packer_of_padded_batches(side):
     mask = attention_mask(side=side)
-    rows = number_rows(padded(token_ids(), side=side), mask)
+    rows = number_batch(padded(token_ids(), side=side), mask)
     assert pack_rows(pack_rows_of_a_mask(mask), rows).tolist() == [EXPECTED]
 
 
@@ -46,7 +46,7 @@ def test_row_255_does_not_overflow_in_a_narrow_dtype():
 
 
 def test_a_packer_may_keep_a_part_and_reorder():
-    rows = number_rows(token_ids())
+    rows = number_batch(token_ids())
     assert pack_rows(lambda values: torch.cat(values).flip(0)[:3], rows).tolist() == [13, 12, 11]
 
 
@@ -58,11 +58,11 @@ def test_rows_without_a_token_stay_without():
 @pytest.mark.parametrize(("fill", "message"), [(99, "returned row 98, which is none"), (3, "returned row 2, twice")])
 def test_a_packer_that_fills_with_a_padding_token_raises(fill, message):
     with pytest.raises(LayoutError, match=message):
-        pack_rows(lambda values: pad(torch.cat(values), (0, 2), value=fill), number_rows(token_ids()))
+        pack_rows(lambda values: pad(torch.cat(values), (0, 2), value=fill), number_batch(token_ids()))
 
 
 def test_a_packer_that_does_not_keep_integers_raises():
-    rows = number_rows(token_ids())
+    rows = number_batch(token_ids())
     with pytest.raises(LayoutError, match=r"integer tensor, got torch\.bfloat16"):
         pack_rows(lambda values: torch.cat(values).to(torch.bfloat16), rows)
     with pytest.raises(LayoutError, match=r"returned row -\d+, which is none"):
@@ -72,7 +72,7 @@ def test_a_packer_that_does_not_keep_integers_raises():
 
 
 def test_samples_that_a_trainer_repeats_to_fill_a_batch_may_come_twice():
-    rows = number_rows(token_ids())
+    rows = number_batch(token_ids())
     assert pack_rows(lambda values: torch.cat(values), [rows[0], rows[0]]).tolist() == [0, 1, 2, 3, 4] * 2
 
 

@@ -6,7 +6,7 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.engines import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.trainers import number_rows, recorded_routes, take_routes
+from megatron_router_replay.trainers import number_batch, recorded_routes, take_routes
 from tests.unit.mcore.tiny_chunk import Chunk, watched
 from tests.unit.trainers.batches import LENGTHS, ROWS, attention_mask, nested, padded
 
@@ -21,7 +21,7 @@ def token_ids(seed=0):
 def recorded_by(chunk, samples, *, only=None, rows=None):
     """Record each sample in a forward of its own; return (session, routing maps [14, 8] of each layer)."""
     mrr.attach(chunk)
-    numbered = number_rows(samples) if rows is None else rows
+    numbered = number_batch(samples) if rows is None else rows
     with watched(chunk) as seen, mrr.record(chunk) as recording:
         for i, (part, of_part) in enumerate(zip(samples, numbered)):
             if only is None or i in only:
@@ -62,9 +62,9 @@ def test_a_recording_comes_back_in_the_container_of_the_tokens_and_replays(conta
 
 
 def test_rows_are_numbered_sample_by_sample():
-    assert [part.tolist() for part in number_rows(token_ids())] == ROWS
-    assert number_rows(torch.zeros(2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert number_rows(torch.zeros(2, 3), torch.tensor([[0, 1, 1], [1, 0, 1]])).tolist() == [[-1, 0, 1], [2, -1, 3]]
+    assert [part.tolist() for part in number_batch(token_ids())] == ROWS
+    assert number_batch(torch.zeros(2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert number_batch(torch.zeros(2, 3), torch.tensor([[0, 1, 1], [1, 0, 1]])).tolist() == [[-1, 0, 1], [2, -1, 3]]
 
 
 def test_a_token_that_was_recorded_nowhere_raises():
@@ -87,7 +87,7 @@ def test_other_tokens_than_were_recorded_raise():
 
 def test_a_batch_that_was_numbered_before_it_was_split_names_its_rows():
     samples = token_ids()
-    rows = [part + 100 for part in number_rows(samples)]
+    rows = [part + 100 for part in number_batch(samples)]
     recording, maps = recorded_by(Chunk(), samples, rows=rows)
     routes = recorded_routes(recording, like=samples, rows=rows)
     chosen = torch.zeros(14, 8, dtype=torch.bool).scatter(1, torch.cat(routes)[:, 0].long(), True)
