@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore import microbatches as micro
+from megatron_router_replay.mcore.balance import Tokens, balances
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.find import unwrap
 from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
-from megatron_router_replay.mcore.seam import Decision
+from megatron_router_replay.mcore.seam import Counter, Decision
 from megatron_router_replay.mcore.session import Models, Session, open_session
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
@@ -276,11 +278,48 @@ def record(
     return open_session(lambda: RecordSession(model_chunks, mtp=mtp, verify=verify, group=group), group)
 
 
-class FreezeSession(Session):
-    """Recomputes use the experts of their forward; see `freeze_recompute`."""
+class Frozen:
+    """What the seam keeps of a freeze. It knows no model, so a freeze whose handle is lost lasts as long as its model.
+
+    Args:
+        freeze: the session.
+        held: counter and dtype of each router, by its id: the seam asks only for routers that are alive and held.
+    """
 
     kind = "freeze_recompute"
     queued = False
+
+    def __init__(self, freeze: FreezeSession, held: dict[int, tuple[Counter, torch.dtype]]) -> None:
+        self.session = weakref.ref(freeze)
+        self.made_at, self._balance, self._held = freeze.made_at, freeze._balance, held
+
+    def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
+        """Return what a router's forward uses; see `seam.Holder`."""
+        counter, dtype = self._held[id(router)]
+        if not (is_written or counter.verify or balances(router)):
+            counter.add(forwards=1)
+            return None  # nothing of it is needed again
+        return Decision(router, counter, dtype, holder=self, tokens=Tokens(self._balance), is_written=is_written)
+
+    def choose(self, decision: Decision) -> None:
+        """Let the router choose; see `seam.Holder`."""
+
+    def decided(self, decision: Decision) -> None:
+        """Keep nothing; see `seam.Holder`."""
+
+
+class FreezeSession(Session):
+    """Recomputes use the experts of their forward; see `freeze_recompute`."""
+
+    kind = Frozen.kind
+    queued = Frozen.queued
+
+    def __init__(self, model_chunks: Models, *, count_flips: bool, verify: bool) -> None:
+        super().__init__(model_chunks, mtp=True, verify=verify, flips=count_flips)
+        self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._held.items()})
+
+    def _holder(self) -> Frozen:
+        return self._frozen
 
     def _num_microbatches(self) -> int:
         forwards: dict[int, int] = {}
@@ -307,4 +346,4 @@ def freeze_recompute(model_chunks: Models, *, count_flips: bool = False, verify:
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return FreezeSession(model_chunks, mtp=True, verify=verify, flips=count_flips).start()
+    return FreezeSession(model_chunks, count_flips=count_flips, verify=verify).start()

@@ -62,10 +62,15 @@ LEANT_ON: tuple[tuple[Any, str, str], ...] = (
 
 
 class Holder(Protocol):
-    """What decides for a router: a session."""
+    """What decides for a router: a session, or what a freeze leaves with the seam."""
 
+    kind: str
     queued: bool
     """Whether it takes micro-batches."""
+    made_at: str
+
+    def session(self) -> Any:
+        """Return the session; None: it lost its handle."""
 
     def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
         """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it.
@@ -230,17 +235,18 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_holders: WeakKeyDictionary[Any, list[Callable[[], Holder | None]]] = WeakKeyDictionary()
-"""Every router that was ever held -> who holds it now, the innermost last; empty: nobody any more.
+_holders: WeakKeyDictionary[Any, list[tuple[Callable[[], Holder | None], bool]]] = WeakKeyDictionary()
+"""Every router that was ever held -> (its holder, whether that wants its map watched), the innermost last; empty: nobody
+holds it any more.
 
-A holder that returns None has lost its handle without an end: the router's next forward raises.
+A holder that is None has lost its handle without an end: the router's next forward raises.
 """
 
-_watched: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
-"""Router -> (handle of the hook that looks at the map which leaves it or what is wrapped around it, users of the hook)."""
+_watched: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Router -> the handle of the hook that looks at the map which leaves it, or what is wrapped around it."""
 
-num_held = 0
-"""How many times routers are held now."""
+held: WeakSet[Any] = WeakSet()
+"""The routers that are held now."""
 
 driven: WeakSet[Any] = WeakSet()
 """Objects of routers that are driven now; while there are any, as while routers are held, the seams must be in place."""
@@ -249,31 +255,50 @@ strangers = 0
 """How many forwards in training mode came from routers that nobody held."""
 
 
-def hold(router: Any, holder: Holder) -> None:
-    """Let a holder decide for a router, inside whoever holds it already; one that was lost is forgotten."""
-    global num_held
+def hold(router: Any, holder: Holder, watched: nn.Module | None = None) -> None:
+    """Let a holder decide for a router, inside whoever holds it already; one that was lost is forgotten.
+
+    Args:
+        watched: the router, or the module that is called in its place, if the map that leaves it shall be looked at.
+    """
     release(router, None)
-    num_held += 1
     # A freeze lasts a whole run and needs no handle. What queues is lost with its handle: nobody could end it.
     reference: Callable[[], Holder | None] = weakref.ref(holder) if holder.queued else lambda: holder
-    _holders.setdefault(router, []).append(reference)
+    _holders.setdefault(router, []).append((reference, watched is not None))
+    held.add(router)
+    if watched is not None and router not in _watched:
+        _watched[router] = watched.register_forward_hook(_map_check(router, watched))
 
 
 def release(router: Any, holder: Holder | None) -> None:
     """End that, None: of all that were lost; the router stays known, so that it never runs in a backward without its tape."""
-    global num_held
-    holders = _holders.get(router, [])
-    for reference in [each for each in holders if each() is holder]:
-        holders.remove(reference)
-        num_held -= 1
+    if router in _holders:
+        _holders[router] = [each for each in _holders[router] if each[0]() is not holder]
+        if not _holders[router]:
+            held.discard(router)
+        unwatch(router)
+
+
+def unwatch(router: Any) -> None:
+    """Look no longer at the map that leaves a router, unless a holder that is there wants it."""
+    if router in _watched and not any(watches and reference() for reference, watches in _holders[router]):
+        _watched.pop(router).remove()
+        _thread.maps.pop(id(router), None)  # of a forward that failed behind the routing
+
+
+def is_watched(router: Any) -> bool:
+    """Return whether the map that leaves a router is looked at."""
+    return router in _watched
 
 
 def holders_of(router: Any) -> list[Holder]:
     """Return who holds a router, the innermost last."""
-    return [holder for reference in _holders.get(router, []) if (holder := reference()) is not None]
+    return [holder for reference, _ in _holders.get(router, []) if (holder := reference()) is not None]
 
 
-def _decide(router: Any, holders: list[Callable[[], Holder | None]], shape: torch.Size) -> tuple[Decision | None, bool]:
+def _decide(
+    router: Any, holders: list[tuple[Callable[[], Holder | None], bool]], shape: torch.Size
+) -> tuple[Decision | None, bool]:
     """Return what this call uses, None: Megatron-Core's own code decides; and whether a tape is being written."""
     run, repeats, is_written = tape.moment()
     if holders or run is not None:
@@ -298,7 +323,7 @@ def _decide(router: Any, holders: list[Callable[[], Holder | None]], shape: torc
     elif holders:
         if getattr(router, "router_replay", None) is not None:
             check_not_driven(router)
-        holder = holders[-1]()
+        holder = holders[-1][0]()
         if holder is None:
             raise ReplayStateError(
                 f"MRR404: {tape.layer_of(router)} is still under a session that was lost: nobody kept what mrr.replay "
@@ -388,7 +413,7 @@ def install() -> None:
         balance.install(TopKRouter, router_module, decision_under_way)
     if not hasattr(topk, "is_seam"):
         setattr(router_module, _TOPK, _topk_seam(topk))
-    tape.before_run = lambda: check_installed() if num_held or driven else None
+    tape.before_run = lambda: check_installed() if held or driven else None
 
 
 def check_installed() -> None:
@@ -502,26 +527,8 @@ def is_wrapped(router: Any) -> bool:
     return "routing" in vars(router) or "forward" in vars(router)
 
 
-def watch_maps(router: Any, module: nn.Module) -> None:
-    """Look at the map that leaves a router, or the module that is called in its place."""
-    handle, users = _watched.get(router, (None, 0))
-    if handle is None:
-        handle = module.register_forward_hook(_map_check(router, module))
-    _watched[router] = handle, users + 1
-
-
-def unwatch_maps(router: Any) -> None:
-    """End that for one user."""
-    _thread.maps.pop(id(router), None)  # of a forward that failed behind the routing, with its decision and the session
-    handle, users = _watched.pop(router)
-    if users > 1:
-        _watched[router] = handle, users - 1
-    else:
-        handle.remove()
-
-
 def _map_check(router: Any, module: nn.Module) -> Any:
-    watched, wrapped = weakref.ref(module), module is not router or is_wrapped(router)
+    watched = weakref.ref(module)
 
     @_disable_dynamo
     def check(module: nn.Module, args: Any, output: Any) -> None:
@@ -531,6 +538,7 @@ def _map_check(router: Any, module: nn.Module) -> Any:
         routing_map, version, decision = _thread.maps.pop(id(router), (None, -1, None))
         if decision is not None and decision.counter.verify:
             decision.check_map(left)
+        wrapped = module is not router or is_wrapped(router)
         if wrapped and holders_of(router) and (left is not routing_map or _version(left) != version):
             raise ReplayStateError(
                 f"MRR415: {tape.layer_of(router)}: what somebody wrapped around the router gave another routing map than was "

@@ -121,7 +121,6 @@ class Session:
         self._held: dict[Any, HeldRouter] = {}
         self._chunks: list[Chunk] = []
         self._chunk_of: dict[int, Chunk] = {}
-        self._watched: list[Any] = []
         self._end: weakref.finalize[..., Session] | None = None  # what is done if nobody ends it
         for index, (module, routers) in enumerate(zip(self._modules, found)):
             self._add_chunk(index, module, [r for r in routers if not is_hashed(r.router)], mtp=mtp, flips=flips)
@@ -164,20 +163,16 @@ class Session:
         except BaseException:
             self._abandon()
             raise
+        around = {router: outer for module in self._modules for router, outer in router_wrappers(module).items()}
         for router in self._held:
-            seam.hold(router, self)
-        for module in self._modules:
-            around = router_wrappers(module)
-            for router in (found.router for found in find_routers(module) if found.router in self._held):
-                if router in around or seam.is_wrapped(router) or self._verify:
-                    seam.watch_maps(router, around.get(router, router))
-                    self._watched.append(router)
+            is_watched = router in around or seam.is_wrapped(router) or self._verify
+            seam.hold(router, self._holder(), around.get(router, router) if is_watched else None)
         if self.queued:
             for chunk in self._chunks:
                 chunk.watch()
             self._announce()
             what = f"the {self.kind} session made at {self.made_at}"
-            self._end = weakref.finalize(self, _lost, what, self._chunks, self._watched, self._meeting)
+            self._end = weakref.finalize(self, _lost, what, self._chunks, list(self._held), self._meeting)
             self._end.atexit = False  # the store of a job that ends may be gone
         self._strangers = seam.strangers
         log_began(self.kind, len(self._held))
@@ -339,6 +334,14 @@ class Session:
                 self._meeting.tell(None)
 
     # ---- what the seam asks
+    def _holder(self) -> seam.Holder:
+        """Return what decides for the routers while they are held."""
+        return self
+
+    def session(self) -> Session:
+        """Return itself; see `seam.Holder`."""
+        return self
+
     def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
         """Return what a router's forward uses; see `seam.Holder`."""
         held = self._held[router]
@@ -532,7 +535,7 @@ class Session:
                     problems.append(
                         f"{found}: the router was exchanged during the session, which did not reach the new one"
                     )
-                elif seam.is_wrapped(found.router) and found.router not in self._watched:
+                elif seam.is_wrapped(found.router) and not seam.is_watched(found.router):
                     problems.append(f"{found}: forward or routing was replaced on the router during the session")
                 elif not hasattr(type(found.router).routing, "is_seam"):
                     problems.append(
@@ -545,16 +548,13 @@ class Session:
             return
         self._closed = True
         for router in self._held:
-            seam.release(router, self)
+            seam.release(router, self._holder())
         for chunk in self._chunks:
             chunk.unwatch()
         if self._end is not None:
             self._end.detach()
         for level in self._levels():
             _sessions[level] = [each for each in _sessions.get(level, []) if each() not in (None, self)]
-        for router in self._watched:
-            seam.unwatch_maps(router)
-        self._watched.clear()
 
     def _announce(self) -> None:
         """Let `session_of` find this session by its chunks."""
@@ -603,7 +603,7 @@ class Session:
 
     def _check_free(self, router: Any, found: FoundRouter) -> None:
         for outer in seam.holders_of(router):
-            if isinstance(outer, Session) and (outer.queued or not self.queued):
+            if outer.queued or not self.queued:
                 raise ReplayStateError(
                     f"MRR404: {found} is under another session already, a {outer.kind} made at {outer.made_at}: leave that "
                     "first, or end it with close_sessions(model_chunks) if its handle is lost. Only freeze_recompute may "
@@ -656,12 +656,12 @@ def session_of(model: nn.Module) -> Session | None:
     return None
 
 
-def _lost(what: str, chunks: list[Chunk], watched: list[Any], meeting: Meeting | None) -> None:
+def _lost(what: str, chunks: list[Chunk], routers: list[Any], meeting: Meeting | None) -> None:
     """End a session that nobody can end any more; its routers refuse their next forward."""
     for chunk in chunks:
         chunk.unwatch()
-    for router in watched:
-        seam.unwatch_maps(router)
+    for router in routers:
+        seam.unwatch(router)
     try:
         if meeting is not None:
             meeting.tell(None)
@@ -685,12 +685,12 @@ def close_sessions(model_chunks: Models) -> int:
     """
     routers = [found.router for module in as_chunks(model_chunks) for found in find_routers(module)]
     holders = {id(holder): holder for router in routers for holder in seam.holders_of(router)}
-    sessions = [holder for holder in holders.values() if isinstance(holder, Session)]
-    for session in sessions:
+    for session in filter(None, [holder.session() for holder in holders.values()]):
         session.close(verify=False)
     for router in routers:
-        seam.release(router, None)
-    return len(sessions)
+        for lost in [*seam.holders_of(router), None]:
+            seam.release(router, lost)
+    return len(holders)
 
 
 def _same_on_host(one: Tensor, other: Tensor) -> bool:

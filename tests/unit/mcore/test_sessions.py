@@ -10,14 +10,18 @@ import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.mcore import seam
 from megatron_router_replay.mcore.seam import holders_of
 from tests.unit.mcore.tiny_chunk import (
     ROWS,
     STARTS,
     Chunk,
     disturb,
+    disturbed_backward,
+    flips,
     forward,
     non_reentrant,
+    num_recomputed,
     plain,
     random_trace,
     reentrant,
@@ -111,6 +115,37 @@ def test_a_lost_session_is_named_by_its_kind_and_can_be_ended():
     assert mrr.close_sessions(chunk) == 0
     with mrr.record(chunk):
         pass
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": True, "count_flips": True}], ids=["", "verify"])
+def test_a_freeze_that_nobody_keeps_holds_its_model_and_does_not_keep_it_alive(options):
+    gc.collect()
+    num_held = len(seam.held)
+    chunk = Chunk()
+    chunk.around = reentrant
+    mrr.freeze_recompute(chunk, **options)
+    gc.collect()
+    with watched(chunk) as seen:
+        disturbed_backward(chunk, forward(chunk))
+    assert num_recomputed(seen) == 3
+    assert flips(seen) == 0
+    model = weakref.ref(chunk)
+    del chunk, seen
+    gc.collect()
+    assert model() is None
+    assert len(seam.held) == num_held
+
+
+def test_a_freeze_that_nobody_keeps_can_be_ended():
+    chunk = Chunk()
+    mrr.freeze_recompute(chunk, verify=True)
+    gc.collect()
+    with pytest.raises(ReplayStateError, match=r"under another session already, a freeze_recompute made at .*\.py:\d+"):
+        mrr.freeze_recompute(chunk)
+    with mrr.record(chunk) as recording:
+        forward(chunk, recording)
+    assert mrr.close_sessions(chunk) == 1
+    assert left_over(chunk) == []
 
 
 @pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
