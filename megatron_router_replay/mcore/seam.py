@@ -118,13 +118,14 @@ class Decision:
         is_written: a tape is being written.
         used: [num_tokens, topk] int64, the experts, once Megatron-Core has asked.
         kept: the same as a tape keeps it; None: `used` in `dtype`.
+        in_order: the columns of `used` are sorted as those of a live top-k with gradients; asked since Megatron-Core 0.18.
         scores: [num_tokens, num_experts] what the router ranks, while it asks.
         topk: experts for each token, as it asks.
     """
 
     __slots__ = (
-        "_groups", "again", "counter", "dtype", "holder", "is_written", "kept", "queued", "router", "scores", "tokens",
-        "topk", "used",
+        "_groups", "again", "counter", "dtype", "holder", "in_order", "is_written", "kept", "queued", "router", "scores",
+        "tokens", "topk", "used",
     )  # fmt: skip
 
     def __init__(
@@ -143,6 +144,7 @@ class Decision:
         self.holder, self.again, self.tokens, self.queued = holder, again, tokens, queued
         self.used: Tensor | None = None
         self.kept: Any = None
+        self.in_order = False
 
     def get_replay_topk(
         self,
@@ -175,13 +177,26 @@ class Decision:
                     f"routes are {list(used.shape)}: give one row a token, in the order the router sees them (s-major, "
                     "this rank's)."
                 )
-            indices = self.used = used.to(device=scores.device, dtype=torch.int64)
-            # The order of a live top-k's columns depends on whether gradients are on; sums over three and more depend on it.
-            if TOPK_ORDER_FOLLOWS_GRAD and topk > 2 and not is_live and torch.is_grad_enabled():
-                order = scores.detach().gather(1, indices).argsort(dim=1, descending=True, stable=True)
-                indices = indices.gather(1, order)
+            self.used = used.to(device=scores.device, dtype=torch.int64)
+            if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
+                if not is_live and self._order_matters():
+                    order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
+                    self.used, self.kept = self.used.gather(1, order), None
+                self.in_order = True
+            indices = self.used
         del self.scores, self._groups  # which autograd would keep
         return scores.gather(1, indices), indices
+
+    def _order_matters(self) -> bool:
+        """Return whether sums over the columns would differ from those of a live top-k, which is sorted here.
+
+        A sum of two has one order. Without a sum over the chosen experts, none matters. A top-k in groups is always sorted,
+        so a recording of it is, too. And what ran in a forward with gradients is sorted by the same scores already.
+        """
+        config = self.router.config
+        has_no_sum = config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax
+        was_sorted = self._groups[1] or (self.again is not None and self.again.in_order)
+        return self.topk > 2 and not has_no_sum and not was_sorted
 
     def live(self) -> Tensor:
         """Return the experts that the router chooses by itself, [num_tokens, topk] int64."""
@@ -217,7 +232,7 @@ class Decision:
         if self.kept is None:
             with tape.unpaired():
                 self.kept = self.used.to(self.dtype)
-        return Entry(self.router, self.kept, self.counter, self.tokens)
+        return Entry(self.router, self.kept, self.counter, self.tokens, self.in_order)
 
     def check_map(self, routing_map: Tensor) -> None:
         """Count the rows of a routing map that are not as decided; the host waits for nothing."""

@@ -61,12 +61,14 @@ class Entry:
             `microbatches.KeptLayer`; None: it ran live and unheld.
         counter: counts the recomputes of this router.
         balance: what its balancing has seen of these tokens; see `balance`.
+        in_order: a recompute need not sort the columns; see `seam.Decision`.
     """
 
     router: Any
     topk_indices: Any
     counter: Any = None
     balance: Any = None
+    in_order: bool = False
 
 
 class Tape:

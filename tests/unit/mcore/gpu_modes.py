@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from megatron_router_replay.mcore.prefetching import prefetch
 from tests.support import soft_gpu
 from tests.support.soft_gpu import SoftGpu, to_gpu
 from tests.unit.mcore.tiny_chunk import (
+    AROUND,
     EXPERTS,
     TOPK,
     VOCAB,
@@ -22,24 +24,26 @@ from tests.unit.mcore.tiny_chunk import (
     as_map,
     disturb,
     flips,
-    non_reentrant,
-    plain,
     random_routes,
-    reentrant,
     watched,
     wrong_replays,
 )
 
-AROUND = {"plain": plain, "reentrant": reentrant, "non_reentrant": non_reentrant}
 NUM, LAYERS = 3, 3
 ROWS = torch.arange(8 * NUM).view(NUM, 2, 4)
 IDS = (ROWS * 7) % VOCAB
-TRACE = mrr.RoutingTrace(
-    topk_indices=random_routes(8 * NUM, LAYERS),
-    layer_numbers=range(1, LAYERS + 1),
-    num_experts=EXPERTS,
-    token_ids=IDS.flatten(),
-)
+
+
+def _trace(topk: int) -> mrr.RoutingTrace:
+    return mrr.RoutingTrace(
+        topk_indices=random_routes(8 * NUM, LAYERS, topk=topk),
+        layer_numbers=range(1, LAYERS + 1),
+        num_experts=EXPERTS,
+        token_ids=IDS.flatten(),
+    )
+
+
+TRACE = _trace(TOPK)
 ROUTES = TRACE.topk_indices.view(NUM, 2, 4, LAYERS, TOPK)
 
 Queue = Callable[[int], dict[str, Any]]
@@ -232,11 +236,11 @@ LIVE_MODES = ("no session", "record", "Megatron's record", "freeze")
 """In which the routers choose by themselves."""
 
 
-def ask(name: str, recompute: str) -> dict[str, Any]:
+def ask(name: str, recompute: str, **options: Any) -> dict[str, Any]:
     """Run a mode on the software GPU, in a process of its own; see `Asked`."""
     asked = Asked()
     with SoftGpu() as gpu:
-        chunk = Chunk(LAYERS)
+        chunk = Chunk(LAYERS, **options)
         chunk.around = AROUND[recompute]
         to_gpu(chunk)
         tokens = [ids.to("cuda") for ids in IDS]
@@ -266,6 +270,12 @@ def ask(name: str, recompute: str) -> dict[str, Any]:
             asked.wrong = _wrong_of_routed(on_host)
         asked.races = sorted(set(gpu.races))
     return asdict(asked)
+
+
+def ask_top4(name: str, recompute: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Run a mode that replays rows, or none, with routers of four experts a token."""
+    with mock.patch.dict(globals(), TRACE=_trace(4)):
+        return ask(name, recompute, moe_router_topk=4, **options)
 
 
 def told_late(what: str) -> str:

@@ -116,6 +116,19 @@ def non_reentrant(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
     return checkpoint(layer, *inputs, use_reentrant=False)
 
 
+AROUND: dict[str, Around] = {"plain": plain, "reentrant": reentrant, "non_reentrant": non_reentrant}
+SCORES: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "pre_softmax": {"moe_router_pre_softmax": True},
+    "sigmoid": {"moe_router_score_function": "sigmoid"},
+    "sigmoid in groups": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 3,
+    },
+}
+
+
 def with_gradients(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A layer that turns gradients on again, as some that train inside a frozen model do."""
 
@@ -240,9 +253,9 @@ def tokens(num_sequences: int = 2, length: int = 4, seed: int = 1) -> Tensor:
     return torch.randint(VOCAB, (num_sequences, length), generator=torch.Generator().manual_seed(seed))
 
 
-def random_routes(num_tokens: int, num_layers: int = 3, seed: int = 5) -> Tensor:
+def random_routes(num_tokens: int, num_layers: int = 3, seed: int = 5, *, topk: int = TOPK) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_tokens, num_layers, EXPERTS, generator=generator).argsort(dim=2)[:, :, :TOPK]
+    return torch.rand(num_tokens, num_layers, EXPERTS, generator=generator).argsort(dim=2)[:, :, :topk]
 
 
 def random_trace(num_tokens: int = 16, num_layers: int = 3, *, seed: int = 5, **options: Any) -> mrr.RoutingTrace:
