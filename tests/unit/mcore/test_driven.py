@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megatron_router_replay import RouterReplay, RouterReplayAction, RouterReplayError
+from megatron_router_replay import RouterReplay, RouterReplayAction
 from megatron_router_replay.errors import ReplayStateError, TraceError
 from megatron_router_replay.mcore import Tape
 from tests.unit.mcore.tiny_chunk import reentrant
@@ -21,14 +21,16 @@ def route(replay, scores=SCORES, topk=2):
     return replay.get_replay_topk(scores, topk, None, None, live_topk)
 
 
-def test_without_an_action_it_routes_live():
-    values, indices = route(RouterReplay())
-    assert indices.tolist() == [[1, 2], [0, 3]]
-    assert torch.equal(values, torch.tensor([[0.4, 0.3], [0.4, 0.3]]))
+def replaying(target):
+    replay = RouterReplay()
+    replay.set_target_indices(target)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    return replay
 
 
 def test_record_keeps_a_copy_not_a_reference():
     replay = RouterReplay()
+    assert route(replay)[1].tolist() == [[1, 2], [0, 3]], "live, without an action"
     replay.set_router_replay_action(RouterReplayAction.RECORD)
     _, indices = route(replay)
     indices.zero_()  # Megatron-Core 0.16.1 keeps this very tensor
@@ -36,21 +38,11 @@ def test_record_keeps_a_copy_not_a_reference():
 
 
 def test_forward_replay_uses_the_target_in_its_column_order_with_the_live_scores():
-    replay = RouterReplay()
-    replay.set_target_indices(TARGET)
-    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    replay = replaying(TARGET.to(torch.uint8))
     values, indices = route(replay)
-    assert indices.tolist() == TARGET.tolist()
-    assert torch.equal(values, torch.tensor([[0.2, 0.4], [0.4, 0.2]]))
-
-
-def test_compact_targets_are_widened_where_they_are_used():
-    replay = RouterReplay()
-    replay.set_target_indices(TARGET.to(torch.uint8))
-    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    _, indices = route(replay)
     assert (indices.dtype, indices.tolist()) == (torch.int64, TARGET.tolist())
-    assert replay.replay_backward_list[0].dtype is torch.uint8
+    assert torch.equal(values, torch.tensor([[0.2, 0.4], [0.4, 0.2]]))
+    assert replay.replay_backward_list[0].dtype is torch.uint8, "widened where it is used"
 
 
 def test_backward_replay_takes_the_micro_batches_first_in_first_out():
@@ -105,9 +97,7 @@ class Named(torch.autograd.Function):
 
 @pytest.mark.parametrize("around", [reentrant, Named.apply], ids=["known", "named"])
 def test_a_recompute_is_recognised_without_setting_replay_backward(around):
-    replay, used = RouterReplay(), []
-    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    replay.set_target_indices(TARGET)
+    replay, used = replaying(TARGET), []
     first = recomputing(around, replay, used)
     replay.set_target_indices(TARGET.flip(1))
     second = recomputing(around, replay, used)
@@ -120,9 +110,7 @@ def test_a_recompute_is_recognised_without_setting_replay_backward(around):
 
 
 def test_a_recompute_that_nobody_knows_takes_the_fifo_or_raises():
-    replay, used = RouterReplay(), []
-    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    replay.set_target_indices(TARGET)
+    replay, used = replaying(TARGET), []
     outputs = [recomputing(Unknown.apply, replay, used) for _ in range(2)]
     with pytest.raises(ReplayStateError, match="in a recompute whose forward is not known"):
         outputs[0].backward()
@@ -132,67 +120,64 @@ def test_a_recompute_that_nobody_knows_takes_the_fifo_or_raises():
     assert replay.replay_backward_list == []
 
 
-def test_a_recorded_forward_is_replayed_in_its_checkpoint():
-    from torch.utils.checkpoint import checkpoint
-
-    replay = RouterReplay()
-    replay.set_router_replay_action(RouterReplayAction.RECORD)
-    scores = SCORES.clone().requires_grad_()
-    loss = checkpoint(lambda scores: route(replay, scores)[0].square().sum(), scores, use_reentrant=False)
-    replay.set_target_indices(replay.get_recorded_indices())
-    replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
-    loss.backward()
-    assert replay.replay_backward_list == []
-    assert torch.equal(scores.grad, torch.tensor([[0.0, 0.8, 0.6, 0.0], [0.8, 0.0, 0.0, 0.6]]))
-
-
-def test_a_replay_without_a_target_raises():
-    replay = RouterReplay()
-    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    with pytest.raises(ReplayStateError, match="without a target"):
-        route(replay)
-
-
 @pytest.mark.parametrize(
-    "target", [TARGET[:1], torch.cat([TARGET, TARGET]), torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.tensor([[0], [1]])]
-)
-def test_a_target_of_another_shape_raises(target):
-    # Too few rows would leave tokens without experts, one row would be broadcast, another topk is accepted elsewhere.
-    replay = RouterReplay()
-    replay.set_target_indices(target)
-    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    with pytest.raises(ReplayStateError, match="routes 2 tokens to 2 experts"):
-        route(replay)
-
-
-@pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "error", "message"),
     [
-        ([[0, 1], [2, 2]], r"row 1 .* is \[2, 2\]"),
-        ([[0, 0], [0, 0]], r"row 0 .* is \[0, 0\]"),
-        ([[0, 1], [-1, 2]], r"row 1 .* is \[-1, 2\]"),
-        ([0, 1], r"got \[2\]"),
-        ([[0.0, 1.0]], "float32"),
+        (None, ReplayStateError, "without a target"),
+        # Too few rows would leave tokens without experts, one row would be broadcast, another topk is accepted elsewhere.
+        (TARGET[:1], ReplayStateError, "routes 2 tokens to 2 experts"),
+        (TARGET.repeat(2, 1), ReplayStateError, "routes 2 tokens to 2 experts"),
+        ([[0, 1, 2], [1, 2, 3]], ReplayStateError, "routes 2 tokens to 2 experts"),
+        ([[0], [1]], ReplayStateError, "routes 2 tokens to 2 experts"),
+        ([[0, 4], [1, 2]], TraceError, "names expert 4 of 4 experts"),
     ],
 )
-def test_a_target_that_no_router_could_choose_raises_when_it_is_set(target, said):
-    replay = RouterReplay()
-    with pytest.raises(TraceError, match=said):
-        replay.set_target_indices(torch.tensor(target))
-    assert replay.target_topk_idx is None
-    assert replay.replay_backward_list == []
-
-
-def test_an_expert_that_does_not_exist_raises_when_it_is_used():
-    replay = RouterReplay()
-    replay.set_target_indices(torch.tensor([[0, 4], [1, 2]]))
-    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    with pytest.raises(TraceError, match="names expert 4 of 4 experts"):
+def test_a_target_that_does_not_fit_the_forward_raises_when_it_is_used(target, error, message):
+    replay = replaying(TARGET if target is None else target)
+    if target is None:
+        replay.clear_indices()
+    with pytest.raises(error, match=message):
         route(replay)
 
 
-def test_the_static_helpers_reach_every_instance_in_order():
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ([[0, 1], [2, 2]], r"row 1 of the replay target is \[2, 2\]"),
+        ([[0, 1, 2], [3, 0, 3]], "row 1 of the replay target"),
+        ([[-1, 2], [0, 1]], r"row 0 of the replay target is \[-1, 2\]"),
+        *(
+            (target, r"must be \[num_tokens, topk\] integers, got ")
+            for target in ([0, 1], [[0.0, 1.0]], [[True], [False]], [[1j, 2j]], "ids", [[0, 1], [2]], None)
+        ),
+    ],
+)
+def test_a_target_that_no_router_could_choose_raises_when_it_is_set(target, message):
+    replay = RouterReplay()
+    with pytest.raises(TraceError, match=message):
+        replay.set_target_indices(target)
+    assert (replay.target_topk_idx, replay.replay_backward_list) == (None, [])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64, torch.uint16, torch.uint32, torch.uint64])
+def test_a_target_is_a_copy_and_words_that_torch_cannot_sort_are_widened(dtype):
+    given, replay = TARGET.to(dtype, copy=True), RouterReplay()
+    for form in (given, given.numpy(), given.tolist()):
+        replay.set_target_indices(form)
+    given.zero_()
+    assert [target.tolist() for target in replay.replay_backward_list] == [TARGET.tolist()] * 3
+    unsigned = dtype in (torch.uint16, torch.uint32, torch.uint64)
+    assert replay.replay_backward_list[0].dtype is (torch.int64 if unsigned else dtype)
+
+
+def test_the_static_helpers_reach_every_instance_in_order_or_none():
     replays = [RouterReplay(), RouterReplay()]
+    with pytest.raises(ValueError, match="1 replay tensors over 2 routers") as raised:  # as Megatron-Core's class
+        RouterReplay.set_replay_data([TARGET])
+    assert isinstance(raised.value, ReplayStateError)
+    with pytest.raises(TraceError):
+        RouterReplay.set_replay_data([TARGET, torch.zeros(2, 2, dtype=torch.int64)])
+    assert [replay.target_topk_idx for replay in replays] == [None, None]
     RouterReplay.set_replay_data([TARGET, TARGET.flip(1)])
     assert [replay.target_topk_idx.tolist() for replay in replays] == [TARGET.tolist(), TARGET.flip(1).tolist()]
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
@@ -204,32 +189,13 @@ def test_the_static_helpers_reach_every_instance_in_order():
     for replay in replays:
         assert (replay.router_replay_action, replay.target_topk_idx, replay.recorded_topk_idx) == (None, None, None)
         assert replay.replay_backward_list == []
-    RouterReplay.clear_global_router_replay_instances()
-    assert RouterReplay.global_router_replay_instances == []
-
-
-def test_set_replay_data_sets_all_or_nothing():
-    replays = [RouterReplay(), RouterReplay()]
-    with pytest.raises(ReplayStateError, match="1 replay tensors over 2 routers"):
-        RouterReplay.set_replay_data([TARGET])
-    with pytest.raises(TraceError):
-        RouterReplay.set_replay_data([TARGET, torch.zeros(2, 2, dtype=torch.int64)])
-    assert [replay.target_topk_idx for replay in replays] == [None, None]
 
 
 def test_gradients_reach_the_scores_of_the_replayed_experts_only():
     scores = SCORES.clone().requires_grad_()
-    replay = RouterReplay()
-    replay.set_target_indices(TARGET)
-    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    values, _ = route(replay, scores)
+    values, _ = route(replaying(TARGET), scores)
     (values * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
     assert scores.grad.tolist() == [[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 4.0, 0.0]]
-
-
-def test_every_error_is_of_the_package():
-    assert issubclass(ReplayStateError, RouterReplayError)
-    assert issubclass(TraceError, RouterReplayError)
 
 
 def test_recording_goes_into_a_static_buffer():

@@ -6,13 +6,12 @@ import pickle
 import weakref
 from enum import Enum
 
-import numpy as np
 import pytest
 import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay import RouterReplay, RouterReplayAction, RouterReplayError, install, uninstall
-from megatron_router_replay.errors import ReplayStateError, TraceError, UnsupportedRouterError
+from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from tests.unit.mcore.tiny_chunk import (
     Chunk,
     as_map,
@@ -205,29 +204,6 @@ def test_a_target_lives_as_long_as_the_graph_that_may_ask_for_it(chunk):
     assert all(target() is None for target in kept)
 
 
-def test_targets_are_copied_and_checked_where_they_are_set():
-    replay = RouterReplay()
-    target = torch.tensor([[0, 1], [2, 3]])
-    replay.set_target_indices(target)
-    target.zero_()
-    assert replay.target_topk_idx.tolist() == [[0, 1], [2, 3]]
-    for bad in ([[0, 0]], [[0, -1]], [0, 1], [[0.5, 1.0]], "routes", object()):
-        with pytest.raises(TraceError):
-            replay.set_target_indices(bad)
-    for given in ([[0, 1], [2, 3]], *(np.array([[0, 1], [2, 3]], dtype) for dtype in (np.uint16, np.uint32))):
-        replay.set_target_indices(given)
-        assert replay.target_topk_idx.tolist() == [[0, 1], [2, 3]]
-    assert len(replay.replay_backward_list) == 4
-
-
-def test_a_wrong_number_of_tensors_raises_what_megatron_core_raises():
-    RouterReplay()
-    with pytest.raises(ValueError, match="1 routers"):
-        RouterReplay.set_replay_data([])
-    with pytest.raises(RouterReplayError):
-        RouterReplay.set_replay_data([])
-
-
 def test_list_enum_and_static_helpers_are_megatrons_own():
     theirs = upstream().RouterReplay
     assert issubclass(RouterReplay, theirs)
@@ -315,24 +291,6 @@ def test_an_instance_that_cannot_be_adopted_is_refused_and_nothing_is_changed(na
         assert all(vars(instance)[key] is value for key, value in before.items())
     assert upstream().RouterReplay is theirs
     assert RouterReplay.global_router_replay_instances is ours
-
-
-@pytest.mark.parametrize("around", [reentrant, non_reentrant])
-def test_the_recompute_of_an_adopted_target_is_as_any_other(around):
-    theirs = upstream().RouterReplay
-    chunk = Chunk()
-    chunk.around = around
-    for router in chunk.routers:
-        router.router_replay = theirs()
-    theirs.set_replay_data(routes(0))
-    theirs.set_global_router_replay_action(FORWARD)
-    install()
-    with watched(chunk) as seen:
-        loss = chunk(tokens(), 0).square().mean()
-        theirs.set_global_router_replay_action(BACKWARD)
-        disturb(chunk)
-        loss.backward()
-    assert (num_recomputed(seen), wrong(seen), queued()) == (3, 0, [0] * 3)
 
 
 def test_install_replaces_the_names_in_every_megatron_module_that_holds_them():
