@@ -19,10 +19,12 @@ from megatron_router_replay.mcore import microbatches as micro
 from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.layers import route_columns
 from megatron_router_replay.mcore.microbatches import Check, as_integers, as_mask
-from megatron_router_replay.trace.ids import has_repeats, index_dtype
+from megatron_router_replay.trace.ids import first_invalid, index_dtype
 
 _DIGIT_BITS = 7
 """Digits below 128 are legal ids in every integer dtype, and stay what they are when a trainer casts the routes."""
+
+_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def stamp(routes: Tensor, tokens: Tensor) -> Tensor:
@@ -57,7 +59,8 @@ def _digits(tokens: Tensor, topk: int) -> Tensor:
     bits = topk * _DIGIT_BITS
     if bits < 21:  # too few for every vocabulary: the high bits of a multiplicative hash, which depend on all of an id
         ids = ((ids * 0x9E3779B1) & 0xFFFFFFFF) >> (32 - bits)
-    return torch.stack([(ids >> _DIGIT_BITS * (place % 3)) & 127 for place in range(topk)], dim=-1)
+    shifts = torch.arange(topk, device=ids.device) % 3 * _DIGIT_BITS
+    return (ids.unsqueeze(-1) >> shifts) & 127
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +76,7 @@ class FedRoutes:
         padding_known: somebody said what is padding, by a mask or by the filler that stands there.
         proved: the rows were compared with their tokens.
         split, ahead: as given.
-        routes: [b, s, layers, topk] as given, without the stamp.
+        routes: [b, s, layers, topk] as given, without the stamp; no copy, so only until the trainer goes on.
         column: layer number -> its column in `routes`.
     """
 
@@ -140,12 +143,14 @@ class FedRoutes:
             for each, name in ((token_ids, "token_ids"), (padding, "padding"), (trained, "trained"))
         )
         stamps = values[:, :, -1] if stamped else None
-        values, column = _columns(chunk, values[:, :, :-1] if stamped else values, layer_numbers)
+        values = values[:, :, :-1] if stamped else values
+        column = _columns(chunk, values, layer_numbers)
         # Judged by all layers of the model, so that every pipeline stage says the same of a row: one layer may rightly choose
         # what is filler elsewhere. Hash layers hold zeros.
         num_hashed = getattr(chunk.config, "moe_n_hash_layers", None) or 0
         whole = micro.take_layers(values, [place for number, place in column.items() if number > num_hashed], dim=2)
-        live = _has_no_route(whole, filler)
+        fills = None if filler is None else micro.to_device(torch.as_tensor(filler, dtype=torch.int64), device)
+        live = _has_no_route(whole, fills)
         known = ~live if at_padding is None else ~live & ~at_padding
         num_experts = int(chunk.taking_part[0].router.num_experts)
         _check_ids(whole, known, num_experts, check)
@@ -158,8 +163,12 @@ class FedRoutes:
         own = micro.take_layers(values, [column[found.layer_number] for found in chunk.taking_part], dim=2)
         view_live = chunk.router_view(live, split=split)
         has_live = view_live.device.type != "cpu" or bool(view_live.any())
+        if has_live and own.dtype.is_signed:
+            own = own.clamp(min=0)
+        # A copy, for a trainer reuses its buffers.
+        compact = chunk.router_view(own, split=split).to(index_dtype(num_experts), copy=True)
         return cls(
-            compact=chunk.router_view(own.clamp(min=0), split=split).to(index_dtype(num_experts)),
+            compact=compact,
             live=view_live if has_live else None,
             padding=at_padding,
             batch_shape=batch_shape,
@@ -177,6 +186,8 @@ def _as_batch(routes: Any) -> Tensor:
     """Return [b, s, layers, topk]."""
     values = as_integers(routes, "routes").detach()
     values = values.unsqueeze(0) if values.dim() == 3 else values
+    # Narrow ones stay narrow: widening costs more than every check. torch computes too little with uint16.
+    values = values if values.dtype in _DTYPES else values.to(torch.int64)
     if values.dim() != 4:
         raise LayoutError(
             f"MRR411: routes must be [b, s, layers, topk], or [t, layers, topk] for one packed row, got {list(values.shape)}."
@@ -197,17 +208,28 @@ def _check_proof(*, stamped: bool, trust_layout: bool, token_ids: Any) -> None:
         )
 
 
-def _has_no_route(routes: Tensor, filler: Any) -> Tensor:
-    """Return [b, s] bool, True: every layer of the row is below 0, or the trainer's filler."""
-    without = routes.flatten(2).amax(2) < 0
-    if filler is not None:
-        fills = micro.to_device(torch.as_tensor(filler, dtype=torch.int64), routes.device)
-        without |= (routes == fills).flatten(2).all(2)
+def _has_no_route(routes: Tensor, filler: Tensor | None) -> Tensor:
+    """Return [b, s] bool, True: every layer of the row is below 0, or the trainer's filler, [topk] int64."""
+    if routes.device.type != "cpu":
+        return _is_unrouted(routes, filler)
+    # Few rows begin like one without a route; the rest of a row is read of these alone.
+    first = routes[:, :, 0, 0].to(torch.int64)
+    without = first < 0 if filler is None else (first < 0) | (first == filler.expand(routes.shape[3])[0])
+    places = without.nonzero(as_tuple=True)
+    without[places] = _is_unrouted(routes[places], filler)
     return without
 
 
-def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None) -> tuple[Tensor, dict[int, int]]:
-    """Return a copy of routes, int64, and Megatron's number of each MoE layer -> its column; a trainer reuses its buffers."""
+def _is_unrouted(routes: Tensor, filler: Tensor | None) -> Tensor:
+    """Return [...] bool of [..., layers, topk] routes, each of which is read whole."""
+    without = routes.flatten(-2).amax(-1) < 0
+    if filler is not None:
+        without |= (routes == filler).flatten(-2).all(-1)
+    return without
+
+
+def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None) -> dict[int, int]:
+    """Return Megatron's number of each MoE layer -> its column of routes."""
     topk = int(chunk.taking_part[0].router.topk)
     if routes.shape[3] != topk:
         raise LayoutError(f"MRR411: routes name {routes.shape[3]} experts a token, the model's topk is {topk}.")
@@ -217,17 +239,16 @@ def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None) 
         raise LayoutError(
             f"MRR411: {missing[0]} has no routes: they are of layers {sorted(column)}; say layer_numbers=."
         )
-    return routes.to(torch.int64, copy=True), column
+    return column
 
 
 def _check_dense(routes: Tensor, column: dict[int, int], known: Tensor, check: Check) -> None:
     """Check that columns of dense layers hold filler; a trainer's own, in rows without a route, spreads over all layers."""
     dense = [place for place in range(routes.shape[2]) if place not in column.values()]
     if dense:
-        filler = micro.take_layers(routes, dense, dim=2)
-        wrong = ((filler != 0) & (filler != -1)).flatten(2).any(2)
+        filler = micro.take_layers(routes, dense, dim=2).to(torch.int64)  # torch takes 255 for -1 in uint8
         check(
-            (wrong & known).any(),
+            ((filler != 0) & (filler != -1) & known[..., None, None]).any(),
             f"MRR411: routes of the dense layers {[place + 1 for place in dense]} are not filler (0 or -1): the layers are "
             "shifted, or of another model.",
         )
@@ -237,7 +258,7 @@ def _check_stamps(stamps: Tensor, tokens: Tensor, known: Tensor, check: Check) -
     """Check that rows with a route bear the stamp of their token."""
     expected = _digits(tokens, stamps.shape[-1])
     check(
-        ((stamps != expected.to(stamps.dtype)).any(dim=2) & known).any(),
+        ((stamps != expected.to(stamps.dtype)) & known.unsqueeze(2)).any(),
         "MRR203: routes are of other tokens than the model gets at their positions: the trainer lays routes out in another "
         "order than tokens (context parallelism, padding side, [s, b]), or cut one of the two.",
     )
@@ -257,21 +278,19 @@ def _beside(values: Any, name: str, shape: tuple[int, int], device: torch.device
 
 def _check_ids(routes: Tensor, known: Tensor, num_experts: int, check: Check) -> None:
     """Check that rows with a route name different experts of the model in every layer."""
-    lowest, highest = torch.aminmax(routes.flatten(2), dim=2)
-    outside = (lowest < 0) | (highest >= num_experts)
+    if routes.device.type == "cpu":  # where torch sorts short rows slowly
+        fault = first_invalid(routes.flatten(0, 1), num_experts=num_experts, replay_mask=known.flatten())
+        cause = None if fault is None else fault[0].cause
+        outside, repeated = (torch.tensor(cause == each) for each in ("outside", "repeated"))
+    else:
+        lowest, highest = (each.to(torch.int64) for each in torch.aminmax(routes.flatten(2), dim=2))
+        outside = (((lowest < 0) | (highest >= num_experts)) & known).any()
+        ordered = routes.sort(dim=3).values
+        repeated = ((ordered[..., 1:] == ordered[..., :-1]).flatten(2).any(2) & known).any()
     check(
-        (outside & known).any(),
+        outside,
         f"MRR103: routes name experts outside 0..{num_experts - 1}, or miss some layers of a row (-1).",
     )
     check(
-        _repeats(routes, known, num_experts),
-        "MRR103: routes name an expert twice in one row: was padding written without -1, padding= or filler=?",
+        repeated, "MRR103: routes name an expert twice in one row: was padding written without -1, padding= or filler=?"
     )
-
-
-def _repeats(routes: Tensor, known: Tensor, num_experts: int) -> Tensor:
-    """Return whether a row with a route names an expert twice in a layer, [] bool."""
-    if routes.device.type == "cpu":  # where torch sorts short rows slowly
-        return torch.tensor(has_repeats(routes[known].to(index_dtype(num_experts)).numpy()))
-    ordered = routes.sort(dim=3).values
-    return ((ordered[..., 1:] == ordered[..., :-1]).flatten(2).any(2) & known).any()

@@ -351,9 +351,13 @@ def spread_padding(compact: Tensor, padding: Tensor, ordinals: Tensor, num_exper
 
     Source: paddings that all take the same experts overload these.
     """
-    topk = compact.shape[2]
-    slots = ordinals.unsqueeze(1) * topk + torch.arange(topk, device=compact.device)
-    return torch.where(padding.view(-1, 1, 1), (slots % num_experts).to(compact.dtype).unsqueeze(1), compact)
+    at = padding.nonzero().squeeze(1) if padding.device.type == "cpu" else None  # a GPU's host would wait for it
+    ordinals = ordinals if at is None else ordinals[at]
+    slots = ordinals.unsqueeze(1) * compact.shape[2] + torch.arange(compact.shape[2], device=compact.device)
+    spread = (slots % num_experts).to(compact.dtype).unsqueeze(1)
+    if at is None:
+        return torch.where(padding.view(-1, 1, 1), spread, compact)
+    return compact.index_copy(0, at, spread.expand(-1, compact.shape[1], -1)) if at.numel() else compact
 
 
 def padding_ordinals(padding: Tensor) -> Tensor:

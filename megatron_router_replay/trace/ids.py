@@ -135,17 +135,14 @@ def has_repeats(rows: npt.NDArray[Any]) -> bool:
     return False
 
 
-def check_topk_indices(
-    indices: Tensor, *, num_experts: int, layer_numbers: Sequence[int], replay_mask: Tensor | None = None
-) -> None:
-    """Raise unless every id is an expert's and no row names an expert twice; bounded temporary memory.
+def first_invalid(
+    indices: Tensor, *, num_experts: int, replay_mask: Tensor | None = None
+) -> tuple[InvalidRoutes, npt.NDArray[np.int64]] | None:
+    """Return the first block's routes that no router can have chosen, and the row of each entry; bounded memory.
 
     Args:
         indices: [num_tokens, num_layers, topk], any integer dtype, on any device.
         replay_mask: [num_tokens] bool, False: this row is not looked at. Default: all rows are.
-
-    Raises:
-        TraceError: names the first layer and row at fault.
     """
     num_tokens, num_layers, topk = indices.shape
     step = max(1, _CHECK_BYTES // max(1, num_layers * topk * indices.element_size()))
@@ -157,17 +154,32 @@ def check_topk_indices(
             if not mask.all():
                 rows, place = rows[mask], place[mask]
         fault = find_invalid_routes(rows, num_experts=num_experts)
-        if fault is None:
-            continue
-        first = int(np.flatnonzero(fault.invalid.any(axis=1))[0])
-        if fault.cause == "repeated":
-            advice = (
-                "The usual cause is lost data, sent as zeros; mark rows without a route with -1 or replay_mask instead."
-            )
-        else:
-            advice = (
-                "Is num_experts right? An engine under expert load balancing may send physical ids. A row without a route "
-                "is -1 in every layer."
-            )
-        # Masked rows are left out of `rows`, so the distance to the row's own place differs from row to row.
-        raise TraceError(f"MRR103: {fault.describe(layer_numbers, first_row=int(place[first]) - first)} {advice}")
+        if fault is not None:
+            return fault, place
+    return None
+
+
+def check_topk_indices(
+    indices: Tensor, *, num_experts: int, layer_numbers: Sequence[int], replay_mask: Tensor | None = None
+) -> None:
+    """Raise unless every id is an expert's and no row names an expert twice; arguments as of `first_invalid`.
+
+    Raises:
+        TraceError: names the first layer and row at fault.
+    """
+    invalid = first_invalid(indices, num_experts=num_experts, replay_mask=replay_mask)
+    if invalid is None:
+        return
+    fault, place = invalid
+    first = int(np.flatnonzero(fault.invalid.any(axis=1))[0])
+    if fault.cause == "repeated":
+        advice = (
+            "The usual cause is lost data, sent as zeros; mark rows without a route with -1 or replay_mask instead."
+        )
+    else:
+        advice = (
+            "Is num_experts right? An engine under expert load balancing may send physical ids. A row without a route "
+            "is -1 in every layer."
+        )
+    # Masked rows are left out of `rows`, so the distance to the row's own place differs from row to row.
+    raise TraceError(f"MRR103: {fault.describe(layer_numbers, first_row=int(place[first]) - first)} {advice}")

@@ -34,7 +34,7 @@ def check_replay(chunk, routes, *, live=(), padding=None, **options):
         chunk(IDS)
     known = ~unknown.t().reshape(-1)
     for (_, layer), (routing_map,) in seen.items():
-        expected = as_map(routes[:, :, layer - 1].transpose(0, 1).reshape(8, 2).clamp(min=0))
+        expected = as_map(routes[:, :, layer - 1].transpose(0, 1).reshape(8, 2).clamp(0, 7))
         assert torch.equal(routing_map[known], expected[known])
     report = session.report
     assert (report.rows_replayed, report.rows_live) == (int(known.sum()), len(live))
@@ -82,3 +82,42 @@ def test_the_routers_config_counts_the_layers_where_the_model_has_none(columns):
         chunk(IDS)
     for (_, layer), (routing_map,) in seen.items():
         assert torch.equal(routing_map, as_map(routes[:, :, layer - 1].transpose(0, 1).reshape(8, 2)))
+
+
+def test_255_in_a_dense_layer_is_no_filler():
+    """torch takes 255 for -1 where it compares uint8 with a number."""
+    chunk = layers_2_and_3(moe_layer_freq=[0, 1, 1])
+    with pytest.raises(LayoutError, match=r"dense layers \[1\] are not filler"), mrr.replay(chunk):
+        mrr.microbatch(chunk, routes=routes_behind(0).to(torch.uint8).index_fill(2, ZERO, 255), trust_layout=True)
+
+
+ZERO = torch.tensor([0])
+FAULTS = {
+    "none": lambda rows: rows,
+    "another expert in one layer of filler": lambda rows: rows.index_fill(0, ZERO, 0) + torch.tensor([0, 1]),
+    "a layer is missing": lambda rows: rows.index_fill(0, torch.tensor([2]), -1),
+    "the first layer is missing": lambda rows: rows.index_fill(0, ZERO, -1),
+    "one id is missing": lambda rows: rows * torch.tensor([1, 0]) - torch.tensor([0, 1]),
+    "an id too high": lambda rows: rows.index_fill(0, torch.tensor([1]), 8),
+    "an expert twice in the last layer": lambda rows: rows.index_fill(0, torch.tensor([2]), 3),
+    "no route": lambda rows: rows * 0 - 1,
+    "filler": lambda rows: rows * 0 + FILLER,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("is_padding", [False, True])
+def test_each_row_is_replayed_live_or_refused_as_a_plain_reading_of_it_says(fault, is_padding, dtype):
+    routes, padding = random_routes(8).view(2, 4, 3, 2), torch.zeros(2, 4, dtype=torch.bool)
+    routes[1, 2] = row = FAULTS[fault](routes[1, 2])
+    padding[1, 2] = is_padding
+    layers = row.tolist()
+    is_live = all(layer == [0, 1] for layer in layers) or all(each < 0 for layer in layers for each in layer)
+    is_legal = all(0 <= each < 8 and layer.count(each) == 1 for layer in layers for each in layer)
+    if not (is_live or is_legal or is_padding):
+        with pytest.raises(LayoutError, match="MRR103"), mrr.replay(Chunk()) as session:
+            session.microbatch(routes=routes.to(dtype), trust_layout=True, padding=padding, filler=FILLER)
+        return
+    live = [(1, 2)] if is_live and not is_padding else []
+    check_replay(Chunk(), routes.to(dtype), live=live, padding=padding, filler=FILLER)
