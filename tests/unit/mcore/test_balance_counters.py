@@ -88,14 +88,6 @@ def test_record_and_freeze_count_once_too(kind, start):
     assert session.report.decisions["counted"] == 3 * int(keep.sum())
 
 
-def test_without_a_session_a_non_reentrant_checkpoint_counts_twice():
-    """What the two tests above would see if nothing was done."""
-    chunk = balanced(**BIASED)
-    chunk.around = non_reentrant
-    chunk(tokens(2, 3), 0).square().sum().backward()
-    assert [sum(layer) for layer in counters(chunk)] == [2 * 12] * 3
-
-
 def test_off_counts_nothing_and_leaves_what_was_counted_before():
     chunk = balanced(**BIASED)
     for router in chunk.routers:
@@ -240,11 +232,3 @@ def test_padding_of_a_stage_of_mtp_layers_alone_is_refused_where_it_counts(balan
     else:
         session.microbatch(ROWS, stage, padding=PADDING)
     mrr.close_sessions([chunk, stage])
-
-
-def test_padding_of_such_a_stage_is_refused_where_routes_are_fed_too():
-    stage, chunk = MtpStage(balanced(**BIASED)), balanced(**BIASED)
-    routes = ROUTES[ROWS.clamp(min=0)]
-    with pytest.raises(UnsupportedRouterError, match="MTP layers alone"), mrr.replay([chunk, stage]):
-        mrr.microbatch(stage, routes, trust_layout=True)
-        mrr.microbatch(stage, routes, trust_layout=True, padding=PADDING)

@@ -72,17 +72,6 @@ def test_rows_left_live_are_routed_live_counted_by_reason_and_frozen(around):
     assert "  4  (1 without a route, 3 left out)" in str(report)
 
 
-def test_a_choice_of_nothing_is_the_trace_itself():
-    for trace in (whole(), whole().keep([True] * 8)):
-        chunk = Chunk()
-        with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-            session.microbatch(ROWS, trained=ROWS != NO_ROUTE)
-            chunk(tokens())
-        assert torch.equal(seen[0, 2][0][:-1], as_map(trace.layer(2)[AT[:-1]]))
-        report = session.report
-        assert (report.rows_replayed, report.rows_left_out) == (7, 0)
-
-
 def test_prefetched_routes_know_the_choice():
     chunk, trace = Chunk(), chosen()
     live = live_maps(chunk)

@@ -13,14 +13,10 @@ from megatron_router_replay.mcore.microbatches import (
     LayerRoutes,
     Microbatch,
     RowInputs,
-    count_rows,
     padding_ordinals,
     spread_padding,
-    take_rows,
 )
 from tests.unit.mcore.tiny_chunk import Chunk, as_map, random_routes, random_trace, tokens, watched
-
-CPU = torch.device("cpu")
 
 
 def queued(trace, rows, **options):
@@ -52,13 +48,6 @@ def test_each_layer_is_widened_with_its_block_in_the_forward_and_the_recompute()
         assert len(routes._blocks) == (layer not in (0, 16, 32))
 
 
-def test_rows_of_an_empty_trace_are_zeros_and_others_are_gathered():
-    routes = random_routes(5)
-    rows = torch.tensor([4, 0, 4])
-    assert torch.equal(take_rows(routes, rows, CPU), routes[[4, 0, 4]])
-    assert torch.equal(take_rows(routes[:0], rows * 0, CPU), torch.zeros(3, 3, 2, dtype=routes.dtype))
-
-
 def test_padding_is_numbered_as_routers_see_it_and_spread_over_all_experts():
     padding = torch.tensor([[False, True, True], [False, True, False]])  # s-major: no no, 0 1, 2 no
     ordinals = padding_ordinals(padding)
@@ -69,14 +58,6 @@ def test_padding_is_numbered_as_routers_see_it_and_spread_over_all_experts():
     assert torch.equal(spread[~seen], routes[~seen])
     assert spread[seen].tolist() == [[[0, 1]] * 3, [[2, 3]] * 3, [[4, 0]] * 3]
     assert spread.dtype is torch.uint8
-
-
-def test_rows_are_counted_by_kind():
-    live, padding = torch.tensor([True, False, False, True]), torch.tensor([False, True, False, False])
-    assert count_rows(4, live, padding) == {"rows": 4, "live": 2, "padding": 1}
-    assert count_rows(4, live, None) == {"rows": 4, "live": 2, "padding": 0}
-    assert count_rows(4, None, padding) == {"rows": 4, "live": 0, "padding": 1}
-    assert count_rows(4, None, None) == {"rows": 4, "live": 0, "padding": 0}
 
 
 def test_each_position_gets_its_rows_routes_and_says_whether_it_is_live():

@@ -67,12 +67,6 @@ def test_the_next_microbatch_is_loaded_while_the_caller_works() -> None:
     assert asked == [0, 1]
 
 
-def test_nothing_is_retained_after_the_step() -> None:
-    kept = [weakref.ref(routes.topk_indices) for routes in prefetch(_trace(), ROWS)]
-    gc.collect()
-    assert [ref() for ref in kept] == [None, None, None]
-
-
 def test_a_schedule_that_asks_for_no_more_than_it_queued_retains_nothing() -> None:
     steps = prefetch_batches(_trace(), [{"routing_rows": rows} for rows in ROWS])
     kept = [weakref.ref(next(steps)["routing_rows"].topk_indices) for _ in ROWS]
@@ -144,11 +138,6 @@ def test_rows_that_are_written_over_are_those_of_their_time() -> None:
 
     taken = torch.cat([routes.topk_indices[0] for routes in prefetch(_trace(), rows())])
     assert torch.equal(taken, _trace().topk_indices)
-
-
-def test_one_batch_given_many_times_is_no_change() -> None:
-    batch = {"tokens": torch.arange(3), "routing_rows": torch.tensor([2])}
-    assert len(list(prefetch_batches(_trace(), [batch] * 4))) == 4
 
 
 @pytest.mark.parametrize(

@@ -373,7 +373,7 @@ def test_an_empty_micro_batch_between_others(kind):
 
 def test_a_share_of_exactly_min_replayed_is_enough():
     chunk = Chunk(num_layers=1)
-    for num_routed in (7, 28, 55, 56):  # n / 100 * 100 > n in floating point
+    for num_routed in (100, 7, 28, 55, 56):  # n / 100 * 100 > n in floating point
         trace = random_trace(100, 1, replay_mask=torch.arange(100) < num_routed)
         with mrr.replay(chunk, trace, min_replayed=num_routed / 100) as session:
             session.microbatch(torch.arange(100))
@@ -407,9 +407,12 @@ def test_swapped_arguments_no_trace_no_chunks_and_a_path(tmp_path):
     for chunks in ([], [chunk, None]):
         with pytest.raises(LayoutError, match="model_chunks must be"):
             mrr.record(chunks)
-    for option in ({"min_replayed": "0.9"}, {"compare_live": "x"}, {"compare_live": 1.5}):
-        with pytest.raises(TraceError, match="must be a"):
-            mrr.replay(chunk, trace, **option)
+    for least in (-0.1, 1.1, "0.9"):
+        with pytest.raises(TraceError, match=r"min_replayed=.* must be a share"):
+            mrr.replay(chunk, trace, min_replayed=least)
+    for every in (1.5, "x", None):
+        with pytest.raises(TraceError, match=r"compare_live=.* must be a bool, or an int n"):
+            mrr.replay(chunk, trace, compare_live=every)
     mrr.save_trace(trace, tmp_path / "routes.safetensors")
     seen, _ = replayed(chunk, tmp_path / "routes.safetensors")
     assert wrong(seen, trace) == 0

@@ -103,15 +103,6 @@ def test_rows_that_were_not_recorded_are_no_routes_and_the_length_may_be_given()
     assert recording.gather().num_tokens == 8  # of one process
 
 
-def test_a_recording_of_one_process_may_be_read_while_it_goes_on():
-    chunk = Chunk()
-    with mrr.record(chunk) as recording:
-        for number in range(2):
-            recording.microbatch(ROWS + 8 * number)
-            chunk(tokens(), number)
-            assert recording.trace().num_tokens == 8 + 8 * number
-
-
 def test_parts_are_gathered_over_the_groups_that_are_named_or_the_whole_job(one_rank):
     rows = torch.where(ROWS == 2, -1, ROWS)
     with mrr.record(chunk := Chunk()) as recording:
@@ -163,12 +154,6 @@ def test_prefetched_routes_are_for_a_replay_of_their_trace():
     assert torch.equal(seen[0, 2][0], as_map(trace.layer(2)[ROWS.t().reshape(-1)]))
 
 
-def test_a_freeze_takes_no_micro_batches():
-    chunk = Chunk()
-    with mrr.freeze_recompute(chunk) as freeze, pytest.raises(ReplayStateError, match="takes no micro-batches"):
-        freeze.microbatch(ROWS)
-
-
 # Traces that are not of this model
 
 
@@ -188,33 +173,6 @@ def test_a_trace_of_other_experts_is_refused(options, message):
     chunk = Chunk()
     with pytest.raises(TraceError, match=message):
         mrr.replay(chunk, mrr.RoutingTrace(**values))
-    assert not any(map(holders_of, chunk.routers))
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, "1"])
-def test_a_share_that_is_none_is_refused(share):
-    with pytest.raises(TraceError, match=r"min_replayed=.* must be a share"):
-        mrr.replay(Chunk(), random_trace(8), min_replayed=share)
-
-
-def test_a_share_may_be_all():
-    chunk = Chunk()
-    with mrr.replay(chunk, random_trace(8), min_replayed=1) as session:
-        session.microbatch(ROWS)
-        chunk(tokens())
-    with (
-        pytest.raises(ReplayStateError, match=r"less than min_replayed=1\."),
-        mrr.replay(chunk, random_trace(8), min_replayed=1) as session,
-    ):
-        session.microbatch(torch.where(ROWS == 5, -1, ROWS))
-        chunk(tokens())
-
-
-@pytest.mark.parametrize("every", [2.0, "2", None])
-def test_a_comparison_every_so_many_micro_batches_takes_a_whole_number(every):
-    chunk = Chunk()
-    with pytest.raises(TraceError, match=r"compare_live=.* must be a bool, or an int n"):
-        mrr.replay(chunk, random_trace(8), compare_live=every)
     assert not any(map(holders_of, chunk.routers))
 
 
