@@ -71,20 +71,17 @@ def test_zigzag_is_transformer_engines_split_of_packed_sequences(lengths, cp_siz
         assert torch.equal(ours, rows[:, index])
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_zigzag_is_megatrons_split_of_packed_sequences(cp_size):
-    if cp_size > 1 and utils.tex is None:
-        pytest.skip(
-            "Megatron-Core splits packed sequences with a CUDA kernel of transformer_engine, not installed here"
-        )
-    device = "cpu" if cp_size == 1 else "cuda"
-    rows, cu_seqlens, bounds = (
-        tensor.to(device) for tensor in pack_rows([3, 9, 1], sequence_multiple=4, total_multiple=16)
-    )
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    utils.tex is None, reason="Megatron-Core splits packed sequences with a kernel of transformer_engine"
+)
+def test_zigzag_is_megatrons_split_of_packed_sequences():
+    packed = pack_rows([3, 9, 1], sequence_multiple=4, total_multiple=16)
+    rows, cu_seqlens, bounds = (tensor.cuda() for tensor in packed)
     longest = bounds.diff().max().view(1)
-    for rank in range(cp_size):
+    for rank in range(2):
         theirs, _ = utils.get_thd_batch_on_this_cp_rank(
-            {"tokens": rows}, cu_seqlens, bounds, longest, cp_size=cp_size, cp_rank=rank
+            {"tokens": rows}, cu_seqlens, bounds, longest, cp_size=2, cp_rank=rank
         )
-        ours = split_context_parallel(rows, cp_rank=rank, cp_size=cp_size, cu_seqlens_padded=bounds)
+        ours = split_context_parallel(rows, cp_rank=rank, cp_size=2, cu_seqlens_padded=bounds)
         assert torch.equal(ours, theirs["tokens"])

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.layout import (
-    check_tokens,
-    collate_packed,
-    collate_padded,
-    split_batch,
-)
+from megatron_router_replay.layout import check_tokens, collate_packed, collate_padded, split_batch
 
 SAMPLES = [
     {"input_ids": torch.tensor([11, 12, 13]), "labels": torch.tensor([12, 13, 14])},
@@ -41,10 +36,6 @@ def test_a_packed_batch():
         "cu_seqlens": [0, 3, 4, 6],
         "cu_seqlens_padded": [0, 4, 6, 8],
     }
-
-
-def test_a_batch_of_one_sample():
-    assert collate_padded(SAMPLES[:1], pad_token_id=0, multiple=4)["routing_rows"].tolist() == [[0, 1, 2, -1]]
 
 
 @pytest.mark.parametrize("style", ["zigzag", "contiguous"])
@@ -103,35 +94,31 @@ def test_rows_outside_the_trace_or_of_another_shape_are_caught(rows, message):
         check_tokens(torch.tensor(rows), torch.tensor([[11, 12]]), token_ids=TOKEN_IDS)
 
 
-def test_a_token_that_is_unknown_proves_nothing():
+def test_an_unknown_token_and_padding_prove_nothing():
     check_tokens(torch.tensor([[0, 1]]), torch.tensor([[11, 12]]), token_ids=torch.tensor([11, -1]))
-    with pytest.raises(LayoutError, match="recorded for token 11"):
+    check_tokens(torch.tensor([[-1]]), torch.tensor([[0]]), token_ids=torch.empty(0, dtype=torch.int32))
+    with pytest.raises(LayoutError, match="its routing row 0 was recorded for token 11"):
         check_tokens(torch.tensor([[0, 1]]), torch.tensor([[10, 12]]), token_ids=torch.tensor([11, -1]))
 
 
-def test_a_batch_of_padding_alone_has_nothing_to_prove():
-    check_tokens(torch.tensor([[-1]]), torch.tensor([[0]]), token_ids=torch.empty(0, dtype=torch.int32))
-
-
-def test_samples_that_differ_in_fields_or_lengths_raise():
-    with pytest.raises(LayoutError, match="sample 1"):
-        collate_padded([{"input_ids": torch.ones(2)}, {"tokens": torch.ones(2)}], pad_token_id=0)
-    with pytest.raises(LayoutError, match="sample 0 has fields of lengths"):
-        collate_packed([{"input_ids": torch.ones(2), "labels": torch.ones(3)}], pad_token_id=0)
-    with pytest.raises(LayoutError, match="no sequences"):
-        collate_padded([], pad_token_id=0)
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([{"input_ids": torch.ones(2)}, {"tokens": torch.ones(2)}], "sample 1"),
+        ([{"input_ids": torch.ones(2), "labels": torch.ones(3)}], "sample 0 has fields of lengths"),
+        ([], "no sequences"),
+    ],
+)
+def test_samples_that_differ_in_fields_or_lengths_raise(samples, message):
+    for collate in (collate_padded, collate_packed):
+        with pytest.raises(LayoutError, match=message):
+            collate(samples, pad_token_id=0)
 
 
 def test_without_multiples_nothing_is_padded_and_own_fields_are_filled_with_zeros():
-    samples = [
-        {"input_ids": torch.tensor([5, 6]), "reward": torch.tensor([1, 2])},
-        {"input_ids": torch.tensor([7]), "reward": torch.tensor([3])},
-    ]
+    samples = [{"input_ids": torch.tensor([5, 6]), "reward": torch.tensor([1, 2])},
+               {"input_ids": torch.tensor([7]), "reward": torch.tensor([3])}]  # fmt: skip
+    padded = collate_padded(samples, pad_token_id=9)
+    assert padded["input_ids"].tolist() == [[5, 6], [7, 9]]
+    assert padded["reward"].tolist() == [[1, 2], [3, 0]]
     assert collate_packed(samples, pad_token_id=9)["input_ids"].tolist() == [[5, 6, 7]]
-    assert collate_padded(samples, pad_token_id=9)["input_ids"].tolist() == [[5, 6], [7, 9]]
-    assert collate_padded(samples, pad_token_id=9)["reward"].tolist() == [[1, 2], [3, 0]]
-
-
-def test_row_0_alone_is_checked_too():
-    with pytest.raises(LayoutError, match="its routing row 0 was recorded for token 11"):
-        check_tokens(torch.tensor([[0, -1]]), torch.tensor([[99, 0]]), token_ids=TOKEN_IDS)

@@ -16,18 +16,18 @@ def test_each_tp_rank_gets_its_own_consecutive_rows():
     assert split_sequence_parallel(topk_indices, tp_rank=1, tp_size=2).tolist() == [[4, 5], [6, 7]]
 
 
-def test_the_router_sees_position_0_of_every_sequence_first():
-    assert rows_for_router(ROWS).tolist() == [0, 4, 1, 5, 2, 6, 3, -1]
-    assert rows_for_router(ROWS, sequence_parallel=True).tolist() == [0, 4, 1, 5, 2, 6, 3, -1]
-
-
-def test_under_sequence_parallelism_a_rank_keeps_positions_of_every_sequence():
-    assert rows_for_router(ROWS, tp_rank=0, tp_size=2, sequence_parallel=True).tolist() == [0, 4, 1, 5]
-    assert rows_for_router(ROWS, tp_rank=1, tp_size=2, sequence_parallel=True).tolist() == [2, 6, 3, -1]
-
-
-def test_without_sequence_parallelism_every_tp_rank_sees_every_token():
-    assert rows_for_router(torch.tensor([[0, 1, 2]]), tp_rank=1, tp_size=2).tolist() == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, [0, 4, 1, 5, 2, 6, 3, -1]),
+        ({"sequence_parallel": True}, [0, 4, 1, 5, 2, 6, 3, -1]),
+        ({"tp_rank": 1, "tp_size": 2}, [0, 4, 1, 5, 2, 6, 3, -1]),
+        ({"tp_rank": 0, "tp_size": 2, "sequence_parallel": True}, [0, 4, 1, 5]),
+        ({"tp_rank": 1, "tp_size": 2, "sequence_parallel": True}, [2, 6, 3, -1]),
+    ],
+)
+def test_a_router_sees_position_0_of_every_sequence_first_or_its_share_of_them(options, rows):
+    assert rows_for_router(ROWS, **options).tolist() == rows
 
 
 @settings(deadline=None)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
-from megatron_router_replay import RoutingTrace, engines
-from megatron_router_replay.errors import PayloadError
+from megatron_router_replay import RoutingTrace
 from megatron_router_replay.transport import TransportError, TransportTimes, decode_responses
 from megatron_router_replay.transport.collective import _messages
 from megatron_router_replay.transport.gather import TraceRows, views_of_bytes
@@ -48,11 +45,9 @@ def test_views_of_bytes_begins_at_multiples_of_its_width_and_fills_the_bytes() -
     format = TraceRows([_trace(3)]).format
     flat = torch.zeros(3 * format.row_bytes(3), dtype=torch.uint8)
     memory = views_of_bytes(flat, format, 3)
-    assert {name: (value.storage_offset() * value.itemsize, list(value.shape)) for name, value in memory.items()} == {
-        "token_ids": (0, [3]),
-        "topk_indices": (12, [3, 3, 2]),
-        "replay_mask": (48, [3]),
-    }
+    starts = {name: value.storage_offset() * value.itemsize for name, value in memory.items()}
+    assert starts == {"token_ids": 0, "topk_indices": 12, "replay_mask": 48}
+    assert [list(memory[name].shape) for name in starts] == [[3], [3, 3, 2], [3]]
     assert flat.numel() == 51
     assert [list(value.shape) for value in views_of_bytes(flat[:0], format, 0).values()] == [[0, 3, 2], [0], [0]]
 
@@ -61,18 +56,8 @@ def test_int16_travels_as_bytes() -> None:
     assert [*_messages({"ids": torch.tensor([[258, 3]], dtype=torch.int16)})[0]] == [2, 1, 3, 0]
 
 
-MODEL = engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=8, topk=2)
-DECODE = partial(engines.array.decode, model=MODEL, axes=("token", "layer", "expert"), last_token_routed=True)
-
-
 def test_responses_are_decoded_in_order_and_counted() -> None:
     times = TransportTimes("rollout")
-    arrays = [torch.stack([torch.randperm(8)[:2] for _ in range(2 * n)]).view(n, 2, 2).numpy() for n in (3, 1, 4)]
-    traces = decode_responses(iter(arrays), lambda array: DECODE(array, num_tokens=len(array)), times=times)
-    assert [trace.topk_indices.tolist() for trace in traces] == [array.tolist() for array in arrays]
+    traces = decode_responses(iter([3, 1, 4]), _trace, times=times)
+    assert [trace.num_tokens for trace in traces] == [3, 1, 4]
     assert times.metrics("").keys() == {"rollout_collect_s", "rollout_decode_s"}
-
-
-def test_a_response_that_cannot_be_decoded_raises() -> None:
-    with pytest.raises(PayloadError):
-        decode_responses([torch.zeros(1, 2, 2, dtype=torch.int64)], partial(DECODE, num_tokens=1))
