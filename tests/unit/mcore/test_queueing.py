@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
@@ -507,3 +508,26 @@ def test_rows_that_are_queued_and_passed_as_well_raise_in_the_first_forward():
         chunk(IDS, routing_rows=ROWS)
     mrr.close_sessions(chunk)
     assert not seen  # it is the first forward that raises, not the second, which would get the first one's routes
+
+
+class _Operations(TorchDispatchMode):
+    """Names of the operations of torch that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(operation._schema.name)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_queuing_rows_that_all_have_a_route_does_little_beside_the_gather():
+    """At 48 layers and 32,768 tokens a sort and a few masks took longer than the gather of all routes."""
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace(8, token_ids=torch.arange(8)))
+    with _Operations() as operations:
+        session.microbatch(ROWS, chunk)
+    session.abandon()
+    assert "aten::sort" not in operations.names
+    assert len(operations.names) <= 13
