@@ -64,16 +64,6 @@ def step(chunk: Chunk, session: Any, *, padding: Tensor | None = PADDING, number
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_counts_once_and_padding_never(kind):
-    chunk = balanced(**BIASED)
-    chunk.around = KINDS[kind]
-    with watched(chunk) as seen, mrr.replay(chunk, trace()) as session:
-        step(chunk, session).backward()
-    assert counters(chunk) == with_live(REPLAYED, seen)
-    assert session.report.decisions["counted"] == 3 * 5
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("start", [mrr.record, mrr.freeze_recompute])
 def test_record_and_freeze_count_once_too(kind, start):
     chunk = balanced(**BIASED)
@@ -109,7 +99,7 @@ def test_without_gradients_nothing_counts():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_micro_batches_in_one_backward_and_a_graph_used_twice(kind):
+def test_a_token_counts_once_and_padding_never_also_in_a_graph_used_twice(kind):
     chunk = balanced(**BIASED)
     chunk.around = KINDS[kind]
     with watched(chunk) as seen, mrr.replay(chunk, trace()) as session:

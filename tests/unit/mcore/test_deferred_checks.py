@@ -1,10 +1,11 @@
-"""What is checked on a GPU is read once, when the session is left: tensors that say they are there take the same way."""
+"""What is checked or counted on a GPU is read once, at the end: tensors that say they are there take the same way."""
 
 import pytest
 import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.mcore.tally import Tally
 from tests.unit.mcore.tiny_chunk import Chunk, random_trace
 
 ROWS = torch.arange(8).view(2, 4)
@@ -17,7 +18,7 @@ class OnAGpu(torch.Tensor):
 
 
 def on_a_gpu(values):
-    return values.as_subclass(OnAGpu)
+    return torch.as_tensor(values).as_subclass(OnAGpu)
 
 
 @pytest.fixture
@@ -79,3 +80,28 @@ def test_a_token_that_is_not_the_traces_raises_at_the_end_where_both_are_known(p
         LayoutError, match=r"^MRR203: token_ids differ from the trace's: tokens and routing_rows moved apart\.$"
     ):
         session.close()
+
+
+# ---- counts
+
+
+def test_what_the_host_knows_is_added_at_once_and_the_rest_when_it_is_read():
+    first, second = Tally(), Tally()
+    first.add(a=2, b=torch.tensor(True))
+    first.add(a=on_a_gpu(5), c=on_a_gpu(True))
+    second.add(a=on_a_gpu(False))
+    assert (first["a"], first["b"], first["c"], second["a"]) == (2, 1, 0, 0)
+    Tally.read([first, second])
+    assert (first["a"], first["b"], first["c"], second["a"]) == (7, 1, 1, 0)
+    assert (first.positive, second.positive) == (["a", "b", "c"], [])
+    Tally.read([first])
+    assert first["a"] == 7, "read once"
+
+
+def test_many_counts_are_added_up_where_they_are():
+    tally = Tally()
+    for number in range(1000):
+        tally.add(a=on_a_gpu(number), b=on_a_gpu(number % 2 == 0))
+        assert len(tally._pending) < 300
+    Tally.read([tally])
+    assert (tally["a"], tally["b"]) == (499_500, 500)

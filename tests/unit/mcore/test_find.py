@@ -42,18 +42,13 @@ def test_every_wrapper_is_seen_through_torch_compiles_own_first():
 
 
 def test_routers_are_named_by_their_path_and_ordered_by_their_layer():
-    found = find_routers(bare(nn.Module, module=model(moe(7), dense(2), moe(3))))
+    twice = moe(7)  # in two places, which is one layer
+    found = find_routers(bare(nn.Module, module=model(twice, dense(2), moe(3), twice)))
     assert [(each.name, each.layer_number, each.is_mtp) for each in found] == [
         ("decoder.layers.2.router", 3, False),
         ("decoder.layers.0.router", 7, False),
     ]
     assert str(found[0]) == "layer 3 (decoder.layers.2.router)"
-
-
-def test_a_layer_that_stands_in_two_places_is_one():
-    shared = moe(1)
-    (found,) = find_routers(model(shared, shared))
-    assert found.name == "decoder.layers.0.router"
 
 
 class ForeignMoE(BaseMoELayer):
@@ -79,24 +74,21 @@ def test_a_router_without_a_layer_of_its_own_is_refused(layers, message):
         find_routers(model(*layers))
 
 
-@pytest.mark.parametrize("name", ["mtp_model_layer", "transformer_layer"])
-def test_layers_of_mtp_count_on_behind_the_decoders_last(name):
-    # Their routers start at 1 again. Four layers in the decoder of the whole model, one of them on this rank.
-    two = (mtp(1, moe(1), name=name), mtp(2, moe(1), name=name))
-    found = find_routers(model(moe(4), mtp_layers=two, num_layers=4))
-    assert [(each.layer_number, each.is_mtp) for each in found] == [(4, False), (5, True), (6, True)]
+@pytest.mark.parametrize(
+    ("mtp_layers", "config", "expected"),
+    [
+        # Their routers start at 1 again. Four layers in the decoder of the whole model, one of them on this rank.
+        ([mtp(1, moe(1)), mtp(2, moe(1))], {"num_layers": 4}, [5, 6]),
+        ([mtp(1, moe(1), name="transformer_layer")], {"num_layers": 4}, [5]),
+        # Each layer inside has a number, routing or not.
+        ([mtp(depth, moe(1), dense(2), moe(3)) for depth in (1, 2)], {"num_layers": 4}, [5, 7, 8, 10]),
+        ([mtp(1, moe(1))], {"pattern": "M|EME/E", "num_layers": 99}, [5]),
+    ],
+)
+def test_layers_of_mtp_count_on_behind_the_decoders_last(mtp_layers, config, expected):
+    found = find_routers(model(moe(4), mtp_layers=tuple(mtp_layers), **config))
+    assert [(each.layer_number, each.is_mtp) for each in found] == [(4, False), *((each, True) for each in expected)]
     assert str(found[1]).startswith("MTP layer 5 (mtp.0.")
-
-
-def test_each_layer_inside_an_mtp_layer_has_a_number_routing_or_not():
-    two = (mtp(1, moe(1), dense(2), moe(3)), mtp(2, moe(1), dense(2), moe(3)))
-    found = find_routers(model(moe(4), mtp_layers=two, num_layers=4))
-    assert [each.layer_number for each in found] == [4, 5, 7, 8, 10]
-
-
-def test_behind_a_hybrid_models_pattern_too():
-    found = find_routers(model(dense(1), moe(2), mtp_layers=(mtp(1, moe(1)),), pattern="M|E/E", num_layers=99))
-    assert [each.layer_number for each in found] == [2, 3]
 
 
 def test_chunks_are_one_model_or_several_and_never_one_twice():

@@ -102,15 +102,6 @@ def test_live_rows_as_a_mask_choose_what_positions_choose(rows, mask):
         assert torch.equal(seen[0, layer][0][routed], as_map(trace.layer(layer)[view[routed]]))
 
 
-@pytest.mark.parametrize("left_out", [0, 1, 2])
-def test_a_row_is_left_out_by_its_own_choice(left_out):
-    kept = random_trace(3).keep([row != left_out for row in range(3)])
-    rows = torch.tensor([[2, -1, 0, 1, 0]])
-    _, microbatch = queued(kept, rows, trained=torch.tensor([[1, 0, 1, 0, 0]]))
-    assert microbatch.live.tolist() == [place for place, row in enumerate(rows[0].tolist()) if row in (-1, left_out)]
-    assert microbatch.counts["left_out"] == (2 if left_out == 0 else 1)
-
-
 def bare(shape, **options):
     return Microbatch(shape=shape, batch_shape=shape[::-1], counts={}, num_routers=1, **options)
 

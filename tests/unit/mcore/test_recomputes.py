@@ -14,7 +14,6 @@ import torch
 from torch.autograd.graph import save_on_cpu
 from torch.distributed._composable import checkpoint as composable
 from torch.utils.checkpoint import (
-    CheckpointFunction,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -63,26 +62,6 @@ def nested(outer, inner):
     return lambda layer, hidden: outer(lambda h: inner(layer, h), hidden)
 
 
-def without_inference_mode(layer):
-    def forward(hidden):
-        with torch.inference_mode(False):
-            return layer(hidden)
-
-    return forward
-
-
-class Delegating(torch.autograd.Function):
-    """A checkpoint of a trainer's own that calls torch's."""
-
-    @staticmethod
-    def forward(ctx, function, hidden):
-        return CheckpointFunction.forward(ctx, function, False, hidden)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return CheckpointFunction.backward(ctx, grad)[1:]
-
-
 def save_routing_on_cpu(chunk):
     """Hide the hooks of a checkpoint where routers ask; what else it saves still makes it recompute."""
 
@@ -105,8 +84,6 @@ KINDS = {
     "Transformer Engine's reentrant": (transformer_engine_reentrant, 1),
     "gradients on inside a reentrant one": (reentrant_with_gradients, 1),
     "gradients on inside a non-reentrant one": (lambda layer, hidden: non_reentrant(with_gradients(layer), hidden), 1),
-    "inference mode off inside": (lambda layer, hidden: reentrant(without_inference_mode(layer), hidden), 1),
-    "delegating": (Delegating.apply, 1),
     "reentrant in non-reentrant": (nested(non_reentrant, reentrant), 2),
     "non-reentrant in reentrant": (nested(reentrant, non_reentrant), 2),
     # The inner saves all, so the outer never recomputes.
@@ -224,17 +201,6 @@ def test_any_order_of_backwards_and_one_over_all(chunk, order):
             for position, number in enumerate(order):
                 losses[number].backward(retain_graph=number in order[position + 1 :])
     assert (num_recomputed(seen), wrong_replays(seen, trace)) == (3 * len(order or losses), 0)
-
-
-def test_a_hooked_hidden_state_that_joins_two_micro_batches(chunk):
-    hidden = []
-    handle = chunk.layers[1].register_forward_hook(lambda module, args, output: hidden.append(output))
-    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
-        first = forward(chunk)
-        forward(chunk, number=1)
-        handle.remove()
-        disturbed_backward(chunk, first, hidden[1].square().sum())  # of the second a hidden state only, not its output
-    assert (num_recomputed(seen), flips(seen)) == (3 + 2, 0)
 
 
 @pytest.mark.parametrize("outer", AROUND)

@@ -35,14 +35,8 @@ def test_the_text_of_a_replay():
         "  decisions verified / wrong     20  / 0",
     ]
     assert repr(REPLAY) == str(REPLAY)
-
-
-def test_the_values_of_a_replay():
-    values = REPLAY.to_dict()
-    assert (values["routers"], values["microbatches"], values["tokens"]) == (3, 4, 1250)
-    assert values["replayed_share"] == 1000 / 1024, "of the rows with a token"
-    assert values["padding_share"] == 226 / 1250
-    assert "live" not in values
+    assert REPLAY.replayed_share == 1000 / 1024, "of the rows with a token"
+    assert REPLAY.to_dict().items() >= {"routers": 3, "tokens": 1250, "padding_share": 226 / 1250}.items()
 
 
 def test_flips_have_their_denominator_and_first_layer_in_text_metrics_and_report():
@@ -97,21 +91,6 @@ LIVE = LiveReport(
     tokens=4,
     tokens_agree=3,
 )
-
-
-class Legs:
-    """What a report shows of a transport's times."""
-
-    line = "waited 1.0 s <for> it"
-
-    def metrics(self, prefix):
-        return {f"{prefix}trainer_wait_s": 1.0}
-
-    def to_dict(self):
-        return {"line": self.line, "trainer_wait_s": 1.0}
-
-    def __str__(self):
-        return self.line
 
 
 def test_the_text_of_a_replay_says_why_rows_were_live_and_what_is_not_proved():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_router_replay.mcore.support import (
@@ -49,60 +50,38 @@ def test_a_plain_config_is_not_refused():
     assert list(config_refusals(config(), ROUTER)) == []
 
 
-@pytest.mark.parametrize(
-    ("implementation", "chosen", "refused"),
-    [
-        ("none", [], None),
-        ("local", ["attn"], None),
-        ("transformer_engine", ["attn"], None),
-        ("local", [], "full"),
-        ("transformer_engine", [], "full"),
-        ("transformer_engine", ["attn", "moe_router"], "moe_router"),
-        ("local", ["moe_router"], "moe_router"),  # which brings moe_preprocess along
-    ],
-)
-def test_cuda_graphs_with_the_router_in_them_are_refused_and_others_are_not(implementation, chosen, refused):
-    reasons = list(config_refusals(config(cuda_graph_impl=implementation, **{GRAPH_FIELD: chosen}), ROUTER))
-    if refused is None:
-        assert reasons == []
-    else:
-        (reason,) = reasons
-        assert f"cuda_graph_impl={implementation!r} with {GRAPH_FIELD}" in reason
-        assert refused in reason
+# (cuda_graph_impl, what it captures and other fields, what the refusal names; None: the router stays outside)
+GRAPHS: list[tuple[str, dict[str, Any], str | None]] = [
+    ("none", {GRAPH_FIELD: []}, None),
+    ("local", {GRAPH_FIELD: ["attn"]}, None),
+    ("transformer_engine", {GRAPH_FIELD: ["attn"]}, None),
+    ("local", {GRAPH_FIELD: []}, "full"),
+    ("transformer_engine", {GRAPH_FIELD: []}, "full"),
+    ("transformer_engine", {GRAPH_FIELD: ["attn", "moe_router"]}, "moe_router"),
+    ("local", {GRAPH_FIELD: ["moe_router"]}, "moe_router"),  # which brings moe_preprocess along
+    # The old name of the modules is read as Megatron-Core reads it.
+    ("transformer_engine", {"cuda_graph_scope": ["attn"]}, None),
+    ("transformer_engine", {"cuda_graph_scope": ["attn", "moe_router"]}, "moe_router"),
+]
+if SINCE_0_18:  # scopes of inference graphs stand apart, and do not matter to training
+    GRAPHS += [
+        ("full_iteration", {GRAPH_FIELD: []}, "full_iteration"),
+        ("local", {GRAPH_FIELD: ["attn"], "inference_cuda_graph_scope": "layer"}, None),
+        ("local", {GRAPH_FIELD: ["attn"], "inference_cuda_graph_scope": "block"}, None),
+        ("local", {GRAPH_FIELD: [], "inference_cuda_graph_scope": "block"}, None),
+    ]
+else:
+    GRAPHS += [("local", {GRAPH_FIELD: ["full_iteration"]}, "full_iteration")]
+    if hasattr(CudaGraphScope, "full_iteration_inference"):  # in 0.17 alone
+        GRAPHS += [("local", {GRAPH_FIELD: ["full_iteration_inference"]}, None)]
 
 
-def test_a_graph_of_the_whole_iteration_is_refused():
-    made = (
-        config(cuda_graph_impl="full_iteration", cuda_graph_modules=[])
-        if SINCE_0_18
-        else config(cuda_graph_impl="local", cuda_graph_scope=["full_iteration"])
-    )
-    (reason,) = config_refusals(made, ROUTER)
-    assert "full_iteration" in reason
-
-
-@pytest.mark.skipif(not SINCE_0_18, reason="Megatron-Core has scopes of inference graphs apart since 0.18")
-@pytest.mark.parametrize(("modules", "scope"), [(["attn"], "layer"), (["attn"], "block"), ([], "block")])
-def test_scopes_of_inference_graphs_do_not_matter_to_training(modules, scope):
-    made = config(cuda_graph_impl="local", cuda_graph_modules=modules, inference_cuda_graph_scope=scope)
-    assert list(config_refusals(made, ROUTER)) == []
-
-
-@pytest.mark.skipif("inference_cuda_graph_scope" in FIELDS, reason="an inference scope of its own since 0.18")
-def test_before_0_18_the_scope_of_inference_does_not_matter_either():
-    from megatron.core.transformer.enums import CudaGraphScope
-
-    if not hasattr(CudaGraphScope, "full_iteration_inference"):
-        pytest.skip("Megatron-Core has full_iteration_inference in 0.17 only")
-    made = config(cuda_graph_impl="local", cuda_graph_scope=["full_iteration_inference"])
-    assert list(config_refusals(made, ROUTER)) == []
-
-
-def test_the_old_name_of_the_modules_is_read_as_megatron_reads_it():
-    allowed = config(cuda_graph_impl="transformer_engine", cuda_graph_scope=["attn"])
-    refused = config(cuda_graph_impl="transformer_engine", cuda_graph_scope=["attn", "moe_router"])
-    assert list(config_refusals(allowed, ROUTER)) == []
-    assert len(list(config_refusals(refused, ROUTER))) == 1
+@pytest.mark.parametrize(("implementation", "fields", "refused"), GRAPHS)
+def test_cuda_graphs_with_the_router_in_them_are_refused_and_others_are_not(implementation, fields, refused):
+    reasons = list(config_refusals(config(cuda_graph_impl=implementation, **fields), ROUTER))
+    assert len(reasons) == (refused is not None)
+    assert refused is None or refused in reasons[0]
+    assert refused is None or f"cuda_graph_impl={implementation!r} with {GRAPH_FIELD}" in reasons[0]
 
 
 @pytest.mark.parametrize(

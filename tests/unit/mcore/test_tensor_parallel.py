@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.errors import ReplayStateError
 from tests.unit.mcore.balanced_chunk import one_rank
 from tests.unit.mcore.tiny_chunk import (
     ROWS,
@@ -103,18 +103,3 @@ def test_rows_of_one_ranks_part_alone_are_refused():
     ):
         session.microbatch(ROWS[:, 2:])
         chunk.forward(tokens())
-
-
-def test_rows_that_are_broadcast_are_copies_of_the_senders_and_none_raises():
-    from megatron_router_replay.mcore import broadcast_routing_rows
-
-    rows = [torch.tensor([[3, -1]], dtype=torch.int32), torch.arange(4).view(2, 2)]
-    received = broadcast_routing_rows(rows, src=0)
-    assert [(part.dtype, part.tolist()) for part in received] == [
-        (torch.int64, [[3, -1]]),
-        (torch.int64, [[0, 1], [2, 3]]),
-    ]
-    rows[1].zero_()
-    assert received[1].tolist() == [[0, 1], [2, 3]]
-    with pytest.raises(LayoutError, match="rank 0 broadcasts routing_rows but was given none"):
-        broadcast_routing_rows(None, src=0)

@@ -10,6 +10,7 @@ from tests.unit.mcore.tiny_chunk import (
     ROWS,
     Chunk,
     disturb,
+    disturbed_backward,
     flips,
     forward,
     non_reentrant,
@@ -43,19 +44,6 @@ class OfATrainer(torch.autograd.Function):
         return None, recompute(ctx.function, *ctx.saved_tensors, grad)
 
 
-class WithoutContext(OfATrainer):
-    """Its forward gets no ctx."""
-
-    @staticmethod
-    def forward(function, hidden):
-        return function(hidden)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.function = inputs[0]
-        ctx.save_for_backward(inputs[1])
-
-
 def by_hook(layer, hidden):
     """A hook on the output's gradient recomputes, as in Megatron-Core's CheckpointWithoutOutput."""
     with torch.no_grad():
@@ -69,7 +57,6 @@ def by_hook(layer, hidden):
 
 KINDS = {
     "function": OfATrainer.apply,
-    "function without ctx": WithoutContext.apply,
     "hook": by_hook,
     "reentrant inside": lambda layer, hidden: OfATrainer.apply(lambda h: reentrant(layer, h), hidden),
     "non-reentrant inside": lambda layer, hidden: OfATrainer.apply(
@@ -128,49 +115,35 @@ def test_an_unknown_recompute_inside_a_recompute_is_not_the_next_call_of_its_tap
 
 
 class InAnotherOrder(torch.autograd.Function):
-    """Two calls of a function, recomputed in the other order, under the name of a known checkpoint."""
+    """Two calls of a function, recomputed in the other order; each has a tape."""
 
     @staticmethod
-    def forward(ctx, tapes, function, *halves):
-        ctx.tapes, ctx.function = tapes, function
+    def forward(ctx, function, *halves):
+        ctx.tapes, ctx.function = (Tape(), Tape()), function
         ctx.save_for_backward(*halves)
         outputs = []
-        for tape, half in zip(tapes or [None] * 2, halves):
-            with tape.first_run() if tape else torch.no_grad():
+        for tape, half in zip(ctx.tapes, halves):
+            with tape.first_run():
                 outputs.append(function(half))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx, *grads):
         gradients = []
-        for tape, half, grad in reversed(list(zip(ctx.tapes or [None] * 2, ctx.saved_tensors, grads))):
-            with tape.again() if tape else torch.enable_grad():
+        for tape, half, grad in reversed(list(zip(ctx.tapes, ctx.saved_tensors, grads))):
+            with tape.again():
                 gradients.append(recompute(ctx.function, half, grad))
-        return None, None, *reversed(gradients)
+        return None, *reversed(gradients)
 
 
-InAnotherOrder.__name__ = "CheckpointFunction"
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_parts_that_are_recomputed_in_another_order_raise_or_are_named(named):
+def test_parts_that_are_recomputed_in_another_order_are_exact_if_each_has_a_tape():
     chunk = Chunk(num_layers=1)
-
-    def around(layer, hidden):
-        return torch.cat(InAnotherOrder.apply([Tape(), Tape()] if named else None, layer, *hidden.split(2)))
-
-    chunk.around = around
+    chunk.around = lambda layer, hidden: torch.cat(InAnotherOrder.apply(layer, *hidden.split(2)))
     with watched(chunk) as seen, mrr.freeze_recompute(chunk):
-        loss = forward(chunk)
-        disturb(chunk)
-        if named:
-            loss.backward()
-            first, second, *again = seen[0, 1]
-            assert torch.equal(again[0], second)
-            assert torch.equal(again[1], first)
-        else:
-            with pytest.raises(ReplayStateError, match=UNKNOWN):
-                loss.backward()
+        disturbed_backward(chunk, forward(chunk))
+    first, second, *again = seen[0, 1]
+    assert torch.equal(again[0], second)
+    assert torch.equal(again[1], first)
 
 
 def test_one_tape_for_several_first_runs_is_ambiguous():
