@@ -23,13 +23,6 @@ def array_of(engine):
     return {number: ROWS[:, number - 1] for number in (1, 2, 3)} if engine == "transformers" else ROWS
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "lmdeploy", "atom", "nemo_gym"])
-def test_every_engine_has_both_functions_(engine):
-    module = getattr(engines, engine)
-    assert next(iter(inspect.signature(module.decode).parameters)) == "result"
-    assert inspect.signature(module.decode_batch).return_annotation == "RoutingTrace"
-
-
 def test_the_keywords_of_decode_are_the_fields_of_its_options():
     fields = {field.name for field in dataclasses.fields(engines.DecodeOptions)}
     assert set(options.SampleOptions.__annotations__) == fields
@@ -105,17 +98,6 @@ def test_lines_of_a_trace_that_are_none(value):
         engines.megatron_trace.decode(value, model=MODEL)
 
 
-def test_nothing_is_believed_or_dropped_unless_it_is_asked_for():
-    defaults = dataclasses.asdict(engines.DecodeOptions())
-    assert {name: value for name, value in defaults.items() if value is not None} == {
-        "start": 0,
-        "ignore_before": 0,
-        "missing": "raise",
-        "allow_surplus_rows": False,
-        "allow_constant_layers": False,
-    }
-
-
 @pytest.mark.parametrize(
     "form",
     [
@@ -136,12 +118,6 @@ def test_one_prompt_is_of_all_samples_and_a_list_of_prompts_is_one_each(form):
     for wrong in (IDS[1:6], [*IDS[:4], IDS[4] + 1]):
         with pytest.raises(PayloadError, match="do not begin with the prompt"):
             engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=form(wrong))
-
-
-def test_a_prompt_of_one_token_is_one_prompt():
-    for prompt in (IDS[:1], np.array(IDS[:1]), [IDS[:1], IDS[:1]]):
-        trace = engines.vllm.decode_batch([ROWS, ROWS], model=MODEL, token_ids=[IDS, IDS], prompt_token_ids=prompt)
-        assert len(trace) == 2 * S
 
 
 @pytest.mark.parametrize("prompts", [[], [IDS[:5]], [IDS[:5]] * 3, np.zeros((3, 2), np.int64)])

@@ -19,9 +19,8 @@ import pytest
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import RouterReplayError
-from tests.unit.engines.engine_payloads import int32_base64, npy_base64
+from tests.unit.engines.engine_payloads import npy_base64
 from tests.unit.engines.fuzz_inputs import (
-    COMPACT,
     FULL,
     MODEL,
     OUTPUT,
@@ -33,7 +32,6 @@ from tests.unit.engines.fuzz_inputs import (
     arbitrary,
     change_anything,
     change_structure,
-    mutate,
     responses,
     structure_paths,
     structures,
@@ -44,7 +42,7 @@ pytestmark = pytest.mark.slow
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "100000"))
 """Payloads of this file; FUZZ_INPUTS=1000000 takes minutes."""
 
-WIRE, JSON, STRUCTURE, ANY, LINES = (INPUTS * share // 100 for share in (40, 25, 20, 10, 5))
+JSON, STRUCTURE, ANY = (INPUTS * share // 100 for share in (50, 35, 15))
 MAX_CASE_SECONDS = 2.0
 MAX_CASE_BYTES = 512 << 20
 MAX_GROWTH_KIB = 100 << 10
@@ -99,27 +97,6 @@ def assert_decoded_right(trace, array, ids=None):
     assert all(len(set(route)) == 3 for row in rows.tolist() for route in row)
     if ids is not None:
         assert trace.token_ids.tolist() == ids
-
-
-@pytest.mark.parametrize("where", ["bytes", "text"])
-@pytest.mark.parametrize(
-    ("engine", "text", "read"),
-    [("vllm", npy_base64(FULL.astype(np.uint16)), read_npy), ("sglang", int32_base64(FULL), read_int32)],
-)
-def test_mutated_wire_payloads(engine, text, read, where):
-    rng = random.Random(len(engine) + len(where))
-    decode, decoded = getattr(engines, engine).decode, 0
-    raw = base64.b64decode(text)
-    for _ in range(WIRE // 4):
-        if where == "bytes":
-            mutated = base64.b64encode(mutate(raw, rng)).decode()
-        else:
-            mutated = mutate(text.encode(), rng).decode("latin-1")
-        with bounded_case():
-            trace = decode(mutated, model=MODEL, token_ids=PROMPT + OUTPUT)
-            decoded += 1
-            assert_decoded_right(trace, read(mutated), PROMPT + OUTPUT)
-    assert WIRE // 4 // 400 < decoded < WIRE // 4 // 2  # both outcomes are met
 
 
 def test_mutated_json_responses():
@@ -216,30 +193,3 @@ def test_arbitrary_values():
             refused -= 1
             assert len(trace) == len(trace.replay_mask)
     assert refused > ANY // 2
-
-
-def test_mutated_lines_of_megatrons_trace():
-    lines = [
-        {
-            "step": step,
-            "stage": "pre_dispatch",
-            "block": "decoder",
-            "layer": layer,
-            "rank": 0,
-            "num_tokens": 3,
-            "topk": 3,
-        }
-        | {"top_indices": COMPACT[3 * step : 3 * step + 3, i].tolist()}
-        for step in range(3)
-        for i, layer in enumerate((0, 2, 3))
-    ]
-    rng, decoded, tree = random.Random(11), 0, Tree(lines)
-    for _ in range(LINES):
-        mutated = tree.mutated(rng, rng.randrange(1, 3), change_anything)
-        with bounded_case():
-            trace = engines.megatron_trace.decode(mutated, model=MODEL)
-            decoded += 1
-            want = [record["top_indices"] for record in mutated if record.get("block") != "mtp"]
-            rows = [np.stack(want[i : i + 3], axis=1) for i in range(0, len(want), 3) if len(want[i])]
-            assert np.array_equal(trace.topk_indices.numpy(), np.concatenate(rows))
-    assert LINES // 100 < decoded < LINES // 2

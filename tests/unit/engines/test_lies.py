@@ -39,28 +39,15 @@ def changed(where, value):
     return rows
 
 
-def doubled():
-    rows = GOOD.copy()
-    rows[1:20:2] = rows[0:20:2]
-    return rows
-
-
 LIES = {
     "filler 0..topk-1 in one row": (changed(7, [0, 1]), r"1 rows 7\.\.7.* are filler"),
-    "filler in every row": (changed(slice(None), [0, 1]), r"40 rows 0\.\.39.* are filler"),
-    "one route in every layer": (changed(slice(25, 31), [9, 4]), r"6 rows 25\.\.30.* are filler"),
     "lost": (changed(slice(0, P), 0), r"120 routes are all zero.* rows 0\.\.19"),
     "absent": (changed([4, 5], -1), r"2 rows 4\.\.5.* are -1 in every layer"),
     "stands still": (
         changed(slice(22, 36), GOOD[22]),
         r"rows 22\.\.35 .* equal in every layer while their tokens differ",
     ),
-    "every row twice": (doubled(), r"rows 0\.\.19 .* hold every row twice"),
     "a layer copies its neighbour": (changed((slice(None), 3), GOOD[:, 2]), r"copies of their neighbour \(4 of 3\)"),
-    "all layers hold one layer's ids, noisy": (
-        np.concatenate([np.repeat(GOOD[:, :1], 5, axis=1), GOOD[:, 5:]], axis=1),
-        r"copies of their neighbour \(2 of 1, 3 of 2, 4 of 3, 5 of 4\)",
-    ),
 }
 
 
@@ -70,13 +57,6 @@ def test_a_reply_that_lies_is_refused_by_every_decoder(form, lie):
     rows, message = LIES[lie]
     with pytest.raises(PayloadError, match=message):
         decode(form, rows)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_same_reply_decodes_where_it_does_not_lie(form):
-    trace = decode(form, GOOD)
-    assert torch.equal(trace.topk_indices[:-1].int(), torch.from_numpy(GOOD))
-    assert trace.replay_mask.tolist() == [True] * (S - 1) + [False]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -153,13 +133,6 @@ def test_forwards_of_transformers_end_with_the_prompt():
         assert engines.transformers.decode(seen(*sizes), **given).replay_mask.sum() == S - 1
     with pytest.raises(PayloadError, match=r"forwards of 21, 1, 1.* none of which ends with the prompt's 20 tokens"):
         engines.transformers.decode(seen(P + 1, *[1] * (G - 2)), **given)
-
-
-@pytest.mark.parametrize("form", ["vllm array", "sglang array", "array array"])
-@pytest.mark.parametrize("allowed", [False, True])
-def test_ids_of_the_output_alone_are_not_answered_with_surplus_rows(form, allowed):
-    with pytest.raises(PayloadError, match=r"Are these the ids of prompt and output[^_]*$"):
-        decode(form, GOOD, token_ids=OUTPUT, allow_surplus_rows=allowed)
 
 
 def test_fewer_rows_of_the_generation_are_live_where_the_prompts_are_apart():

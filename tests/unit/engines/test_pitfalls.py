@@ -6,7 +6,7 @@ import torch
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import routes, sglang_result, tokens, with_dense
+from tests.unit.engines.engine_payloads import routes, tokens
 
 ALL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
 S = 91
@@ -22,22 +22,6 @@ def test_sglang_qwen3_moe_sends_ids_on_dense_layers():
     assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(GOOD))
     with pytest.raises(PayloadError, match="layer_number 1 is dense"):
         engines.vllm.decode(array, model=values, token_ids=IDS)
-
-
-def test_top_1_is_judged_by_layer_knowledge():
-    model = engines.ModelRoutingInfo(num_layers=13, moe_layer_numbers=tuple(range(2, 14)), num_experts=16, topk=1)
-    array = with_dense(routes(S - 1, 12, num_experts=16, topk=1), 13, list(range(1, 13))).astype(np.uint8)
-    trace = engines.vllm.decode(array, model=model, token_ids=IDS)
-    assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(array[:, 1:]))
-    assert (trace.topk_indices[:-1] == 0).any()  # zero is a valid id, never "missing"
-    lost = array.copy()
-    lost[20:23] = 0
-    with pytest.raises(PayloadError, match=r"3 rows 20\.\.22 are filler, the same route in every layer; first: \[0\]"):
-        engines.vllm.decode(lost, model=model, token_ids=IDS)
-    constant = array.copy()
-    constant[:, 5] = 0
-    with pytest.raises(PayloadError, match=r"layers \[6\] hold the same route \[0\]"):
-        engines.vllm.decode(constant, model=model, token_ids=IDS)
 
 
 def test_arrays_name_their_axes():
@@ -84,13 +68,3 @@ def test_transformers_layers_that_were_not_seen_are_named():
 def test_what_hooks_of_transformers_cannot_have_seen(change, message):
     with pytest.raises(PayloadError, match=message):
         engines.transformers.decode(change({n: GOOD[:, n - 1] for n in (1, 2, 3)}), model=ALL, token_ids=IDS)
-
-
-def test_arrays_of_other_requests_have_other_row_counts():
-    """SGLang 0.5.7 to 0.5.12 swapped the arrays of requests in one batch."""
-    replies = [
-        sglang_result(GOOD[:20], 10, tokens(11), request="a"),
-        sglang_result(GOOD[:10], 20, tokens(1), request="b"),
-    ]
-    with pytest.raises(PayloadError, match="SGLang: routed_experts of sample 1, request b: has 10 rows"):
-        engines.sglang.decode_batch(replies, model=ALL)

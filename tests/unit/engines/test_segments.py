@@ -1,8 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_router_replay import RoutingTrace, engines
 from megatron_router_replay.engines import RoutingSegments
@@ -114,30 +112,6 @@ def test_real_turns_of_vllm():
     trace = segments.trace()
     assert torch.equal(trace.topk_indices[:184], torch.from_numpy(arrays["batch2.0"][:184, [0, 2, 3]]))
     assert (segments.overlap.compared, segments.overlap.differing) == (27, 0)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60)), min_size=1, max_size=12))
-def test_any_turns_give_each_token_its_first_route(spans):
-    segments, first = RoutingSegments(), {}
-    end_so_far = 0
-    for version, (start, length) in enumerate(spans):
-        array = routes(length, 3, num_experts=32, topk=4, seed=version).astype(np.uint8)
-        part = engines.array.decode(array, model=MODEL, axes=("token", "layer", "expert"), num_tokens=length + 1)
-        segments.append(part, start=start, weight_version=version)
-        for i in range(length):
-            first.setdefault(start + i, (array[i].tolist(), version))
-        end_so_far = max(end_so_far, start + length + 1)
-    trace = segments.trace()
-    assert len(trace) == end_so_far
-    for row in range(end_so_far):
-        assert bool(trace.replay_mask[row]) == (row in first)
-        if row in first:
-            assert (trace.topk_indices[row].tolist(), int(trace.weight_version[row])) == first[row]
-        else:
-            assert int(trace.weight_version[row]) == -1
-            assert all(len(set(route)) == 4 for route in trace.topk_indices[row].tolist())
-    assert segments.next_start == min(set(range(end_so_far + 1)) - set(first))
 
 
 def trace_of(num_tokens, *, first_expert=0, layers=(1, 2), **options):

@@ -141,17 +141,6 @@ def test_each_span_stamps_the_rows_that_sampled_its_tokens(build, versions, expe
     assert engine.decode(result, model=MODEL, **options).weight_version.tolist() == expected
 
 
-def test_one_output_token_is_of_the_span_that_holds_it():
-    result = sglang_result(ROWS[:P], P, OUTPUT[:1])
-    result["meta_info"]["weight_versions"] = spans(("6", 0, 0), ("7", 0, 1))
-    assert engines.sglang.decode(result, model=MODEL, token_ids=PROMPT + OUTPUT[:1]).weight_version.tolist() == [7] * 4
-
-
-def test_the_name_of_the_weights_at_the_end_does_not_stamp_what_the_spans_stamp():
-    engine, result, options = sglang(CHANGED, weight_version="7")
-    assert engine.decode(result, model=MODEL, **options).weight_version.tolist() == STAMPED
-
-
 @pytest.mark.parametrize("given", [True, 1.5, "7", 2**31, -(2**31) - 1, {"3": 1.5}, {"3": 2**31}])
 def test_a_weight_version_that_is_no_integer_of_32_bits_is_refused(given):
     for versions in (spans(("3", 0, 5)), None):
