@@ -76,39 +76,6 @@ def test_processes_that_save_at_once_as_the_same_rank_keep_all_parts(tmp_path):
     assert numbers_in(store, 1) == sorted(10 * process + number for process in range(8) for number in range(3))
 
 
-def test_a_reader_always_finds_a_part_that_is_being_replaced(tmp_path):
-    store, stop, failures = TraceStore(tmp_path, run="a"), threading.Event(), []
-    store.save(numbered(0), step=1, part=0)
-    store.save(numbered(0), step=1, part=1)
-
-    def replace():
-        number = 0
-        while not stop.is_set():
-            number += 1
-            # Another number of tokens each time: what is read must not be half of one and half of the other.
-            store.save(numbered(number, num_tokens=3 + number % 5), step=1, part=0)
-
-    def read():
-        reader = TraceStore(tmp_path, run="a")
-        for _ in range(60):
-            try:
-                assert [part.part for part in reader.parts(1)] == [0, 1]
-                path = reader.parts(1)[0].path
-                assert path.exists()
-                part = reader.parts(1)[1]
-                assert_same(reader.load(part), numbered(0))
-            except Exception as error:
-                failures.append(error)
-
-    writer = threading.Thread(target=replace)
-    writer.start()
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: read(), range(2)))
-    stop.set()
-    writer.join()
-    assert failures == []
-
-
 def test_a_file_that_is_replaced_while_it_is_opened_is_read_whole(tmp_path):
     # Without the waits for the disk that a save makes: thousands of replacements, at every moment of opening.
     traces = [make_trace(3 + number, seed=number) for number in range(4)]

@@ -358,20 +358,6 @@ def test_a_slice_that_the_file_does_not_have_raises(tmp_path, options, message):
         load_trace(path, **options)
 
 
-def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    path = save_trace(make_trace(3), tmp_path / "x")
-    before = path.read_bytes()
-
-    def disk_full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", disk_full)
-    with pytest.raises(StoreError, match=r"cannot save .*x: .*No space left"):
-        save_trace(make_trace(5), path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["x"]
-
-
 def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(tmp_path):
     path = save_trace(make_trace(3), tmp_path / "x")
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
