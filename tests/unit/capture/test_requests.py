@@ -25,14 +25,6 @@ def test_a_request_becomes_a_trace_whose_last_token_has_no_route():
     assert (trace.layer_numbers, trace.num_experts) == ((1, 2), 8)
 
 
-def test_a_prompt_alone_has_all_its_rows():
-    capturer, forward = make()
-    capturer.add_request("a", num_prompt_tokens=3)
-    with capturer.forward(["a"], [[0, 1, 2]]):
-        forward(rows(0, 1, 2))
-    assert routes_of(capturer, "a", 3) == rows(0, 1, 2)
-
-
 def test_the_last_token_of_a_prompt_alone_may_lack_its_row_but_no_other():
     capturer, forward = make()
     for name, num_prompt_tokens in (("a", 3), ("b", 1)):

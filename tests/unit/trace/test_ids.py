@@ -18,16 +18,6 @@ from megatron_router_replay.trace.ids import (
 )
 
 
-@pytest.mark.parametrize(
-    ("num_experts", "dtype"),
-    [(1, torch.uint8), (256, torch.uint8), (257, torch.int16), (32768, torch.int16)],
-)
-def test_the_dtype_is_the_smallest_that_holds_the_highest_id(num_experts, dtype):
-    assert index_dtype(num_experts) is dtype
-    highest = torch.tensor(num_experts - 1)
-    assert int(highest.to(dtype)) == num_experts - 1
-
-
 @pytest.mark.parametrize("num_experts", [0, -1, 32769])
 def test_numbers_of_experts_that_no_dtype_holds_are_refused(num_experts):
     with pytest.raises(TraceError, match=rf"num_experts={num_experts}: it must lie in 1\.\.32768"):

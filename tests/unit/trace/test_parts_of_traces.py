@@ -161,12 +161,6 @@ def test_all_tensors_go_to_another_device():
     assert make().to("meta").token_ids is None
 
 
-def test_a_single_row_without_token_ids_is_not_skipped_when_traces_are_joined():
-    # Ids of three rows for four tokens would put every later id one row too early.
-    with pytest.raises(TraceError, match="trace 0 has token_ids, trace 1 has none"):
-        concat_traces([make(token_ids=[7, 8, 9]), make(ROUTES[:1])])
-
-
 def of_six_tokens(**options):
     """Six tokens in one layer: row i is of token 10 + i, and its experts are i and i + 1 of 7."""
     return RoutingTrace(

@@ -151,14 +151,6 @@ def test_values_that_are_proven_already_are_taken_by_their_names_only():
             RoutingTrace.from_checked(**{key: value for key, value in values.items() if key != name})
 
 
-@pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.int64), (256, torch.int16), (300, torch.int16)])
-def test_an_id_equal_to_num_experts_is_refused_before_it_is_narrowed(num_experts, dtype):
-    # 256 of 256 experts, cast to uint8, would be expert 0.
-    routes = torch.tensor([[[5, num_experts]]], dtype=dtype)
-    with pytest.raises(TraceError, match=rf"outside 0\.\.{num_experts - 1}"):
-        make(routes, layer_numbers=(1,), num_experts=num_experts)
-
-
 def test_a_trace_is_made_by_names_and_cannot_be_changed():
     with pytest.raises(TypeError, match="positional"):
         RoutingTrace(ROUTES, (2, 4), 4)
