@@ -1,11 +1,19 @@
 """Forget what one case leaves behind in Megatron-Core's module globals, so that the next starts as in a new process."""
 
 import gc
+import random
 from importlib import import_module
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 import torch.distributed as dist
+
+
+def seed_everything() -> None:
+    """Let every case draw the same random numbers."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1234)
 
 
 def reset_megatron_state() -> None:
@@ -15,7 +23,7 @@ def reset_megatron_state() -> None:
     """
     from megatron.core import num_microbatches_calculator, parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils, router_replay
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
@@ -25,8 +33,8 @@ def reset_megatron_state() -> None:
         parallel_state.destroy_model_parallel()
         parallel_state._global_process_group_list = None
     num_microbatches_calculator.unset_num_microbatches_calculator()
-    random._CUDA_RNG_STATE_TRACKER = None
-    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    megatron_random._CUDA_RNG_STATE_TRACKER = None
+    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
     if find_spec("megatron.core.transformer.moe.moe_logging"):  # since 0.19
         import_module("megatron.core.transformer.moe.moe_logging").destroy_moe_metrics_tracker()
     else:

@@ -1,19 +1,16 @@
 """Cases that run as the only rank of a gloo group, in the tests' own process: pytest and `make mutate` see into them."""
 
 import gc
-import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_router_replay.testing import megatron_on_cpu
-from tests.support.megatron_state import reset_megatron_state
+from tests.support.megatron_state import reset_megatron_state, seed_everything
 from tests.support.workers import WorkersError
 
 
@@ -24,8 +21,7 @@ def only_rank() -> Iterator[None]:
     try:
         with mock.patch.dict("os.environ", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"), megatron_on_cpu():
             reset_megatron_state()
-            for seed in (random.seed, np.random.seed, torch.manual_seed):
-                seed(1234)
+            seed_everything()
             yield
     finally:
         reset_megatron_state()

@@ -3,79 +3,21 @@
 import faulthandler
 import gc
 import importlib
-import importlib.util
 import os
 import pickle
-import random
 import signal
 import socket
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """A function by name and its pickled arguments: the module is found before anything of it is unpickled."""
-
-    module_name: str
-    module_file: str | None
-    qualname: str
-    search_path: tuple[str, ...]
-    arguments: bytes
-
-    @classmethod
-    def of(cls, fn: Callable[..., Any], args: tuple[Any, ...]) -> "Job":
-        """Describe `fn(*args)`; ValueError for a function that another process cannot find."""
-        if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__:
-            raise ValueError(f"cannot run {fn.__qualname__} in workers: define it at the top level of its module.")
-        module = sys.modules[fn.__module__]
-        return cls(
-            module_name=fn.__module__,
-            module_file=getattr(module, "__file__", None),
-            qualname=fn.__qualname__,
-            search_path=tuple(sys.path),
-            arguments=pickle.dumps(args),
-        )
-
-    def call(self) -> Any:
-        """Find the function and call it."""
-        function: Any = self._module()
-        for name in self.qualname.split("."):
-            function = getattr(function, name)
-        return function(*pickle.loads(self.arguments))
-
-    def load(self) -> None:
-        """Import the function's module, outside of the CPU patches."""
-        self._module()
-
-    def _module(self) -> Any:
-        sys.path.extend(entry for entry in self.search_path if entry not in sys.path)
-        if self.module_name in sys.modules:
-            return sys.modules[self.module_name]
-        try:
-            return importlib.import_module(self.module_name)
-        except ModuleNotFoundError as error:
-            if self.module_file is None or error.name is None or not self.module_name.startswith(error.name):
-                raise
-        # pytest's importlib mode gives a test module a name that only pytest can import.
-        spec = importlib.util.spec_from_file_location(self.module_name, self.module_file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[self.module_name] = module
-        spec.loader.exec_module(module)
-        return module
-
-
-def worker_main(pipe: Any, rank: int, world_size: int, folder: Path, seed: int) -> None:
+def worker_main(pipe: Any, rank: int, world_size: int, folder: Path) -> None:
     """Serve jobs until the parent is gone."""
     # A thread, because a rank that waits in a collective does not read its pipe and would outlive a killed parent.
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -86,11 +28,11 @@ def worker_main(pipe: Any, rank: int, world_size: int, folder: Path, seed: int) 
         case = 0
         while True:
             try:
-                job = pickle.loads(pipe.recv_bytes())
+                job = pipe.recv_bytes()
             except (EOFError, ConnectionError):
                 return
             case += 1
-            pipe.send_bytes(_run_case(job, case, rank, world_size, folder, seed))
+            pipe.send_bytes(_run_case(job, folder / f"store_{case}", rank, world_size))
 
 
 def _end_with_parent() -> None:
@@ -114,37 +56,29 @@ def _prepare(rank: int, world_size: int) -> None:
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
 
 
-def _seed_everything(seed: int) -> None:
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def _run_case(job: Job, case: int, rank: int, world_size: int, folder: Path, seed: int) -> bytes:
+def _run_case(job: bytes, store_file: Path, rank: int, world_size: int) -> bytes:
     """Return the pickled reply: (True, result) or (False, traceback)."""
     import torch.distributed as dist
 
     from megatron_router_replay.testing.cpu import megatron_on_cpu
-    from tests.support.megatron_state import reset_megatron_state
+    from tests.support.megatron_state import reset_megatron_state, seed_everything
 
     try:
-        job.load()
-        store = dist.FileStore(  # type: ignore[attr-defined]
-            str(folder / f"store_{case}"), world_size
-        )
+        search_path, module_name, call = pickle.loads(job)
+        sys.path.extend(entry for entry in search_path if entry not in sys.path)
+        importlib.import_module(module_name)  # outside of the CPU patches
+        store = dist.FileStore(str(store_file), world_size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
         with megatron_on_cpu():
             reset_megatron_state()
-            _seed_everything(seed)
-            result = job.call()
+            seed_everything()
+            fn, args = pickle.loads(call)
+            result = fn(*args)
             reset_megatron_state()
         # Pickled here, by value: multiprocessing would move tensors to shared memory.
         reply = pickle.dumps((True, result))
         # Models that the case left in reference cycles hold process groups; they must go before their groups do.
-        del result
+        del result, args
         gc.collect()
         dist.barrier()  # nobody tears the group down while others use it
         dist.destroy_process_group()

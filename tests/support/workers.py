@@ -9,16 +9,17 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import connection, get_all_start_methods, get_context
+from contextlib import suppress
+from multiprocessing import connection, get_context
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_router_replay.errors import RouterReplayError
-from tests.support.worker_process import Job, worker_main
+from tests.support.worker_process import worker_main
 
 # How long the other ranks may go on after one of them failed: time to fail too, and say why.
 _GRACE_S = 3.0
@@ -41,13 +42,11 @@ class GlooWorkers:
 
     Args:
         world_size: number of processes.
-        seed: what python, numpy and torch are seeded with before every run.
         preload: names of further modules that the fork server imports once; if this process has one already, without effect.
     """
 
-    def __init__(self, world_size: int, *, seed: int = 1234, preload: Sequence[str] = ()) -> None:
+    def __init__(self, world_size: int, *, preload: Sequence[str] = ()) -> None:
         self.world_size = world_size
-        self.seed = seed
         self._preload = [_PRELOAD, *preload]
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
@@ -57,9 +56,7 @@ class GlooWorkers:
         """Run `fn(*args)` on every rank and return the results by rank.
 
         Args:
-            fn: a function defined at the top level of a module. The workers import that module by name with this
-                process's sys.path or, where the name cannot be imported (pytest's importlib mode), load it from its
-                file; so a test module needs no package around it. A script needs `if __name__ == "__main__":`.
+            fn: a function at the top level of a module, which the workers import by name with this process's sys.path.
             args: picklable; tensors are copied.
             timeout_s: for the slowest rank, the start of the pool not counted.
 
@@ -70,20 +67,18 @@ class GlooWorkers:
             WorkersError: a rank raised or died (the others had a few seconds to report, too), or time ran out (the
                 message then has every stack). The pool is gone; the next run starts another.
         """
-        job = pickle.dumps(Job.of(fn, args))
+        job = pickle.dumps((sys.path, fn.__module__, pickle.dumps((fn, args))))
         try:
-            if not all(process.is_alive() for process in self._processes) or not self._processes:
+            if not self._processes or not all(process.is_alive() for process in self._processes):
                 self._start()
             for pipe in self._pipes:
                 pipe.send_bytes(job)
             replies = self._collect(timeout_s)
+            if len(replies) < self.world_size or not all(ok for ok, _ in replies.values()):
+                raise WorkersError(self._describe_failure(fn, replies, timeout_s))
         except BaseException:
             self.close()
             raise
-        if set(replies) != set(range(self.world_size)) or not all(ok for ok, _ in replies.values()):
-            message = self._describe_failure(fn, replies, timeout_s)
-            self.close()
-            raise WorkersError(message)
         if max(map(_num_threads, self.process_ids)) > _MAX_THREADS:
             self.close()  # others start in a fraction of a second; these would take the processor from every later case
         return [replies[rank][1] for rank in range(self.world_size)]
@@ -104,9 +99,7 @@ class GlooWorkers:
     def __enter__(self) -> "GlooWorkers":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -117,75 +110,52 @@ class GlooWorkers:
     def _start(self) -> None:
         self.close()
         self._folder = Path(tempfile.mkdtemp(prefix="gloo_workers_"))
-        context = _context(self._preload)
+        context = get_context("forkserver")
+        # No effect if this process has a fork server already; starting is slower then.
+        context.set_forkserver_preload(self._preload)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=worker_main,
-                args=(theirs, rank, self.world_size, self._folder, self.seed),
-                name=f"gloo-worker-{rank}",
-                daemon=True,
-            )
+            job = (theirs, rank, self.world_size, self._folder)
+            process = context.Process(target=worker_main, args=job, name=f"gloo-worker-{rank}", daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        ready, _ = self._receive(set(range(self.world_size)), deadline=time.monotonic() + 300.0)
-        if len(ready) != self.world_size:
+        if silent := set(range(self.world_size)) - set(self._collect(300.0)):
             raise WorkersError(
-                f"cannot start {self.world_size} workers: ranks {sorted(set(range(self.world_size)) - set(ready))} "
-                "ended or did not answer within 300 s; their messages are on stderr."
+                f"cannot start {self.world_size} workers: ranks {sorted(silent)} ended or did not answer within 300 s; "
+                "their messages are on stderr."
             )
 
     def _collect(self, timeout_s: float) -> dict[int, tuple[bool, Any]]:
-        """Return the replies that came: all, or what there is after the grace that follows a failure, or at the end."""
+        """Return the replies by rank: all of them, or what came in time; after a failure the others have a grace."""
         replies: dict[int, tuple[bool, Any]] = {}
-        waiting = set(range(self.world_size))
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = time.monotonic() + timeout_s
-        failed = False
-        while waiting and time.monotonic() < deadline:
-            new, dead = self._receive(waiting, deadline, first_only=True)
-            replies.update(new)
-            waiting -= set(new) | dead
-            if not failed and (dead or any(not ok for ok, _ in new.values())):
-                failed = True
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            pipe: Any
+            for pipe in connection.wait(list(waiting), timeout=left):
+                rank = waiting.pop(pipe)
+                with suppress(EOFError, ConnectionError):  # a process that ended has closed its end of the pipe
+                    replies[rank] = pickle.loads(pipe.recv_bytes())
+                if rank not in replies or not replies[rank][0]:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
         return replies
-
-    def _receive(
-        self, waiting: set[int], deadline: float, *, first_only: bool = False
-    ) -> tuple[dict[int, tuple[bool, Any]], set[int]]:
-        """Wait for replies of these ranks; return them by rank, and the ranks that died instead."""
-        replies: dict[int, tuple[bool, Any]] = {}
-        dead: set[int] = set()
-        while (left := waiting - set(replies) - dead) and not (first_only and (replies or dead)):
-            # A process that ended closes its end of the pipe, so the pipe is ready either way.
-            ranks = {self._pipes[rank]: rank for rank in left}
-            ready: list[Any] = connection.wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for pipe in ready:
-                try:
-                    replies[ranks[pipe]] = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionError):
-                    dead.add(ranks[pipe])
-        return replies, dead
 
     def _describe_failure(self, fn: Callable[..., Any], replies: dict[int, tuple[bool, Any]], timeout_s: float) -> str:
         name = f"{fn.__module__}.{fn.__qualname__}"
         parts = [f"{name} failed on {self.world_size} workers (limit {timeout_s:g} s)."]
-        silent = [rank for rank in range(self.world_size) if rank not in replies]
-        stacks = self._dump_stacks(silent)
-        for rank in range(self.world_size):
+        stacks = self._dump_stacks([rank for rank in range(self.world_size) if rank not in replies])
+        for rank, process in enumerate(self._processes):
             if rank in stacks:
                 parts.append(f"rank {rank} was still running, here:\n{stacks[rank]}")
-            elif rank in silent:
-                # Its pipe is closed, so it is dead; on a busy machine its fork server takes seconds to say how it died.
-                self._processes[rank].join(20.0)
-                parts.append(f"rank {rank} died (exit code {self._processes[rank].exitcode}).")
-            else:
+            elif rank in replies:
                 ok, result = replies[rank]
                 parts.append(f"rank {rank} returned." if ok else f"rank {rank} raised:\n{result}")
+            else:
+                # Its pipe is closed, so it is dead; on a busy machine its fork server takes seconds to say how it died.
+                process.join(20.0)
+                parts.append(f"rank {rank} died (exit code {process.exitcode}).")
         return "\n\n".join(parts)
 
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
@@ -205,12 +175,3 @@ def _num_threads(process_id: int) -> int:
         return len(os.listdir(f"/proc/{process_id}/task"))
     except FileNotFoundError:
         return 0
-
-
-def _context(preload: list[str]) -> Any:
-    """Return how processes start: forked from a server that has imported Megatron, else (Windows) spawned."""
-    if "forkserver" not in get_all_start_methods():
-        return get_context("spawn")
-    context = get_context("forkserver")
-    context.set_forkserver_preload(preload)  # no effect if this process has a fork server already; then slower
-    return context

@@ -21,11 +21,11 @@ from megatron_router_replay.transport import ParallelLayout, RouteGroup, open_st
 from megatron_router_replay.transport.gather import TraceRows
 
 LAYERS = (1, 2, 3, 4)
-BUCKET = 1 << 20
+ONE = ParallelLayout(stage_layers=(LAYERS,))
 LIMITS: dict[str, Any] = {
     "timeout": timedelta(seconds=120),
     "ready_timeout": timedelta(seconds=180),
-    "bucket_bytes": BUCKET,
+    "bucket_bytes": 1 << 20,
 }
 _PRELOAD = ["megatron_router_replay.testing.preload", "megatron_router_replay.transport"]
 """That of GlooWorkers and more: a process has one fork server, started by whoever needs it first."""
@@ -124,34 +124,28 @@ def refuse() -> None:
     raise ValueError("no room for these rows")
 
 
+def join(port: int, layout: ParallelLayout = ONE, **options: Any) -> RouteGroup:
+    """Join the transport that meets at this port."""
+    return RouteGroup(open_store("127.0.0.1", port, is_server=False), layout, **LIMITS | options)
+
+
 def receive(
     port: int,
-    layout: ParallelLayout,
-    rank: int,
+    layout: ParallelLayout = ONE,
+    rank: int = 0,
     *,
     steps: int = 1,
     at_second_bucket: Callable[[], None] | None = None,
-    before: Callable[[], None] | None = None,
-    seconds_a_bucket: float = 0.0,
+    before: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> list[int]:
     """Be a training rank: receive batches and return a check sum of each, unless something is done to it."""
-    store = open_store("127.0.0.1", port, is_server=False)
-    with RouteGroup(store, layout, place=layout.place_of(rank), **LIMITS | options) as group:
-        if before is not None:
-            before()
-        if at_second_bucket is None and not seconds_a_bucket:
+    with join(port, layout, place=layout.place_of(rank), **options) as group:
+        before()
+        if at_second_bucket is None:
             return [check_sum(group.receive().topk_indices) for _ in range(steps)]
-        rows: list[torch.Tensor] = []
-
-        def consume(start: int, trace: RoutingTrace) -> None:
-            if start and at_second_bucket is not None:
-                at_second_bucket()
-            time.sleep(seconds_a_bucket)
-            rows.append(trace.topk_indices.clone())
-
-        group.stream(consume)
-        return [check_sum(torch.cat(rows))]
+        group.stream(lambda start, trace: at_second_bucket() if start else None)
+        return []
 
 
 def wait_then_interrupt() -> None:
@@ -172,10 +166,13 @@ class FailingRows(TraceRows):
         super().fill(runs, layer_numbers, memory)
 
 
-def send(
-    port: int, layout: ParallelLayout, *, action: Callable[[], None] | None = None, trace: Any = None, **options: Any
-) -> None:
+def send(port: int, layout: ParallelLayout = ONE, *, action: Callable[[], None] | None = None, **options: Any) -> None:
     """Be a rollout process: send a batch, and do something in the middle of it."""
-    store = open_store("127.0.0.1", port, is_server=False)
-    with RouteGroup(store, layout, **{"sender": 0} | LIMITS | options) as group:
-        group.send((make_trace() if trace is None else trace) if action is None else FailingRows(action))
+    with join(port, layout, **{"sender": 0} | options) as group:
+        group.send(make_trace() if action is None else FailingRows(action))
+
+
+def send_small(group: RouteGroup) -> None:
+    """Send a small batch and wait for it."""
+    group.send(make_trace(400))
+    group.join()

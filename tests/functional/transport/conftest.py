@@ -1,0 +1,13 @@
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_router_replay.transport import open_store
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of a store of the test's own, where the processes of a transport meet."""
+    store = open_store("127.0.0.1", is_server=True)
+    yield store.port
+    del store  # it served until here
