@@ -1,100 +1,249 @@
-"""What a micro-batch's routes cost in a trainer before its forward: its own code, and the same as docs/trainers edits it.
+"""What a micro-batch's routes cost in a trainer: its own code, and the same as docs/trainers edits it.
 
-    SKYRL_DIR=... .venv/bin/python -m benchmarks.trainers
+    SLIME_DIR=... MILES_DIR=... NEMO_RL_DIR=... SKYRL_DIR=... .venv/bin/python -m benchmarks.trainers
 
-SkyRL's `setup_per_microbatch_replay_forward`, as it is (routes of each layer to Megatron's replay objects) and edited (stamp,
-layout, checks, `mrr.microbatch`), in turns in one process: CPU seconds of a packed micro-batch of two samples.
+Two packed samples, from the trainer's fields to what its routers read (`prepare`), and the routers of all layers (`route`);
+in turns in one process, CPU seconds of one thread. A trainer whose folder is not named is left out. slime and miles patch
+Megatron-LM for their routers, which Megatron-Core as released does not have: only their preparation is measured.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import megatron_router_replay as mrr
-from benchmarks.measure import Ratio, environment, ratio, rounds, table
+from benchmarks.measure import environment, ratio, rounds, table
 from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
 from tests.support.one_rank import only_rank
-from tests.trainers import skyrl
+from tests.trainers import miles, nemo_rl, skyrl, slime
+from tests.trainers.sources import Source
 from tests.trainers.stand_ins import trainer_imports
 
 TOKENS, LAYERS, EXPERTS = 2048, 24, 128
 REPEATS = 40
 
 
-def loaded(folder: Path) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return SkyRL's functions from a folder; they keep what they imported."""
-    with trainer_imports(str(folder), skyrl.SOURCE.packages, services=skyrl.SERVICES):
+@dataclass(kw_only=True)
+class Batch:
+    """Two samples, with routes as an engine sends them, and a chunk with one router a layer."""
+
+    routes: Tensor  # [2, TOKENS, LAYERS, topk] int32
+    tokens: Tensor  # [2, TOKENS]
+    chunk: Any
+    forget: Callable[[], None] = field(default=lambda: None)  # what the trainer's own code has kept of the call before
+
+
+Preparation = Callable[[Batch], Callable[[], None]]
+
+
+def of_slime(folder: str, *, edited: bool) -> Preparation:
+    with trainer_imports(folder, slime.SOURCE.packages, services=slime.SERVICES):
+        from slime.backends.megatron_utils import cp_utils, model
+        from slime.utils.routing_replay import RoutingReplay
+    args = SimpleNamespace(num_experts=EXPERTS, data_pad_size_multiplier=8, allgather_cp=False)
+    options = {**vars(args), "sequence_parallel": False}
+    trained = torch.ones(2, TOKENS).index_fill(1, torch.tensor([TOKENS - 1]), 0).view(1, -1)
+
+    def prepare(batch: Batch) -> Callable[[], None]:
+        routes, tokens = list(batch.routes[:, :-1]), list(batch.tokens)
+        laid_out = {"unconcat_tokens": tokens, "tokens": batch.tokens.view(1, -1), "full_loss_masks": trained}
+        replays = [RoutingReplay() for _ in range(LAYERS)]
+        batch.forget = RoutingReplay.clear_all
+
+        def own() -> None:
+            layers = cp_utils.prepare_routed_experts_for_routing_replay(routes, tokens, **options)
+            for layer, replay in enumerate(replays):
+                replay.record(layers[:, layer])
+
+        def fed() -> None:
+            stamped = list(map(mrr.stamp, routes, tokens))
+            model._feed_routes(args, batch.chunk, laid_out | {"rollout_routed_experts": stamped})
+
+        return fed if edited else own
+
+    return prepare
+
+
+def of_miles(folder: str, *, edited: bool) -> Preparation:
+    with trainer_imports(folder, miles.SOURCE.packages, services=miles.SERVICES):
+        from miles.backends.megatron_utils import model, parallel, replay_utils
+        from miles.backends.training_utils import data, replay_data
+        from miles.backends.training_utils.parallel import set_parallel_state
+        from miles.utils.ft_utils.process_group_utils import GroupInfo
+        from miles.utils.replay_base import Replay
+
+        parallel.mpu.get_data_parallel_group_gloo = parallel.mpu.get_data_parallel_group
+        parallel.get_args = lambda: miles.arguments_of_slime(ParallelSizes(), qkv_format="thd", allgather_cp=False)
+        set_parallel_state(parallel.create_megatron_parallel_state(GroupInfo(rank=0, size=1, group=None)))
+    args = SimpleNamespace(qkv_format="thd", data_pad_size_multiplier=8, allgather_cp=False, sequence_parallel=False)
+    masks = list(torch.ones(2, TOKENS - 8))
+    others = {"total_lengths": [TOKENS] * 2, "response_lengths": [TOKENS - 8] * 2, "loss_masks": masks}
+    field = "rollout_routed_experts"
+
+    def prepare(batch: Batch) -> Callable[[], None]:
+        replays = [Replay() for _ in range(LAYERS)]
+        batch.forget = lambda: [replay.clear() for replay in replays] and None
+        given = {"models": [SimpleNamespace(module=batch.chunk)], "num_microbatches": [1], "replay_list": replays}
+        given["register_replay_list_func"] = replay_utils.register_replay_list_moe
+
+        def get_batch(routes: list[Tensor], *keys: str) -> tuple[Any, Any]:
+            fields = {**others, "tokens": list(batch.tokens), field: routes}
+            iterator = data.DataIterator(fields, micro_batch_size=2)
+            return iterator, data.get_batch(iterator, ["tokens", *others, *keys], 8)
+
+        def own() -> None:
+            iterator, _ = get_batch(list(batch.routes[:, :-1]))
+            fields = iterator.rollout_data
+            replay_data.fill_replay_data(
+                args=args, data_iterator=[iterator], rollout_data=fields, data_key=field, **given
+            )
+
+        def fed() -> None:
+            stamped = list(map(mrr.stamp, batch.routes[:, :-1], batch.tokens))
+            model._feed_routes(batch.chunk, get_batch(stamped, field)[1])
+
+        return fed if edited else own
+
+    return prepare
+
+
+def of_nemo_rl(folder: str, *, edited: bool) -> Preparation:
+    with trainer_imports(folder, nemo_rl.SOURCE.packages, services=nemo_rl.SERVICES):
+        from nemo_rl.models.megatron.router_replay import clear_router_replay, set_router_replay_forward
+
+    def prepare(batch: Batch) -> Callable[[], None]:
+        routes, tokens = batch.routes.to(torch.int16).flatten(0, 1).unsqueeze(0), batch.tokens.view(1, -1)
+        batch.forget = lambda: clear_router_replay(batch.chunk)
+
+        def fed() -> None:  # the lines of the page; there they stand in the midst of longer functions
+            mrr.microbatch(
+                batch.chunk,
+                routes=mrr.stamp(routes, tokens),
+                filler=range(routes.shape[-1]),
+                stamped=True,
+                token_ids=tokens,
+            )
+
+        return fed if edited else lambda: set_router_replay_forward(batch.chunk, routes)
+
+    return prepare
+
+
+def of_skyrl(folder: str, *, edited: bool) -> Preparation:
+    with trainer_imports(folder, skyrl.SOURCE.packages, services=skyrl.SERVICES):
         from skyrl.backends.skyrl_train.distributed.megatron.token_metadata import build_token_metadata_layout
-        from skyrl.backends.skyrl_train.utils.replay_utils import setup_per_microbatch_replay_forward
+        from skyrl.backends.skyrl_train.utils import replay_utils
+    attention = torch.ones(2, TOKENS, dtype=torch.bool)
+    layout = build_token_metadata_layout(attention, torch.device("cpu"), packed=True, fp8_enabled=False)
 
-        return setup_per_microbatch_replay_forward, build_token_metadata_layout
+    def prepare(batch: Batch) -> Callable[[], None]:
+        given = [batch.routes.to(torch.uint8), ~attention, attention, *([batch.tokens] if edited else [])]
+        given += [batch.chunk, batch.chunk.config, layout]
+        batch.forget = replay_utils.clear_router_replay
+        return lambda: replay_utils.setup_per_microbatch_replay_forward(*given, remove_microbatch_padding=True)
+
+    return prepare
 
 
-def built(topk: int, **options: Any) -> Any:
+class Trainer(NamedTuple):
+    """Where a trainer's code is, and how its preparation is taken out of it."""
+
+    source: Source
+    load: Callable[..., Preparation]
+    own_routers: bool  # its routers are those of Megatron-Core as released
+
+
+TRAINERS = {
+    "slime": Trainer(slime.SOURCE, of_slime, False),
+    "miles": Trainer(miles.SOURCE, of_miles, False),
+    "NeMo-RL": Trainer(nemo_rl.SOURCE, of_nemo_rl, True),
+    "SkyRL": Trainer(skyrl.SOURCE, of_skyrl, True),
+}
+
+
+def built(topk: int, *, own: bool) -> Batch:
     sizes = ParallelSizes()
     config = tiny_gpt_config(
-        sizes, num_layers=LAYERS, num_moe_experts=EXPERTS, moe_router_topk=topk, hidden_size=16, **options
+        sizes, num_layers=LAYERS, num_moe_experts=EXPERTS, moe_router_topk=topk, hidden_size=16,
+        moe_enable_routing_replay=own,
+    )  # fmt: skip
+    routes = np.random.default_rng(0).random((2, TOKENS, LAYERS, EXPERTS), np.float32).argpartition(topk)[..., :topk]
+    return Batch(
+        routes=torch.from_numpy(routes.astype(np.int32)),
+        tokens=torch.arange(2 * TOKENS).view(2, TOKENS) * 30,
+        chunk=build_tiny_gpt(config, sizes, vocab_size=64, core_attention="small")[0],
     )
-    return build_tiny_gpt(config, sizes, vocab_size=64, core_attention="small")[0]
 
 
-def measure(topk: int, folders: tuple[Path, Path]) -> list[str]:
+def measure(name: str, topk: int, prepared: dict[str, Preparation]) -> Iterator[list[str]]:
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    RouterReplay.global_router_replay_instances.clear()  # SkyRL takes all routers of the process for the model's
-    theirs, lay_out = loaded(folders[0])
-    ours, _ = loaded(folders[1])
-    own_chunk, chunk = built(topk, moe_enable_routing_replay=True), built(topk)
-    generator = np.random.default_rng(0)
-    routes = generator.random((2, TOKENS, LAYERS, EXPERTS)).argpartition(topk, axis=3)[..., :topk]
-    indices = torch.from_numpy(routes.astype(np.uint8))
-    sequences = torch.randint(1, 64, (2, TOKENS))
-    attention = torch.ones(2, TOKENS, dtype=torch.bool)
-    given: dict[str, Any] = {"remove_microbatch_padding": True}
-    given["metadata_layout"] = lay_out(attention, torch.device("cpu"), packed=True, fp8_enabled=False)
-
+    RouterReplay.global_router_replay_instances.clear()  # trainers take all routers of the process for the model's
+    batches = {"own": built(topk, own=True), "fed": built(topk, own=False)}
+    prepare = {key: prepared[key](batch) for key, batch in batches.items()}
+    logits = torch.randn(2 * TOKENS, 1, EXPERTS)
     kept: list[Any] = []  # a session that nobody keeps is lost
 
-    def opened() -> None:
-        mrr.close_sessions(chunk)
-        kept[:] = [mrr.replay(chunk)]
+    def reopen() -> None:
+        mrr.close_sessions(batches["fed"].chunk)
+        kept[:] = [mrr.replay(batches["fed"].chunk)]
 
-    seconds = rounds(
-        {
-            "theirs": lambda: theirs(
-                indices, ~attention, attention, model=own_chunk, model_config=own_chunk.config, **given
-            ),
-            "ours": lambda: ours(
-                indices, ~attention, attention, sequences, model=chunk, model_config=chunk.config, **given
-            ),
-        },
-        repeats=REPEATS,
-        prepare={"ours": opened},
-    )
-    mrr.close_sessions(chunk)
-    of_theirs: Ratio = ratio(seconds, "ours", "theirs")
-    medians = [f"{np.median(seconds[name]) * 1e3:.1f}" for name in ("theirs", "ours")]
-    return [f"top-{topk}", *medians, str(of_theirs)]
+    def route(batch: Batch) -> None:
+        for module in batch.chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.routing(logits)
+
+    forget: dict[str, Callable[[], None]] = {"own": batches["own"].forget, "fed": reopen}
+    parts: dict[str, tuple[Any, Any]] = {"prepare": (prepare, forget)}
+    if TRAINERS[name].own_routers:
+        routers = {key: partial(route, batch) for key, batch in batches.items()}
+        parts["route"] = routers, {key: lambda key=key: (forget[key](), prepare[key]()) for key in forget}
+    for part, (timed, before) in parts.items():
+        seconds = rounds(timed, repeats=REPEATS, prepare=before)
+        medians = [f"{np.median(seconds[key]) * 1e3:.1f}" for key in ("own", "fed")]
+        yield [name, f"top-{topk}", part, *medians, str(ratio(seconds, "fed", "own"))]
+    batches["own"].forget()
+    mrr.close_sessions(batches["fed"].chunk)
+
+
+def measure_all(name: str, folder: Path) -> Iterator[list[str]]:
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    source, load = TRAINERS[name].source, TRAINERS[name].load
+    prepared = {
+        "own": load(str(source.unedited(folder / f"{name}-own")), edited=False),
+        "fed": load(str(source.edited(folder / f"{name}-fed")), edited=True),
+    }
+    with mock.patch.object(RouterReplay, "get_replay_topk", RouterReplay.get_replay_topk):  # NeMo-RL wraps it
+        for topk in (2, 8):
+            yield from measure(name, topk, prepared)
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # threads that wait for others use processor time
+    named = [name for name in TRAINERS if TRAINERS[name].source.variable in os.environ]
+    assert named, "name a checkout, as the first lines of this file say"
+    print(f"{environment()}. 2 x {TOKENS} tokens, {LAYERS} layers of {EXPERTS} experts.\n", flush=True)
+    print(table(["trainer", "routes", "part", "its own, ms", "edited, ms", "edited / own (95 %)"], []), flush=True)
     with tempfile.TemporaryDirectory() as folder, only_rank():
-        folders = skyrl.SOURCE.unedited(Path(folder, "unedited")), skyrl.SOURCE.edited(Path(folder, "edited"))
         ParallelSizes().initialize()
-        rows = [measure(topk, folders) for topk in (2, 8)]
-    print(
-        f"{environment()}. SkyRL {skyrl.SOURCE.commit()}; 2 x {TOKENS} tokens, {LAYERS} layers of {EXPERTS} experts.\n"
-    )
-    print(table(["routes", "SkyRL's own, ms", "edited, ms", "edited / own (95 %)"], rows))
+        for name in named:
+            for row in measure_all(name, Path(folder)):
+                print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":
-    assert "SKYRL_DIR" in os.environ, "SKYRL_DIR names no checkout of SkyRL"
     main()
