@@ -139,6 +139,22 @@ def expected(
     return gradients, logs
 
 
+def check_losses(
+    chunk: Chunk, names: tuple[str, ...], num_microbatches: int = 1, order: list[int] | None = None
+) -> None:
+    """Compare gradients of the losses alone, and what is logged of them, with those by hand."""
+    gradients, logs = expected(chunk, names, num_microbatches, order)
+    without = run(chunk, num_microbatches=num_microbatches, aux_loss="off")
+    assert all(logged(NAMES[name]) is None or not logged(NAMES[name]).any() for name in names)
+    for router in chunk.routers:
+        router.reset_global_aux_loss_tracker()
+    for one, off, by_hand in zip(run(chunk, num_microbatches=num_microbatches), without, gradients):
+        torch.testing.assert_close(one - off, by_hand, rtol=1e-4, atol=1e-5)
+        assert by_hand.abs().max() > 1e-3
+    for name in names:
+        torch.testing.assert_close(logged(NAMES[name]), torch.tensor(logs[name]))
+
+
 @pytest.mark.parametrize("kind", BALANCED_KINDS)
 @pytest.mark.parametrize(
     "names",
@@ -148,17 +164,7 @@ def expected(
 def test_a_loss_is_that_of_the_tokens_alone_whatever_recomputes(names, kind):
     chunk = with_loss(*names)
     chunk.around = BALANCED_KINDS[kind]
-    gradients, logs = expected(chunk, names)
-    without = run(chunk, aux_loss="off")
-    assert all(logged(NAMES[name]) is None or not logged(NAMES[name]).any() for name in names)
-    for router in chunk.routers:
-        router.reset_global_aux_loss_tracker()
-    whole = run(chunk)
-    for one, off, by_hand in zip(whole, without, gradients):
-        torch.testing.assert_close(one - off, by_hand, rtol=1e-4, atol=1e-5)
-        assert by_hand.abs().max() > 1e-3
-    for name in names:
-        torch.testing.assert_close(logged(NAMES[name]), torch.tensor(logs[name]))
+    check_losses(chunk, names)
 
 
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant", "by hooks"])
@@ -166,15 +172,7 @@ def test_several_micro_batches_in_one_backward_add_their_global_load_up_once(kin
     chunk = with_loss("global_aux_loss")
     chunk.around = BALANCED_KINDS[kind]
     # A reentrant checkpoint first has gradients in its recompute, and autograd runs the youngest first.
-    order = [1, 0] if kind == "reentrant" else [0, 1]
-    gradients, logs = expected(chunk, ("global_aux_loss",), 2, order)
-    without = run(chunk, num_microbatches=2, aux_loss="off")
-    for router in chunk.routers:
-        router.reset_global_aux_loss_tracker()
-    whole = run(chunk, num_microbatches=2)
-    for one, off, by_hand in zip(whole, without, gradients):
-        torch.testing.assert_close(one - off, by_hand, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(logged(NAMES["global_aux_loss"]), torch.tensor(logs["global_aux_loss"]))
+    check_losses(chunk, ("global_aux_loss",), 2, [1, 0] if kind == "reentrant" else [0, 1])
     for router in chunk.routers:
         assert router.ga_steps == 2
         assert router.global_tokens_per_expert.sum() == 2 * 5 * TOPK

@@ -173,20 +173,6 @@ def test_the_ranks_of_a_group_judge_together_and_groups_do_not_mix(on_ranks):
     on_ranks(2, in_groups)
 
 
-def inside_each_other():
-    """A policy's session around a critic's, which fails on rank 1; the outer one is in order on both."""
-    policy = Chunk()
-    with mrr.replay(policy, random_trace(8)) as outer:
-        message = step(fails=dist.get_rank() == 1)
-        outer.microbatch(ROWS)
-        policy(tokens())
-    assert ("injected" if dist.get_rank() else "ranks [1] left their session") in message
-
-
-def test_sessions_side_by_side_meet_each_for_themselves(on_ranks):
-    on_ranks(2, inside_each_other)
-
-
 def one_by_one():
     """What stands in the job's store after several sessions, without the counters of them."""
     store = distributed_c10d._get_default_store()

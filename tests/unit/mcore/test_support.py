@@ -3,17 +3,14 @@
 import dataclasses
 
 import pytest
-import torch
-from megatron.core.inference import utils as inference_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import UnsupportedRouterError
-from megatron_router_replay.mcore import support
 from megatron_router_replay.mcore.find import find_routers
 from megatron_router_replay.mcore.support import Explanation, RouterSupport, check_supported, refusals, refusals_of
-from tests.unit.mcore.tiny_chunk import Chunk, random_trace, tokens
+from tests.unit.mcore.tiny_chunk import Chunk
 
 pytestmark = pytest.mark.version
 
@@ -156,36 +153,3 @@ def test_slimes_bridge_that_dispatches_by_a_topk_of_its_own_is_refused_by_name()
     assert [len(reasons) for reasons in refusals_of(find_routers(chunk))] == [0, 1, 0]
     with pytest.raises(UnsupportedRouterError, match=r"layer 2 .*slime's DeepEP alignment bridge"):
         mrr.freeze_recompute(chunk)
-
-
-@pytest.mark.skipif(
-    not support.INFERENCE_ROUTERS, reason="Megatron-Core has routers of its own for inference since 0.17"
-)
-def test_a_router_of_inference_routes_by_itself_only_while_inference_is_on():
-    chunk = Chunk()
-    router = chunk.layers[1].router
-    router.__class__ = support.INFERENCE_ROUTERS[0]
-    mode = getattr(inference_utils, "InferenceMode", None)
-
-    def turn(on):
-        if mode is None:
-            router.is_inference_cuda_graphed_iteration = on
-        else:
-            (mode.set_active if on else mode.unset_active)()
-
-    router.eval()
-    try:
-        with mrr.replay(chunk, random_trace(8)) as session:
-            turn(True)
-            assert "routes without the session while Megatron's inference mode is on" in refusals(router)[0]
-            session.microbatch(torch.arange(8).view(2, 4))
-            with pytest.raises(UnsupportedRouterError, match=r"layer 2.*inference mode is on"):
-                chunk(tokens())
-            turn(False)
-            assert refusals(router) == []
-        if mode is None:
-            turn(True)
-            router.train()
-            assert refusals(router) == [], "the flag does nothing in training"
-    finally:
-        turn(False)
