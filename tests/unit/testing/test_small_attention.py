@@ -19,16 +19,10 @@ def packed(starts):
     return SimpleNamespace(cu_seqlens_q=torch.tensor(starts, dtype=torch.int32), cu_seqlens_q_padded=None)
 
 
-def test_without_context_parallelism_rows_are_in_order():
+def test_each_rank_holds_one_chunk_of_each_sequence_and_its_mirror():
     assert row_positions(3, cp_rank=0, cp_size=1).tolist() == [[0, 0, 0], [0, 1, 2]]
-
-
-def test_each_rank_holds_one_chunk_from_the_front_and_its_mirror_from_the_back():
     assert row_positions(8, cp_rank=0, cp_size=2)[1].tolist() == [0, 1, 6, 7]
     assert row_positions(8, cp_rank=1, cp_size=2)[1].tolist() == [2, 3, 4, 5]
-
-
-def test_packed_sequences_are_split_one_by_one():
     rows = row_positions(12, cp_rank=1, cp_size=2, cu_seqlens=torch.tensor([0, 4, 12]))
     assert rows.tolist() == [[0, 0, 1, 1, 1, 1], [1, 2, 2, 3, 4, 5]]
 
@@ -62,9 +56,6 @@ def test_packed_sequences_do_not_see_each_other():
 def test_what_it_does_not_do_raises(field):
     with pytest.raises(ValueError, match="core_attention='local'"):
         small_attention(**field)
-
-
-def test_a_mask_raises():
     query = torch.randn(2, 1, 1, 8)
     with pytest.raises(ValueError, match="takes no attention_mask"):
         small_attention()(query, query, query, torch.ones(2, 2))
