@@ -84,8 +84,7 @@ def _take_rows(
     rows, padding, trained = (kept.pop(f"routing_{name}", None) for name in ("rows", "padding", "trained"))
     # A checkpoint around the whole chunk repeats the call with its arguments: that is no new forward.
     if rows is not None and not tape.repeats() and (session := session_of(module)) is not None:
-        session.check_none_waits(module)
-        session.microbatch(rows, module, padding=padding, trained=trained)
+        session.microbatch(rows, module, padding=padding, trained=trained, ahead=False)
     return args, kept
 
 

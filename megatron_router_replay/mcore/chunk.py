@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -13,10 +13,7 @@ from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout.split import split_sequence_parallel
 from megatron_router_replay.mcore import tape
 from megatron_router_replay.mcore.find import FoundRouter, wrappers
-from megatron_router_replay.mcore.microbatches import Microbatch, Queue
-
-OnForward = Callable[["Chunk", Microbatch, Tensor | None], None]
-"""(chunk, microbatch, input_ids or None) of each forward."""
+from megatron_router_replay.mcore.microbatches import Queue
 
 
 class Chunk:
@@ -27,19 +24,12 @@ class Chunk:
         outermost: the model as the schedule calls it, with its wrappers.
         taking_part: the routers that route micro-batches.
         rank: this process, for messages.
-        on_forward: called where a forward begins.
-        on_done: called for each micro-batch that all routers routed.
+        session: is told of forwards that begin and of micro-batches that all routers routed. It is held weakly, for the hooks
+            stand on the model: a session whose handle is dropped shall be gone.
     """
 
     def __init__(
-        self,
-        index: int,
-        outermost: nn.Module,
-        taking_part: list[FoundRouter],
-        *,
-        rank: int,
-        on_forward: OnForward,
-        on_done: Callable[[Chunk, Microbatch], None],
+        self, index: int, outermost: nn.Module, taking_part: list[FoundRouter], *, rank: int, session: Any
     ) -> None:
         self.index = index
         self.levels = wrappers(outermost)
@@ -47,11 +37,11 @@ class Chunk:
         self.device = taking_part[0].router.weight.device
         self.config: Any = taking_part[0].router.config
         layers = [f"{'MTP ' if found.is_mtp else ''}layer {found.layer_number}" for found in taking_part]
-        self.queue = Queue(f"rank {rank}, chunk {index}", layers, lambda microbatch: on_done(self, microbatch))
+        self._session = weakref.proxy(session)
+        self.queue = Queue(f"rank {rank}, chunk {index}", layers, lambda done: self._session.on_done(self, done))
         group = taking_part[0].router.tp_group
         self._tp_rank, self._tp_size = get_pg_rank(group), get_pg_size(group)
         self._sequence_parallel = bool(self.config.sequence_parallel)
-        self._on_forward = on_forward
         self._handles: list[Any] = []
         self._inside = False  # the forward of `module` runs
         self._succeeded: bool | None = None  # how it ended since the outermost one began; None: it was not reached
@@ -79,27 +69,13 @@ class Chunk:
 
     def watch(self) -> None:
         """Put the hooks on; plain functions, so that a copy of the model has them and not a copy of this object."""
-        module, queue = self.module, self.queue
+        module = self.module
 
         @_disable_dynamo
         def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A checkpoint around the whole chunk calls it again: that is no new forward.
-            if called is not module or tape.repeats():
-                return
-            if "routing_rows" in kwargs:  # an attached model takes them off
-                raise ReplayStateError(
-                    f"MRR403: {queue.where}: the model got routing_rows, which its forward does not take. Call "
-                    "mrr.attach(model_chunks) after building the model, and again where it is rebuilt."
-                )
-            microbatch = queue.enter()
-            self._inside = True
-            microbatch.packed = kwargs.get("packed_seq_params") is not None
-            input_ids = kwargs.get("input_ids", args[0] if args else None)
-            # Stages that embed nothing may get tokens in another layout, before packing. A positional argument of a model
-            # that is no language model may be anything else.
-            embeds = getattr(module, "pre_process", True)
-            is_ids = isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and not input_ids.is_nested
-            self._on_forward(self, microbatch, input_ids if embeds and is_ids else None)
+            if called is module and not tape.repeats():
+                self._begin(args, kwargs)
 
         @_disable_dynamo
         def leave(called: nn.Module, args: Any, output: Any) -> None:
@@ -107,9 +83,9 @@ class Chunk:
                 return
             # torch passes None for the output of a forward that raised.
             if output is None and not self._inside:
-                queue.fail_next()  # another's hook raised before ours ran, or ours had no micro-batch
+                self.queue.fail_next()  # another's hook raised before ours ran, or ours had no micro-batch
             else:
-                queue.leave(failed=output is None)
+                self.queue.leave(failed=output is None)
             self._inside, self._succeeded = False, output is not None
 
         self._handles = [
@@ -119,6 +95,23 @@ class Chunk:
         ]
         if self.levels[0] is not module:
             self._watch_outermost(self.levels[0])
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the next micro-batch with a forward of the innermost model."""
+        if "routing_rows" in kwargs:  # an attached model takes them off
+            raise ReplayStateError(
+                f"MRR403: {self.queue.where}: the model got routing_rows, which its forward does not take. Call "
+                "mrr.attach(model_chunks) after building the model, and again where it is rebuilt."
+            )
+        microbatch = self.queue.enter()
+        self._inside = True
+        microbatch.packed = kwargs.get("packed_seq_params") is not None
+        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        # Stages that embed nothing may get tokens in another layout, before packing. A positional argument of a model that is
+        # no language model may be anything else.
+        embeds = getattr(self.module, "pre_process", True)
+        is_ids = isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and not input_ids.is_nested
+        self._session.on_forward(self, microbatch, input_ids if embeds and is_ids else None)
 
     def _watch_outermost(self, outermost: nn.Module) -> None:
         """Notice forwards that fail in a wrapper, before or behind the innermost model."""

@@ -8,7 +8,6 @@ the trainer's code like any layer, and is compared with the micro-batch's tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from torch import Tensor
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore import microbatches as micro
 from megatron_router_replay.mcore.chunk import Chunk
-from megatron_router_replay.mcore.layers import route_columns
-from megatron_router_replay.mcore.microbatches import Check, as_integers, as_mask
+from megatron_router_replay.mcore.find import FoundRouter
+from megatron_router_replay.mcore.layers import check_hashed_routes, route_columns
+from megatron_router_replay.mcore.microbatches import Check, LaidOut, as_integers, as_mask
 from megatron_router_replay.trace.ids import first_invalid, index_dtype
 
 _DIGIT_BITS = 7
@@ -63,123 +63,89 @@ def _digits(tokens: Tensor, topk: int) -> Tensor:
     return (ids.unsqueeze(-1) >> shifts) & 127
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FedRoutes:
-    """The routes of one micro-batch, as this rank's routers see their tokens.
+def lay_out(
+    chunk: Chunk,
+    check: Check,
+    hashed: Sequence[FoundRouter],
+    *,
+    routes: Any,
+    token_ids: Any = None,
+    padding: Any = None,
+    trained: Any = None,
+    stamped: bool = False,
+    trust_layout: bool = False,
+    filler: Sequence[int] | Tensor | None = None,
+    layer_numbers: Sequence[int] | None = None,
+    split: bool = False,
+) -> LaidOut:
+    """Check routes as a trainer laid them out, and return those of the chunk's routers.
 
     Args:
-        compact: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
-        live: [num_tokens] bool, rows without a route; None: there is none.
-        padding: [b, s] bool; None: nothing is known.
-        batch_shape: (b, s).
-        token_ids: [b, s] int64; None: not given.
-        padding_known: somebody said what is padding, by a mask or by the filler that stands there.
-        proved: the rows were compared with their tokens.
-        split, ahead: as given.
-        routes: [b, s, layers, topk] as given, without the stamp; no copy, so only until the trainer goes on.
-        column: layer number -> its column in `routes`.
+        hashed: the routers of hash layers, whose columns are compared with their tables.
+        routes: [b, s, layers, topk], or [t, layers, topk] for one packed row; any integer dtype.
+        token_ids: [b, s], what the model gets.
+        padding: [b, s] bool, True: padding, whatever its routes are.
+        trained: [b, s], non-zero: trained on; without a route it raises.
+        stamped: the last layer is the stamp; needs token_ids.
+        trust_layout: take the routes without a stamp; the report says so.
+        filler: [topk], what the trainer writes in every layer where there is no route: such rows are live.
+        layer_numbers: Megatron's number of each layer of `routes`; None: all layers of the model, or its MoE layers.
+        split: routes and masks are this sequence-parallel rank's part of s already.
+
+    Raises:
+        LayoutError: a shape, a layer, an id or a token does not fit.
     """
+    _check_proof(stamped=stamped, trust_layout=trust_layout, token_ids=token_ids)
+    values, tokens, at_padding, at_trained = _on_one_device(_as_batch(routes), token_ids, padding, trained)
+    stamps, values = (values[:, :, -1], values[:, :, :-1]) if stamped else (None, values)
+    column = _columns(chunk, values, layer_numbers)
+    # Judged by all layers of the model, so that every pipeline stage says the same of a row: one layer may rightly choose
+    # what is filler elsewhere. Hash layers hold zeros.
+    num_hashed = getattr(chunk.config, "moe_n_hash_layers", None) or 0
+    whole = micro.take_layers(values, [place for number, place in column.items() if number > num_hashed], dim=2)
+    live = _has_no_route(whole, filler)
+    known = ~live if at_padding is None else ~live & ~at_padding
+    _check_ids(whole, known, int(chunk.taking_part[0].router.num_experts), check)
+    _check_dense(values, column, known, check)
+    if stamps is not None and tokens is not None:
+        _check_stamps(stamps, tokens, known, check)
+    if at_trained is not None:
+        micro.check_trained(at_trained & ~known, check, order="of the batch")
+    tokens = None if split else tokens
+    if tokens is not None:
+        for found in (each for each in hashed if each.layer_number in column):
+            check_hashed_routes(found, values[:, :, column[found.layer_number]], tokens, check)
+    values = micro.take_layers(values, [column[found.layer_number] for found in chunk.taking_part], dim=2)
+    return _routers_view(chunk, values, live=live, padding=at_padding, token_ids=tokens, split=split)
 
-    compact: Tensor
-    live: Tensor | None
-    padding: Tensor | None
-    batch_shape: tuple[int, int]
-    token_ids: Tensor | None
-    padding_known: bool
-    proved: bool
-    split: bool
-    ahead: bool
-    routes: Tensor
-    column: dict[int, int]
 
-    def layer_routes(self, layer_number: int) -> Tensor | None:
-        """Return [b, s, topk], the routes of one layer as given; None: there are none."""
-        column = self.column.get(layer_number)
-        return None if column is None else self.routes[:, :, column]
+def _on_one_device(values: Tensor, *beside: Any) -> list[Any]:
+    """Return routes, token_ids, padding and trained on a GPU if one of them is there: on the way down the host would wait."""
+    there = [each.device for each in (values, *beside) if isinstance(each, Tensor) and each.device.type != "cpu"]
+    device, shape = there[0] if there else values.device, (int(values.shape[0]), int(values.shape[1]))
+    named = zip(beside, ("token_ids", "padding", "trained"), strict=True)
+    return [micro.to_device(values, device), *(_beside(each, name, shape, device) for each, name in named)]
 
-    @classmethod
-    def checked(
-        cls,
-        chunk: Chunk,
-        check: Check,
-        *,
-        routes: Any,
-        token_ids: Any = None,
-        padding: Any = None,
-        trained: Any = None,
-        stamped: bool = False,
-        trust_layout: bool = False,
-        filler: Sequence[int] | Tensor | None = None,
-        layer_numbers: Sequence[int] | None = None,
-        split: bool = False,
-        ahead: bool = False,
-    ) -> FedRoutes:
-        """Check routes as a trainer laid them out.
 
-        Args:
-            routes: [b, s, layers, topk], or [t, layers, topk] for one packed row; any integer dtype.
-            token_ids: [b, s], what the model gets.
-            padding: [b, s] bool, True: padding, whatever its routes are.
-            trained: [b, s], non-zero: trained on; without a route it raises.
-            stamped: the last layer is the stamp; needs token_ids.
-            trust_layout: take the routes without a stamp; the report says so.
-            filler: [topk], what the trainer writes in every layer where there is no route: such rows are live.
-            layer_numbers: Megatron's number of each layer of `routes`; None: all layers of the model, or its MoE layers.
-            split: routes and masks are this sequence-parallel rank's part of s already.
-            ahead: queue behind micro-batches that wait.
-
-        Raises:
-            LayoutError: a shape, a layer, an id or a token does not fit.
-        """
-        values = _as_batch(routes)
-        _check_proof(stamped=stamped, trust_layout=trust_layout, token_ids=token_ids)
-        # All meet on the GPU if one of them is there: on the way down the host would wait.
-        there = [each.device for each in (values, token_ids, padding, trained) if isinstance(each, Tensor)]
-        device = next((each for each in there if each.type != "cpu"), values.device)
-        values = micro.to_device(values, device)
-        batch_shape = (int(values.shape[0]), int(values.shape[1]))
-        tokens, at_padding, at_trained = (
-            _beside(each, name, batch_shape, device)
-            for each, name in ((token_ids, "token_ids"), (padding, "padding"), (trained, "trained"))
-        )
-        stamps = values[:, :, -1] if stamped else None
-        values = values[:, :, :-1] if stamped else values
-        column = _columns(chunk, values, layer_numbers)
-        # Judged by all layers of the model, so that every pipeline stage says the same of a row: one layer may rightly choose
-        # what is filler elsewhere. Hash layers hold zeros.
-        num_hashed = getattr(chunk.config, "moe_n_hash_layers", None) or 0
-        whole = micro.take_layers(values, [place for number, place in column.items() if number > num_hashed], dim=2)
-        fills = None if filler is None else micro.to_device(torch.as_tensor(filler, dtype=torch.int64), device)
-        live = _has_no_route(whole, fills)
-        known = ~live if at_padding is None else ~live & ~at_padding
-        num_experts = int(chunk.taking_part[0].router.num_experts)
-        _check_ids(whole, known, num_experts, check)
-        _check_dense(values, column, known, check)
-        if stamps is not None and tokens is not None:
-            _check_stamps(stamps, tokens, known, check)
-        if at_trained is not None:
-            without = (at_trained & ~known).any()
-            check(without, "MRR410: a trained position has no route. Leave `trained` out to let it run live.")
-        own = micro.take_layers(values, [column[found.layer_number] for found in chunk.taking_part], dim=2)
-        view_live = chunk.router_view(live, split=split)
-        has_live = view_live.device.type != "cpu" or bool(view_live.any())
-        if has_live and own.dtype.is_signed:
-            own = own.clamp(min=0)
-        # A copy, for a trainer reuses its buffers.
-        compact = chunk.router_view(own, split=split).to(index_dtype(num_experts), copy=True)
-        return cls(
-            compact=compact,
-            live=view_live if has_live else None,
-            padding=at_padding,
-            batch_shape=batch_shape,
-            token_ids=None if split else tokens,
-            padding_known=at_padding is not None or filler is not None,
-            proved=stamped,
-            split=split,
-            ahead=ahead,
-            routes=values,
-            column=column,
-        )
+def _routers_view(
+    chunk: Chunk, values: Tensor, *, live: Tensor, padding: Tensor | None, token_ids: Tensor | None, split: bool
+) -> LaidOut:
+    """Return the routes of a chunk's layers, [b, s, layers, topk], as its routers see them."""
+    batch_shape = (int(values.shape[0]), int(values.shape[1]))
+    live = chunk.router_view(live, split=split)
+    has_live = live.device.type != "cpu" or bool(live.any())
+    if has_live and values.dtype.is_signed:
+        values = values.clamp(min=0)
+    # A copy, for a trainer reuses its buffers.
+    dtype = index_dtype(chunk.taking_part[0].router.num_experts)
+    return LaidOut(
+        compact=chunk.router_view(values, split=split).to(dtype, copy=True),
+        live=live if has_live else None,
+        padding=padding,
+        batch_shape=batch_shape,
+        token_ids=token_ids,
+        split=split,
+    )
 
 
 def _as_batch(routes: Any) -> Tensor:
@@ -208,8 +174,10 @@ def _check_proof(*, stamped: bool, trust_layout: bool, token_ids: Any) -> None:
         )
 
 
-def _has_no_route(routes: Tensor, filler: Tensor | None) -> Tensor:
-    """Return [b, s] bool, True: every layer of the row is below 0, or the trainer's filler, [topk] int64."""
+def _has_no_route(routes: Tensor, filler: Any) -> Tensor:
+    """Return [b, s] bool, True: every layer of the row is below 0, or the trainer's filler."""
+    if filler is not None:
+        filler = micro.to_device(torch.as_tensor(filler, dtype=torch.int64), routes.device)
     if routes.device.type != "cpu":
         return _is_unrouted(routes, filler)
     # Few rows begin like one without a route; the rest of a row is read of these alone.

@@ -72,24 +72,6 @@ def check_has_experts(modules: Sequence[nn.Module], found: Sequence[Sequence[Fou
             )
 
 
-def check_not_shared(found: Sequence[Sequence[FoundRouter]]) -> None:
-    """Raise if chunks share a router: its forwards would be taken for one chunk's, and use the other's routes.
-
-    Raises:
-        LayoutError: names the router in both chunks.
-    """
-    seen: dict[int, tuple[int, FoundRouter]] = {}
-    for index, routers in enumerate(found):
-        for router in routers:
-            first, other = seen.setdefault(id(router.router), (index, router))
-            if first != index:
-                raise LayoutError(
-                    f"MRR404: chunk {first} and chunk {index} share a router, {other} and {router}: which chunk's "
-                    "micro-batch a forward of it belongs to cannot be told. Give each model a session of its own, one "
-                    "after another."
-                )
-
-
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the innermost model of wrappers such as DistributedDataParallel, Float16Module and torch.compile's."""
     return wrappers(module)[-1]

@@ -25,33 +25,15 @@ def judge(everyone: dict[int, dict[str, Any]], *, least: float | None) -> list[s
             f"ranks that share an auxiliary loss (those of rank {uneven[0]}) were not told of padding in the same "
             "micro-batches: its parts were divided by different numbers of tokens. Give padding= on all ranks or none."
         ]
-    # Judged over the group: one rank may rightly have nothing but padding, and if one raised alone, its peers would hang.
-    ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
-    padding_known = all(numbers["padding_known"] for numbers in everyone.values())
-    counted = (numbers["rows"][:2] + [numbers["left_out"]] + numbers["decisions"] for numbers in everyone.values())
-    problem = _judge_share(
-        *(sum(counts) for counts in zip(*counted)), ranks=ranks, padding_known=padding_known, least=least
-    )
+    problem = _judge_share(list(everyone.values()), least=least)
     return [] if problem is None else [problem]
 
 
-def _judge_share(
-    replayed: int,
-    live: int,
-    left_out: int,
-    asked: int,
-    turned_down: int,
-    *,
-    ranks: str,
-    padding_known: bool,
-    least: float | None,
-) -> str | None:
-    """Return what is wrong with the share that was replayed.
-
-    Args:
-        replayed, live, left_out: rows, as in the report.
-        asked, turned_down: decisions of `choose=`.
-    """
+def _judge_share(everyone: list[dict[str, Any]], *, least: float | None) -> str | None:
+    """Return what is wrong with the share that was replayed, over all ranks: one may rightly have nothing but padding."""
+    ranks = "this rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
+    counted = (numbers["rows"][:2] + [numbers["left_out"]] + numbers["decisions"] for numbers in everyone)
+    replayed, live, left_out, asked, turned_down = (sum(counts) for counts in zip(*counted))
     share = share_of(replayed, live, asked, turned_down)
     # Apart from the share asked for: a session that replays nothing is a mistake, unless somebody said min_replayed=0.
     if share == 0 and replayed and least != 0:
@@ -71,7 +53,7 @@ def _judge_share(
         )
     if least is None or share is None or share >= least:
         return None
-    if not padding_known:
+    if not all(numbers["padding_known"] for numbers in everyone):
         return (
             f"min_replayed={least} cannot be judged: routes came without padding= or filler=, so rows of padding count "
             "as tokens without a route. Say what is padding, or leave min_replayed out."

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -126,12 +126,11 @@ class Microbatch:
     packed: bool = False
     failed: bool = False
     number: int = -1
-    routed: set[int] | None = None
-    used: dict[int, Tensor] | None = None  # position -> [num_tokens, topk], filled in a recording
+    routed: set[int] = field(default_factory=set)
+    used: dict[int, Any] = field(default_factory=dict)  # position -> [num_tokens, topk], filled in a recording
     stream: Any = None  # under which it was queued
 
     def __post_init__(self) -> None:
-        self.routed, self.used = set(), {}
         on_device = self._on_device()
         self.stream = current_stream(on_device[0].device) if on_device else None
 
@@ -147,7 +146,6 @@ class Microbatch:
     @property
     def missing(self) -> int:
         """How many routers have not routed it."""
-        assert self.routed is not None, "made with it"
         return self.num_routers - len(self.routed)
 
     def check_shape(self, where: str, shape: tuple[int, ...]) -> None:
@@ -232,7 +230,7 @@ class Queue:
             ReplayStateError: none is queued for this forward, or the chunk's forward called the router before.
         """
         current = self.current
-        routed = current is not None and current.routed is not None and position in current.routed
+        routed = current is not None and position in current.routed
         # Outside the chunk's own forward (a direct .forward, a plan's layers) a second call begins the next micro-batch.
         if self._running and current is not None and routed:
             raise ReplayStateError(
@@ -246,12 +244,12 @@ class Queue:
 
     def routed(self, microbatch: Microbatch, position: int) -> None:
         """Take note that a router has routed the micro-batch; after the last one its routes are freed."""
-        assert microbatch.routed is not None, "made with it"
         microbatch.routed.add(position)
         if len(microbatch.routed) == microbatch.num_routers:
             self._on_done(microbatch)
             # The graph keeps what recomputes need; the micro-batch itself may stay the current one for long.
-            microbatch.routes = microbatch.live = microbatch.replayed = microbatch.rows = microbatch.used = None
+            microbatch.routes = microbatch.live = microbatch.replayed = microbatch.rows = None
+            microbatch.used = {}
 
     def problems(self) -> Iterator[str]:
         """Yield what was queued and not routed by every router; forwards that failed do not count."""
@@ -300,8 +298,8 @@ class Queue:
         return f"{self.where}, micro-batch {microbatch.number}"
 
     def _missing_layers(self, microbatch: Microbatch) -> str:
-        routed = microbatch.routed or set()
-        return ", ".join(layer for position, layer in enumerate(self._layers) if position not in routed)
+        missing = (layer for position, layer in enumerate(self._layers) if position not in microbatch.routed)
+        return ", ".join(missing)
 
 
 def take_rows(topk_indices: Tensor, rows: Tensor, device: torch.device) -> Tensor:
@@ -367,6 +365,27 @@ def padding_ordinals(padding: Tensor) -> Tensor:
     return (by_position.cumsum(0) - by_position.to(torch.int64)).view(padding.shape[::-1]).t()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaidOut:
+    """The routes of one micro-batch, as this rank's routers see their tokens.
+
+    Args:
+        compact: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
+        live: [num_tokens] bool, rows without a route; None: there is none.
+        padding: [b, s] bool, known to be padding; None: nothing is known.
+        batch_shape: (b, s).
+        token_ids: [b, s] int64; None: not known.
+        split: this sequence-parallel rank's part of s was given already.
+    """
+
+    compact: Tensor
+    live: Tensor | None
+    padding: Tensor | None
+    batch_shape: tuple[int, int]
+    token_ids: Tensor | None
+    split: bool = False
+
+
 def count_rows(num_rows: int, live: Tensor | None, padding: Tensor | None) -> dict[str, Tensor | int]:
     """Return how many rows there are, and how many of them are live and padding."""
     return {"rows": num_rows} | {
@@ -382,6 +401,24 @@ def check_padding(rows: Tensor, padding: Tensor | None, check: Check) -> None:
             "MRR203: a position that padding= says is padding has a routing row: mask and rows moved apart, or the mask is "
             "inverted (True is padding).",
         )
+
+
+def check_trained(without: Tensor, check: Check, *, order: str) -> None:
+    """Check that no trained position is without a route; `without` is bool, its order is for the message."""
+    which = ""
+    if is_known(without):
+        first = int(without.flatten().nonzero()[0])
+        which = f" ({int(without.sum())} of them, the first is token {first} {order})"
+    check(
+        without.any(),
+        f"MRR410: a trained position has no route{which}: its row is -1, or there is no route for it. Leave `trained` out to "
+        "let the live router decide such positions.",
+    )
+
+
+def is_known(values: Tensor) -> bool:
+    """Return whether the host can read these values without waiting, and some are True."""
+    return values.device.type == "cpu" and bool(values.any())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

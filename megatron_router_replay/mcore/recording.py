@@ -81,16 +81,15 @@ class RecordSession(Session):
             decision.queued.used[self._held[decision.router].position] = used
         super().decided(decision)
 
-    def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
-        super()._on_forward(chunk, microbatch, input_ids)
+    def on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
+        super().on_forward(chunk, microbatch, input_ids)
         if microbatch.token_ids is None and input_ids is not None:
             # A copy: trainers reuse the buffer, and this is kept until the trace is asked for.
             microbatch.token_ids = input_ids.to(torch.int64, copy=True).view(microbatch.batch_shape)
 
-    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        super()._on_done(chunk, microbatch)
+    def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        super().on_done(chunk, microbatch)
         assert microbatch.rows is not None, "a recorded micro-batch has them"
-        assert microbatch.used is not None, "made with it"
         tokens = None if microbatch.token_ids is None else chunk.router_view(microbatch.token_ids)
         used = torch.stack([microbatch.used[position] for position in range(len(chunk.taking_part))], dim=1)
         dtype = index_dtype(self._sizes[0])

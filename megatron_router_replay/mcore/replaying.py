@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,10 @@ from megatron_router_replay.layout import check_tokens
 from megatron_router_replay.mcore import microbatches as micro
 from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, aux_loss_group
 from megatron_router_replay.mcore.chunk import Chunk
-from megatron_router_replay.mcore.fed import FedRoutes
+from megatron_router_replay.mcore.fed import lay_out
 from megatron_router_replay.mcore.judging import judge
 from megatron_router_replay.mcore.layers import check_hashed_routes, check_trace_layers
-from megatron_router_replay.mcore.microbatches import KeptLayer, LayerRoutes, Microbatch, RowInputs
+from megatron_router_replay.mcore.microbatches import KeptLayer, LaidOut, LayerRoutes, Microbatch, RowInputs
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.seam import Decision
@@ -51,15 +51,12 @@ class ReplaySession(Session):
         trace: RoutingTrace | None,
         *,
         mtp: bool,
-        verify: bool,
         compare_live: bool | int,
         min_replayed: float | None,
         choose: ChooseDecisions | None,
-        choice: Balance,
-        group: dist.ProcessGroup | None,
-        enabled: bool,
+        **options: Any,
     ) -> None:
-        super().__init__(model_chunks, mtp=mtp, verify=verify, choice=choice, group=group, enabled=enabled)
+        super().__init__(model_chunks, mtp=mtp, **options)
         self._trace = trace
         self._choose = choose
         self._min_replayed = min_replayed
@@ -70,7 +67,7 @@ class ReplaySession(Session):
         if trace is not None:
             self._take_trace(trace, mtp=mtp)
         self._warned = False  # that something on a GPU is read by the host
-        self._comparison = self._compare(int(compare_live)) if compare_live and enabled else None
+        self._comparison = self._compare(int(compare_live)) if compare_live and self._enabled else None
 
     def live_report(self, *groups: dist.ProcessGroup | None) -> LiveReport:
         """Return how the live router and the replayed routes agree. Groups of ranks with the same layers are added up.
@@ -201,22 +198,18 @@ class ReplaySession(Session):
             routed, left_out = _at_rows(trace.replay_mask, view), _at_rows(trace.left_out, view)
             self._check_known(trace, view, routed | left_out)
             if inputs.trained is not None:
-                self._check_trained(chunk.router_view(inputs.trained) & ~(routed | left_out))
+                without = chunk.router_view(inputs.trained) & ~(routed | left_out)
+                micro.check_trained(without, self._check, order="as routers see them")
             live = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
         self._check_hashed(rows, expected)
         if routes is None:
             compact = micro.take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
         else:
-            compact = micro.to_device(chunk.router_view(routes.layers(trace.layer_numbers)), chunk.device)
-        made = self._microbatch(
-            chunk,
-            compact,
-            batch_shape=(rows.shape[0], rows.shape[1]),
-            live=live,
-            padding=padding,
-            token_ids=expected,
-        )
+            compact = chunk.router_view(routes.layers(trace.layer_numbers))
+        shape = rows.shape[0], rows.shape[1]
+        laid_out = LaidOut(compact=compact, live=live, padding=padding, batch_shape=shape, token_ids=expected)
+        made = self._microbatch(chunk, laid_out)
         if left_out is not None and trace.left_out is not None:
             made.counts |= {"left_out": left_out.sum()}
         chunk.queue.queue(made)
@@ -224,36 +217,19 @@ class ReplaySession(Session):
     def _at_the_trace(self, inputs: RowInputs, device: torch.device) -> RowInputs:
         """Return them on the trace's device; the routers' rows of it alone go to theirs."""
         given = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
-        if not self._warned and device.type == "cpu" and any(map(_on_a_gpu, given.values())):
+        given = {name: values for name, values in given.items() if values is not None}
+        if not self._warned and device.type == "cpu" and any(values.device.type != "cpu" for values in given.values()):
             self._warned = True
             _LOG.warning(
                 "the trace is on the CPU and routing_rows, or what is queued beside them, on a GPU: the host waits for the "
                 "GPU in every micro-batch. Queue what the data loader gave, before it is moved; or replay trace.to('cuda')."
             )
-        there: dict[str, Any] = {
-            name: micro.to_device(values, device) for name, values in given.items() if values is not None
-        }
-        return replace(inputs, **there)
+        return replace(inputs, **{name: micro.to_device(values, device) for name, values in given.items()})
 
-    def _microbatch(
-        self,
-        chunk: Chunk,
-        compact: Tensor,
-        *,
-        batch_shape: tuple[int, int],
-        live: Tensor | None,
-        padding: Tensor | None,
-        token_ids: Tensor | None,
-        split: bool = False,
-    ) -> Microbatch:
-        """Return a micro-batch of routes as its routers see them.
-
-        Args:
-            compact: [num_tokens, num_layers, topk] on the routers' device.
-            live: [num_tokens] bool, rows without a route, padding among them; None: there is none.
-            padding: [b, s] bool, known to be padding; None: nothing is known.
-        """
-        num_tokens = compact.shape[0]
+    def _microbatch(self, chunk: Chunk, routes: LaidOut) -> Microbatch:
+        """Return the micro-batch that replays these routes."""
+        compact, live, padding = micro.to_device(routes.compact, chunk.device), routes.live, routes.padding
+        num_tokens, split, token_ids = compact.shape[0], routes.split, routes.token_ids
         if padding is not None:
             ordinals = chunk.router_view(micro.padding_ordinals(padding), split=split)
             padding = chunk.router_view(padding, split=split)
@@ -272,8 +248,8 @@ class ReplaySession(Session):
         elif self._min_replayed == 1:
             live = None  # there is none, or the session raises: the rows are counted above, and judged when it is left
         return Microbatch(
-            shape=chunk.router_shape(batch_shape, split=split),
-            batch_shape=batch_shape,
+            shape=chunk.router_shape(routes.batch_shape, split=split),
+            batch_shape=routes.batch_shape,
             counts=counts,
             num_routers=len(chunk.taking_part),
             routes=LayerRoutes(compact),
@@ -290,29 +266,13 @@ class ReplaySession(Session):
                 "MRR411: this session replays a trace: pass routing_rows= to the attached model, or call "
                 "session.microbatch(rows, model). Routes themselves are for mrr.replay(model) without a trace."
             )
-        fed = FedRoutes.checked(chunk, self._check, **given)
-        if not fed.ahead and chunk.queue.num_waiting:
-            raise ReplayStateError(
-                f"MRR407: {chunk.queue.where}: {chunk.queue.num_waiting} micro-batches wait for their forwards "
-                "already. Queue each right before its forward, or say ahead=True."
-            )
-        self._unproved |= not fed.proved
-        self._padding_known &= fed.padding_known
-        self._check_hashed_routes(fed)
-        chunk.queue.queue(
-            self._microbatch(
-                chunk,
-                micro.to_device(fed.compact, chunk.device),
-                batch_shape=fed.batch_shape,
-                live=fed.live,
-                padding=fed.padding,
-                token_ids=fed.token_ids,
-                split=fed.split,
-            )
-        )
+        laid_out = lay_out(chunk, self._check, self.hashed, **given)
+        self._unproved |= not given.get("stamped")
+        self._padding_known &= any(given.get(name) is not None for name in ("padding", "filler"))
+        chunk.queue.queue(self._microbatch(chunk, laid_out))
 
-    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        super()._on_done(chunk, microbatch)
+    def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        super().on_done(chunk, microbatch)
         self._digest = (self._digest * 1_000_003 + 1 + (microbatch.is_token is not None)) % _PRIME
         if self._comparison is not None and self._comparison.wants(microbatch.number):
             self._comparison.end_microbatch(chunk.index)
@@ -333,22 +293,11 @@ class ReplaySession(Session):
         if trace.token_ids is None or not trace.num_tokens or not self._any_live:
             return
         unknown = (rows >= 0) & ~routed & (trace.token_ids[rows.clamp(min=0)] < 0)
-        first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if _is_known(unknown) else ""
+        first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if micro.is_known(unknown) else ""
         self._check(
             unknown.any(),
             f"MRR108: routing_rows name rows that the trace knows nothing of{first}: no route and no token id. Another "
             "rank routed them: join the parts with recording.gather() or merge_traces before micro-batches are regrouped.",
-        )
-
-    def _check_trained(self, without: Tensor) -> None:
-        which = ""
-        if _is_known(without):
-            first = int(without.nonzero()[0])
-            which = f" ({int(without.sum())} of them, the first is token {first} as routers see them)"
-        self._check(
-            without.any(),
-            f"MRR410: a trained position has no route{which}: its row is -1, or the trace has no route for it. Leave "
-            "`trained` out to let the live router decide such positions.",
         )
 
     def _expected_tokens(
@@ -386,12 +335,6 @@ class ReplaySession(Session):
                 routes = self._trace.layer(found.layer_number)[rows.clamp(min=0)]
                 routed = _at_rows(self._trace.replay_mask, rows)
                 check_hashed_routes(found, routes, torch.where(routed, tokens, -1), self._check)
-
-    def _check_hashed_routes(self, fed: FedRoutes) -> None:
-        for found in self.hashed:
-            routes = fed.layer_routes(found.layer_number)
-            if routes is not None and fed.token_ids is not None:
-                check_hashed_routes(found, routes, fed.token_ids, self._check)
 
     # ---- the end
     def _numbers(self) -> dict[str, Any]:
@@ -436,7 +379,8 @@ def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:
         model: the chunk, wrapped or not.
         routes: [b, s, layers, topk] of this context-parallel rank's tokens, sample by sample, before sequence parallelism;
             [t, layers, topk] or [1, t, layers, topk] for one packed row; uint8, int16, int32 or int64. A row of -1 is live.
-        layout: see `FedRoutes.checked`: token_ids, stamped, trust_layout, padding, filler, layer_numbers, split, ahead.
+        layout: see `fed.lay_out`: token_ids, stamped, trust_layout, padding, filler, layer_numbers, split; and
+            ahead=True queues behind micro-batches that wait.
 
     Raises:
         ReplayStateError: no open session holds this model, or a micro-batch waits for its forward already.
@@ -562,22 +506,9 @@ def _at_rows(mask: Tensor | None, rows: Tensor) -> Tensor:
     return (rows >= 0) & mask[rows.clamp(min=0)]
 
 
-def _on_a_gpu(values: Tensor | None) -> bool:
-    return values is not None and values.device.type != "cpu"
-
-
-def _is_known(values: Tensor) -> bool:
-    """Return whether the host can read these values without waiting, and some are True."""
-    return values.device.type == "cpu" and bool(values.any())
-
-
 def _check_model(trace: RoutingTrace, held: HeldRouter) -> None:
-    router = held.found.router
-    sizes: Sequence[tuple[str, int, int]] = (
-        ("num_experts", int(router.num_experts), trace.num_experts),
-        ("topk", int(router.topk), trace.topk),
-    )
-    for name, of_model, of_trace in sizes:
+    for name in ("num_experts", "topk"):
+        of_model, of_trace = int(getattr(held.found.router, name)), getattr(trace, name)
         if of_model != of_trace:
             raise TraceError(
                 f"MRR405: {held.found} has {name}={of_model}, the trace {of_trace}: it is of another model."

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,14 +30,13 @@ from megatron_router_replay.mcore.find import (
     FoundRouter,
     as_chunks,
     check_has_experts,
-    check_not_shared,
     check_whole_pipeline,
     find_routers,
     router_wrappers,
     wrappers,
 )
 from megatron_router_replay.mcore.meeting import Meeting
-from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs, as_integers
+from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
 from megatron_router_replay.mcore.report import Decisions, SessionReport, log_began, log_ended, log_failed
 from megatron_router_replay.mcore.seam import Counter, Decision
@@ -53,8 +51,8 @@ S = TypeVar("S", bound="Session")
 
 _PACKAGE = str(Path(__file__).parents[1])
 
-_sessions: WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = WeakKeyDictionary()
-"""Model chunk, or a wrapper of one -> the open sessions that take its micro-batches, innermost last."""
+_open: list[weakref.ref[Session]] = []
+"""The open sessions that take micro-batches, the innermost last."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +118,8 @@ class Session:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._held: dict[Any, HeldRouter] = {}
         self._chunks: list[Chunk] = []
-        self._chunk_of: dict[int, Chunk] = {}
+        # By id, of what the session keeps alive; None: none of its routers takes part.
+        self._chunk_of: dict[int, Chunk | None] = {id(each): None for one in self._modules for each in wrappers(one)}
         self._end: weakref.finalize[..., Session] | None = None  # what is done if nobody ends it
         for index, (module, routers) in enumerate(zip(self._modules, found)):
             self._add_chunk(index, module, [r for r in routers if not is_hashed(r.router)], mtp=mtp, flips=flips)
@@ -138,8 +137,6 @@ class Session:
         found = [find_routers(module) for module in self._modules]
         check_has_experts(self._modules, found)
         check_whole_pipeline(self._modules)
-        if self.queued:
-            check_not_shared(found)
         return found
 
     def start(self) -> Self:
@@ -150,7 +147,7 @@ class Session:
         """
         self._check_open()
         if not self._enabled:
-            self._announce()
+            _open.append(weakref.ref(self))
             return self
         if self.queued:
             self._meeting = Meeting(self._group)
@@ -170,7 +167,7 @@ class Session:
         if self.queued:
             for chunk in self._chunks:
                 chunk.watch()
-            self._announce()
+            _open.append(weakref.ref(self))
             what = f"the {self.kind} session made at {self.made_at}"
             self._end = weakref.finalize(self, _lost, what, self._chunks, list(self._held), self._meeting)
             self._end.atexit = False  # the store of a job that ends may be gone
@@ -186,6 +183,7 @@ class Session:
         token_ids: Tensor | Any = None,
         padding: Tensor | Any = None,
         trained: Tensor | Any = None,
+        ahead: bool | None = None,
         **fed: Any,
     ) -> None:
         """Queue the routes of the next forward of a model chunk. Call it once before each forward of each chunk.
@@ -205,6 +203,8 @@ class Session:
                 top-k. Any other position with row -1 is decided by the live router, and counted as live.
             trained: same shape, non-zero: the position is trained on (a loss mask). Such a position without a route
                 raises. One whose route was left out by choice (`trace.keep`) does not, and is counted.
+            ahead: False: raise if a micro-batch waits for its forward, which would get the routes of another. None: True
+                for rows, False for routes.
             fed: routes in place of rows, of a session without a trace: see `mrr.microbatch`.
 
         Raises:
@@ -212,7 +212,7 @@ class Session:
                 or the rows were prefetched from another trace.
             TraceError: they were prefetched without a layer of this chunk.
             UnsupportedRouterError: padding is given for a chunk of MTP layers alone, which the session leaves live.
-            ReplayStateError: the session is closed, or takes no micro-batches.
+            ReplayStateError: the session is closed, or takes no micro-batches; or one waits.
         """
         self._check_open()
         if not self.queued:
@@ -229,14 +229,18 @@ class Session:
             )
         if chunk is None and padding is not None:
             self._check_unmasked()
+        if chunk is not None and chunk.queue.num_waiting and not (not fed if ahead is None else ahead):
+            raise ReplayStateError(
+                f"MRR407: {chunk.queue.where}: {chunk.queue.num_waiting} micro-batches wait for their forwards already. "
+                "Queue each right before its forward, by session.microbatch or by the attached model, not both; or say "
+                "ahead=True."
+            )
         if fed:
             if chunk is not None:
                 self._queue_fed(chunk, **beside, **fed)
             return
         routes = rows if isinstance(rows, MicrobatchRoutes) else None
-        inputs = RowInputs.checked(
-            as_integers(rows if routes is None else routes.routing_rows, "routing_rows"), **beside
-        )
+        inputs = RowInputs.checked(rows if routes is None else routes.routing_rows, **beside)
         if chunk is not None:
             self._queue(chunk, inputs, routes)
 
@@ -359,13 +363,7 @@ class Session:
         elif held.chunk is not None and held.chunk.queue.current is not None:
             tokens = held.chunk.queue.current.tokens(tokens, shape.numel(), str(held.found))
         return Decision(
-            router,
-            held.counter,
-            held.dtype,
-            holder=self,
-            tokens=tokens,
-            queued=microbatch,
-            is_written=is_written,
+            router, held.counter, held.dtype, holder=self, tokens=tokens, queued=microbatch, is_written=is_written
         )
 
     def choose(self, decision: Decision) -> Tensor | None:
@@ -383,7 +381,7 @@ class Session:
     # ---- for the sessions that take micro-batches
     def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
         """Add a micro-batch to a chunk's queue; `routes` are the prefetched ones, where there are any."""
-        raise AssertionError("only sessions that take micro-batches queue them")
+        raise AssertionError("a freeze queues none")
 
     def _queue_fed(self, chunk: Chunk, **fed: Any) -> None:
         raise LayoutError(
@@ -391,7 +389,7 @@ class Session:
             "a trace."
         )
 
-    def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
+    def on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
         """Compare the tokens that the model's forward gets with those of the micro-batch that was queued for it."""
         if input_ids is None:
             return
@@ -413,43 +411,25 @@ class Session:
                 "routing_rows moved apart.",
             )
 
-    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+    def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Take note that every router of a chunk has routed this micro-batch."""
         self._microbatches += 1
         self._rows.add(**microbatch.counts)
 
-    def check_none_waits(self, model: nn.Module) -> None:
-        """Raise if a micro-batch waits for a forward of this chunk. `attach`, which queues in front of each forward, asks
-        it.
-
-        Raises:
-            ReplayStateError: one waits, so the forward that begins would use its routes.
-        """
-        chunk = self._find_chunk(model)
-        if chunk is not None and chunk.queue.num_waiting:
-            raise ReplayStateError(
-                f"MRR407: {chunk.queue.where}: the model was called with routing rows while {chunk.queue.num_waiting} "
-                "micro-batches wait for their forwards, which would get each other's routes. Queue with "
-                "session.microbatch, or pass the rows to the attached model, not both."
-            )
-
-    def _may_be_unrouted(self, rows: Tensor, num_tokens: int | None = None) -> bool:
+    def _may_be_unrouted(self, rows: Tensor, num_tokens: int) -> bool:
         """Check the range of rows; return whether some may be -1, True also on a GPU, unasked.
 
         Raises:
             LayoutError: a row is below -1, or num_tokens or more.
         """
-        message = "MRR202: routing_rows hold a row below -1: rows count from 0, padding is -1."
-        if num_tokens is not None:
-            message = f"MRR202: routing_rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1."
+        message = f"MRR202: routing_rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1."
         if not rows.numel():
             return False
         if rows.device.type != "cpu":
-            outside = rows < -1
-            self._check((outside if num_tokens is None else outside | (rows >= num_tokens)).any(), message)
+            self._check(((rows < -1) | (rows >= num_tokens)).any(), message)
             return True
         lowest, highest = map(int, rows.aminmax())
-        if lowest < -1 or (num_tokens is not None and highest >= num_tokens):
+        if lowest < -1 or highest >= num_tokens:
             raise LayoutError(message)
         return lowest < 0
 
@@ -553,36 +533,24 @@ class Session:
             chunk.unwatch()
         if self._end is not None:
             self._end.detach()
-        for level in self._levels():
-            _sessions[level] = [each for each in _sessions.get(level, []) if each() not in (None, self)]
-
-    def _announce(self) -> None:
-        """Let `session_of` find this session by its chunks."""
-        for level in self._levels():
-            _sessions.setdefault(level, []).append(weakref.ref(self))
-
-    def _levels(self) -> list[nn.Module]:
-        """Return the chunks and what wraps them."""
-        return [level for module in self._modules for level in wrappers(module)]
+        _open[:] = [each for each in _open if each() not in (None, self)]
 
     # ---- what the constructor does
     def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, mtp: bool, flips: bool) -> None:
         taking_part = [found for found in routers if mtp or not found.is_mtp] if self.queued else []
         chunk = None
         if taking_part:
-            # Weakly, for its hooks stand on the model: a session whose handle is dropped shall be gone.
-            session = weakref.proxy(self)
-            chunk = Chunk(
-                index,
-                module,
-                taking_part,
-                rank=self._rank,
-                on_forward=lambda *forward: session._on_forward(*forward),
-                on_done=lambda *done: session._on_done(*done),
-            )
+            chunk = Chunk(index, module, taking_part, rank=self._rank, session=self)
             self._chunks.append(chunk)
             self._chunk_of |= {id(level): chunk for level in wrappers(module)}
         for found in routers:
+            if self.queued and found.router in self._held:
+                first = self._held[found.router]
+                raise LayoutError(
+                    f"MRR404: chunk {first.chunk_index} and chunk {index} share a router, {first.found} and {found}: which "
+                    "chunk's micro-batch a forward of it belongs to cannot be told. Give each model a session of its own, "
+                    "one after another."
+                )
             self._held[found.router] = HeldRouter(
                 found=found,
                 counter=Counter(flips=flips, verify=self._verify, verify_seam=self._verify_seam),
@@ -623,14 +591,13 @@ class Session:
                 "gets it."
             )
         levels = wrappers(self._modules[0] if model is None else model) if isinstance(model, nn.Module | None) else []
-        known = {id(level) for module in self._modules for level in wrappers(module)}
-        for level in levels:
-            if id(level) in known:
-                return self._chunk_of.get(id(level))
-        raise LayoutError(
-            f"MRR403: {type(model).__name__} is none of this session's {len(self._modules)} model chunks. "
-            "Rows come first: session.microbatch(rows, model)."
-        )
+        known = [id(level) for level in levels if id(level) in self._chunk_of]
+        if not known:
+            raise LayoutError(
+                f"MRR403: {type(model).__name__} is none of this session's {len(self._modules)} model chunks. "
+                "Rows come first: session.microbatch(rows, model)."
+            )
+        return self._chunk_of[known[0]]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -649,10 +616,10 @@ def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
 
 def session_of(model: nn.Module) -> Session | None:
     """Return the innermost open session that takes micro-batches of this chunk, wrapped or not."""
-    for level in reversed(wrappers(model)):
-        for reference in reversed(_sessions.get(level, [])):
-            if (session := reference()) is not None:
-                return session
+    levels = {id(level) for level in wrappers(model)}
+    for session in [reference() for reference in reversed(_open)]:
+        if session is not None and not levels.isdisjoint(session._chunk_of):
+            return session
     return None
 
 

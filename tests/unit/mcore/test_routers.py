@@ -66,13 +66,17 @@ def changed_in_place(probs, routing_map):
     return probs, routing_map
 
 
+@pytest.mark.parametrize("during_the_session", [False, True])
 @pytest.mark.parametrize("change", [changed, changed_in_place])
 @pytest.mark.parametrize("name", ["forward", "routing"])
-def test_a_wrapper_that_changes_the_map_raises(name, change):
+def test_a_wrapper_that_changes_the_map_raises(name, change, during_the_session):
     chunk = Chunk()
     method = getattr(chunk.routers[1], name)
+    if during_the_session:  # one that looks at the map which leaves a router: it notices at once
+        session = mrr.replay(chunk, random_trace(), verify=True)
     setattr(chunk.routers[1], name, lambda *args, **kwargs: change(*method(*args, **kwargs)))
-    session = mrr.replay(chunk, random_trace())
+    if not during_the_session:
+        session = mrr.replay(chunk, random_trace())
     with pytest.raises(
         ReplayStateError, match="layer 2: what somebody wrapped around the router gave another routing map"
     ):
