@@ -13,7 +13,6 @@ chunk's data_iterator is wrapped, best with that chunk's `layer_numbers`.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,9 +27,6 @@ from torch import Tensor
 from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.mcore.microbatches import take_layers, take_rows
 from megatron_router_replay.trace.routing_trace import RoutingTrace
-
-_MAX_SAMPLES = 4096
-"""Elements of a tensor in host memory that are compared; all of a smaller one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +76,8 @@ def prefetch_batches(
 ) -> Iterator[dict[str, Any]]:
     """Return a data iterator's batches with their rows replaced by their routes, loaded one batch ahead.
 
-    A batch is held while the next one is asked for. An iterator that writes the next batch into the same memory would change
-    it under the forward that is about to use it: that raises.
+    Tensors and arrays of a batch, in mappings, lists and tuples, nested at will, are copied before the next one is asked for,
+    so an iterator may write that into the same memory. What any other object holds is not copied.
 
     Args:
         batches: of this trace's step, one a micro-batch, with routing_rows under `key`. One batch more than was asked for
@@ -89,28 +85,20 @@ def prefetch_batches(
         others: as for `prefetch`.
 
     Raises:
-        LayoutError: rows are outside the trace; or a batch changed while the next one was made.
+        LayoutError: rows are outside the trace.
     """
-    ahead: deque[tuple[Mapping[str, Any], Snapshot]] = deque()
+    ahead: deque[dict[str, Any]] = deque()
 
     def rows() -> Iterator[Tensor]:
         for batch in batches:
-            ahead.append((batch, Snapshot(batch)))
+            ahead.append({name: _copied(value) for name, value in batch.items() if name != key})
             yield batch[key]
 
     def with_routes(routes: MicrobatchRoutes) -> dict[str, Any]:
-        batch, snapshot = ahead.popleft()
-        changed = snapshot.changed()
-        if changed is not None:
-            raise LayoutError(
-                f"MRR423: {changed} of a batch changed while the next batch was made: the data iterator uses its "
-                "memory again. Batches are taken one ahead, so give each memory of its own, such as tensor.clone()."
-            )
-        return {**batch, key: routes}
+        return {**ahead.popleft(), key: routes}
 
-    loaded = prefetch(trace, rows(), layer_numbers=layer_numbers, device=device)
     # Not a loop of our own: its variable would hold the last batch as long as the schedule holds this iterator.
-    return map(with_routes, loaded)
+    return map(with_routes, prefetch(trace, rows(), layer_numbers=layer_numbers, device=device))
 
 
 def prefetch(
@@ -169,52 +157,18 @@ def prefetch(
             yield pending.popleft().result()
 
 
-class Snapshot:
-    """What the tensors and arrays of a batch were when this was made.
-
-    torch counts what it writes into a tensor, so its writes are found for certain, on every device. numpy's writes into
-    memory on the host are not counted: of such memory up to 4096 elements, evenly spread, are compared.
-
-    Args:
-        batch: tensors and arrays in mappings, lists and tuples, nested at will; other values are not looked into.
-    """
-
-    def __init__(self, batch: Mapping[str, Any]) -> None:
-        self._states = [(name, value, _state(value)) for name, value in _leaves("", batch)]
-
-    def changed(self) -> str | None:
-        """Return the name of a value that was written to since, or None."""
-        for name, value, state in self._states:
-            if _state(value) != state:
-                return name
-        return None
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor | np.ndarray[Any, Any]]]:
-    if isinstance(value, (Tensor, np.ndarray)):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(f"{name}[{key!r}]" if name else repr(key), item)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _leaves(f"{name}[{i}]", item)
-
-
-def _state(value: Tensor | np.ndarray[Any, Any]) -> tuple[int, bytes]:
+def _copied(value: Any) -> Any:
+    """Return a value whose tensors and arrays have memory of their own."""
+    if isinstance(value, Tensor):
+        # Page-locked memory stays so, for the trainer's copy to the device waits for nothing then.
+        return torch.empty_like(value, pin_memory=True).copy_(value) if value.is_pinned() else value.clone()
     if isinstance(value, np.ndarray):
-        return 0, _digest(value) if value.dtype != object else b""
-    # Tensors made in inference mode have no counter.
-    version = 0 if value.is_inference() else value._version
-    if value.layout is not torch.strided or value.device.type != "cpu":
-        return version, b""
-    comparable = value.detach().view(torch.int16) if value.dtype is torch.bfloat16 else value.detach()
-    return version, _digest(comparable.resolve_conj().resolve_neg().numpy())
-
-
-def _digest(array: np.ndarray[Any, Any]) -> bytes:
-    if not array.size:
-        return b""
-    step = -(-array.size // _MAX_SAMPLES)
-    # `flat` goes through any strides without a copy of the whole.
-    return hashlib.blake2b(array.flat[::step].tobytes(), digest_size=16).digest()
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {name: _copied(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_copied(item) for item in value]
+        return (
+            type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        )  # a named tuple takes them apart
+    return value
