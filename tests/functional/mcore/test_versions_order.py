@@ -62,7 +62,7 @@ def test_every_way_of_scoring_is_bit_identical_to_the_run_without_a_session(scor
 
 @pytest.mark.skipif(not seam.TOPK_ORDER_FOLLOWS_GRAD, reason="before 0.18 the live top-k is always sorted")
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-def test_what_a_checkpoint_recorded_without_gradients_is_put_in_the_order_of_a_run_with_them(scores):
+def test_what_was_recorded_without_gradients_is_put_in_the_order_of_a_run_with_them(scores):
     chunk = Chunk(moe_router_topk=5, **scores)
     rows = torch.arange(64).view(4, 16)
     with mrr.record(chunk) as recording:

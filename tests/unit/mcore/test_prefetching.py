@@ -118,7 +118,7 @@ def _sixteen(how: str) -> Iterator[dict[str, object]]:
 
 
 @pytest.mark.parametrize("how", ["own", "torch", "numpy"])
-def test_batches_come_out_as_they_went_in_also_of_an_iterator_that_uses_its_memory_again(how: str) -> None:
+def test_batches_come_out_as_they_went_in_also_where_memory_is_used_again(how: str) -> None:
     for number, batch in enumerate(prefetch_batches(_trace(), _sixteen(how))):
         assert batch["number"] == number
         assert batch["packed"][0].tolist() == [[number] * 40]

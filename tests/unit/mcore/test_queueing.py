@@ -528,6 +528,6 @@ def test_queuing_rows_that_all_have_a_route_does_little_beside_the_gather():
     session = mrr.replay(chunk, random_trace(8, token_ids=torch.arange(8)))
     with _Operations() as operations:
         session.microbatch(ROWS, chunk)
-    session.abandon()
+    session.close(verify=False)
     assert "aten::sort" not in operations.names
     assert len(operations.names) <= 13
