@@ -268,49 +268,38 @@ def flat(trainer: Trainer) -> Tensor:
     return torch.cat(values)
 
 
-def two_turns(settings: Settings) -> dict[str, Any]:
+def two_turns(settings: Settings) -> None:
     """Roll out episodes of two turns, join their routes, and train on them with the routes replayed."""
     trainer = make_trainer(settings)
     engine = TransformersEngine(settings.out / "initial", eos_token_id=EOS)
     engine.load_weights(random_hf_weights(settings.seed))
-    task = settings.task
-    options = {"per_prompt": 1, "max_new_tokens": task.max_new_tokens // 3}
-    prompts = [prompt for prompt in task.prompts(settings.prompts, seed=1) for _ in range(settings.per_prompt)]
+    options = {"per_prompt": 1, "max_new_tokens": settings.task.max_new_tokens // 3}
+    prompts = [prompt for prompt in settings.task.prompts(settings.prompts, seed=1) for _ in range(settings.per_prompt)]
     first = engine.generate(prompts, seed=1, **options)
     # The environment answers with a word and the command again; the whole conversation is the next prompt.
-    words = torch.tensor([9, 11])
-    continued = [torch.cat([sample.token_ids, words]) for sample in first]
+    continued = [torch.cat([sample.token_ids, torch.tensor([9, 11])]) for sample in first]
     second = engine.generate(continued, seed=2, **options)
-    samples, missing_after_first = [], []
+    samples = []
     for group, (turn_1, turn_2) in enumerate(zip(first, second, strict=True)):
         segments = mrr.engines.RoutingSegments()
         segments.append(turn_1.trace)
-        missing_after_first.append(segments.num_missing)
+        assert segments.num_missing == 1
         segments.append(turn_2.trace)
+        # Turn 2 prefills what turn 1 missed, so that only the episode's last token stays without a route.
+        trace = segments.trace()
+        assert trace.replay_mask.tolist() == [True] * (len(turn_2.token_ids) - 1) + [False]
         length = len(turn_1.token_ids)
         generated, logprobs = turn_2.generated.clone(), turn_2.logprobs.clone()
         generated[:length], logprobs[:length] = turn_1.generated, turn_1.logprobs
-        samples.append(
-            Sample(
-                token_ids=turn_2.token_ids,
-                generated=generated,
-                logprobs=logprobs,
-                trace=segments.trace(),
-                group=group // settings.per_prompt,
-                reward=task.reward(prompts[group], turn_2.token_ids[generated]),
-            )
-        )
+        assert int((generated.int().diff() == 1).sum()) == 2
+        samples.append(replace(turn_2, generated=generated, logprobs=logprobs, trace=trace, group=group // 4))
     batch = RolloutBatch(samples, torch.linspace(-1, 1, len(samples)))
     trace = mrr.concat_traces([sample.trace for sample in samples])
     live, _ = trainer.record(batch)
     batch.old_logprobs = trainer.logprobs(batch, trace)
-    metrics = trainer.update(batch, trace)
+    assert trainer.update(batch, trace)["router_replay/rows_live"] == 16
     trained = batch.loss_mask.bool()
-    return {
-        "samples": samples,
-        "missing_after_first": missing_after_first,
-        "missing": [int((~sample.trace.replay_mask).sum()) for sample in samples],
-        "metrics": metrics,
-        "gap_replayed": float((batch.old_logprobs - batch.rollout_logprobs)[trained].abs().mean()),
-        "gap_live": float((live - batch.rollout_logprobs)[trained].abs().mean()),
-    }
+    replayed_gap, live_gap = (
+        (logprobs - batch.rollout_logprobs)[trained].abs().mean() for logprobs in (batch.old_logprobs, live)
+    )
+    assert replayed_gap < live_gap

@@ -25,15 +25,10 @@ def test_k3_is_zero_where_both_agree_and_positive_elsewhere():
     [(1.5, 1.0, -1.2, True), (1.5, -1.0, 1.5, False), (0.5, -1.0, 0.8, True), (0.5, 1.0, -0.5, False)],
 )
 def test_the_clip_takes_effect_only_where_the_policy_moved_as_the_advantage_says(ratio, advantage, loss, is_clipped):
-    logprobs = torch.tensor([math.log(ratio)])
-    zero = torch.zeros(1)
+    old = {"old_logprobs": torch.zeros(1), "ref_logprobs": torch.zeros(1)}
+    advantages = torch.tensor([advantage])
     values, clipped, _ = clipped_loss(
-        logprobs,
-        old_logprobs=zero,
-        ref_logprobs=zero,
-        advantages=torch.tensor([advantage]),
-        clip=0.2,
-        kl_coef=0.0,
+        torch.tensor([math.log(ratio)]), **old, advantages=advantages, clip=0.2, kl_coef=0.0
     )
     torch.testing.assert_close(values, torch.tensor([loss]))
     assert clipped.tolist() == [is_clipped]
@@ -46,14 +41,16 @@ def test_the_reward_is_the_share_of_words_of_the_commanded_class():
     assert task.reward(prompt, torch.tensor([9, 2])) == 0.25
 
 
-def test_settings_that_cannot_run_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="replay='R3' must be one of off, r2, r3"):
-        Settings(out=tmp_path, replay="R3")
-    with pytest.raises(ValueError, match="do not divide into 3 gradient steps"):
-        Settings(out=tmp_path, updates=3)
-    with pytest.raises(ValueError, match="transport='nccl' must be one of local, distributed, ray"):
-        Settings(out=tmp_path, transport="nccl")
-    with pytest.raises(ValueError, match=r"rollout_workers=9 must lie in 1\.\.8"):
-        Settings(out=tmp_path, rollout_workers=9, prompts=8)
-    with pytest.raises(ValueError, match="needs replay='r3', got 'r2'"):
-        Settings(out=tmp_path, replay="r2", fill_missing=True)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replay": "R3"}, "replay='R3' must be one of off, r2, r3"),
+        ({"updates": 3}, "do not divide into 3 gradient steps"),
+        ({"transport": "nccl"}, "transport='nccl' must be one of local, distributed, ray"),
+        ({"rollout_workers": 9, "prompts": 8}, r"rollout_workers=9 must lie in 1\.\.8"),
+        ({"replay": "r2", "fill_missing": True}, "needs replay='r3', got 'r2'"),
+    ],
+)
+def test_settings_that_cannot_run_are_refused_by_name(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        Settings(out=tmp_path, **options)

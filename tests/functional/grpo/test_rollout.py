@@ -25,14 +25,17 @@ def test_weights_come_back_bit_identical_by_name_under_any_layout(layout, tmp_pa
     assert others == [{}] * len(others)
 
 
+def experts_of(trace, rows=slice(None)):
+    """The experts of each decision, in the order of their ids."""
+    return trace.topk_indices[rows].sort(dim=2).values
+
+
 def test_in_fp32_the_engine_agrees_with_megatron_in_log_probs_and_routes(workers_1, tmp_path):
     (seen,) = workers_1.run(rollout_against_megatron, small(tmp_path), torch.float32)
     assert seen["repeats"]
     mask, routed = seen["mask"], seen["trace"].replay_mask
     torch.testing.assert_close(seen["rollout"][mask], seen["live"][mask], rtol=0, atol=1e-4)
-    assert torch.equal(
-        seen["trace"].topk_indices[routed].sort(dim=2).values, seen["recorded"].topk_indices[routed].sort(dim=2).values
-    )
+    assert torch.equal(experts_of(seen["trace"], routed), experts_of(seen["recorded"], routed))
     for sample in seen["samples"]:
         answer = sample.token_ids[sample.generated]
         assert 1 <= len(answer) <= 6
@@ -54,9 +57,7 @@ def test_the_experts_format_changes_the_arithmetic_and_not_what_is_captured(tmp_
     for samples in zip(*in_fp32.values()):
         for sample in samples[1:]:
             assert torch.equal(sample.token_ids, samples[0].token_ids)
-            assert torch.equal(
-                sample.trace.topk_indices.sort(dim=2).values, samples[0].trace.topk_indices.sort(dim=2).values
-            )
+            assert torch.equal(experts_of(sample.trace), experts_of(samples[0].trace))
             torch.testing.assert_close(sample.logprobs, samples[0].logprobs, rtol=0, atol=1e-4)
     contiguous, batched = (sampled(experts, torch.bfloat16, tmp_path) for experts in ("contiguous", "batched"))
     assert any(not torch.equal(one.logprobs, other.logprobs) for one, other in zip(contiguous, batched))
@@ -65,8 +66,7 @@ def test_the_experts_format_changes_the_arithmetic_and_not_what_is_captured(tmp_
 def test_in_bf16_routers_disagree_and_replay_brings_the_log_probs_closer(workers_1, tmp_path):
     (seen,) = workers_1.run(rollout_against_megatron, small(tmp_path, prompts=8, per_prompt=8), torch.bfloat16)
     mask, routed = seen["mask"], seen["trace"].replay_mask
-    ours = seen["recorded"].topk_indices[routed].sort(dim=2).values
-    theirs = seen["trace"].topk_indices[routed].sort(dim=2).values
+    ours, theirs = experts_of(seen["recorded"], routed), experts_of(seen["trace"], routed)
     differing = int((ours != theirs).any(dim=2).sum())
     assert 10 <= differing <= 0.1 * ours.shape[0] * ours.shape[1]
     live = (seen["live"] - seen["rollout"])[mask].abs()
