@@ -6,6 +6,7 @@ them, and the tokens of each position are laid out here by hand.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -106,41 +107,34 @@ def step(engine: Any, data: Any, *, forward_only: bool = False) -> dict[str, Any
     }
 
 
-def judge(case: Case, engine: Any, done: dict[str, Any], routes: dict[int, Tensor], longest: int) -> dict[str, int]:
-    """Compare every decision that left a router with the routes its token must have; counts, wrong ones by phase."""
-    numbers = {i: sorted(r.layer_number for r in moe_routers([chunk])) for i, chunk in enumerate(engine.module)}
-    positions = {i: [] for i in numbers}
+def judge(case: Case, engine: Any, done: dict[str, Any], routes: dict[int, Tensor], longest: int) -> Counter[str]:
+    """Hold every decision that left a router against the routes its token must have.
+
+    Returns:
+        How many forward decisions were replayed and live, and the micro-batches whose tokens entered as they must.
+    """
+    positions: dict[int, list[Tensor]] = {chunk: [] for chunk in range(len(engine.module))}
     for chunk, samples in done["microbatches"]:
         positions[chunk].append(expected_tokens(case, samples, longest))
-    counts = {
-        "replayed": 0,
-        "live": 0,
-        "padding": 0,
-        "wrong forward": 0,
-        "wrong recompute": 0,
-        "unfrozen": 0,
-        "entered": 0,
-    }
-    for tokens, given in zip(positions[0] if done["inputs"] else [], done["inputs"], strict=True):
-        inside = given.t().reshape(-1)  # before sequence parallelism; this rank's part of it must be what we expect
-        parts = inside.chunk(case.layout.tp_size)
-        counts["entered"] += int(any(torch.equal(part, tokens) for part in parts))
-    for chunk, layers in numbers.items():
-        for layer in layers:
+    counts: Counter[str] = Counter()
+    for tokens, inside in zip(positions[0] if done["inputs"] else [], done["inputs"], strict=True):
+        # Before sequence parallelism; this rank's part of it must be what we expect.
+        parts = inside.t().reshape(-1).chunk(case.layout.tp_size)
+        counts["entered"] += any(torch.equal(part, tokens) for part in parts)
+    for chunk, tokens_of_chunk in positions.items():
+        for layer in (router.layer_number for router in moe_routers([engine.module[chunk]])):
             forward, recompute = done["seen"]["forward"][layer], done["seen"]["recompute"][layer]
-            assert len(forward) == len(positions[chunk]), (len(forward), len(positions[chunk]))
-            for phase, maps in (("forward", forward), ("recompute", recompute)):
-                for i, (tokens, routing_map) in enumerate(zip(positions[chunk], maps)):
-                    assert len(tokens) == len(routing_map), (len(tokens), routing_map.shape)
+            assert len(forward) == len(tokens_of_chunk)
+            for maps in (forward, recompute):
+                for tokens, first, routing_map in zip(tokens_of_chunk, forward, maps):
                     known = torch.tensor([int(token) in routes for token in tokens])
                     target = torch.stack([routes.get(int(t), torch.zeros(99, 2))[layer - 1].long() for t in tokens])
-                    wrong = (as_map(target, routing_map.shape[1]) != routing_map).any(dim=1) & known
-                    counts[f"wrong {phase}"] += int(wrong.sum())
-                    counts["unfrozen"] += int((forward[i] != routing_map).any(dim=1).sum())
-                    counts[f"wrong {phase}"] += int((routing_map.sum(dim=1) != 2).sum())
-                    if phase == "forward":
+                    expected = as_map(target, routing_map.shape[1])
+                    assert torch.equal(routing_map[known], expected[known]), f"wrong experts in layer {layer}"
+                    assert bool((routing_map.sum(dim=1) == 2).all())
+                    assert torch.equal(routing_map, first), "a recompute chooses as its forward did"
+                    if maps is forward:
                         counts["replayed"] += int(known.sum())
-                        counts["padding"] += int((tokens == 0).sum())
                         counts["live"] += int(((tokens != 0) & ~known).sum())
     return counts
 
@@ -168,16 +162,16 @@ def forced(engine: Any, seen: dict[int, list[Tensor]]) -> Iterator[None]:
             handle.remove()
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> dict[str, bool]:
-    """Whether loss, log-probs and gradients are equal to the last bit."""
-    result = {
-        "gradients": one["gradients"].keys() == other["gradients"].keys()
-        and all(torch.equal(gradient, other["gradients"][name]) for name, gradient in one["gradients"].items())
-    }
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return which of loss, log-probs and gradients are not equal to the last bit."""
+    assert one["gradients"].keys() == other["gradients"].keys()
+    result = [
+        name for name, gradient in one["gradients"].items() if not torch.equal(gradient, other["gradients"][name])
+    ]
     if "loss" in one["output"]:
-        result["loss"] = one["output"]["loss"] == other["output"]["loss"]
         ours, theirs = (each["output"]["model_output"]["log_probs"] for each in (one, other))
-        result["log_probs"] = torch.equal(ours.values(), theirs.values())
+        result += ["log_probs"] * (not torch.equal(ours.values(), theirs.values()))
+        result += ["loss"] * (one["output"]["loss"] != other["output"]["loss"])
     return result
 
 
@@ -194,32 +188,61 @@ def change_routers(engine: Any) -> None:
             router.weight.copy_(router.weight.flip(0))
 
 
-def r3(case: Case) -> dict[str, Any]:
-    """Train on an engine's routes; then verl's own engine on the routes that were seen."""
+def r3(case: Case) -> tuple[Counter[str], dict[str, Any]]:
+    """Train on an engine's routes; then verl's own engine on the routes that were seen, to the same bits."""
     engine = case.engine(OurEngine, "R3")
-    sizes = Sizes()
-    batch = make_batch(sizes, seed=dp_rank())
+    batch = make_batch(Sizes(), seed=dp_rank())
     data = as_verl(batch.padded, enable_routing_replay=True, **case.batching)
     done = step(engine, data)
-    counts = judge(case, engine, done, batch.routes, max(sizes.lengths))
+    assert left_over(engine.module) == []
+    assert data.get(ROWS, None) is None
+    assert data.get("routed_experts", None) is not None
+    assert data["enable_routing_replay"]
+    assert any(done["seen"]["recompute"].values()) == ("recompute_granularity" in case.config)
+    patched = hasattr(TopKRouter, "_router_replay_patched") or VerlRouterReplay.router_instances
+    assert not patched, "verl's own patch of Megatron's classes is applied"
     stock = case.engine(StockEngine, "disabled", recompute=False)
     plain = as_verl(batch.padded, **case.batching)
-    live = step(stock, plain)
+    assert differences(done, step(stock, plain)), "the oracle would have been met without a replay"
     with forced(stock, done["seen"]["forward"]):
-        oracle = step(stock, plain)
-    metrics = done["output"].get("metrics", {})
-    return {
-        "counts": counts,
-        "same": same(done, oracle),
-        "live is other": not all(same(done, live).values()),
-        "metrics": {name: value for name, value in metrics.items() if name.startswith("router_replay/")},
-        "left_over": len(left_over(engine.module)),
-        "recomputes": sum(map(len, done["seen"]["recompute"].values())),
-        "microbatches": len(done["microbatches"]),
-        "fields": sorted(str(key) for key in list(data.keys())),
-        "flag": bool(data["enable_routing_replay"]),
-        "patched": hasattr(TopKRouter, "_router_replay_patched") or bool(VerlRouterReplay.router_instances),
+        assert differences(done, step(stock, plain)) == []
+    return judge(case, engine, done, batch.routes, max(Sizes().lengths)), done["output"].get("metrics", {})
+
+
+def r2(case: Case) -> tuple[Counter[str], Counter[str]]:
+    """Record verl's forward for old log-probs, train on other micro-batches with other router weights; then the oracle."""
+    from megatron.core import parallel_state
+
+    engine = case.engine(OurEngine, "R2")
+    batch, longest = make_batch(Sizes(), seed=dp_rank()), max(Sizes().lengths)
+    del batch.padded["routed_experts"]
+    # One sample a micro-batch; training regroups them.
+    one_each = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+    first = step(engine, as_verl(batch.padded, enable_routing_replay=True, **one_each), forward_only=True)
+    # From the last stage to all, as verl's driver hands the batch to every rank of a replica.
+    group = parallel_state.get_pipeline_model_parallel_group()
+    box = [first["output"]["model_output"]["routed_experts"] if "model_output" in first["output"] else None]
+    dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[-1], group=group)
+    recorded = box[0]
+    assert recorded.dtype is torch.uint8
+    routes = {
+        int(token): route
+        for tokens, its_routes in zip(batch.tokens, recorded.unbind(), strict=True)
+        for token, route in zip(tokens, its_routes, strict=True)
     }
+    recording = judge(case, engine, first, routes, longest)
+    change_routers(engine)
+    data = as_verl(batch.padded, enable_routing_replay=True, **case.batching)
+    data["routed_experts"] = recorded
+    done = step(engine, data)
+    assert left_over(engine.module) == []
+    assert first["microbatches"] != done["microbatches"]
+    counts = judge(case, engine, done, routes, longest)
+    stock = case.engine(StockEngine, "disabled", recompute=False)
+    change_routers(stock)
+    with forced(stock, done["seen"]["forward"]):
+        assert differences(done, step(stock, as_verl(batch.padded, **case.batching))) == []
+    return recording, counts
 
 
 def refused(case: Case, mode: str, damage: Any, flags: dict[str, Any] | None = None) -> list[str]:
@@ -239,7 +262,7 @@ def refused(case: Case, mode: str, damage: Any, flags: dict[str, Any] | None = N
     return [type(error.value).__name__, str(error.value)]
 
 
-def lost_rows_are_live(case: Case) -> dict[str, Any]:
+def lost_rows_are_live(case: Case) -> tuple[Counter[str], dict[str, Any]]:
     """missing="live": rows that the engine lost are decided by the live router, and counted."""
     engine = case.engine(OurEngine, "R3")
     engine.missing = "live"
@@ -247,11 +270,10 @@ def lost_rows_are_live(case: Case) -> dict[str, Any]:
     lost = lose_rows(batch.padded, 0)
     routes = {token: route for token, route in batch.routes.items() if token not in lost}
     done = step(engine, as_verl(batch.padded, enable_routing_replay=True, **case.batching))
-    counts = judge(case, engine, done, routes, max(Sizes().lengths))
-    return {"counts": counts, "metrics": done["output"]["metrics"]}
+    return judge(case, engine, done, routes, max(Sizes().lengths)), done["output"]["metrics"]
 
 
-def zeros_behind_the_last_generation(case: Case) -> dict[str, Any]:
+def zeros_behind_the_last_generation(case: Case) -> Counter[str]:
     """A multi-turn sample that ends in an answer of a tool, and a sample that only fills up the batch."""
     engine = case.engine(OurEngine, "R3")
     batch = make_batch(Sizes())
@@ -309,12 +331,12 @@ def drifting(case: Case) -> str:
     return str(error.value)
 
 
-def unmarked(case: Case, mode: str) -> dict[str, Any]:
+def unmarked(case: Case, mode: str) -> list[str]:
     """A batch that is marked not to be replayed (a reference's log-probs): verl's stock path, live."""
     engine, stock = case.engine(OurEngine, mode), case.engine(StockEngine, "disabled")
     padded = make_batch(Sizes()).padded
     done = step(engine, as_verl(padded, enable_routing_replay=False, **case.batching))
-    return same(done, step(stock, as_verl(padded, **case.batching)))
+    return differences(done, step(stock, as_verl(padded, **case.batching)))
 
 
 def chosen(mode: str, *, packer: Any = None, **fields: Any) -> str:
@@ -351,48 +373,6 @@ def patched_by_verl() -> str:
     with pytest.raises(mrr.RouterReplayError) as error:
         Case().engine(OurEngine, "R3")
     return str(error.value)
-
-
-def r2(case: Case) -> dict[str, Any]:
-    """Record verl's forward for old log-probs, train on other micro-batches with other router weights; then the oracle."""
-    from megatron.core import parallel_state
-
-    engine = case.engine(OurEngine, "R2")
-    sizes = Sizes()
-    batch = make_batch(sizes, seed=dp_rank())
-    del batch.padded["routed_experts"]
-    longest = max(sizes.lengths)
-    # One sample a micro-batch; training regroups them.
-    one_each = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
-    first = step(engine, as_verl(batch.padded, enable_routing_replay=True, **one_each), forward_only=True)
-    # From the last stage to all, as verl's driver hands the batch to every rank of a replica.
-    group = parallel_state.get_pipeline_model_parallel_group()
-    box = [first["output"]["model_output"]["routed_experts"] if "model_output" in first["output"] else None]
-    dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[-1], group=group)
-    recorded = box[0]
-    routes = {
-        int(token): route
-        for tokens, its_routes in zip(batch.tokens, recorded.unbind(), strict=True)
-        for token, route in zip(tokens, its_routes, strict=True)
-    }
-    recording = judge(case, engine, first, routes, longest)
-    change_routers(engine)
-    data = as_verl(batch.padded, enable_routing_replay=True, **case.batching)
-    data["routed_experts"] = recorded
-    done = step(engine, data)
-    counts = judge(case, engine, done, routes, longest)
-    stock = case.engine(StockEngine, "disabled", recompute=False)
-    change_routers(stock)
-    with forced(stock, done["seen"]["forward"]):
-        oracle = step(stock, as_verl(batch.padded, **case.batching))
-    return {
-        "recording": recording,
-        "counts": counts,
-        "same": same(done, oracle),
-        "dtype": str(recorded.dtype),
-        "regrouped": first["microbatches"] != done["microbatches"],
-        "left_over": len(left_over(engine.module)),
-    }
 
 
 def vision_language_model() -> str:

@@ -33,13 +33,8 @@ class OnCpu:
 
     def _build_tf_config(self) -> None:
         model_parallel_cuda_manual_seed(1234, force_reset_rng=True)  # verl does so where it counts a GPU
-        self.is_value_model, self.vanilla_bridge, self.provider, self.bridge, self.peft_cls = (
-            False,
-            False,
-            None,
-            None,
-            None,
-        )
+        self.is_value_model = self.vanilla_bridge = False
+        self.provider = self.bridge = self.peft_cls = None
         self.param_dtype = self.dtype = torch.float32
         self.share_embeddings_and_output_weights = False
         layout = layout_of(self.engine_config)
@@ -50,9 +45,8 @@ class OnCpu:
 
     def _build_megatron_module(self) -> list[Any]:
         self.microbatches: list[tuple[int, list[list[int]]]] = []
-        chunks = build_tiny_gpt(
-            self.tf_config, layout_of(self.engine_config), vocab_size=VOCAB_SIZE, core_attention="small"
-        )
+        layout = layout_of(self.engine_config)
+        chunks = build_tiny_gpt(self.tf_config, layout, vocab_size=VOCAB_SIZE, core_attention="small")
         for chunk in chunks:
             for module in chunk.modules():
                 # verl's mask of padded batches: padding lies behind all tokens, where a causal attention does not look.
