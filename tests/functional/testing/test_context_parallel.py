@@ -1,26 +1,17 @@
 import pytest
 import torch
 
-from megatron_router_replay.testing import (
-    ParallelSizes,
-    build_tiny_gpt,
-    random_microbatches,
-    run_schedule,
-    tiny_gpt_config,
-)
-from tests.support.gradients import gradients, merge_by_name
+from megatron_router_replay.testing import ParallelSizes, random_microbatches
+from tests.functional.testing.training import assert_same_training, train_on_ranks
 from tests.support.microbatches import pack_microbatch, split_microbatch
 
 _LENGTHS = (5, 16, 9)  # tokens of the packed sequences; none is a multiple of what padding asks for, but one
 
 
-def padded_batch(pad_to_multiple):
+def padded_batch():
     """One sequence per row, each padded at its end to the longest."""
-    rows = []
-    for index, length in enumerate(_LENGTHS):
-        packed = pack_microbatch([sequence(index, length)], pad_to_multiple=16)
-        rows.append({key: value for key, value in packed.items() if key != "packed_seq_params"})
-    return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+    rows = [pack_microbatch([sequence(i, length)], pad_to_multiple=16) for i, length in enumerate(_LENGTHS)]
+    return {key: torch.cat([row[key] for row in rows]) for key in rows[0] if key != "packed_seq_params"}
 
 
 def sequence(index, length):
@@ -29,7 +20,7 @@ def sequence(index, length):
 
 def batches(kind, layout):
     if kind == "padded":
-        return [padded_batch(16)] * 2
+        return [padded_batch()] * 2
     if kind == "packed":
         multiple = 2 * layout.cp_size * layout.tp_size
         sequences = [sequence(index, length) for index, length in enumerate(_LENGTHS)]
@@ -37,20 +28,7 @@ def batches(kind, layout):
     return random_microbatches(2, batch_size=2)
 
 
-def train(layout, kind, core_attention, fields):
-    from megatron.core import parallel_state
-
-    layout.initialize()
-    chunks = build_tiny_gpt(tiny_gpt_config(layout, **fields), layout, core_attention=core_attention)
-    cp_rank = parallel_state.get_context_parallel_rank()
-    microbatches = [
-        split_microbatch(microbatch, cp_rank=cp_rank, cp_size=layout.cp_size) for microbatch in batches(kind, layout)
-    ]
-    losses = run_schedule(chunks, layout, microbatches)
-    return losses, gradients(chunks)
-
-
-def as_megatron_splits(kind):
+def as_megatron_splits():
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -62,19 +40,11 @@ def as_megatron_splits(kind):
 
 
 def losses_and_gradients(workers, layout, kind="full", core_attention=None, **fields):
-    results = workers.run(train, layout, kind, core_attention, fields)
-    return torch.stack(next(r[0] for r in results if r[0])), merge_by_name(r[1] for r in results)
-
-
-def assert_same_training(got, expected):
-    torch.testing.assert_close(got[0], expected[0], rtol=0, atol=1e-5)
-    for name, gradient in expected[1].items():
-        scale = gradient.abs().max().item()
-        torch.testing.assert_close(got[1][name], gradient, rtol=0, atol=2e-5 * scale + 1e-9, msg=name)
+    return train_on_ranks(workers, layout, batches(kind, layout), core_attention, **fields)
 
 
 def test_the_split_is_megatrons_own(workers_2):
-    for ours, megatrons in workers_2.run(as_megatron_splits, "full"):
+    for ours, megatrons in workers_2.run(as_megatron_splits):
         assert ours.keys() == megatrons.keys()
         assert all(torch.equal(ours[key], megatrons[key]) for key in ours)
 

@@ -9,7 +9,7 @@ from megatron_router_replay.testing import (
     run_schedule,
     tiny_gpt_config,
 )
-from tests.support.gradients import gradients, merge_by_name
+from tests.functional.testing.training import assert_same_training, train_on_ranks
 
 _PP4_VPP2 = ParallelSizes(pp_size=4, vp_size=2)
 _ALL_FOUR = ParallelSizes(tp_size=2, pp_size=2, ep_size=2, vp_size=2)
@@ -20,33 +20,8 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def train(layout, fields, forward_only=False):
-    layout.initialize()
-    chunks = build_tiny_gpt(tiny_gpt_config(layout, **fields), layout)
-    calls = []
-
-    def before_forward(microbatch, model):
-        calls.append((chunks.index(model), int(microbatch["tokens"][0, 0])))
-
-    microbatches = random_microbatches(4, batch_size=2)
-    losses = run_schedule(chunks, layout, microbatches, forward_only=forward_only, before_forward=before_forward)
-    return losses, {} if forward_only else gradients(chunks), calls
-
-
 def losses_and_gradients(workers, layout, **fields):
-    results = workers.run(train, layout, fields)
-    last_stages = [losses for losses, _, _ in results if losses]
-    for losses in last_stages:
-        assert torch.equal(torch.stack(losses), torch.stack(last_stages[0]))
-    return torch.stack(last_stages[0]), merge_by_name(found for _, found, _ in results)
-
-
-def assert_same_training(got, expected):
-    torch.testing.assert_close(got[0], expected[0], rtol=0, atol=1e-5)
-    assert got[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        scale = gradient.abs().max().item()
-        torch.testing.assert_close(got[1][name], gradient, rtol=0, atol=2e-5 * scale + 1e-9, msg=name)
+    return train_on_ranks(workers, layout, random_microbatches(4, batch_size=2), **fields)
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +97,26 @@ def test_every_kind_of_model_trains_on_two_stages_as_on_one(workers_1, workers_2
     assert_same_training(losses_and_gradients(workers_2, ParallelSizes(pp_size=2), **fields), expected)
 
 
-def test_the_hook_sees_every_microbatch_of_every_chunk_on_every_stage(workers_2):
+def evaluate(layout):
+    """Return the losses, and the chunk and the first token of every call of the hook."""
+    layout.initialize()
+    chunks = build_tiny_gpt(tiny_gpt_config(layout), layout)
+    calls = []
+
+    def before_forward(microbatch, model):
+        calls.append((chunks.index(model), int(microbatch["tokens"][0, 0])))
+
+    microbatches = random_microbatches(4, batch_size=2)
+    return run_schedule(chunks, layout, microbatches, forward_only=True, before_forward=before_forward), calls
+
+
+def test_the_hook_sees_every_microbatch_of_every_chunk_and_the_last_stage_has_losses(workers_2):
     first_tokens = [int(m["tokens"][0, 0]) for m in random_microbatches(4, batch_size=2)]
-    for _, _, calls in workers_2.run(train, ParallelSizes(pp_size=2, vp_size=2), {}, True):
-        assert [token for chunk, token in calls if chunk == 0] == first_tokens
+    ranks = workers_2.run(evaluate, ParallelSizes(pp_size=2, vp_size=2))
+    assert [len(losses) for losses, _ in ranks] == [0, 4]
+    for _, calls in ranks:
+        assert sorted(calls) == sorted((chunk, token) for chunk in (0, 1) for token in first_tokens)
         assert [token for chunk, token in calls if chunk == 1] == first_tokens
-        assert len(calls) == 8
-
-
-def test_losses_come_from_the_last_stage_only(workers_2):
-    first, last = workers_2.run(train, ParallelSizes(pp_size=2), {}, True)
-    assert (len(first[0]), len(last[0])) == (0, 4)
 
 
 def test_world_size_is_the_smallest_number_of_processes():
