@@ -17,6 +17,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore.compat import megatron_version, version_numbers
+from megatron_router_replay.mcore.seam import holders_of
 from megatron_router_replay.mcore.tape import Entry
 from megatron_router_replay.testing import (
     ParallelSizes,
@@ -111,9 +112,8 @@ def set_in_configs(chunks: list[Any], **fields: Any) -> None:
 
 
 def left_over(chunks: list[Any]) -> list[Any]:
-    """What a session forgot in the routers."""
-    held = [getattr(router, "router_replay", None) for router in moe_routers(chunks)]
-    return [replay for replay in held if replay is not None]
+    """Who still holds the routers."""
+    return [holder for router in moe_routers(chunks) for holder in holders_of(router)]
 
 
 def alive_entries(chunks: list[Any]) -> list[Entry]:
@@ -160,14 +160,13 @@ def add_noise_in_recompute(chunks: list[Any], *, mtp: bool = False) -> None:
         router.gating = noisy
 
 
-def flips(seen: Watched, owner: list[int] | None = None) -> int:
-    """How many recomputed decisions are not their forward's; `owner` names the forward of each recompute in turn."""
-    count = 0
-    for layer, recomputed in seen["recompute"].items():
-        forwards = seen["forward"][layer]
-        expected = forwards if owner is None else [forwards[number] for number in owner]
-        count += sum(int((a != b).any(dim=1).sum()) for a, b in zip(expected, recomputed, strict=True))
-    return count
+def flips(seen: Watched) -> int:
+    """How many recomputed decisions are not their forward's, where recomputes come in the order of the forwards."""
+    return sum(
+        int((one != other).any(dim=1).sum())
+        for layer, recomputed in seen["recompute"].items()
+        for one, other in zip(seen["forward"][layer], recomputed, strict=True)
+    )
 
 
 def random_routes(num_tokens: int, num_layers: int, topk: int = 2, num_experts: int = 8, *, seed: int = 7) -> Tensor:

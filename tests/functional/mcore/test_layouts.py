@@ -1,5 +1,6 @@
 """Record and replay under a covering selection of layouts, recomputes and dispatchers: each router has its own layer."""
 
+from collections import defaultdict
 from itertools import chain
 from typing import Any
 
@@ -7,12 +8,14 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
+from megatron_router_replay.mcore import layer_numbers_of
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import (
     FULL,
     MOE,
     MTP_RECOMPUTE,
     Case,
+    add_noise_in_recompute,
     as_map,
     build,
     moe_routers,
@@ -73,7 +76,9 @@ def one_layout(case: Case, layers_of_stage: list[list[int]], recomputed_of_stage
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers, recomputed = layers_of_stage[stage], recomputed_of_stage[stage]
     assert [router.layer_number for router in moe_routers(chunks)] == layers
-    seen, report = record_and_replay(case, chunks, microbatches, sorted(chain(*layers_of_stage)))
+    whole = sorted(chain(*layers_of_stage))
+    assert list(layer_numbers_of(chunks)) == whole, "every rank knows the layers of the whole model"
+    seen, report = record_and_replay(case, chunks, microbatches, whole)
     assert {layer: len(maps) for layer, maps in seen["forward"].items()} == dict.fromkeys(layers, case.num_microbatches)
     assert {layer: len(maps) for layer, maps in seen["recompute"].items()} == dict.fromkeys(
         recomputed, case.num_microbatches
@@ -93,50 +98,30 @@ def test_what_was_recorded_changes_nothing_and_other_routes_arrive(sizes, config
     on_ranks(case.layout.world_size, one_layout, case, layers, recomputed)
 
 
-# ---- layers of multi-token prediction, in a real GPTModel
-
-
-def mtp_model(**config: Any) -> tuple[Case, Any, list[dict[str, Any]], dict[str, list[torch.Tensor]]]:
-    """Return (case, model, micro-batches, {name of a router's module: the maps that leave it})."""
-    case = Case(config={"mtp_num_layers": 1} | MTP_RECOMPUTE | config, num_microbatches=1)
-    _, (model,), microbatches = build(case)
-    maps: dict[str, list[torch.Tensor]] = {}
-    for name, module in model.named_modules():
-        if module in [*moe_routers([model]), *moe_routers([model], mtp=True)]:
-            maps[name] = []
-            module.register_forward_hook(lambda _, args, output, name=name: maps[name].append(output[1].clone()))
-    return case, model, microbatches, maps
-
-
 @pytest.mark.version
 @pytest.mark.parametrize("mtp", [False, True])
-def test_an_mtp_router_is_replayed_as_the_layer_behind_the_last_only_if_asked(mtp, megatron):
-    case, model, microbatches, maps = mtp_model(num_layers=2)
+def test_an_mtp_router_is_replayed_behind_the_last_layer_if_asked_else_frozen(mtp, megatron):
+    """One layer is dense and one MTP layer routes: as many routers as layers, so counting would shift every router."""
+    config = {"mtp_num_layers": 1, "num_layers": 3, "moe_layer_freq": [0, 1, 1]} | MTP_RECOMPUTE
+    case = Case(config=config, num_microbatches=1)
+    _, (model,), microbatches = build(case)
     explained = [(router.layer_number, router.is_mtp) for router in mrr.explain(model)]
-    assert explained == [(1, False), (2, False), (3, True)]
-    trace = random_trace(case, (1, 2, 3))
+    assert explained == [(2, False), (3, False), (4, True)]
+    add_noise_in_recompute([model], mtp=True)
+    maps: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    routers = [*moe_routers([model]), *moe_routers([model], mtp=True)]
+    for router in routers:
+        router.register_forward_hook(lambda router, args, output: maps[router].append(output[1].clone()))
+    trace = random_trace(case, (2, 3, 4))
     with mrr.replay(model, trace, mtp=mtp, verify=True) as session:
         run([model], case, microbatches, session)
     rows = rows_seen(case, microbatches[0])
-    targets = {layer: as_map(trace.layer(layer)[rows]) for layer in (1, 2, 3)}
-    (mtp_maps,) = (of_router for name, of_router in maps.items() if name.startswith("mtp"))
-    used = [[layer for layer, target in targets.items() if torch.equal(each, target)] for each in mtp_maps]
-    assert used == [[3] if mtp else []] * 2  # forward and recompute
-    assert torch.equal(*mtp_maps)
+    for router, layer in zip(routers, (2, 3, 4)):
+        is_replayed = torch.equal(maps[router][0], as_map(trace.layer(layer)[rows]))
+        assert is_replayed == (layer < 4 or mtp)
     with mrr.record(model, mtp=mtp) as recording:
         run([model], case, microbatches, recording)
-    assert recording.trace().layer_numbers == ((1, 2, 3) if mtp else (1, 2))
-
-
-@pytest.mark.version
-def test_as_many_routers_as_layers_by_coincidence_shift_nothing(megatron):
-    """One dense layer and one MTP router: counting would shift every router by one."""
-    case, model, microbatches, maps = mtp_model(num_layers=3, moe_layer_freq=[0, 1, 1])
-    trace = random_trace(case, (2, 3))
-    with mrr.replay(model, trace) as session:
-        run([model], case, microbatches, session)
-    targets = {layer: as_map(trace.layer(layer)[rows_seen(case, microbatches[0])]) for layer in (2, 3)}
-    used = {name: [n for n, target in targets.items() if torch.equal(of[0], target)] for name, of in maps.items()}
-    assert used.pop("decoder.layers.1.mlp.router") == [2]
-    assert used.pop("decoder.layers.2.mlp.router") == [3]
-    assert list(used.values()) == [[]]
+    assert recording.trace().layer_numbers == ((2, 3, 4) if mtp else (2, 3))
+    of_replay, its_recompute, of_recording, its_recompute_too = maps[routers[-1]]
+    assert torch.equal(of_replay, its_recompute)
+    assert torch.equal(of_recording, its_recompute_too)

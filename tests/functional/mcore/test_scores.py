@@ -4,7 +4,6 @@ The reference is a float64 formula per token in plain python loops over experts;
 """
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -126,8 +125,3 @@ def test_replaying_native_routes_is_bit_identical_to_no_replay(mode, dtype):
     for one, recorded, replayed in zip(*results):
         assert torch.equal(one, recorded)
         assert torch.equal(one, replayed)
-
-
-def test_the_reference_itself_sums_to_one_over_the_routed_experts():
-    probs = reference_probs(torch.randn(4, NUM_EXPERTS), [[0, 1, 2]] * 4, MODES["softmax"])
-    assert all(math.isclose(float(row.sum()), 1.0) for row in probs)

@@ -163,19 +163,6 @@ def test_inference_mode_that_is_switched_on_inside_a_session_raises_or_is_live(k
     session.close(verify=False)
 
 
-def test_a_class_below_the_inference_router_that_routes_otherwise_is_refused():
-    from megatron.core.transformer.moe.router import InferenceTopKRouter
-
-    class Overriding(InferenceTopKRouter):
-        def forward(self, input: torch.Tensor, padding_mask: Any = None) -> Any:
-            return super().forward(input, padding_mask)
-
-    model, _ = with_inference_routers()
-    for router in moe_routers([model]):
-        router.__class__ = Overriding
-    assert {each.reason for each in mrr.explain(model)} == {"router class Overriding overrides TopKRouter.forward"}
-
-
 def test_the_routes_of_a_request_that_was_suspended_are_refused():
     """Suspended after 3 of 5 generated tokens and prefilled again, merged by Megatron's own record."""
     from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, TraceError, UnsupportedRouterError
+from megatron_router_replay.errors import TraceError, UnsupportedRouterError
 from megatron_router_replay.mcore import layer_numbers_of
-from megatron_router_replay.mcore.layers import check_trace_layers
 from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
 from tests.functional.mcore.cases import (
     FULL,
@@ -96,34 +95,6 @@ def test_an_mtp_layer_that_runs_twice_a_forward_is_refused_by_its_field(megatron
     with pytest.raises(UnsupportedRouterError, match=field):
         mrr.freeze_recompute(chunks)
     assert [field in str(router) for router in mrr.explain(chunks) if not router.replayable] == [True]
-
-
-def layers_over_stages(config: dict[str, Any], expected: tuple[int, ...]) -> None:
-    """Every rank knows the layers of the whole model, takes a trace of all, and refuses one of a deeper model."""
-    _, chunks, _ = build(Case(layout=PP2, config=config))
-    assert layer_numbers_of(chunks) == expected
-    check_trace_layers(expected, chunks)
-    with pytest.raises(TraceError, match="layer 5, but the model has 4 layers: it is of a deeper model"):
-        check_trace_layers([*expected, 5], chunks)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, (1, 2, 3, 4)),
-        ({"moe_layer_freq": [0, 0, 1, 1]}, (3, 4)),  # a stage without MoE layers
-        ({"num_layers_in_first_pipeline_stage": 3, "moe_layer_freq": [0, 1, 1, 1]}, (2, 3, 4)),
-    ],
-)
-def test_every_rank_knows_which_layers_of_the_whole_gpt_model_route(config, expected, on_ranks):
-    on_ranks(2, layers_over_stages, config, expected)
-
-
-def test_a_model_that_does_not_follow_its_config_is_not_guessed(megatron):
-    _, (model,), _ = build(Case())
-    model.config.moe_layer_freq = [1, 1, 0, 1]
-    with pytest.raises(LayoutError, match=r"layers \[1, 2, 4\] route, but of .* these do: \[1, 2, 3, 4\]"):
-        layer_numbers_of(model)
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,9 @@ def test_every_wrapper_is_seen_through_torch_compiles_own_first():
 
 
 def test_routers_are_named_by_their_path_and_ordered_by_their_layer():
-    twice = moe(7)  # in two places, which is one layer
-    found = find_routers(bare(nn.Module, module=model(twice, dense(2), moe(3), twice)))
+    chunk = model(moe(7), dense(2), moe(3))
+    chunk.alias = chunk.decoder.layers[0]  # in two places, which is one layer
+    found = find_routers(bare(nn.Module, module=chunk))
     assert [(each.name, each.layer_number, each.is_mtp) for each in found] == [
         ("decoder.layers.2.router", 3, False),
         ("decoder.layers.0.router", 7, False),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_router_replay as mrr
@@ -81,6 +81,7 @@ def test_an_empty_trace_serves_a_micro_batch_of_padding_alone():
     assert (of_padding.live, counts(of_padding)) == (None, (3, 0, 3))
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(-1, 9), min_size=2, max_size=12), st.lists(st.booleans(), min_size=10, max_size=10))
 def test_live_rows_as_a_mask_choose_what_positions_choose(rows, mask):
     """On a GPU, live rows are a mask, for nobody waits to learn which they are."""

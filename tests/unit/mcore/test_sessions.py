@@ -205,21 +205,6 @@ def test_a_loss_that_is_kept_does_not_keep_the_closed_session_and_its_trace(arou
     loss.backward()
 
 
-def test_a_session_a_step_whose_backward_comes_behind_it_leaves_nothing():
-    chunk, trace, sessions = Chunk(), random_trace(), []
-    chunk.around = reentrant
-    for _ in range(20):
-        with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-            loss = forward(chunk, session)
-        loss.backward()
-        sessions.append(weakref.ref(session))
-        del session, loss
-    gc.collect()
-    assert not any(session() for session in sessions)
-    assert left_over(chunk) == []
-    assert wrong_replays(seen, trace) == 0
-
-
 def test_a_copy_of_a_model_under_a_session_is_not_under_it_and_may_have_its_own():
     chunk, trace = Chunk(), random_trace()
     with watched(chunk) as live:
