@@ -15,14 +15,12 @@ class Columns:
     """The layer axis of routed experts.
 
     Args:
-        num_columns: its length.
         moe: the columns that are MoE layers, all of which are checked on every rank, so that all ranks agree.
         numbers: Megatron's layer_number of each of these.
         here: positions in `moe` of this rank's layers.
         filler: columns of dense layers, which hold 0 or -1.
     """
 
-    num_columns: int
     moe: tuple[int, ...]
     numbers: tuple[int, ...]
     here: tuple[int, ...]
@@ -65,7 +63,6 @@ def columns_of(num_columns: int, model: Any, layer_numbers: Sequence[int] | None
     if not is_info:
         check_trace_layers(numbers, model)  # on all columns: a deeper model's would go unseen in this rank's alone
     return info, Columns(
-        num_columns=num_columns,
         moe=tuple(column for column, _ in pairs),
         numbers=numbers,
         here=tuple(i for i, number in enumerate(numbers) if number in wanted),

@@ -173,6 +173,18 @@ def as_samples(values: Any, name: str) -> list[Tensor]:
     return list(_as_tensor(values, name).unbind())
 
 
+def flatten(values: Container) -> Tensor:
+    """Return all values of a container, [n]."""
+    if isinstance(values, Tensor) and not values.is_nested:
+        return values.reshape(-1)
+    jagged: Any = values  # torch's stubs know of no nested tensor
+    if isinstance(values, Tensor) and values.layout is torch.jagged and jagged.lengths() is None:
+        whole: Tensor = jagged.values()  # its samples would wait for the device to say where each ends
+        return whole
+    parts = [part.reshape(-1) for part in as_samples(values, "values")]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
 def _as_tensor(values: Any, name: str) -> Tensor:
     try:
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.trainers.containers import Container, as_samples, is_list
+from megatron_router_replay.trainers.containers import Container, flatten, is_list
 
 
 def pack_rows(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
@@ -37,7 +37,7 @@ def pack_rows(pack: Callable[[Any], Tensor], rows: Container) -> Tensor:
     if not is_integer:
         what = f"{values.dtype}" if isinstance(values, Tensor) else type(values).__name__
         raise LayoutError(f"MRR803: the packer must return the packed rows as an integer tensor, got {what}.")
-    given = _flat(shifted).to(values.device, non_blocking=True)
+    given = flatten(shifted).to(values.device, non_blocking=True)
     _check(given, values.reshape(-1), waits=not values.is_cuda)
     return values.to(torch.int64) - 1
 
@@ -65,15 +65,3 @@ def _check(given: Tensor, found: Tensor, *, waits: bool) -> None:
 
 def _wide(rows: Any) -> Tensor:
     return torch.as_tensor(rows).to(torch.int64)
-
-
-def _flat(values: Container) -> Tensor:
-    """Return all values of a container, [n]."""
-    if isinstance(values, Tensor) and not values.is_nested:
-        return values.reshape(-1)
-    jagged: Any = values  # torch's stubs know of no nested tensor
-    if isinstance(values, Tensor) and values.layout is torch.jagged and jagged.lengths() is None:
-        whole: Tensor = jagged.values()  # its samples would wait for the device to say where each ends
-        return whole
-    parts = [part.reshape(-1) for part in as_samples(values, "rows")]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)

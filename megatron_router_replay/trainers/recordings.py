@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout import check_tokens, number_rows
-from megatron_router_replay.trainers.containers import Container, TokenLayout
+from megatron_router_replay.trainers.containers import Container, TokenLayout, flatten
 
 if TYPE_CHECKING:
     from megatron_router_replay.mcore import RecordSession
@@ -73,7 +72,7 @@ def recorded_routes(
     if groups is None:
         groups = _model_parallel_groups()
     # The row of each token, in the order of the samples: without rows= it is the token's own number.
-    at = torch.arange(layout.num_tokens) if rows is None else _flat(layout.split(rows, "rows")).to(torch.int64)
+    at = torch.arange(layout.num_tokens) if rows is None else flatten(layout.split(rows, "rows")).to(torch.int64)
     if at.numel() and int(at.min()) < 0:
         raise LayoutError("MRR807: rows hold a token with row -1, whose routes were not recorded.")
     length = int(at.max()) + 1 if at.numel() else 0
@@ -91,14 +90,10 @@ def recorded_routes(
             "that share the batch in the groups?"
         )
     if trace.token_ids is not None:
-        check_tokens(at.unsqueeze(0), _flat(layout.split(like, "like")).unsqueeze(0), token_ids=trace.token_ids)
+        check_tokens(at.unsqueeze(0), flatten(layout.split(like, "like")).unsqueeze(0), token_ids=trace.token_ids)
     indices = trace.topk_indices.cpu()
     parts = torch.split(indices if rows is None else indices[at], list(layout.lengths))
     return layout.join(list(parts), fill=0)
-
-
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
 
 
 def _model_parallel_groups() -> tuple[dist.ProcessGroup, ...]:
