@@ -135,22 +135,6 @@ def test_a_recorded_forward_is_frozen_in_its_recompute_too(chunk):
     assert all(torch.equal(a, b) for a, b in zip(recorded, RouterReplay.get_recorded_data()))
 
 
-def test_entries_of_passes_without_a_backward_are_never_used(chunk):
-    with watched(chunk) as seen:
-        with torch.no_grad():
-            forward(chunk, 0)  # old log-probs
-        RouterReplay.set_replay_data(routes(1))  # skipped
-        chunk.fail_at = 1
-        with pytest.raises(ArithmeticError):
-            forward(chunk, 2)
-        loss = forward(chunk, 3)
-        RouterReplay.set_global_router_replay_action(BACKWARD)
-        disturb(chunk)
-        loss.backward()
-    assert num_recomputed(seen) == 3
-    assert wrong({key: maps for key, maps in seen.items() if key[0] != 2}) == 0
-
-
 @pytest.mark.parametrize("action", [FORWARD, BACKWARD])
 def test_a_replay_action_in_the_recompute_of_a_live_forward_raises(chunk, action):
     RouterReplay.set_replay_data(routes(0))
