@@ -11,88 +11,31 @@ from torch import Tensor, nn
 from megatron_router_replay import RoutingTrace, engines
 from megatron_router_replay.capture import Capturer, token_positions
 
-COMMON = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-}
-GROUPED = {
-    "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.0,
-}
-# name -> (config, MoE layer numbers, num_experts)
-MODELS: dict[str, tuple[Any, tuple[int, ...], int]] = {
-    "qwen3_moe": (
-        transformers.Qwen3MoeConfig(
-            **COMMON,
-            head_dim=32,
-            intermediate_size=128,
-            moe_intermediate_size=32,
-            num_hidden_layers=4,
-            num_experts=8,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            decoder_sparse_step=1,
-            mlp_only_layers=[1],
-        ),
-        (1, 3, 4),
-        8,
+
+def tiny(config, layer_numbers, num_experts, /, **sizes) -> tuple[Any, tuple[int, ...], int]:
+    """Return (config, MoE layer numbers, num_experts) of a model that takes milliseconds."""
+    common = {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    common |= {"max_position_embeddings": 512, "initializer_range": 0.2, "num_experts_per_tok": 2}
+    return config(**(common | sizes)), layer_numbers, num_experts
+
+
+QWEN3 = {"moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [1]}
+GROUPED = {"intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 4, "first_k_dense_replace": 1}
+GROUPED |= {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.0}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+FOUR = {"head_dim": 32, "intermediate_size": 64, "num_local_experts": 4}
+MODELS = {
+    "qwen3_moe": tiny(
+        transformers.Qwen3MoeConfig, (1, 3, 4), 8,
+        head_dim=32, intermediate_size=128, num_hidden_layers=4, num_experts=8, **QWEN3,
     ),
-    "mixtral": (
-        transformers.MixtralConfig(
-            **COMMON,
-            head_dim=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-        ),
-        (1, 2, 3),
-        4,
+    "mixtral": tiny(transformers.MixtralConfig, (1, 2, 3), 4, num_hidden_layers=3, **FOUR),
+    "deepseek_v3": tiny(transformers.DeepseekV3Config, (2, 3, 4), 8, num_key_value_heads=4, **GROUPED, **LATENT),
+    "glm4_moe": tiny(
+        transformers.Glm4MoeConfig, (2, 3, 4), 8, head_dim=32, norm_topk_prob=True, use_qk_norm=True, **GROUPED
     ),
-    "deepseek_v3": (
-        transformers.DeepseekV3Config(
-            **{**COMMON, "num_key_value_heads": 4},
-            **GROUPED,
-            q_lora_rank=32,
-            kv_lora_rank=64,
-            qk_rope_head_dim=32,
-            qk_nope_head_dim=32,
-            v_head_dim=32,
-        ),
-        (2, 3, 4),
-        8,
-    ),
-    "glm4_moe": (
-        transformers.Glm4MoeConfig(**COMMON, **GROUPED, head_dim=32, norm_topk_prob=True, use_qk_norm=True),
-        (2, 3, 4),
-        8,
-    ),
-    "gpt_oss": (
-        transformers.GptOssConfig(
-            **COMMON,
-            head_dim=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=128,
-        ),
-        (1, 2),
-        4,
-    ),
-}
+    "gpt_oss": tiny(transformers.GptOssConfig, (1, 2), 4, num_hidden_layers=2, sliding_window=128, **FOUR),
+}  # fmt: skip
 
 
 def build_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:

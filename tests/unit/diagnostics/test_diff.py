@@ -109,6 +109,17 @@ def test_it_knows_files_step_date_and_weight_versions(tmp_path):
     assert values["provenance_b"] == {"path": "", "files": [], "step": None, "written": "", "weight_versions": [6, 7]}
 
 
+def test_rows_whose_weight_version_is_unknown_name_none():
+    a = big_trace(weight_version=torch.full((600,), -1))
+    assert mrr.diff_traces(a, a).provenance_a.weight_versions == ()
+
+
+def test_repr_is_the_text_and_names_from_outside_are_escaped():
+    diff = mrr.diff_traces(A, B, name_b="\x1b[31m")
+    assert repr(diff) == str(diff)
+    assert "b: \\x1b[31m\n" in str(diff)
+
+
 def test_facts_stand_before_the_layers_that_differ_and_the_verdict():
     lines = str(
         mrr.diff_traces(big_trace(), with_routes(big_trace(), big_trace().topk_indices.roll(1, 0)))
@@ -205,6 +216,53 @@ def test_other_tokens_in_the_same_rows_are_found():
     assert [str(fact) for fact in diff.facts] == ["9 of 600 rows hold another token, first row 591."]
 
 
+def lost_layer(routes):
+    routes[:, 3] = torch.tensor([0, 1])
+    return routes
+
+
+PLANTED = {
+    "rows shifted down": (
+        lambda routes: routes.roll(1, 0),
+        "rows 1..599 of b hold a's rows 0..598 (1 row earlier), in all layers: 2,995 of 2,995 decisions.",
+    ),
+    "rows shifted up": (
+        lambda routes: routes.roll(-5, 0),
+        "rows 0..594 of b hold a's rows 5..599 (5 rows later), in all layers: 2,975 of 2,975 decisions.",
+    ),
+    "layers shifted": (
+        lambda routes: routes.roll(1, 1),
+        "layers 2..6 of b hold layers 6, 2..5 of a, in all 600 rows: 3,000 of 3,000 decisions.",
+    ),
+    "two layers swapped": (
+        lambda routes: routes[:, [0, 3, 2, 1, 4]],
+        "layers 3, 5 of b hold layers 5, 3 of a, in all 600 rows: 1,200 of 1,200 decisions.",
+    ),
+    "rows reversed": (
+        lambda routes: torch.cat([routes[:200], routes[200:400].flip(0), routes[400:]]),
+        "rows 200..399 of b hold rows of a in another order, in all layers: row 200 holds 399, 201 holds 398, 202 holds 397; "
+        "199 of 199 steps to the next row are -1; 1,000 of 1,000 decisions.",
+    ),
+    "a layer lost": (lost_layer, "all 600 rows of b repeat experts [0, 1] in layer 5: 600 of 600 decisions."),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_was_planted_is_said_in_one_line(name):
+    change, line = PLANTED[name]
+    a = big_trace()
+    assert [str(fact) for fact in mrr.diff_traces(a, with_routes(a, change(a.topk_indices.clone()))).facts] == [line]
+
+
+def test_rows_shifted_from_some_row_on_say_which_row_comes_twice():
+    a = big_trace(4096)
+    moved = torch.cat([a.topk_indices[:2048], a.topk_indices[2047:-1]])
+    (fact,) = mrr.diff_traces(a, with_routes(a, moved)).facts
+    assert str(fact).startswith(
+        "a's row 2047 comes twice in b: rows 2048..4095 hold a's rows 2047..4094 (1 row earlier)"
+    )
+
+
 def test_facts_are_found_in_traces_of_which_only_pieces_are_read_again(monkeypatch):
     monkeypatch.setattr(evidence, "MAX_ROWS", 1024)
     a = big_trace(20_000)
@@ -265,6 +323,11 @@ def test_whole_sets_that_flip_are_not_called_arithmetic():
     )
     assert diff.facts == ()
     assert "no rows or layers stand out: from layer 2 on" in str(diff)
+
+
+def test_a_diff_is_true_where_the_traces_differ():
+    assert mrr.diff_traces(A, B)
+    assert not mrr.diff_traces(A, A)
 
 
 def test_other_models_are_refused():

@@ -170,33 +170,23 @@ def test_transformers_captures_in_every_wire_form(name):
         assert trace.replay_mask.all()
         assert torch.equal(trace.topk_indices.long(), torch.from_numpy(full[:, columns]))
 
-        want = full[:-1, columns]
-        assert_rows(
-            engines.sglang.decode(sample["sglang_meta_info"]["routed_experts"], model=model, token_ids=ids), want, ids
-        )
-        assert_rows(engines.vllm.decode(sample["vllm022_choice"], model=model, token_ids=ids), want, ids)
-        response = {
-            "prompt_token_ids": sample["prompt_ids"],
-            "prompt_routed_experts": sample["vllm021"]["prompt_routed_experts"],
-            "choices": [
-                {"index": 0, "token_ids": sample["output_ids"], "routed_experts": sample["vllm021"]["routed_experts"]}
-            ],
+        want, generation = full[:-1, columns], arrays[f"s{i}.vllm021_gen"]
+        prompt, output, split = sample["prompt_ids"], sample["output_ids"], sample["vllm021"]
+        choice = {"index": 0, "token_ids": output, "routed_experts": split["routed_experts"]}
+        http = {
+            "prompt_token_ids": prompt,
+            "prompt_routed_experts": split["prompt_routed_experts"],
+            "choices": [choice],
         }
-        assert_rows(engines.vllm.decode(response, model=model), want, ids)
-        arrays021 = vllm_output(
-            arrays[f"s{i}.vllm021_gen"],
-            sample["prompt_ids"],
-            sample["output_ids"],
-            prompt_array=arrays[f"s{i}.vllm021_prompt"],
-        )
-        assert_rows(engines.vllm.decode(arrays021, model=model), want, ids)
-        array = engines.array.decode(
-            np.moveaxis(full[:-1], 1, 0), model=model, axes=("layer", "token", "expert"), token_ids=ids
-        )
-        assert_rows(array, want, ids)
-        request = {
-            "prompt_tokens": sample["prompt_ids"],
-            "generated_tokens": sample["output_ids"],
-            "routing_indices": want.astype(np.int16),
-        }
-        assert_rows(engines.megatron.decode(request, model=model), want, ids)
+        python = vllm_output(generation, prompt, output, prompt_array=arrays[f"s{i}.vllm021_prompt"])
+        request = {"prompt_tokens": prompt, "generated_tokens": output, "routing_indices": want.astype(np.int16)}
+        layers_first, axes = np.moveaxis(full[:-1], 1, 0), ("layer", "token", "expert")
+        for trace in (
+            engines.sglang.decode(sample["sglang_meta_info"]["routed_experts"], model=model, token_ids=ids),
+            engines.vllm.decode(sample["vllm022_choice"], model=model, token_ids=ids),
+            engines.vllm.decode(http, model=model),
+            engines.vllm.decode(python, model=model),
+            engines.array.decode(layers_first, model=model, axes=axes, token_ids=ids),
+            engines.megatron.decode(request, model=model),
+        ):
+            assert_rows(trace, want, ids)

@@ -154,9 +154,3 @@ def test_an_aborted_reply_without_output_has_no_routes_and_one_with_output_must(
 def test_a_list_of_the_rows_of_one_sample_is_one_array(engine):
     trace = getattr(engines, engine).decode(list(ROWS), model=MODEL, token_ids=IDS)
     assert trace.topk_indices[:-1].tolist() == ROWS.tolist()
-
-
-@pytest.mark.parametrize("result", [{}, {"choices": [{"index": 0, "finish_reason": "stop"}]}])
-def test_what_is_asked_for_first_is_the_routes(result):
-    with pytest.raises(PayloadError, match="missing, though the model has MoE layers"):
-        engines.vllm.decode(result, model=MODEL)

@@ -21,6 +21,7 @@ from megatron_router_replay import engines
 from megatron_router_replay.errors import RouterReplayError
 from tests.unit.engines.engine_payloads import npy_base64
 from tests.unit.engines.fuzz_inputs import (
+    COMPACT,
     FULL,
     MODEL,
     OUTPUT,
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.slow
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "100000"))
 """Payloads of this file; FUZZ_INPUTS=1000000 takes minutes."""
 
-JSON, STRUCTURE, ANY = (INPUTS * share // 100 for share in (50, 35, 15))
+JSON, STRUCTURE, ANY, LINES = (INPUTS * share // 100 for share in (50, 35, 10, 5))
 MAX_CASE_SECONDS = 2.0
 MAX_CASE_BYTES = 512 << 20
 MAX_GROWTH_KIB = 100 << 10
@@ -193,3 +194,30 @@ def test_arbitrary_values():
             refused -= 1
             assert len(trace) == len(trace.replay_mask)
     assert refused > ANY // 2
+
+
+def test_mutated_lines_of_megatrons_trace():
+    lines = [
+        {
+            "step": step,
+            "stage": "pre_dispatch",
+            "block": "decoder",
+            "layer": layer,
+            "rank": 0,
+            "num_tokens": 3,
+            "topk": 3,
+        }
+        | {"top_indices": COMPACT[3 * step : 3 * step + 3, i].tolist()}
+        for step in range(3)
+        for i, layer in enumerate((0, 2, 3))
+    ]
+    rng, decoded, tree = random.Random(11), 0, Tree(lines)
+    for _ in range(LINES):
+        mutated = tree.mutated(rng, rng.randrange(1, 3), change_anything)
+        with bounded_case():
+            trace = engines.megatron_trace.decode(mutated, model=MODEL)
+            decoded += 1
+            want = [record["top_indices"] for record in mutated if record.get("block") != "mtp"]
+            rows = [np.stack(want[i : i + 3], axis=1) for i in range(0, len(want), 3) if len(want[i])]
+            assert np.array_equal(trace.topk_indices.numpy(), np.concatenate(rows))
+    assert LINES // 100 < decoded < LINES // 2

@@ -42,19 +42,6 @@ def test_0_22_sends_uint8_or_uint16_by_the_number_of_experts(num_experts):
     assert trace.topk_indices.dtype is (torch.uint8 if num_experts <= 256 else torch.int16)
 
 
-@pytest.mark.parametrize("extra", [0, 1])
-@pytest.mark.parametrize("as_lists", [True, False])
-def test_0_21_joins_prompt_and_generation_over_the_moe_layers_only(extra, as_lists):
-    want = routes(P + G, 3, num_experts=300, topk=4)
-    prompt, generation = want[:P].astype(np.int16), want[P : P + G - 1 + extra].astype(np.int16)
-    if as_lists:
-        response = {"prompt_token_ids": PROMPT, "prompt_routed_experts": prompt.tolist()}
-        response["choices"] = [{"index": 0, "token_ids": OUTPUT, "routed_experts": generation.tolist()}]
-    else:
-        response = vllm_output(generation, PROMPT, OUTPUT, prompt_array=prompt)
-    check(engines.vllm.decode(response, model=MODEL), want[: P + G - 1])
-
-
 def padded(compact):
     """0.21 with first_k_dense_replace: as many columns as layers, the MoE layers first, zeros behind."""
     return np.concatenate([compact, np.zeros((len(compact), 2, 4), compact.dtype)], axis=1).astype(np.int16)

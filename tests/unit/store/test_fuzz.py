@@ -1,5 +1,6 @@
 """Damaged files and envelopes: each is read correctly or raises RouterReplayError, in little time and memory."""
 
+import json
 import multiprocessing
 import random
 import resource
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_router_replay import RouterReplayError
-from megatron_router_replay.store import decode_envelope, load_trace, save_trace
+from megatron_router_replay.store import TraceStore, decode_envelope, encode_envelope, load_trace, save_trace
 from tests.unit.store import damage
 from tests.unit.store.store_traces import assert_same, assert_valid, full_trace, make_trace
 
@@ -89,10 +90,46 @@ def files(seeds) -> Counter:
         return run(cases(), decode)
 
 
+def parts_of_a_store(seeds) -> Counter:
+    with tempfile.TemporaryDirectory() as folder:
+        store, trace = TraceStore(folder, run="a"), full_trace(6)
+        path = store.save(trace, step=1)
+        good = path.read_bytes()
+
+        def cases():
+            for seed in seeds:
+                rng = random.Random(seed)
+                yield rng.choice([*damage.BYTES, damage.edit_header])(rng, good), trace
+
+        def decode(data):
+            path.write_bytes(data)
+            return store.load_step(1)
+
+        return run(cases(), decode)
+
+
+def envelopes(seeds) -> Counter:
+    written = [(trace, json.dumps(encode_envelope(trace)).encode()) for trace in TRACES]
+
+    def cases():
+        for seed in seeds:
+            rng = random.Random(-1 - seed)
+            trace, good = rng.choice(written)
+            yield rng.choice(damage.BYTES)(rng, good), trace
+
+    return run(cases(), lambda text: decode_envelope(text, max_bytes=1 << 20))
+
+
 @pytest.mark.slow
 def test_damage_with_checksums_that_fit_is_refused_or_makes_another_valid_trace():
     # Some must be valid, or the damage would not reach behind the checksums.
     assert in_processes(files, 100_000)["another valid trace"] > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fuzz", [parts_of_a_store, envelopes])
+def test_damage_that_nobody_signed_is_never_another_trace(fuzz):
+    assert in_processes(fuzz, 25_000)["another valid trace"] == 0
 
 
 @settings(deadline=None)

@@ -6,13 +6,9 @@ import resource
 import struct
 import tracemalloc
 import zlib
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -95,30 +91,12 @@ def test_the_safetensors_library_reads_the_file_and_writes_the_same_bytes(tmp_pa
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize("layer_numbers", [(), (2, 5)])
 @pytest.mark.parametrize("num_experts", [256, 257])
 @pytest.mark.parametrize("num_tokens", [0, 1, 4095, 4096, 4097])
-def test_a_trace_comes_back_as_it_was(tmp_path, num_tokens, num_experts):
-    trace = full_trace(num_tokens, num_experts=num_experts, layer_numbers=(2, 5))
+def test_a_trace_comes_back_as_it_was(tmp_path, num_tokens, num_experts, layer_numbers):
+    trace = full_trace(num_tokens, num_experts=num_experts, layer_numbers=layer_numbers)
     assert_same(load_trace(save_trace(trace, tmp_path / "x")), trace)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    num_tokens=st.integers(0, 20),
-    layer_numbers=st.sets(st.integers(1, 99), max_size=4).map(sorted).map(tuple),
-    num_experts=st.sampled_from([3, 256, 300, 32768]),
-    topk=st.integers(1, 3),
-    names=st.lists(st.text(max_size=5), max_size=3),
-    extras=st.booleans(),
-)
-def test_any_trace_comes_back_as_it_was(num_tokens, layer_numbers, num_experts, topk, names, extras):
-    values = {}
-    if extras and names:
-        lengths = (num_tokens, *[0] * (len(names) - 1))
-        values = {"sequence_lengths": lengths, "sample_ids": tuple(names), "weight_version": -3}
-    trace = make_trace(num_tokens, layer_numbers=layer_numbers, num_experts=num_experts, topk=topk, **values)
-    with TemporaryDirectory() as folder:
-        assert_same(load_trace(save_trace(trace, Path(folder) / "x")), trace)
 
 
 def test_a_view_of_rows_and_layers_is_saved_as_what_it_shows(tmp_path):
@@ -243,23 +221,17 @@ SHAPE_OF_LAYER_3 = b'"shape":[2,2],"data_offsets":[32,36]'
         ({"topk_indices_1": b"\x04\x01\x02\x03"}, "row 0, layer 1 .*outside 0..3"),
         ({"topk_indices_3": b"\x00\x02\x03\x03"}, "row 1, layer 3 .*named twice"),
         ({"replay_mask": b"\x01\x02"}, "replay_mask holds 2"),
-        ({"metadata": changed(b'experts":4', b'experts":0')}, "num_experts=0"),
-        ({"metadata": changed(b'experts":4', b'experts":1')}, "topk=2 must lie in 1..num_experts=1"),
         ({"metadata": changed(b'experts":4', b'experts":257')}, "not those that its metadata asks for"),
         ({"metadata": changed(b"[1,3]", b"[3,1]")}, "layer_numbers must increase"),
-        ({"metadata": changed(b"[1,3]", b"[0,3]")}, "layer_numbers must increase"),
         ({"metadata": changed(b"[1,3]", b"[1,4]")}, "not those that its metadata asks for"),
         ({"metadata": changed(b"[1,3]", b"[1]")}, "not those that its metadata asks for"),
         ({"metadata": changed(b'topk":2', b'topk":1')}, "not those that its metadata asks for"),
         ({"metadata": changed(b'token_ids":true', b'token_ids":false')}, "not those that its metadata asks for"),
         ({"metadata": changed(b'version":false', b'version":true')}, "not those that its metadata asks for"),
         ({"metadata": changed(b"[2]", b"[3]")}, "add up to 3"),
-        ({"metadata": changed(b"[2]", b"[3,-1]")}, "add up to 2"),
         ({"metadata": changed(b"[2]", b"[x]")}, "no header of a trace file"),
         ({"metadata": changed(b"[2]", b"[2.0]")}, "no header of a trace file"),
         ({"metadata": changed(b"[2]", b'"2"')}, "no header of a trace file"),
-        ({"metadata": changed(b'["a"]', b'["a","b"]')}, "sample_ids names 2 samples, sequence_lengths 1"),
-        ({"metadata": changed(b'["a"]', b"[1]")}, "no header of a trace file"),
         ({"metadata": changed(b'["a"]', b'["\xc3\xbc"]')}, "not as this package writes it"),
         ({"metadata": changed(b'version":1', b'version":2')}, "version 2; this package reads"),
         ({"metadata": changed(b'version":1', b'version":3')}, "no header of a trace file"),
@@ -271,7 +243,6 @@ SHAPE_OF_LAYER_3 = b'"shape":[2,2],"data_offsets":[32,36]'
         ({"metadata": changed(b'token_ids":true', b'token_ids":1')}, "has_token_ids=1 must be true or false"),
         ({"metadata": changed(b'rows":4096', b'rows":0')}, "block_rows=0"),
         ({"metadata": changed(b'rows":4096', b'rows":1')}, "not those that its metadata asks for"),
-        ({"metadata": changed(b'tokens":2', b'tokens":9')}, "add up to 2"),
         ({"metadata": b"[]"}, "no header of a trace file"),
         ({"metadata": b"[" * 9000}, "no header of a trace file"),
         ({"metadata": b""}, "no header of a trace file"),

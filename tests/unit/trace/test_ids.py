@@ -32,19 +32,8 @@ def test_spread_experts_are_distinct_in_a_row_and_even_over_all(num_rows, topk, 
     assert int(load.max()) <= -(-num_rows * topk // num_experts)
 
 
-@given(st.data())
-def test_repeats_are_found_for_every_topk_wherever_they_stand(data):
-    # 1 to 10 covers the words of 2, 4 and 8 and the planes of the others; few experts make repeats likely.
-    topk = data.draw(st.integers(1, 10))
-    dtype = data.draw(st.sampled_from([np.uint8, np.int16, np.int64]))
-    values = st.lists(st.integers(0, 2 * topk), min_size=topk, max_size=topk)
-    routes = data.draw(st.lists(values | values.map(lambda row: list(range(topk))), min_size=2, max_size=12))
-    rows = np.array(routes[: len(routes) // 2 * 2], dtype).reshape(-1, 2, topk)
-    assert has_repeats(rows) == any(len(set(route)) < topk for row in rows.tolist() for route in row)
-
-
 @pytest.mark.parametrize("topk", [1, 2, 3, 4, 6, 8, 10])
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64])
 def test_every_pair_of_places_is_compared(topk, dtype):
     # Neighbouring routes share ids at every distance: only those within a route count.
     rows = (np.arange(3 * 2 * topk) % topk).reshape(3, 2, topk).astype(dtype)

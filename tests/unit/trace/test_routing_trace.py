@@ -6,8 +6,6 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_router_replay import RouterReplayError, RoutingTrace, concat_traces
 from megatron_router_replay.errors import TraceError
@@ -120,20 +118,6 @@ def test_what_a_trace_cannot_be_raises_and_says_what_was_seen(name):
         make(**options)
     assert said in str(caught.value)
     assert isinstance(caught.value, RouterReplayError)
-
-
-@given(st.data())
-def test_valid_routes_come_out_as_they_went_in(data):
-    num_experts = data.draw(st.integers(1, 300))
-    topk = data.draw(st.integers(1, min(num_experts, 8)))
-    shape = data.draw(st.tuples(st.integers(0, 6), st.integers(0, 3)))
-    row = st.lists(st.integers(0, num_experts - 1), min_size=topk, max_size=topk, unique=True)
-    routes = np.array([[data.draw(row) for _ in range(shape[1])] for _ in range(shape[0])], dtype=np.int64).reshape(
-        *shape, topk
-    )
-    trace = RoutingTrace(topk_indices=routes, layer_numbers=range(1, shape[1] + 1), num_experts=num_experts)
-    assert trace.topk_indices.tolist() == routes.tolist()
-    assert bool(trace.replay_mask.all())
 
 
 def test_values_that_are_proven_already_are_taken_by_their_names_only():

@@ -1,5 +1,6 @@
 """Rows of b that are those of a further up or down: everywhere, in one sample, from a position on, in some layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,36 +15,46 @@ def shift_rows(routes: torch.Tensor, first: int, stop: int, shift: int, layers: 
     routes[first:stop, layers] = routes.clone()[source.clamp(first, stop - 1)][:, layers]
 
 
-@fault("all rows shifted down by one")
-def _(pair: Pair) -> Named:
-    pair.b = pair.b.roll(1, 0)
-    return Named("row", layers=(), offset=-1)
+def rolled(name: str, by: int) -> None:
+    @fault(name)
+    def _(pair: Pair) -> Named:
+        pair.b = pair.b.roll(by, 0)
+        return Named("row", layers=(), offset=-by)
 
 
-@fault("all rows shifted up by two")
-def _(pair: Pair) -> Named:
-    pair.b = pair.b.roll(-2, 0)
-    return Named("row", layers=(), offset=2)
+def shifted(
+    name: str, rows: Callable[[Pair], tuple[int, int]], by: int, of: Any = slice(None), /, **named: Any
+) -> None:
+    """Register a shift of rows(pair) = (first, stop) in layers `of`, which must be named, and as what `named` says."""
+
+    @fault(name)
+    def _(pair: Pair) -> Named:
+        first, stop = rows(pair)
+        shift_rows(pair.b, first, stop, by, of)
+        layers = () if of == slice(None) else tuple(map(number, of))
+        return Named("row", **({"layers": layers, "rows": (first, stop - 1), "offset": -by} | named))
 
 
-@fault("all rows shifted by 300")
-def _(pair: Pair) -> Named:
-    pair.b = pair.b.roll(300, 0)
-    return Named("row", layers=(), offset=-300)
+def all_rows(pair: Pair) -> tuple[int, int]:
+    return 0, len(pair.b)
 
 
-@fault("one sample shifted down by one")
-def _(pair: Pair) -> Named:
-    first, stop = pair.rows_of(5)
-    shift_rows(pair.b, first, stop, 1)
-    return Named("row", layers=(), samples=(5,), rows=(first, stop - 1), offset=-1, words="(1 row earlier)")
+def sample(index: int, position: int = 0) -> Callable[[Pair], tuple[int, int]]:
+    return lambda pair: (pair.starts[index] + position, pair.rows_of(index)[1])
 
 
-@fault("one sample shifted up by three")
-def _(pair: Pair) -> Named:
-    first, stop = pair.rows_of(0)
-    shift_rows(pair.b, first, stop, -3)
-    return Named("row", layers=(), samples=(0,), offset=3, words="(3 rows later)")
+rolled("all rows shifted down by one", 1)
+rolled("all rows shifted up by two", -2)
+rolled("all rows shifted by 300", 300)
+shifted("one sample shifted down by one", sample(5), 1, samples=(5,), words="(1 row earlier)")
+shifted("one sample shifted up by three", sample(0), -3, samples=(0,), rows=None, words="(3 rows later)")
+shifted(
+    "rows shifted from a row on to the end", lambda pair: (pair.starts[9], len(pair.b)), 1, samples=tuple(range(9, 16))
+)
+shifted("one layer shifted in all rows", all_rows, 1, [4], words="in layer 6")
+shifted("one layer shifted in one sample", sample(3), 2, [8], samples=(3,))
+shifted("one layer shifted from a position on", sample(11, 20), 1, [2], samples=(11,))
+shifted("the layers of one pipeline stage shifted", all_rows, -1, [6, 7, 8, 9, 10, 11], words="in layers 8..13")
 
 
 @fault("every sample shifted within itself")
@@ -53,41 +64,8 @@ def _(pair: Pair) -> Named:
     return Named("row", layers=(), offset=-1)
 
 
-@fault("rows shifted from a row on to the end")
-def _(pair: Pair) -> Named:
-    first = pair.starts[9]
-    shift_rows(pair.b, first, len(pair.b), 1)
-    return Named("row", layers=(), rows=(first, len(pair.b) - 1), samples=tuple(range(9, 16)), offset=-1)
-
-
 @fault("a lost chunk: one sample shifted from a position on")
 def _(pair: Pair) -> Named:
     first, stop = pair.rows_of(7)
     shift_rows(pair.b, first + 25, stop, -7)
     return Named("row", layers=(), rows=(first + 25, stop - 8), samples=(7,), offset=7, words="from position 25")
-
-
-@fault("one layer shifted in all rows")
-def _(pair: Pair) -> Named:
-    shift_rows(pair.b, 0, len(pair.b), 1, [4])
-    return Named("row", layers=(number(4),), offset=-1, words="in layer 6")
-
-
-@fault("one layer shifted in one sample")
-def _(pair: Pair) -> Named:
-    first, stop = pair.rows_of(3)
-    shift_rows(pair.b, first, stop, 2, [8])
-    return Named("row", layers=(number(8),), rows=(first, stop - 1), samples=(3,), offset=-2)
-
-
-@fault("one layer shifted from a position on")
-def _(pair: Pair) -> Named:
-    first, stop = pair.rows_of(11)
-    shift_rows(pair.b, first + 20, stop, 1, [2])
-    return Named("row", layers=(number(2),), rows=(first + 20, stop - 1), samples=(11,), offset=-1)
-
-
-@fault("the layers of one pipeline stage shifted")
-def _(pair: Pair) -> Named:
-    shift_rows(pair.b, 0, len(pair.b), -1, [6, 7, 8, 9, 10, 11])
-    return Named("row", layers=tuple(range(8, 14)), offset=1, words="in layers 8..13")
