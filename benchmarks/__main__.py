@@ -44,7 +44,7 @@ def measure(name: str) -> None:
     """Measure a part in this process and keep its samples."""
     where = environment()
     start = time.monotonic()
-    raw = PARTS[name].main().raw
+    raw = PARTS[name].measure()
     kept = {"environment": where, "minutes": round((time.monotonic() - start) / 60, 1), "raw": raw}
     RAW.mkdir(exist_ok=True)
     (RAW / f"{name}.json").write_text(json.dumps(kept, separators=(",", ":")) + "\n")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.measure import Section, table
+from benchmarks.measure import rounded, table
 from megatron_router_replay.capture import Capturer, token_positions
 
 TITLE = "Capture: the capturer's share of a generation"
@@ -106,9 +106,7 @@ def measure_size(size: Size, repeats: int) -> dict[str, Any]:
             next(run)
             if repeat:  # the first warms up
                 seconds = time.thread_time() - start
-                samples["decode step" if step else "prefill"].append(
-                    (float(f"{seconds:.4g}"), float(f"{spent[0]:.4g}"))
-                )
+                samples["decode step" if step else "prefill"].append((rounded(seconds), rounded(spent[0])))
         assert next(run, None) is None
         capturer.close()
     return {"size": asdict(size), "parameters": sum(map(torch.Tensor.numel, model.parameters())), "samples": samples}
@@ -131,8 +129,3 @@ def render(raw: list[dict[str, Any]]) -> str:
             share = statistics.median(own / whole for whole, own in samples)
             rows.append([model, part, f"{step * 1e3:.1f}", f"{share:.2%}", len(samples)])
     return table(["parameters, layers, batch", "part", "ms", "capturer's share, median", "steps"], rows)
-
-
-def main() -> Section:
-    raw = measure()
-    return Section(title=TITLE, text=render(raw), raw=raw)

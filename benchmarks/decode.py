@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure import Section, table
+from benchmarks.measure import rounded, table
 from megatron_router_replay import engines
 
 TITLE = "Decode: a reply becomes a trace"
@@ -35,7 +35,7 @@ def measure(tokens: int = TOKENS, repeats: int = 11) -> dict[str, Any]:
         for _ in range(repeats + 1):
             start = time.process_time()
             engines.vllm.decode(payload, model=model, token_ids=list(range(tokens)))
-            seconds.append(float(f"{time.process_time() - start:.4g}"))
+            seconds.append(rounded(time.process_time() - start))
         raw[dtype.__name__] = {"bytes": routes.size * np.dtype(dtype).itemsize, "seconds": seconds[1:]}  # 0 warms up
     return raw
 
@@ -48,8 +48,3 @@ def render(raw: dict[str, Any]) -> str:
         rows.append([dtype, f"{seconds * 1e3:.1f}", f"{found['bytes'] / seconds / 1e9:.2f}"])
     head = f"{TOKENS} tokens, {LAYERS} layers, top-{TOPK} of {EXPERTS}; medians, one thread, its processor time.\n\n"
     return head + table(["ids sent as", "ms", "GB of ids a second"], rows)
-
-
-def main() -> Section:
-    raw = measure()
-    return Section(title=TITLE, text=render(raw), raw=raw)

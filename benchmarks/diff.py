@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import megatron_router_replay as mrr
-from benchmarks.measure import peak_bytes
+from benchmarks.measure import peak_bytes, table
 from megatron_router_replay.diagnostics.source import block_rows, open_source
 
 LAYERS, TOPK, EXPERTS, SAMPLE = 48, 8, 128, 4096
@@ -62,7 +62,7 @@ def diff_both(a: str, b: str) -> None:
 
 def measure(a: str, b: str, repeats: int) -> dict[str, float]:
     """Seconds of both in turns (the best of each), and this process's memory in MB."""
-    before = peak_mb()
+    before = peak_bytes()
     best: dict[str, tuple[float, float]] = {}
     ways: dict[str, Callable[[str, str], None]] = {"read": read_both, "diff": diff_both}
     for _ in range(repeats):
@@ -72,22 +72,20 @@ def measure(a: str, b: str, repeats: int) -> dict[str, float]:
             spent = (time.perf_counter() - wall, time.process_time() - cpu)
             best[name] = min(best.get(name, spent), spent)
     seconds = {f"{name}_{kind}": value for name, pair in best.items() for kind, value in zip(("wall", "cpu"), pair)}
-    return seconds | {"imports_mb": before, "peak_mb": peak_mb()}
-
-
-def peak_mb() -> float:
-    """Peak resident memory of this process, 10^6 bytes."""
-    return peak_bytes() / 1e6
+    return seconds | {"imports_mb": before / 1e6, "peak_mb": peak_bytes() / 1e6}
 
 
 def main(megabytes: int = 1000) -> str:
     """Return the results as a table in Markdown."""
-    lines = [
-        f"Two trace files of {megabytes:,} MB of routes each ({LAYERS} layers, top-{TOPK} of {EXPERTS}); one run each.",
-        "",
-        "| decisions that differ | read both (wall / CPU s) | diff (wall / CPU s) | diff / read (CPU) | MB/s | peak MB |",
-        "| --- | --- | --- | --- | --- | --- |",
+    head = [
+        "decisions that differ",
+        "read both (wall / CPU s)",
+        "diff (wall / CPU s)",
+        "diff / read (CPU)",
+        "MB/s",
+        "peak MB",
     ]
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         a, b = Path(folder, "a.safetensors"), Path(folder, "b.safetensors")
         mrr.save_trace(make_trace(megabytes, 0.0), a)
@@ -96,12 +94,15 @@ def main(megabytes: int = 1000) -> str:
             child = [sys.executable, "-m", "benchmarks.diff", "--measure", str(a), str(b)]
             found = json.loads(subprocess.run(child, capture_output=True, text=True, check=True).stdout)
             rate = (a.stat().st_size + b.stat().st_size) / 1e6 / found["diff_wall"]
-            lines.append(
-                f"| {different:.0%} | {found['read_wall']:.1f} / {found['read_cpu']:.1f} | "
-                f"{found['diff_wall']:.1f} / {found['diff_cpu']:.1f} | {found['diff_cpu'] / found['read_cpu']:.2f} | "
-                f"{rate:.0f} | {found['peak_mb']:.0f} ({found['imports_mb']:.0f} of it imports) |"
+            seconds = [f"{found[f'{name}_wall']:.1f} / {found[f'{name}_cpu']:.1f}" for name in ("read", "diff")]
+            memory = f"{found['peak_mb']:.0f} ({found['imports_mb']:.0f} of it imports)"
+            rows.append(
+                [f"{different:.0%}", *seconds, f"{found['diff_cpu'] / found['read_cpu']:.2f}", f"{rate:.0f}", memory]
             )
-    return "\n".join(lines)
+    what = (
+        f"Two trace files of {megabytes:,} MB of routes each ({LAYERS} layers, top-{TOPK} of {EXPERTS}); one run each."
+    )
+    return f"{what}\n\n{table(head, rows)}"
 
 
 if __name__ == "__main__":

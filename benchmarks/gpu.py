@@ -34,6 +34,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from benchmarks.measure import table
 from benchmarks.router import SIGMOID, Routers, random_routes
+from benchmarks.step import FULL
 from megatron_router_replay.mcore.prefetching import prefetch
 from megatron_router_replay.testing import (
     ParallelSizes,
@@ -49,7 +50,7 @@ LIMIT_S = 570
 SLEEP_CYCLES = 20_000_000  # about 10 ms
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": FULL,
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
 ROUTERS: dict[str, dict[str, Any]] = {"128, 8": {}, "256, 8, sigmoid in groups": SIGMOID, "512, 10": {}}

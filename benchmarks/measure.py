@@ -8,29 +8,15 @@ import os
 import platform
 import resource
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from random import Random
-from typing import Any
-
-import torch
 
 Seconds = dict[str, list[float]]
 """Alternative -> seconds of each round; entry i of all alternatives was measured in the same round."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A part of RESULTS.md: its title, its tables as Markdown, and the raw samples they are made of (JSON values)."""
-
-    title: str
-    text: str
-    raw: Any
 
 
 @dataclass(frozen=True)
@@ -74,8 +60,13 @@ def rounds(
             alternatives[name]()
             spent = clock() - start
             if repeat >= warm_up:
-                seconds[name].append(float(f"{spent:.4g}"))
+                seconds[name].append(rounded(spent))
     return seconds
+
+
+def rounded(seconds: float) -> float:
+    """Return four digits, which is more than a clock means and keeps the samples small."""
+    return float(f"{seconds:.4g}")
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> Ratio:
@@ -110,27 +101,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a Markdown table."""
     lines = [list(head), ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
-
-
-@contextmanager
-def single_process() -> Iterator[None]:
-    """Be the one rank of a gloo group, with Megatron-Core on the CPU and one thread; layouts are left to initialise."""
-    import torch.distributed as dist
-
-    from megatron_router_replay.testing import megatron_on_cpu
-    from tests.support.megatron_state import reset_megatron_state
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            with megatron_on_cpu():
-                yield
-                reset_megatron_state()
-        finally:
-            dist.destroy_process_group()
 
 
 def environment() -> str:

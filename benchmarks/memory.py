@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from benchmarks.measure import Section, single_process, table
+from benchmarks.measure import table
 from benchmarks.step import FULL
 from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, random_microbatches, tiny_gpt_config
 from megatron_router_replay.testing.schedule import default_forward_step
+from tests.support.one_rank import only_rank
 
 TITLE = "Memory: bytes held a token and layer"
 LAYERS, EXPERTS, TOPK, MICROBATCHES, TOKENS = 4, 128, 8, 4, 512
@@ -162,7 +163,7 @@ def measure() -> dict[str, Any]:
     """Count without and with full recompute, each in its own Megatron state."""
     raw = {}
     for name, recompute in (("none", False), ("full", True)):
-        with single_process():
+        with only_rank():
             raw[name] = measure_recompute(recompute=recompute)
     return raw
 
@@ -209,8 +210,3 @@ def render(raw: dict[str, Any]) -> str:
             "other score functions keep their scores without replay, too.",
         ]
     return "\n".join(lines)
-
-
-def main() -> Section:
-    raw = measure()
-    return Section(title=TITLE, text=render(raw), raw=raw)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from benchmarks.measure import Seconds, Section, ratio, rounds, single_process, table, verdict
+from benchmarks.measure import Seconds, ratio, rounds, table, verdict
 from megatron_router_replay.mcore import Tape
 from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
+from tests.support.one_rank import only_rank
 
 TITLE = "Router: one layer's selection, as ratios to live routing"
 SOFTMAX: dict[str, Any] = {}
@@ -119,10 +120,7 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
     rows = torch.arange(num_tokens)
     layers = range(1, NUM_LAYERS + 1)
     trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=layers, num_experts=num_experts)
-    mask = rows % 1024 != 0
-    with_live_rows = mrr.RoutingTrace(
-        topk_indices=routes, layer_numbers=layers, num_experts=num_experts, replay_mask=mask
-    )
+    with_live_rows = trace.keep(rows % 1024 != 0)
     _Recomputed.backward_too = backward
 
     def backwards(probs: list[Tensor]) -> None:
@@ -139,10 +137,7 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
         own = router_module.router_replay = theirs.RouterReplay()
         own.set_target_indices(routes[:, layer].contiguous())
         own.set_router_replay_action(theirs.RouterReplayAction.REPLAY_FORWARD)
-    alternatives = {
-        "live": partial(run, live),
-        "Megatron's replay": partial(run, megatron),
-    }
+    alternatives = {"live": partial(run, live), "Megatron's replay": partial(run, megatron)}
     prepare: dict[str, Callable[[], object]] = {}
     with ExitStack() as sessions:
 
@@ -170,7 +165,7 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
 def measure(*, aim_repeats: int = AIM_REPEATS, repeats: int = REPEATS) -> list[dict[str, Any]]:
     """Time every shape, dtype and pass."""
     raw = []
-    with single_process():
+    with only_rank():
         ParallelSizes().initialize()
         for dtype, backward, shape in itertools.product((torch.float32, torch.bfloat16), (False, True), SHAPES):
             num_rounds = aim_repeats if shape == AIM else repeats
@@ -220,8 +215,3 @@ def render(raw: list[dict[str, Any]]) -> str:
             *targets,
         ]
     )
-
-
-def main() -> Section:
-    raw = measure()
-    return Section(title=TITLE, text=render(raw), raw=raw)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_router_replay as mrr
-from benchmarks.measure import Section, peak_bytes, ratio, rounds, table, verdict
+from benchmarks.measure import peak_bytes, ratio, rounded, rounds, table, verdict
 from megatron_router_replay.testing import (
     ParallelSizes,
     build_tiny_gpt,
@@ -140,7 +140,7 @@ class Trainer:
             start = self.clock()
             self.losses[kind] = self.run(session)
             self.optimizer.step()
-            self.inner[kind].append(float(f"{self.clock() - start:.4g}"))
+            self.inner[kind].append(rounded(self.clock() - start))
             if kind == "record":
                 session.trace()
 
@@ -242,8 +242,3 @@ def render(raw: list[dict[str, Any]]) -> str:
             *targets,
         ]
     )
-
-
-def main() -> Section:
-    raw = measure()
-    return Section(title=TITLE, text=render(raw), raw=raw)

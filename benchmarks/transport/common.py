@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import measure
+
 LIMITS: dict[str, Any] = {"timeout": timedelta(minutes=5), "ready_timeout": timedelta(minutes=30)}
 SPAWN = multiprocessing.get_context("spawn")
 Row = tuple[str, str]
@@ -33,5 +35,4 @@ def run_child(function: Callable[..., None], rank: int, queue: Any, args: tuple[
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [("what", "measured"), ("---", "---"), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return measure.table(["what", "measured"], rows)

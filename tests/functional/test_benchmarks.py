@@ -10,13 +10,13 @@ import pytest
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-IN_PROCESS = "from benchmarks.measure import single_process; from megatron_router_replay.testing import ParallelSizes\n"
 PARTS = {
-    "router": IN_PROCESS
-    + """
+    "router": """
 import torch
 from benchmarks import router
-with single_process():
+from megatron_router_replay.testing import ParallelSizes
+from tests.support.one_rank import only_rank
+with only_rank():
     ParallelSizes().initialize()
     for name in router.ROUTERS:
         for backward in (False, True):
