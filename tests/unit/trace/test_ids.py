@@ -18,6 +18,16 @@ from megatron_router_replay.trace.ids import (
 )
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "dtype"),
+    [(1, torch.uint8), (256, torch.uint8), (257, torch.int16), (32768, torch.int16)],
+)
+def test_the_dtype_is_the_smallest_that_holds_the_highest_id(num_experts, dtype):
+    assert index_dtype(num_experts) is dtype
+    highest = torch.tensor(num_experts - 1)
+    assert int(highest.to(dtype)) == num_experts - 1
+
+
 @pytest.mark.parametrize("num_experts", [0, -1, 32769])
 def test_numbers_of_experts_that_no_dtype_holds_are_refused(num_experts):
     with pytest.raises(TraceError, match=rf"num_experts={num_experts}: it must lie in 1\.\.32768"):
@@ -30,6 +40,17 @@ def test_spread_experts_are_distinct_in_a_row_and_even_over_all(num_rows, topk, 
     assert all(len(set(row)) == topk for row in rows.tolist())
     load = torch.bincount(rows.reshape(-1).long(), minlength=num_experts)
     assert int(load.max()) <= -(-num_rows * topk // num_experts)
+
+
+@given(st.data())
+def test_repeats_are_found_for_every_topk_wherever_they_stand(data):
+    # 1 to 10 covers the words of 2, 4 and 8 and the planes of the others; few experts make repeats likely.
+    topk = data.draw(st.integers(1, 10))
+    dtype = data.draw(st.sampled_from([np.uint8, np.int16, np.int64]))
+    values = st.lists(st.integers(0, 2 * topk), min_size=topk, max_size=topk)
+    routes = data.draw(st.lists(values | values.map(lambda row: list(range(topk))), min_size=2, max_size=12))
+    rows = np.array(routes[: len(routes) // 2 * 2], dtype).reshape(-1, 2, topk)
+    assert has_repeats(rows) == any(len(set(route)) < topk for row in rows.tolist() for route in row)
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 4, 6, 8, 10])
