@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                          each part is printed, and saved in raw/gpu.md, as it ends
     python benchmarks/gpu.py --device cpu --quick     the same code on a CPU, as its test runs it
-    python benchmarks/gpu.py --device soft --quick    part "modes" alone, on a GPU made of software: counts and no times
+    python benchmarks/gpu.py --device soft --quick    "modes" and "checkpoints" on a GPU made of software: counts and no times
 
 Needs torch, megatron-core and this checkout. Exit code 1: something was not exact, or made the host wait for the device.
 """
@@ -73,6 +73,13 @@ class Bench:
     def up(self, values: Tensor) -> Tensor:
         return values.to(self.device)
 
+    def place(self, module: Any) -> Any:
+        if self.kind == "soft":
+            from tests.support.soft_gpu import to_gpu
+
+            return to_gpu(module)
+        return module.to(self.device)
+
     def synchronize(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -126,13 +133,7 @@ class Step:
         config = tiny_gpt_config(
             layout, num_moe_experts=self.experts, deterministic_mode=False, **fields, **RECOMPUTE[recompute]
         )
-        (self.model,) = build_tiny_gpt(config, layout)
-        if bench.kind == "soft":
-            from tests.support.soft_gpu import to_gpu
-
-            to_gpu(self.model)
-        else:
-            self.model.to(bench.device)
+        self.model = bench.place(*build_tiny_gpt(config, layout))
         batches = random_microbatches(self.num, batch_size=1, sequence_length=sequence)
         self.batches = [{name: bench.up(value) for name, value in batch.items()} for batch in batches]
         self.rows = torch.arange(self.num * sequence).view(self.num, 1, sequence)
@@ -239,13 +240,16 @@ class Step:
             self.run(numbered)
         for handle in handles:
             handle.remove()
-        wrong = 0
-        for number, layer, routing_map in seen:
-            expected = torch.zeros(routing_map.shape, dtype=torch.bool).scatter_(
-                1, self.routes[number][0, :, layer - 1].long(), True
-            )
-            wrong += int((expected != routing_map.cpu()).any(dim=1).sum())
+        wrong = sum(
+            _wrong_rows(routing_map, self.routes[number][0, :, layer - 1]) for number, layer, routing_map in seen
+        )
         return wrong if seen else -1
+
+
+def _wrong_rows(routing_map: Tensor, routes: Tensor) -> int:
+    """Return how many rows of a routing map are not the routes [num_tokens, topk]."""
+    expected = torch.zeros(routing_map.shape, dtype=torch.bool).scatter_(1, routes.long(), True)
+    return int((expected != routing_map.cpu()).any(dim=1).sum())
 
 
 def copies(bench: Bench) -> str:
@@ -445,7 +449,84 @@ def prefetching(bench: Bench) -> str:
     return f"{wrong} wrong decisions"
 
 
-PARTS = (copies, modes, routers, queueing, steps, recompute_flips, prefetching)
+class _RoutersOfTrace:
+    """Two routers, and a trace that says what they use for 64 tokens."""
+
+    def __init__(self, bench: Bench) -> None:
+        fields = {"num_layers": 2, "num_moe_experts": 128, "moe_router_topk": 8, "deterministic_mode": False}
+        self.model = bench.place(Routers(tiny_gpt_config(ParallelSizes(), **fields), 2))
+        self.routes, self.rows = random_routes(64, 2, 8, 128), torch.arange(64)
+        self.trace = mrr.RoutingTrace(topk_indices=self.routes, layer_numbers=[1, 2], num_experts=128)
+        self.logits = bench.up(torch.randn(64, 128)).requires_grad_()
+
+    def run(self, checkpoint: Callable[..., Tensor], before: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+        """Replay in a checkpoint; return how many routing maps left the routers, and their rows that are not the trace's."""
+        seen: list[tuple[int, Tensor]] = []
+        for router in self.model.routers:
+            router.register_forward_hook(lambda router, args, out: seen.append((router.layer_number, out[1])))
+        with mrr.replay(self.model, self.trace) as session:
+            session.microbatch(self.rows)
+            # Squared inside: a non-reentrant recompute ends where the last tensor that the backward needs is there.
+            checkpoint(lambda logits: torch.stack(self.model(before(logits))).square(), self.logits).sum().backward()
+        return len(seen), sum(_wrong_rows(routing_map, self.routes[:, layer - 1]) for layer, routing_map in seen)
+
+
+def checkpoints(bench: Bench) -> str:
+    """(9) Replay in checkpoints of torch and, where they are, of Transformer Engine, with FP8 too."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch_kinds = {f"torch, reentrant {kind}": partial(checkpoint, use_reentrant=kind) for kind in (True, False)}
+    runs = {name: partial(_RoutersOfTrace(bench).run, kind, lambda x: x) for name, kind in torch_kinds.items()}
+    left_out = []
+    try:
+        import transformer_engine.pytorch as te
+    except (ImportError, OSError) as error:
+        left_out = [f"Left out: Transformer Engine and FP8, {error}."]
+    else:
+        linear = te.Linear(128, 128, device=bench.device)
+        for kind in (True, False):
+            its_checkpoint = partial(te.checkpoint, use_reentrant=kind)
+            runs[f"Transformer Engine, reentrant {kind}"] = partial(_RoutersOfTrace(bench).run, its_checkpoint, linear)
+        try:
+            with te.fp8_autocast(enabled=True):
+                pass
+        except AssertionError as error:  # how it says that this GPU has none
+            left_out = [f"Left out: FP8, {error}."]
+        else:
+
+            def in_fp8(logits: Tensor) -> Tensor:
+                with te.fp8_autocast(enabled=True):
+                    return linear(logits)
+
+            runs["the same, FP8"] = partial(_RoutersOfTrace(bench).run, its_checkpoint, in_fp8)
+    rows = []
+    for name, run in runs.items():
+        num_maps, wrong = run()
+        rows.append([name, num_maps, wrong])
+        bench.wrong += [f"{name}: {num_maps} maps, {wrong} wrong rows"] if (num_maps, wrong) != (4, 0) else []
+    return "\n\n".join([table(["checkpoint", "maps of 2 forwards, 2 recomputes", "wrong rows"], rows), *left_out])
+
+
+def graphs(bench: Bench) -> str:
+    """(10) A CUDA graph would repeat the routes of its capture: a router in one is refused."""
+    if not bench.on_gpu:
+        return "Left out: a CUDA graph needs a GPU."
+    routers = _RoutersOfTrace(bench)
+    session = mrr.replay(routers.model, routers.trace)
+    session.microbatch(routers.rows)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            routers.model(routers.logits)
+        said = "it was captured"
+        bench.wrong.append("a router under a session was captured into a CUDA graph")
+    except mrr.RouterReplayError as error:
+        said = str(error)
+    session.abandon()
+    return said
+
+
+PARTS = (copies, modes, routers, queueing, steps, recompute_flips, prefetching, checkpoints, graphs)
+PARTS_OF_SOFTWARE = (modes, checkpoints)
 
 
 @contextmanager
@@ -494,7 +575,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = Bench(options.device, quick=options.quick)
     with one_rank(options.device):
         said = [environment(bench)]
-        for part in (modes,) if options.device == "soft" else PARTS:
+        for part in PARTS_OF_SOFTWARE if options.device == "soft" else PARTS:
             title = (part.__doc__ or "").splitlines()[0]
             text = "Left out: ten minutes are over." if time.monotonic() - began > LIMIT_S else part(bench)
             said.append(f"### {title}\n\n{text}")
