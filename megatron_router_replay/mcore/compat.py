@@ -88,3 +88,35 @@ def inference_refusals(router: Any) -> Iterator[str]:
             f"router class {type(router).__name__} routes without the session while Megatron's inference mode is on; "
             "leave it before the session, and do not generate inside"
         )
+
+
+def captured_by_cuda_graphs(config: Any, parts: set[str]) -> list[str]:
+    """Return which parts of a layer, in Megatron-Core's words, CUDA graphs capture; "full" is all of it."""
+    implementation = getattr(config, "cuda_graph_impl", "none")
+    if implementation == "none":
+        return []
+    chosen = getattr(config, graph_field(config))
+    # Members of an enum in a model's config, strings in a file that `router-replay doctor` reads.
+    names = [str(getattr(each, "name", each)) for each in (chosen if isinstance(chosen, list) else [chosen]) if each]
+    if implementation == "full_iteration":
+        names = ["full_iteration"]
+    elif not chosen and _captures_whole_inference_only(config):
+        return []
+    # Empty is the whole layer; a name that is not among the parts leaves the router out of the graph.
+    return sorted(set(names or ["full"]) & parts)
+
+
+def graph_field(config: Any) -> str:
+    """Return the name of the field that says what CUDA graphs capture."""
+    # 0.18 renamed cuda_graph_scope to cuda_graph_modules, and keeps the old name at None.
+    return "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
+
+
+def _captures_whole_inference_only(config: Any) -> bool:
+    """Return whether inference runs as one graph of the whole model, which leaves training without any.
+
+    Source: Megatron-Core 0.18.2, TransformerLayer.create_mcore_cudagraph_manager: with no cuda_graph_modules, layers get a
+    graph of their own unless inference_cuda_graph_scope is block.
+    """
+    scope = getattr(config, "inference_cuda_graph_scope", None)
+    return config.cuda_graph_impl == "local" and getattr(scope, "name", scope) == "block"

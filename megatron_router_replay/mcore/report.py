@@ -58,6 +58,7 @@ class SessionReport:
         layout_proved: fed routes were compared with their tokens, all of them; None: none were fed.
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
         flips_of_layer: layer number -> those of its recomputed decisions that would have been another set of experts.
+        indexer_recomputes: recomputes of sparse attention that a freeze holds; None: it holds none.
         live: the live router beside the replayed routes; with compare_live.
     """
 
@@ -74,6 +75,7 @@ class SessionReport:
     layout_proved: bool | None = None
     decisions: Decisions = field(default_factory=Decisions)
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
+    indexer_recomputes: int | None = None
     live: LiveReport | None = None
 
     @property
@@ -148,7 +150,9 @@ class SessionReport:
     def table(self) -> Table:
         """Return the counts that `print(report)` shows, each with a remark."""
         rows = [("forwards / recomputes", f"{self.forwards:,}", f"/ {self.recomputes:,}")]
-        if self.kind == "freeze_recompute" and not self.recomputes:
+        if self.indexer_recomputes is not None:
+            rows.append(("recomputes of indexers", f"{self.indexer_recomputes:,}", ""))
+        if self.kind == "freeze_recompute" and not self.recomputes and not self.indexer_recomputes:
             rows.append(("nothing to freeze", "", "no router was recomputed: is activation checkpointing on?"))
         if self.kind == "replay":
             share = "" if self.replayed_share is None else f"({self.replayed_share:.1%} of those with a token)"

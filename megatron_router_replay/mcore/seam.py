@@ -9,8 +9,8 @@ The answer is a `Decision`. It stands for `router.router_replay` in one call of 
 Megatron-Core's own way to ask; a call that asks never, or twice, raises. The seams are process-wide: `install` puts them in
 once, and they pass calls on while nothing is held. A forward's way through a session, in the order of calls:
 
-    routing -> _decide -> tape.moment                                                whether this is a recompute
-                       -> Session.decide -> Queue.microbatch_of                      which micro-batch this call belongs to
+    routing -> repeat_or_decide -> tape.moment                                       whether this is a recompute
+            -> Session.decide -> Queue.microbatch_of                                 which micro-batch this call belongs to
     topk_routing_with_score_function -> Decision.get_replay_topk -> Session.choose   which experts it uses
     routing -> tape.write                                                            for its recomputes
             -> Session.decided -> Queue.routed                                       the micro-batch is one router further
@@ -266,6 +266,9 @@ held: WeakSet[Any] = WeakSet()
 driven: WeakSet[Any] = WeakSet()
 """Objects of routers that are driven now; while there are any, as while routers are held, the seams must be in place."""
 
+other_seams: list[Callable[[], list[str]]] = []
+"""Each returns which of its names were replaced; those of sparse attention, once a freeze has put them in."""
+
 strangers = 0
 """How many forwards in training mode came from routers that nobody held."""
 
@@ -306,24 +309,34 @@ def is_watched(router: Any) -> bool:
     return router in _watched
 
 
+def held_by(router: Any) -> list[tuple[Callable[[], Holder | None], bool]] | None:
+    """Return who holds a router, as `_holders` has it; empty: nobody any more; None: it was never held."""
+    return _holders.get(router)
+
+
 def holders_of(router: Any) -> list[Holder]:
     """Return who holds a router, the innermost last."""
     return [holder for reference, _ in _holders.get(router, []) if (holder := reference()) is not None]
 
 
-def _decide(
-    router: Any, holders: list[tuple[Callable[[], Holder | None], bool]], shape: torch.Size
-) -> tuple[Decision | None, bool]:
-    """Return what this call uses, None: Megatron-Core's own code decides; and whether a tape is being written."""
+def repeat_or_decide(
+    router: Any, holders: list[tuple[Callable[[], Holder | None], bool]]
+) -> tuple[Entry | None, Holder | None, bool]:
+    """Return which of the four lines above answers this call of a router, or of sparse attention.
+
+    Returns:
+        (the entry that it repeats, who decides, whether a tape is being written); both None: Megatron-Core's own code.
+
+    Raises:
+        ReplayStateError: it repeats a forward that no tape tells of, or its session was lost.
+    """
     run, repeats, is_written = tape.moment()
     if holders or run is not None:
         check_runs_python(router)  # a recompute that is traced would keep the entry of this one
     if run is not None:
         entry = run.next(router, getattr(router, "router_replay", None))
         if entry.counter is not None:
-            entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
-            again = Decision(router, entry.counter, entry.topk_indices.dtype, again=entry, tokens=entry.balance)
-            return again, is_written
+            return entry, None, is_written
         if holders:  # nobody held it
             raise ReplayStateError(
                 f"MRR412: {tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, "
@@ -346,10 +359,10 @@ def _decide(
                 "session:`, or keep the session until session.close(). A new session, or close_sessions(model_chunks), "
                 "frees the model."
             )
-        return holder.decide(router, shape, is_written), is_written
+        return None, holder, is_written
     else:
         _count_stranger(router)
-    return None, is_written
+    return None, None, is_written
 
 
 def decision_under_way(router: Any) -> Decision | None:
@@ -442,11 +455,12 @@ def check_installed() -> None:
         replaced.append("TopKRouter.routing")
     if not hasattr(getattr(router_module, _TOPK), "is_seam"):
         replaced.append(f"router.{_TOPK}")
+    replaced += [name for find_replaced in other_seams for name in find_replaced()]
     if not tape.is_installed():
         replaced.append("a checkpoint of torch or Megatron-Core")
     if replaced:
         raise ReplayStateError(
-            f"MRR415: {' and '.join(replaced)} was replaced since routers were held, so their experts can no longer be "
+            f"MRR415: {' and '.join(replaced)} was replaced since routers were held, so what they choose can no longer be "
             "decided. Patch it before the session begins (it is then wrapped), and do not patch it inside."
         )
 
@@ -457,7 +471,13 @@ def _routing_seam(original: Any) -> Any:
         holders = _holders.get(self)
         if not holders and (holders is None or _is_left_to(getattr(self, "router_replay", None))):
             return _pass_on(original, self, logits, *args, **kwargs)
-        decision, is_written = _decide(self, holders, logits.shape[:-1])
+        entry, holder, is_written = repeat_or_decide(self, holders)
+        decision: Decision | None = None
+        if entry is not None:
+            entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
+            decision = Decision(self, entry.counter, entry.topk_indices.dtype, again=entry, tokens=entry.balance)
+        elif holder is not None:
+            decision = holder.decide(self, logits.shape[:-1], is_written)
         outer, _thread.decision = _thread.decision, decision
         try:
             probs, routing_map = original(self, logits, *args, **kwargs)

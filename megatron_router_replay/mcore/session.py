@@ -35,6 +35,7 @@ from megatron_router_replay.mcore.find import (
     router_wrappers,
     wrappers,
 )
+from megatron_router_replay.mcore.indexers import FoundIndexer, find_indexers
 from megatron_router_replay.mcore.meeting import Meeting
 from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
@@ -569,7 +570,7 @@ class Session:
                     "selection, so routing maps rightly differ from it. Leave verify off."
                 )
 
-    def _check_free(self, router: Any, found: FoundRouter) -> None:
+    def _check_free(self, router: Any, found: FoundRouter | FoundIndexer) -> None:
         for outer in seam.holders_of(router):
             if outer.queued or not self.queued:
                 raise ReplayStateError(
@@ -651,6 +652,7 @@ def close_sessions(model_chunks: Models) -> int:
         How many sessions were ended.
     """
     routers = [found.router for module in as_chunks(model_chunks) for found in find_routers(module)]
+    routers += [found.attention for found in find_indexers(model_chunks)]
     holders = {id(holder): holder for router in routers for holder in seam.holders_of(router)}
     for session in filter(None, [holder.session() for holder in holders.values()]):
         session.close(verify=False)

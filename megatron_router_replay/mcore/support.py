@@ -18,13 +18,16 @@ from megatron_router_replay.mcore.balance import METHODS
 from megatron_router_replay.mcore.compat import (
     INFERENCE_ROUTERS,
     TESTED,
+    captured_by_cuda_graphs,
     check_version,
+    graph_field,
     inference_refusals,
     is_newer_than_tested,
     megatron_version,
     must_verify,
 )
 from megatron_router_replay.mcore.find import FoundRouter, as_chunks, find_routers
+from megatron_router_replay.mcore.indexers import FoundIndexer, find_indexers
 
 _KNOWN_ROUTERS = (TopKRouter, *INFERENCE_ROUTERS)
 
@@ -80,9 +83,12 @@ class RouterSupport:
 
 
 class Explanation(tuple[RouterSupport, ...]):
-    """Every router of a model, in order of chunk and layer. It prints as a table, with one line for many alike."""
+    """Every router of a model, in order of chunk and layer. It prints as a table, with one line for many alike.
 
-    __slots__ = ()
+    `indexers` are its layers with sparse attention, which `freeze_recompute` holds too, each with the `reason` if it cannot.
+    """
+
+    indexers: tuple[FoundIndexer, ...] = ()
 
     @property
     def replayable(self) -> bool:
@@ -90,9 +96,7 @@ class Explanation(tuple[RouterSupport, ...]):
         return bool(self) and all(router.replayable for router in self)
 
     def __str__(self) -> str:
-        if not self:
-            return "no MoE routers on this rank"
-        lines: list[str] = []
+        lines: list[str] = [] if self else ["no MoE routers on this rank"]
         for (chunk, experts, verdict), alike in groupby(
             self, lambda each: (each.chunk, each._experts(), each._verdict())
         ):
@@ -103,11 +107,14 @@ class Explanation(tuple[RouterSupport, ...]):
             layers = listed([router.layer_number for router in routers])
             names = f"{routers[0].name} ... {routers[-1].name}"
             lines.append(f"chunk {chunk}  layers {layers}  {experts}  {names}: {verdict}")
+        for (chunk, verdict), group in groupby(self.indexers, lambda each: (each.chunk, each.verdict())):
+            layers = listed([getattr(each.attention, "layer_number", each.name) for each in group])
+            lines.append(f"chunk {chunk}  sparse attention of layers {layers}: {verdict}")
         return "\n".join(lines)
 
 
 def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
-    """Return which of the model's routers a session would replay, and why not.
+    """Return which routers a session would replay, and what freeze_recompute holds.
 
     Args:
         model_chunks: the model or its chunks on this rank, wrapped or not.
@@ -118,7 +125,7 @@ def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
     check_version()
     found = [(index, found) for index, chunk in enumerate(as_chunks(model_chunks)) for found in find_routers(chunk)]
     reasons = refusals_of([router for _, router in found])
-    return Explanation(
+    explanation = Explanation(
         RouterSupport(
             chunk=index,
             name=router.name,
@@ -134,6 +141,8 @@ def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
         )
         for (index, router), of_router in zip(found, reasons)
     )
+    explanation.indexers = tuple(find_indexers(model_chunks))
+    return explanation
 
 
 def is_hashed(router: Any) -> bool:
@@ -330,32 +339,9 @@ def _token_drop_refusals(config: Any, router: TopKRouter) -> Iterator[str]:
 
 
 def _cuda_graph_refusals(config: Any) -> Iterator[str]:
-    implementation = getattr(config, "cuda_graph_impl", "none")
-    if implementation == "none":
-        return
-    # 0.18 renamed cuda_graph_scope to cuda_graph_modules, and keeps the old name at None.
-    field = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
-    chosen = getattr(config, field)
-    # Members of an enum in a model's config, strings in a file that `router-replay doctor` reads.
-    names = [str(getattr(each, "name", each)) for each in (chosen if isinstance(chosen, list) else [chosen]) if each]
-    if implementation == "full_iteration":
-        names = ["full_iteration"]
-    elif not chosen and _captures_whole_inference_only(config):
-        return
-    # Empty is the whole layer; each name that is not listed here leaves the router out of the graph.
-    captured = sorted(set(names or ["full"]) & {"full", "full_iteration", "moe", "moe_router", "moe_preprocess"})
+    captured = captured_by_cuda_graphs(config, {"full", "full_iteration", "moe", "moe_router", "moe_preprocess"})
     if captured:
         yield (
-            f"cuda_graph_impl={implementation!r} with {field} {captured}: a captured router would repeat the routes of "
-            "the capture. Leave the router out of the graph"
+            f"cuda_graph_impl={config.cuda_graph_impl!r} with {graph_field(config)} {captured}: a captured router would "
+            "repeat the routes of the capture. Leave the router out of the graph"
         )
-
-
-def _captures_whole_inference_only(config: Any) -> bool:
-    """Return whether inference runs as one graph of the whole model, which leaves training without any.
-
-    Source: Megatron-Core 0.18.2, TransformerLayer.create_mcore_cudagraph_manager: with no cuda_graph_modules, layers get a
-    graph of their own unless inference_cuda_graph_scope is block.
-    """
-    scope = getattr(config, "inference_cuda_graph_scope", None)
-    return config.cuda_graph_impl == "local" and getattr(scope, "name", scope) == "block"

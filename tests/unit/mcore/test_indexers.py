@@ -1,0 +1,492 @@
+"""Frozen indexers: what a recompute is told, what a tape keeps, and what raises. The attentions are Megatron-Core's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.mcore.compat import megatron_version, version_numbers
+from megatron_router_replay.mcore.indexers import decode_positions, encode_positions
+from megatron_router_replay.testing import ParallelSizes
+
+VERSION = version_numbers(megatron_version())
+needs_seam = pytest.mark.skipif(VERSION < (0, 17), reason="Megatron-Core 0.16 has no dsa.fused_qk_topk_naive")
+needs_sharing = pytest.mark.skipif(VERSION < (0, 19), reason="no layer shares positions before Megatron-Core 0.19")
+HIDDEN, HEADS, LENGTH, BATCH, KEPT = 16, 2, 12, 2, 3
+Around = Callable[[Callable[..., Tensor], Tensor], Tensor]
+
+
+def the_dsa() -> Any:
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    return dsa
+
+
+class Projection(nn.Module):
+    def __init__(self, input_size: int, output_size: int, **unused: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(output_size, input_size) / input_size**0.5)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        return nn.functional.linear(hidden, self.weight), None
+
+
+class Norm(nn.LayerNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Any, layer_number: int) -> None:
+        from megatron.core.transformer.enums import AttnMaskType
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        super().__init__()
+        dsa = the_dsa()
+        linears = dict.fromkeys(("linear_wq_b", "linear_wk", "linear_weights_proj"), Projection)
+        indexer = ModuleSpec(module=dsa.DSAIndexer, submodules=dsa.DSAIndexerSubmodules(k_norm=Norm, **linears))
+        self.causal = AttnMaskType.causal
+        self.attention = dsa.DSAttention(
+            config, dsa.DSAttentionSubmodules(indexer=indexer), layer_number, self.causal, "self", k_channels=8
+        )
+        self.projection = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        queries = self.projection(hidden).unflatten(2, (3, HEADS, HIDDEN // HEADS)).unbind(2)
+        # The fourth is the attention mask; named, for versions put more between the fifth and the last.
+        return hidden + self.attention(*queries, None, x=hidden, qr=hidden, attn_mask_type=self.causal)
+
+
+class Model(nn.Module):
+    """A pipeline stage of dense layers, for it has no router."""
+
+    def __init__(self, num_layers: int = 2, **options: Any) -> None:
+        from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+        super().__init__()
+        torch.manual_seed(1)
+        fields = {
+            "num_layers": num_layers, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_moe_experts": 8,
+            "moe_router_load_balancing_type": "none", "add_bias_linear": False, "multi_latent_attention": True,
+            "q_lora_rank": None, "qk_pos_emb_head_dim": 4, "rope_type": "rope", "dsa_indexer_n_heads": 2,
+            "dsa_indexer_head_dim": 8, "dsa_indexer_topk": KEPT, "dsa_indexer_loss_coeff": 0.0,
+            "apply_rope_fusion": False,
+        }  # fmt: skip
+        self.config = MLATransformerConfig(**{**fields, **options})
+        self.layers = nn.ModuleList(Layer(self.config, number + 1) for number in range(num_layers))
+        self.around: Around = reentrant
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = self.around(layer, hidden)
+        return hidden
+
+    def change_indexers(self) -> None:
+        """Let indexers choose by other weights from now on."""
+        for layer in self.layers:
+            if layer.attention.indexer is not None:
+                layer.attention.indexer.linear_wq_b.weight.data.normal_()
+
+
+def plain(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    return layer(hidden)
+
+
+def reentrant(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    return checkpoint(layer, hidden, use_reentrant=True)
+
+
+def non_reentrant(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    return checkpoint(layer, hidden, use_reentrant=False)
+
+
+def selective(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    """A checkpoint that saves what batched products gave, as scoring is one, and pairs them with a recompute's in order."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.bmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+    return checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts)
+
+
+@pytest.fixture(autouse=True)
+def _hadamard_is_left_out(megatron: None) -> Iterator[None]:
+    """Rotating is a kernel of its own, which nothing here is about."""
+    ParallelSizes().initialize()
+    with mock.patch.object(the_dsa(), "rotate_activation", lambda x: x):
+        yield
+
+
+@contextmanager
+def attended() -> Iterator[list[Tensor]]:
+    """Yield the positions that each call of sparse attention gets, in order."""
+    dsa = the_dsa()
+    seen: list[Tensor] = []
+    original = dsa.unfused_dsa_fn
+
+    def attend(query: Any, key: Any, value: Any, topk_indices: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(topk_indices.clone())
+        return original(query, key, value, topk_indices, *args, **kwargs)
+
+    with mock.patch.object(dsa, "unfused_dsa_fn", attend):
+        yield seen
+
+
+def hidden(number: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(LENGTH, BATCH, HIDDEN, generator=generator).requires_grad_()
+
+
+def gradients(model: Model) -> list[Tensor | None]:
+    return [each.grad for each in model.parameters()]
+
+
+def same(some: list[Tensor | None], others: list[Tensor | None]) -> bool:
+    return all(
+        (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def expected_gradients(**options: Any) -> list[Tensor | None]:
+    model = Model(**options)
+    model.around = plain
+    model(hidden()).sum().backward()
+    return gradients(model)
+
+
+@needs_seam
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_without_a_freeze_a_recompute_attends_elsewhere(around):
+    model = Model()
+    model.around = around
+    with attended() as seen:
+        loss = model(hidden()).sum()
+        model.change_indexers()
+        loss.backward()
+    assert not torch.equal(seen[1], seen[2])
+    assert not same(gradients(model), expected_gradients())
+
+
+@needs_seam
+@pytest.mark.parametrize("around", [reentrant, non_reentrant, selective])
+def test_gradients_are_those_of_no_recompute_though_indexers_changed(around):
+    model = Model()
+    model.around = around
+    with attended() as seen, mrr.freeze_recompute(model) as session:
+        loss = model(hidden()).sum()
+        model.change_indexers()
+        loss.backward()
+    assert [torch.equal(a, b) for a, b in zip(seen[:2], reversed(seen[2:]), strict=True)] == [True, True]
+    assert same(gradients(model), expected_gradients())
+    assert session.report.indexer_recomputes == 2
+    assert "recomputes of indexers" in str(session.report)
+    assert "nothing to freeze" not in str(session.report)
+
+
+@needs_seam
+def test_a_recompute_scores_nothing():
+    dsa = the_dsa()
+    model = Model()
+    with mock.patch.object(dsa, "_compute_index_scores", wraps=dsa._compute_index_scores) as scores:
+        with mrr.freeze_recompute(model):
+            loss = model(hidden()).sum()
+            assert scores.call_count == 2
+            loss.backward()
+        # The loss of 0.17 and 0.18 is taken in every training step, whatever its coefficient.
+        assert scores.call_count == (2 if VERSION >= (0, 19) else 6)
+
+
+@needs_seam
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_the_loss_of_an_indexer_takes_live_scores(around, sparse):
+    options = {"dsa_indexer_loss_coeff": 0.5, "dsa_indexer_use_sparse_loss": sparse}
+    model = Model(**options)
+    model.around = around
+    with mrr.freeze_recompute(model):
+        model(hidden()).sum().backward()
+    assert model.layers[0].attention.indexer.linear_wq_b.weight.grad.abs().sum() > 0
+    assert same(gradients(model), expected_gradients(**options))
+
+
+@needs_seam
+def test_its_positions_are_frozen_all_the_same():
+    model = Model(dsa_indexer_loss_coeff=0.5)
+    with attended() as seen, mrr.freeze_recompute(model):
+        loss = model(hidden()).sum()
+        model.change_indexers()
+        loss.backward()
+    assert [torch.equal(a, b) for a, b in zip(seen[:2], reversed(seen[2:]), strict=True)] == [True, True]
+
+
+@needs_sharing
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_a_layer_that_shares_positions_gets_those_of_its_own_micro_batch(around):
+    model = Model(num_layers=3, dsa_indexer_topk_freq=3)
+    model.around = around
+    with attended() as seen, mrr.freeze_recompute(model) as session:
+        losses = [model(hidden(number)).sum() for number in range(2)]
+        model.change_indexers()
+        for loss in losses:  # the older first: by then the config has the positions of the younger
+            loss.backward()
+    assert session.report.indexer_recomputes == 6
+    forwards, recomputes = seen[:6], seen[6:]
+    assert not torch.equal(forwards[0], forwards[3])
+    expected = [forwards[0]] * 3 + [forwards[3]] * 3
+    assert [torch.equal(a, b) for a, b in zip(expected, recomputes, strict=True)] == [True] * 6
+    kept = model.config._dsa_index_share_topk_holder
+    assert torch.equal(kept[1], forwards[3]), "a recompute left its positions where the next forward reads"
+
+
+@needs_seam
+def test_a_tape_keeps_two_bytes_a_position_and_nothing_outside_checkpoints():
+    from megatron_router_replay.mcore import tape
+
+    model = Model(num_layers=1)
+    with mrr.freeze_recompute(model), mock.patch.object(tape.Tape, "__init__", _remembering(tapes := [])):
+        loss = model(hidden()).sum()
+        (entry,) = tapes[0].entries
+        assert entry.topk_indices.dtype == torch.uint16
+        assert entry.topk_indices.shape == (BATCH, LENGTH, KEPT)
+        loss.backward()
+        model.around = plain
+        with torch.no_grad():
+            model(hidden())
+        assert len(tapes) == 1
+
+
+def _remembering(tapes: list[Any]) -> Callable[..., None]:
+    from megatron_router_replay.mcore import tape
+
+    original = tape.Tape.__init__
+
+    def made(self: Any) -> None:
+        original(self)
+        tapes.append(self)
+
+    return made
+
+
+@needs_sharing
+def test_layers_that_share_positions_keep_them_once():
+    from megatron_router_replay.mcore import tape
+
+    model = Model(num_layers=3, dsa_indexer_topk_freq=3)
+    with mrr.freeze_recompute(model), mock.patch.object(tape.Tape, "__init__", _remembering(tapes := [])):
+        loss = model(hidden()).sum()
+        first, second, third = (each.entries[0].topk_indices for each in tapes)
+        assert first is second is third
+        loss.backward()
+
+
+@pytest.mark.parametrize(("num_keys", "dtype"), [(1, torch.uint16), (65535, torch.uint16), (65536, torch.int32)])
+def test_positions_survive_being_kept(num_keys, dtype):
+    positions = torch.tensor([[[0, num_keys - 1, -1], [-1, -1, num_keys // 2]]])
+    kept = encode_positions(positions, num_keys)
+    assert kept.dtype == dtype
+    assert torch.equal(decode_positions(kept), positions)
+
+
+@needs_seam
+def test_a_backward_behind_the_session_still_attends_where_its_forward_did():
+    model = Model()
+    with attended() as seen:
+        with mrr.freeze_recompute(model):
+            loss = model(hidden()).sum()
+        model.change_indexers()
+        loss.backward()
+        assert [torch.equal(a, b) for a, b in zip(seen[:2], reversed(seen[2:]), strict=True)] == [True, True]
+        seen.clear()
+        model(hidden()).sum().backward()  # nobody holds it any more, and the tape says so
+    assert [torch.equal(a, b) for a, b in zip(seen[:2], reversed(seen[2:]), strict=True)] == [True, True]
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint that nobody knows."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
+        ctx.layer, ctx.x = layer, x.detach()
+        return layer(ctx.x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            output = ctx.layer(x)
+        torch.autograd.backward(output, gradient)
+        return None, x.grad
+
+
+@needs_seam
+def test_a_recompute_in_an_unknown_checkpoint_raises():
+    model = Model()
+    model.around = Again.apply
+    unknown = pytest.raises(ReplayStateError, match=r"MRR412: the indexer of layer 2 is recomputed, but no tape")
+    with unknown, mrr.freeze_recompute(model):
+        model(hidden()).sum().backward()
+
+
+@needs_seam
+def test_a_recompute_of_a_forward_before_the_session_raises():
+    model = Model()
+    loss = model(hidden()).sum()
+    before = pytest.raises(ReplayStateError, match=r"MRR413: the indexer of layer 2 is recomputed as call 1")
+    with before, mrr.freeze_recompute(model):
+        loss.backward()
+
+
+@needs_seam
+def test_a_recompute_of_other_tokens_raises():
+    model = Model(num_layers=1)
+    lengths = iter([LENGTH, LENGTH // 2])
+    model.around = lambda layer, x: reentrant(lambda x: layer(x[: next(lengths)]).sum(), x)
+    shorter = pytest.raises(ReplayStateError, match=r"MRR413: the indexer of layer 1 is recomputed for \[2, 6\] tokens")
+    with shorter, mrr.freeze_recompute(model):
+        model(hidden()).backward()
+
+
+@needs_seam
+def test_an_attention_that_goes_around_the_seam_raises():
+    dsa = the_dsa()
+    model = Model()
+    with mrr.freeze_recompute(model):
+        asking = dsa.fused_qk_topk_naive
+
+    def silent(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:  # as a fused kernel would
+        return None, torch.zeros(BATCH, LENGTH, KEPT, dtype=torch.int64)
+
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        asking(*args, **kwargs)
+        return asking(*args, **kwargs)
+
+    for instead, message in ((silent, "without asking"), (twice, "twice")):
+        instead.is_seam = True  # so that only the call itself can tell
+        with (
+            pytest.raises(ReplayStateError, match=f"MRR414: the indexer of layer 1 .*{message}"),
+            mrr.freeze_recompute(model),
+            mock.patch.object(dsa, "fused_qk_topk_naive", instead),
+        ):
+            model(hidden())
+        del instead.is_seam
+        with (
+            pytest.raises(ReplayStateError, match=r"MRR415: dsa.fused_qk_topk_naive was replaced"),
+            mrr.freeze_recompute(model),
+            mock.patch.object(dsa, "fused_qk_topk_naive", instead),
+        ):
+            model(hidden())
+
+
+@needs_seam
+def test_an_attention_that_changed_during_the_session_raises_at_its_end():
+    model = Model()
+    with (
+        pytest.raises(ReplayStateError, match=r"MRR419[\s\S]*layer 1 \(layers.0.attention\): forward was replaced"),
+        mrr.freeze_recompute(model),
+    ):
+        model.layers[0].attention.forward = lambda *args, **kwargs: None
+    model = Model()
+    with (
+        pytest.raises(ReplayStateError, match=r"layer 2 \(layers.1.attention\): the attention was exchanged"),
+        mrr.freeze_recompute(model),
+    ):
+        model.layers[1] = Layer(model.config, 2)
+
+
+@needs_seam
+def test_one_freeze_at_a_time():
+    model = Model()
+    session = mrr.freeze_recompute(model)
+    with pytest.raises(ReplayStateError, match=r"MRR404: the indexer of layer 1 .* is under another session"):
+        mrr.freeze_recompute(model)
+    assert mrr.close_sessions(model) == 1
+    with mrr.freeze_recompute(model):
+        pass
+    session.close()
+
+
+class Other(nn.Module):
+    """An attention that nobody here has read."""
+
+    def __init__(self, indexer: nn.Module) -> None:
+        super().__init__()
+        self.indexer = indexer
+
+
+def fused(model: Model) -> None:
+    model.layers[0].attention.config.dsa_kernel_backend = "tilelang"
+
+
+def captured(model: Model) -> None:
+    model.config.cuda_graph_impl = "local"
+
+
+def wrapped(model: Model) -> None:
+    model.layers[0].attention.forward = model.layers[0].attention.forward
+
+
+def overridden(model: Model) -> None:
+    attention = model.layers[0].attention
+    attention.__class__ = type("Faster", (type(attention),), {"forward": lambda self, *args, **kwargs: None})
+
+
+def strange(model: Model) -> None:
+    model.layers[0].attention = Other(model.layers[0].attention.indexer)
+
+
+@needs_seam
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param(fused, "dsa_kernel_backend='tilelang' chooses positions in fused kernels", marks=needs_sharing),
+        (captured, "a CUDA graph captures the attention"),
+        (wrapped, "DSAttention.forward is replaced or overridden"),
+        (overridden, "DSAttention.forward is replaced or overridden"),
+        (strange, "DSAIndexer is an indexer of an attention that nobody here has read"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused_by_name(change, reason):
+    model = Model()
+    change(model)
+    with pytest.raises(UnsupportedRouterError, match=r"^MRR401") as error:
+        mrr.freeze_recompute(model)
+    assert reason in str(error.value)
+    assert "indexers=False" in str(error.value)
+    assert f"refused by freeze_recompute: {reason}" in str(mrr.explain(model))
+    with mrr.freeze_recompute(model, indexers=False) as session:
+        assert session.report.indexer_recomputes is None
+
+
+def test_explain_lists_them():
+    assert str(mrr.explain(Model())).splitlines()[-1].startswith("chunk 0  sparse attention of layers 1, 2: ")
+
+
+@pytest.mark.skipif(VERSION >= (0, 17), reason="Megatron-Core tells its indexers here")
+def test_before_0_17_an_indexer_is_refused():
+    with pytest.raises(UnsupportedRouterError, match=r"MRR401: .*\n.*has no dsa.fused_qk_topk_naive"):
+        mrr.freeze_recompute(Model())
+
+
+def test_sessions_do_not_load_dsa():
+    program = """
+import sys, torch
+from megatron_router_replay.testing import megatron_on_cpu
+import megatron_router_replay.mcore as mcore
+loaded = [name for name in sys.modules if name.endswith(".dsa")]
+import megatron.core.transformer.moe.router
+assert loaded == [name for name in sys.modules if name.endswith(".dsa")] == [], loaded
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
