@@ -96,15 +96,20 @@ def lay_out(
         LayoutError: a shape, a layer, an id or a token does not fit.
     """
     _check_proof(stamped=stamped, trust_layout=trust_layout, token_ids=token_ids)
-    values, tokens, at_padding, at_trained = _on_one_device(_as_batch(routes), token_ids, padding, trained)
+    given = _as_batch(routes)
+    values, tokens, at_padding, at_trained = _on_one_device(given, token_ids, padding, trained)
     stamps, values = (values[:, :, -1], values[:, :, :-1]) if stamped else (None, values)
     column = _columns(chunk, values, layer_numbers)
     # Judged by all layers of the model, so that every pipeline stage says the same of a row: one layer may rightly choose
     # what is filler elsewhere. Hash layers hold zeros.
     num_hashed = getattr(chunk.config, "moe_n_hash_layers", None) or 0
-    whole = micro.take_layers(values, [place for number, place in column.items() if number > num_hashed], dim=2)
-    live = _has_no_route(whole, filler)
-    known = ~live if at_padding is None else ~live & ~at_padding
+    judged = [place for number, place in column.items() if number > num_hashed]
+    whole = micro.take_layers(values, judged, dim=2)
+    # Read where the routes came from: if the host knows which rows are live, no router takes the live top-k of all.
+    live = _has_no_route(micro.take_layers(given[:, :, : values.shape[2]], judged, dim=2), filler)
+    known = ~micro.to_device(live, values.device)
+    if at_padding is not None:
+        live, known = ~known, known & ~at_padding
     _check_ids(whole, known, int(chunk.taking_part[0].router.num_experts), check)
     _check_dense(values, column, known, check)
     if stamps is not None and tokens is not None:
