@@ -91,8 +91,8 @@ def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]
             report.rows_live,
             report.rows_left_out,
         ),
-        "left live": report.decisions["left_live"],
-        "asked": report.decisions["asked"],
+        "left live": report.decisions.get("left_live"),
+        "asked": report.decisions.get("asked"),
         "wrong": report.decisions["wrong"],
     }
 
