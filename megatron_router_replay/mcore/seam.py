@@ -179,7 +179,7 @@ class Decision:
                 )
             self.used = used.to(device=scores.device, dtype=torch.int64)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
-                if not is_live and self._order_matters():
+                if self.topk > 2 and not is_live and self._order_matters():  # a sum of two has one order
                     order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True
@@ -190,13 +190,13 @@ class Decision:
     def _order_matters(self) -> bool:
         """Return whether sums over the columns would differ from those of a live top-k, which is sorted here.
 
-        A sum of two has one order. Without a sum over the chosen experts, none matters. A top-k in groups is always sorted,
-        so a recording of it is, too. And what ran in a forward with gradients is sorted by the same scores already.
+        Without a sum over the chosen experts, none matters. A top-k in groups is always sorted, so a recording of it is, too.
+        And what ran in a forward with gradients is sorted by the same scores already.
         """
         config = self.router.config
         has_no_sum = config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax
         was_sorted = self._groups[1] or (self.again is not None and self.again.in_order)
-        return self.topk > 2 and not has_no_sum and not was_sorted
+        return not has_no_sum and not was_sorted
 
     def live(self) -> Tensor:
         """Return the experts that the router chooses by itself, [num_tokens, topk] int64."""
