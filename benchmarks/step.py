@@ -141,8 +141,8 @@ class Trainer:
             self.losses[kind] = self.run(session)
             self.optimizer.step()
             self.inner[kind].append(rounded(self.clock() - start))
-            if kind == "record":
-                session.trace()
+        if kind == "record":
+            session.trace()
 
     def session(self, kind: str) -> Any:
         """Return a session of a kind of KINDS, to be entered."""

@@ -4,8 +4,9 @@ from megatron_router_replay.mcore import seam
 from megatron_router_replay.mcore.attaching import attach, broadcast_routing_rows
 from megatron_router_replay.mcore.driven import RouterReplay, RouterReplayAction, install, uninstall
 from megatron_router_replay.mcore.fed import stamp
+from megatron_router_replay.mcore.freezing import FreezeSession, freeze_recompute
 from megatron_router_replay.mcore.layers import layer_numbers_of, routing_info
-from megatron_router_replay.mcore.recording import FreezeSession, RecordSession, freeze_recompute, record
+from megatron_router_replay.mcore.recording import RecordSession, record
 from megatron_router_replay.mcore.replaying import ReplaySession, microbatch, replay
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.session import close_sessions

@@ -96,7 +96,7 @@ def captured_by_cuda_graphs(config: Any, parts: set[str]) -> list[str]:
     if implementation == "none":
         return []
     chosen = getattr(config, graph_field(config))
-    # Members of an enum in a model's config, strings in a file that `router-replay doctor` reads.
+    # Members of an enum, or strings: Megatron-Core takes both.
     names = [str(getattr(each, "name", each)) for each in (chosen if isinstance(chosen, list) else [chosen]) if each]
     if implementation == "full_iteration":
         names = ["full_iteration"]

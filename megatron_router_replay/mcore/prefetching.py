@@ -77,7 +77,8 @@ def prefetch_batches(
     """Return a data iterator's batches with their rows replaced by their routes, loaded one batch ahead.
 
     Tensors and arrays of a batch, in mappings, lists and tuples, nested at will, are copied before the next one is asked for,
-    so an iterator may write that into the same memory. What any other object holds is not copied.
+    so an iterator may write that into the same memory. A mapping comes back as a dict. What any other object holds is not
+    copied.
 
     Args:
         batches: of this trace's step, one a micro-batch, with routing_rows under `key`. One batch more than was asked for

@@ -95,7 +95,7 @@ class ReplaySession(Session):
             rows_left_out=self._rows["left_out"],
             rows_repeated=self._rows["repeated"],
             decisions={**report.decisions, "asked": asked, "left_live": left_live}
-            if self._choose
+            if self._choose is not None
             else report.decisions,
             layout_proved=None if self._trace is not None or not self._enabled else not self._unproved,
             live=None if self._comparison is None else self._comparison.report(),

@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_router_replay.errors import UnsupportedRouterError, listed
@@ -301,8 +300,7 @@ def untested_version_refusals(config: Any, version: str) -> Iterator[str]:
 def unknown_moe_settings(config: Any) -> dict[str, Any]:
     """Return the `moe_*` fields of a config that are not in KNOWN_MOE_FIELDS and not at their default, with their values."""
     unknown = {}
-    # `router-replay doctor` has a file's values, without the class that would check them.
-    for field in dataclasses.fields(config if dataclasses.is_dataclass(config) else TransformerConfig):
+    for field in dataclasses.fields(config):
         if not field.name.startswith("moe_") or field.name in KNOWN_MOE_FIELDS:
             continue
         factory = field.default_factory

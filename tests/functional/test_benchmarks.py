@@ -27,8 +27,10 @@ with only_rank():
 from dataclasses import replace
 from benchmarks import step
 tiny = replace(step.TINY, sequence=16, microbatches=2)
-raw = step.measure([step.Case(model=tiny, repeats=6, recompute=True, peak=True)])
-assert "replay / off, tiny, full recompute" in step.render(raw)
+cases = [step.Case(model=tiny, repeats=6, recompute=True, peak=True), step.Case(model=tiny, repeats=6, pp_size=2)]
+raw = step.measure(cases)
+rendered = step.render(raw)
+assert "replay / off, tiny, full recompute" in rendered and "replay / off, tiny, PP2" in rendered
 """,
     "memory": "from benchmarks import memory; memory.render(memory.measure())",
     "capture": """

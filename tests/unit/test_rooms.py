@@ -64,7 +64,7 @@ def loaded() -> dict[str, dict[str, list[str]]]:
             env={**os.environ, "TMPDIR": folder},
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=300,
         )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -129,12 +129,6 @@ def test_unknown_moe_settings_are_those_that_are_not_at_their_default():
     assert unknown_moe_settings(made) == {"moe_router_dreams": True, "moe_dream_layers": [1]}
 
 
-def test_values_of_a_file_are_judged_without_their_class():
-    values = {field.name: getattr(config(), field.name) for field in dataclasses.fields(TransformerConfig)}
-    assert unknown_moe_settings(SimpleNamespace(**values)) == {}
-    assert list(untested_version_refusals(SimpleNamespace(**values), "0.21.0")) == []
-
-
 def test_a_newer_version_refuses_what_is_unknown_here_by_name():
     assert list(untested_version_refusals(config(OfTomorrow), "0.21.0")) == []
     (reason,) = untested_version_refusals(config(OfTomorrow, moe_router_dreams=True), "0.21.0")

@@ -1,0 +1,128 @@
+"""The router chooses, and every recompute repeats what its forward chose."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+
+from megatron_router_replay.mcore import seam
+from megatron_router_replay.mcore.balance import Tokens, balances
+from megatron_router_replay.mcore.indexers import check_indexers, find_indexers, install_seams
+from megatron_router_replay.mcore.report import SessionReport
+from megatron_router_replay.mcore.seam import Counter, Decision
+from megatron_router_replay.mcore.session import Models, Session
+
+
+class Frozen:
+    """What the seam keeps of a freeze. It knows no model, so a freeze whose handle is lost lasts as long as its model.
+
+    Args:
+        freeze: the session.
+        held: counter and dtype of each router, by its id: the seam asks only for routers that are alive and held.
+    """
+
+    kind = "freeze_recompute"
+    queued = False
+
+    def __init__(self, freeze: FreezeSession, held: dict[int, tuple[Counter, torch.dtype]]) -> None:
+        self.session = weakref.ref(freeze)
+        self.made_at, self._balance, self._held = freeze.made_at, freeze._balance, held
+        self.indexer_counter = Counter()
+
+    def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
+        """Return what a router's forward uses; see `seam.Holder`."""
+        counter, dtype = self._held[id(router)]
+        if not (is_written or counter.verify or balances(router)):
+            counter.add(forwards=1)
+            return None  # nothing of it is needed again
+        return Decision(router, counter, dtype, holder=self, tokens=Tokens(self._balance), is_written=is_written)
+
+    def choose(self, decision: Decision) -> None:
+        """Let the router choose; see `seam.Holder`."""
+
+    def decided(self, decision: Decision) -> None:
+        """Keep nothing; see `seam.Holder`."""
+
+
+class FreezeSession(Session):
+    """Recomputes use the experts of their forward; see `freeze_recompute`."""
+
+    kind = Frozen.kind
+    queued = Frozen.queued
+
+    def __init__(self, model_chunks: Models, *, count_flips: bool, verify: bool, indexers: bool) -> None:
+        super().__init__(model_chunks, mtp=True, verify=verify, flips=count_flips)
+        self._indexers = find_indexers(self._modules) if indexers else []
+        check_indexers(self._indexers)
+        self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._held.items()})
+
+    def _holder(self) -> Frozen:
+        return self._frozen
+
+    def start(self) -> Self:
+        for found in self._indexers:
+            self._check_free(found.attention, found)
+        if self._indexers:
+            install_seams()
+        super().start()
+        for found in self._indexers:
+            seam.hold(found.attention, self._frozen)
+        return self
+
+    @property
+    def report(self) -> SessionReport:
+        """What the session did so far on this rank. On a GPU, reading it waits for the device."""
+        recomputes = self._frozen.indexer_counter["recomputes"] if self._indexers else None
+        return replace(super().report, indexer_recomputes=recomputes)
+
+    def _exchanged_routers(self) -> list[str]:
+        held = {found.attention for found in self._indexers}
+        built = [found for found in find_indexers(self._modules) if held and found.attention not in held]
+        replaced = [found for found in self._indexers if "forward" in vars(found.attention)]
+        return [
+            *super()._exchanged_routers(),
+            *(
+                f"{found}: the attention was exchanged during the session, which did not reach the new one"
+                for found in built
+            ),
+            *(f"{found}: forward was replaced on the attention during the session" for found in replaced),
+        ]
+
+    def _release(self) -> None:
+        for found in self._indexers:
+            seam.release(found.attention, self._frozen)
+        super()._release()
+
+    def _num_microbatches(self) -> int:
+        forwards: dict[int, int] = {}
+        for held in self._held.values():
+            forwards[held.chunk_index] = max(forwards.get(held.chunk_index, 0), held.counter["forwards"])
+        return sum(forwards.values())
+
+
+def freeze_recompute(
+    model_chunks: Models, *, count_flips: bool = False, verify: bool = False, indexers: bool = True
+) -> FreezeSession:
+    """Let recomputes use their forward's experts, and attend to its positions.
+
+    One line before a training loop, for a whole run: it starts at once, needs no call per step, follows any schedule, and
+    keeps `topk` bytes per token and layer (two above 256 experts) inside each checkpoint, as long as its graph. Forwards
+    outside checkpoints, as evaluations, keep nothing. `record` and `replay` may run inside it. A backward that runs after
+    the session was left still uses its forward's experts (see `tape`). In models with sparse attention (DSA), what its
+    indexers choose is kept too, 2 * index_topk bytes per token and layer, and recomputes skip the scoring.
+
+    Args:
+        model_chunks: the model or its chunks on this rank; multi-token-prediction routers are frozen too.
+        count_flips: also take the live top-k in every recompute and report how many decisions it would have flipped.
+        verify: compare every routing map that leaves a router with what was chosen.
+        indexers: False leaves those of sparse attention live, so their recomputes may choose different positions.
+
+    Raises:
+        UnsupportedRouterError: what a router or an indexer chooses cannot be frozen; names the config field.
+        LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
+        ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
+    """
+    return FreezeSession(model_chunks, count_flips=count_flips, verify=verify, indexers=indexers).start()
