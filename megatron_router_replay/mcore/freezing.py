@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
-from megatron_router_replay.mcore import seam
 from megatron_router_replay.mcore.balance import Tokens, balances
-from megatron_router_replay.mcore.indexers import check_indexers, find_indexers, install_seams
+from megatron_router_replay.mcore.indexers import HeldIndexers
 from megatron_router_replay.mcore.report import SessionReport
 from megatron_router_replay.mcore.seam import Counter, Decision
 from megatron_router_replay.mcore.session import Models, Session
@@ -33,18 +32,21 @@ class Frozen:
         self.indexer_counter = Counter()
 
     def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
-        """Return what a router's forward uses; see `seam.Holder`."""
+        """Return what a router's forward uses; see `seam.RouterHolder`."""
         counter, dtype = self._held[id(router)]
         if not (is_written or counter.verify or balances(router)):
             counter.add(forwards=1)
             return None  # nothing of it is needed again
         return Decision(router, counter, dtype, holder=self, tokens=Tokens(self._balance), is_written=is_written)
 
+    def source(self, attention: Any) -> None:
+        """Let the indexer choose; see `sparse.AttentionHolder`."""
+
     def choose(self, decision: Decision) -> None:
-        """Let the router choose; see `seam.Holder`."""
+        """Let the router choose; see `seam.RouterHolder`."""
 
     def decided(self, decision: Decision) -> None:
-        """Keep nothing; see `seam.Holder`."""
+        """Keep nothing; see `seam.RouterHolder`."""
 
 
 class FreezeSession(Session):
@@ -55,46 +57,18 @@ class FreezeSession(Session):
 
     def __init__(self, model_chunks: Models, *, count_flips: bool, verify: bool, indexers: bool) -> None:
         super().__init__(model_chunks, mtp=True, verify=verify, flips=count_flips)
-        self._indexers = find_indexers(self._modules) if indexers else []
-        check_indexers(self._indexers)
         self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._held.items()})
+        self._indexers = HeldIndexers(self._modules, self._frozen) if indexers else None
 
     def _holder(self) -> Frozen:
         return self._frozen
 
-    def start(self) -> Self:
-        for found in self._indexers:
-            self._check_free(found.attention, found)
-        if self._indexers:
-            install_seams()
-        super().start()
-        for found in self._indexers:
-            seam.hold(found.attention, self._frozen)
-        return self
-
     @property
     def report(self) -> SessionReport:
         """What the session did so far on this rank. On a GPU, reading it waits for the device."""
-        recomputes = self._frozen.indexer_counter["recomputes"] if self._indexers else None
+        holds_some = self._indexers is not None and self._indexers.found
+        recomputes = self._frozen.indexer_counter["recomputes"] if holds_some else None
         return replace(super().report, indexer_recomputes=recomputes)
-
-    def _exchanged_routers(self) -> list[str]:
-        held = {found.attention for found in self._indexers}
-        built = [found for found in find_indexers(self._modules) if held and found.attention not in held]
-        replaced = [found for found in self._indexers if "forward" in vars(found.attention)]
-        return [
-            *super()._exchanged_routers(),
-            *(
-                f"{found}: the attention was exchanged during the session, which did not reach the new one"
-                for found in built
-            ),
-            *(f"{found}: forward was replaced on the attention during the session" for found in replaced),
-        ]
-
-    def _release(self) -> None:
-        for found in self._indexers:
-            seam.release(found.attention, self._frozen)
-        super()._release()
 
     def _num_microbatches(self) -> int:
         forwards: dict[int, int] = {}

@@ -71,7 +71,7 @@ class RecordSession(Session):
         )
 
     def decided(self, decision: Decision) -> None:
-        """Keep what a router used; see `seam.Holder`."""
+        """Keep what a router used; see `seam.RouterHolder`."""
         if decision.queued is not None:
             assert decision.used is not None, "the call is over"
             # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.

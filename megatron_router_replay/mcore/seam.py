@@ -62,7 +62,7 @@ LEANT_ON: tuple[tuple[Any, str, str], ...] = (
 
 
 class Holder(Protocol):
-    """What decides for a router: a session, or what a freeze leaves with the seam."""
+    """What decides for a router or for sparse attention: a session, or what a freeze leaves with the seam."""
 
     kind: str
     queued: bool
@@ -71,6 +71,10 @@ class Holder(Protocol):
 
     def session(self) -> Any:
         """Return the session; None: it lost its handle."""
+
+
+class RouterHolder(Holder, Protocol):
+    """What decides for a router."""
 
     def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
         """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it.
@@ -134,7 +138,7 @@ class Decision:
         counter: Counter,
         dtype: torch.dtype,
         *,
-        holder: Holder | None = None,
+        holder: RouterHolder | None = None,
         again: Entry | None = None,
         tokens: balance.Tokens | None = None,
         queued: Any = None,
@@ -477,7 +481,7 @@ def _routing_seam(original: Any) -> Any:
             entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
             decision = Decision(self, entry.counter, entry.topk_indices.dtype, again=entry, tokens=entry.balance)
         elif holder is not None:
-            decision = holder.decide(self, logits.shape[:-1], is_written)
+            decision = cast(RouterHolder, holder).decide(self, logits.shape[:-1], is_written)
         outer, _thread.decision = _thread.decision, decision
         try:
             probs, routing_map = original(self, logits, *args, **kwargs)

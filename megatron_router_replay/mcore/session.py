@@ -35,7 +35,7 @@ from megatron_router_replay.mcore.find import (
     router_wrappers,
     wrappers,
 )
-from megatron_router_replay.mcore.indexers import FoundIndexer, find_indexers
+from megatron_router_replay.mcore.indexers import FoundIndexer, HeldIndexers, find_indexers
 from megatron_router_replay.mcore.meeting import Meeting
 from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
@@ -113,6 +113,7 @@ class Session:
         verify_seam = enabled and check_supported([router for routers in found for router in routers])
         self.made_at = _caller()
         self._verify, self._verify_seam = verify, verify_seam
+        self._indexers: HeldIndexers | None = None  # of a freeze, and of sessions with positions
         self._balance = choice or Balance()
         self._meeting: Meeting | None = None
         self._group = group
@@ -158,6 +159,10 @@ class Session:
             # All of them before the first is held: a model of which a part is under a session already is left as it was.
             for router, held in self._held.items():
                 self._check_free(router, held.found)
+            if self._indexers is not None:
+                for found in self._indexers.found:
+                    self._check_free(found.attention, found)
+                self._indexers.hold()
         except BaseException:
             self._abandon()
             raise
@@ -304,6 +309,8 @@ class Session:
             problems.append(str(error))
         problems += [problem for chunk in self._chunks for problem in chunk.queue.problems()]
         problems += self._exchanged_routers()
+        if self._indexers is not None:
+            problems += self._indexers.exchanged()
         strangers = seam.strangers - self._strangers
         self._release()
         report = self.report
@@ -339,16 +346,16 @@ class Session:
                 self._meeting.tell(None)
 
     # ---- what the seam asks
-    def _holder(self) -> seam.Holder:
+    def _holder(self) -> seam.RouterHolder:
         """Return what decides for the routers while they are held."""
         return self
 
     def session(self) -> Session:
-        """Return itself; see `seam.Holder`."""
+        """Return itself; see `seam.RouterHolder`."""
         return self
 
     def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
-        """Return what a router's forward uses; see `seam.Holder`."""
+        """Return what a router's forward uses; see `seam.RouterHolder`."""
         held = self._held[router]
         tokens = Tokens(self._balance)
         microbatch = None
@@ -368,7 +375,7 @@ class Session:
         )
 
     def choose(self, decision: Decision) -> Tensor | None:
-        """Let the router choose; see `seam.Holder`."""
+        """Let the router choose; see `seam.RouterHolder`."""
         return None
 
     def decided(self, decision: Decision) -> None:
@@ -530,6 +537,8 @@ class Session:
         self._closed = True
         for router in self._held:
             seam.release(router, self._holder())
+        if self._indexers is not None:
+            self._indexers.release()
         for chunk in self._chunks:
             chunk.unwatch()
         if self._end is not None:

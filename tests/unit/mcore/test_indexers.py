@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore.compat import megatron_version, version_numbers
-from megatron_router_replay.mcore.indexers import decode_positions, encode_positions
+from megatron_router_replay.mcore.sparse import decode_positions, encode_positions
 from megatron_router_replay.testing import ParallelSizes
 
 VERSION = version_numbers(megatron_version())

@@ -1,0 +1,306 @@
+"""Sparse attention is told its positions: a recompute what its forward chose, from the tape; a forward what a session has.
+
+In DeepSeek-V3.2 and GLM-5 an indexer chooses which positions a token attends to, a second choice beside that of experts. A
+forward writes it on every tape that is being written; a recompute takes it and skips the scoring, which is quadratic.
+
+    DSAttention.forward                        which call this is, by the four lines of `seam`; one that never asks raises
+    dsa.fused_qk_topk_naive                    asks: a forward scores and chooses, a recompute is told
+    dsa.fwd_fused_indexer_loss_naive           the indexer's loss takes live scores: there a recompute scores too
+    DSAttention._get_index_share_topk_holder   a layer without an indexer reads here what an earlier layer chose
+
+The seams are put in when a model with such layers is frozen, and never before: importing this module does not load `dsa`.
+
+Source: Megatron-Core 0.17.1 to 0.19.2, transformer/experimental_attention_variant/dsa.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.mcore import seam, tape
+from megatron_router_replay.mcore.seam import Counter
+from megatron_router_replay.mcore.tape import Entry
+
+DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
+CHOOSE, _LOSS = "fused_qk_topk_naive", "fwd_fused_indexer_loss_naive"
+_HOLDER = "_get_index_share_topk_holder"
+_NONE = 0xFFFF
+"""What stands for -1, no position, in 16 bits."""
+
+
+class Question:
+    """One call of Megatron-Core's scoring and choice.
+
+    Args:
+        original: dsa.fused_qk_topk_naive.
+        given: its arguments by name: q [sq, b, heads, dim], k [sk, b, dim], weights [sq, b, heads], ...
+    """
+
+    __slots__ = ("_given", "_original")
+
+    def __init__(self, original: Any, given: dict[str, Any]) -> None:
+        self._original, self._given = original, given
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(b, sq) of the queries."""
+        return int(self._given["q"].shape[1]), int(self._given["q"].shape[0])
+
+    @property
+    def num_keys(self) -> int:
+        """Positions that can be chosen, of all samples of a packed row."""
+        return int(self._given["k"].shape[0])
+
+    def score(self, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (scores, positions [b, sq, k] int64, -1 where there are fewer) of the indexer.
+
+        Args:
+            at: [n] int64, score these queries alone.
+        """
+        given = self._given
+        if at is not None:
+            of_queries = ("q", "weights", "varlen_starts", "varlen_ends")
+            given = given | {name: given[name].index_select(0, at) for name in of_queries}
+        scores, positions = self._original(**given)
+        return scores, positions
+
+    def bounds(self, who: str) -> tuple[Tensor, Tensor]:
+        """Return where the sample of each query begins among the keys, and the end of what the query may attend to, [sq].
+
+        Raises:
+            UnsupportedRouterError: the attention has a mask of its own, so samples cannot be told.
+        """
+        starts, ends = self._given.get("varlen_starts"), self._given.get("varlen_ends")
+        if starts is None or ends is None or self._given.get("key_positions") is not None:
+            raise UnsupportedRouterError(
+                f"MRR401: {who} attends by a mask of its own, so which sample a position belongs to cannot be told: "
+                "record and replay of positions need causal attention, packed or not, in Megatron-Core 0.19 or later."
+            )
+        return starts, ends
+
+
+class Source(Protocol):
+    """What a session does with the positions of one forward's attention."""
+
+    def choose(self, attention: Any, question: Question, needs_scores: bool) -> tuple[Tensor | None, Tensor]:
+        """Return (scores or None, positions [b, sq, k] int64)."""
+
+
+class AttentionHolder(seam.Holder, Protocol):
+    """What decides for sparse attention: a session with positions, or what a freeze leaves with the seam."""
+
+    indexer_counter: Counter
+
+    def source(self, attention: Any) -> Source | None:
+        """Return what a forward of this attention asks; None: its indexer."""
+
+
+# ---- what a tape keeps
+def encode_positions(positions: Tensor, num_keys: int) -> Tensor:
+    """Return positions in as few bytes as hold them.
+
+    Args:
+        positions: [b, sq, k] integers below num_keys, -1 where there is none.
+
+    Returns:
+        [b, sq, k] uint16 if all positions fit beside a mark for -1, else int32.
+    """
+    if num_keys > _NONE:
+        return positions.to(torch.int32)
+    return positions.bitwise_and(_NONE).to(torch.uint16)
+
+
+def decode_positions(kept: Tensor) -> Tensor:
+    """Return what was encoded, int64."""
+    positions = kept.to(torch.int64)
+    return positions.masked_fill_(positions == _NONE, -1) if kept.dtype == torch.uint16 else positions
+
+
+class Choice:
+    """One call of one sparse attention; it asks for its positions exactly once.
+
+    Args:
+        attention: the DSAttention.
+        again: the entry that this call repeats; None: it is a forward.
+        source: what a forward asks; None: its indexer.
+        is_written: a tape is being written.
+
+    Attributes:
+        is_asked: Megatron-Core has asked.
+        needs_scores: the indexer's loss is computed from the live scores.
+        kept: the positions as a tape keeps them.
+    """
+
+    __slots__ = ("again", "attention", "is_asked", "is_written", "kept", "needs_scores", "source")
+
+    def __init__(self, attention: Any, again: Entry | None, source: Source | None, is_written: bool) -> None:
+        self.attention, self.again, self.source, self.is_written = attention, again, source, is_written
+        self.is_asked = self.needs_scores = False
+        self.kept: Any = None if again is None else again.topk_indices
+
+    def positions(self, question: Question) -> tuple[Tensor | None, Tensor]:
+        """Return (scores or None, positions [b, sq, k] int64): without a loss, what is told needs no scores."""
+        self._ask()
+        scores = None
+        # A forward scores and a recompute recalls: what differs between the two is hidden from a selective checkpoint.
+        with tape.unpaired():
+            if self.again is not None:
+                self._check_shape(question.shape)
+                if self.needs_scores:
+                    scores, _ = question.score()
+                return scores, decode_positions(self.kept)
+            if self.source is not None:
+                scores, positions = self.source.choose(self.attention, question, self.needs_scores)
+            else:
+                scores, positions = question.score()
+            if self.is_written or getattr(self.attention, "index_share", False):
+                self.kept = encode_positions(positions, question.num_keys)
+                positions.router_replay_kept = self.kept  # type: ignore[attr-defined]  # for the layers that share it
+        return scores, positions
+
+    def shared(self, holder: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return what this call reads earlier layers' choices from: in a recompute a dictionary of its own.
+
+        The one that it gets may belong to another micro-batch by now: Megatron-Core keeps it on the config.
+        """
+        source = self.attention.source_layer
+        if self.attention.skip_topk:
+            self._ask()
+            if self.again is None and self.is_written and source in holder:
+                kept = getattr(holder[source], "router_replay_kept", None)
+                self.kept = encode_positions(holder[source], _NONE + 1) if kept is None else kept
+        if self.again is None:
+            return holder
+        return {source: decode_positions(self.kept)} if self.attention.skip_topk else {}
+
+    def _ask(self) -> None:
+        if self.is_asked:
+            raise ReplayStateError(
+                f"MRR414: {tape.layer_of(self.attention)} asked for its positions twice in one call."
+            )
+        self.is_asked = True
+
+    def _check_shape(self, shape: tuple[int, int]) -> None:
+        if tuple(self.kept.shape[:2]) != shape:
+            raise ReplayStateError(
+                f"MRR413: {tape.layer_of(self.attention)} is recomputed for {list(shape)} tokens, its forward chose "
+                f"positions for {list(self.kept.shape[:2])}: a checkpoint must run its function with the same tokens."
+            )
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.choice: Choice | None = None
+
+
+_thread = _Thread()
+
+
+# ---- the seams themselves
+def install_seams() -> None:
+    """Put the seams into the loaded `dsa`, once for the process.
+
+    Raises:
+        ReplayStateError: a name that they lean on is gone.
+    """
+    dsa = sys.modules[DSA]
+    leant_on = (
+        (dsa.DSAttention, "forward", "sparse attention is not told its positions"),
+        (dsa, _LOSS, "losses lack scores"),
+    )
+    tape.check_names(leant_on)
+    for owner, name, make in _seams(dsa):
+        if not hasattr(getattr(owner, name), "is_seam"):
+            original = getattr(owner, name)
+            wrapped = update_wrapper(make(original), original)
+            wrapped.is_seam = True  # type: ignore[attr-defined]
+            setattr(owner, name, wrapped)
+    if _replaced not in seam.other_seams:
+        seam.other_seams.append(_replaced)
+
+
+def _seams(dsa: Any) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    seams = [
+        (dsa.DSAttention, "forward", _attention_seam),
+        (dsa, CHOOSE, _choice_seam),
+        (dsa, _LOSS, _loss_seam),
+        (dsa.DSAttention, _HOLDER, _holder_seam),
+    ]
+    return [each for each in seams if hasattr(each[0], each[1])]  # no layer shares before 0.19
+
+
+def _replaced() -> list[str]:
+    dsa = sys.modules[DSA]
+    return [f"dsa.{name}" for owner, name, _ in _seams(dsa) if not hasattr(getattr(owner, name), "is_seam")]
+
+
+def _attention_seam(original: Any) -> Any:
+    @_disable_dynamo
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        holders = seam.held_by(self)
+        if holders is None:
+            return original(self, *args, **kwargs)
+        again, holder, is_written = seam.repeat_or_decide(self, holders)
+        if again is None and holder is None:
+            output = original(self, *args, **kwargs)
+            if is_written:
+                tape.write(Entry(self, None))
+            return output
+        if again is not None:
+            again.counter.add(recomputes=1)  # here: torch may end a recompute in the middle of the attention
+        source = None if holder is None else cast("AttentionHolder", holder).source(self)
+        choice = Choice(self, again, source, is_written)
+        outer, _thread.choice = _thread.choice, choice
+        try:
+            output = original(self, *args, **kwargs)
+        finally:
+            _thread.choice = outer
+        if not choice.is_asked:
+            raise ReplayStateError(
+                f"MRR414: {tape.layer_of(self)} chose positions without asking: something else than Megatron-Core's "
+                f"dsa.{CHOOSE} decided. Was a fused kernel switched on since the freeze began?"
+            )
+        if is_written:
+            tape.write(again or Entry(self, choice.kept, cast("AttentionHolder", holder).indexer_counter))
+        return output
+
+    return forward
+
+
+def _choice_seam(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    def fused_qk_topk_naive(*args: Any, **kwargs: Any) -> Any:
+        choice = _thread.choice
+        if choice is None:
+            return original(*args, **kwargs)
+        return choice.positions(Question(original, signature.bind(*args, **kwargs).arguments))
+
+    return fused_qk_topk_naive
+
+
+def _loss_seam(original: Any) -> Any:
+    def fwd_fused_indexer_loss_naive(*args: Any, **kwargs: Any) -> Any:
+        if _thread.choice is not None:
+            _thread.choice.needs_scores = True
+        return original(*args, **kwargs)
+
+    return fwd_fused_indexer_loss_naive
+
+
+def _holder_seam(original: Any) -> Any:
+    def _get_index_share_topk_holder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        holder, choice = original(self, *args, **kwargs), _thread.choice
+        return holder if choice is None else choice.shared(holder)
+
+    return _get_index_share_topk_holder
