@@ -10,8 +10,9 @@ from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatron_router_replay import capture, diagnostics, engines, layout, mcore, store, trainers, transport
+    from megatron_router_replay import capture, diagnostics, engines, indexer, layout, mcore, store, trainers, transport
     from megatron_router_replay.diagnostics import diff_traces
+    from megatron_router_replay.indexer import PositionTrace
     from megatron_router_replay.mcore import (
         attach,
         close_sessions,
@@ -34,6 +35,7 @@ __version__ = "0.3.0.dev0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
+    "PositionTrace",
     "RouterReplay",
     "RouterReplayAction",
     "RouterReplayError",
@@ -47,6 +49,7 @@ __all__ = [
     "engines",
     "explain",
     "freeze_recompute",
+    "indexer",
     "install",
     "layout",
     "load_trace",
@@ -64,6 +67,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "PositionTrace": "indexer",
     "RouterReplay": "mcore",
     "RouterReplayAction": "mcore",
     "RoutingTrace": "trace",

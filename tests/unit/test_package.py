@@ -10,9 +10,9 @@ import pytest
 import megatron_router_replay as mrr
 
 PUBLIC = (
-    "RoutingTrace RouterReplay RouterReplayAction record replay freeze_recompute explain install uninstall save_trace "
-    "load_trace concat_traces merge_traces diff_traces engines RouterReplayError "
-    "capture diagnostics layout mcore store trainers transport"
+    "PositionTrace RoutingTrace RouterReplay RouterReplayAction record replay freeze_recompute explain install uninstall "
+    "save_trace load_trace concat_traces merge_traces diff_traces engines RouterReplayError "
+    "capture diagnostics indexer layout mcore store trainers transport"
 ).split()
 
 
