@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch import nn
 
 from megatron_router_replay.errors import UnsupportedRouterError, listed
@@ -24,12 +25,14 @@ class FoundIndexer:
         chunk: index of its model chunk.
         name: its module path in the chunk.
         attention: the module, a DSAttention; or an indexer of an attention that is not known.
-        reason: why its choice cannot be frozen; empty: it can.
+        is_mtp: it belongs to a multi-token-prediction layer.
+        reason: why its choice cannot be held; empty: it can.
     """
 
     chunk: int
     name: str
     attention: Any
+    is_mtp: bool
     reason: str
 
     def __str__(self) -> str:
@@ -45,18 +48,24 @@ def find_indexers(model_chunks: nn.Module | Sequence[nn.Module]) -> list[FoundIn
     dsa = sys.modules.get(DSA)
     found, known = [], set()
     for index, chunk in enumerate(as_chunks(model_chunks)):
+        in_mtp: tuple[str, ...] = ()
         for name, module in unwrap(chunk).named_modules():
+            if isinstance(module, MultiTokenPredictionLayer):
+                in_mtp = (*in_mtp, f"{name}.")
             if dsa is not None and isinstance(module, dsa.DSAttention):
                 known.add(getattr(module, "indexer", None))
-                found.append(FoundIndexer(chunk=index, name=name, attention=module, reason=_refusal(module, dsa)))
+                reason = _refusal(module, dsa)
             elif type(module).__name__.endswith("Indexer") and module not in known:
                 reason = f"{type(module).__name__} is an indexer of an attention that nobody here has read"
-                found.append(FoundIndexer(chunk=index, name=name, attention=module, reason=reason))
+            else:
+                continue
+            is_mtp = name.startswith(in_mtp) if in_mtp else False
+            found.append(FoundIndexer(chunk=index, name=name, attention=module, is_mtp=is_mtp, reason=reason))
     return found
 
 
 def check_indexers(found: Sequence[FoundIndexer]) -> None:
-    """Raise unless the choice of every indexer can be frozen.
+    """Raise unless the choice of every indexer can be held.
 
     Raises:
         UnsupportedRouterError: names the layers, and the config field behind it.
@@ -68,8 +77,9 @@ def check_indexers(found: Sequence[FoundIndexer]) -> None:
     if refused:
         lines = "\n  ".join(f"{listed(where)}: {reason}" for reason, where in refused.items())
         raise UnsupportedRouterError(
-            f"MRR401: cannot freeze what indexers of sparse attention choose:\n  {lines}\nfreeze_recompute(..., "
-            "indexers=False) leaves them live, so recomputes may attend to other positions than their forward."
+            f"MRR401: cannot hold what indexers of sparse attention choose:\n  {lines}\nfreeze_recompute(..., "
+            "indexers=False), and a session without positions, leave them live, so recomputes may attend to other positions "
+            "than their forward."
         )
 
 

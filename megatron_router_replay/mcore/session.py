@@ -38,6 +38,7 @@ from megatron_router_replay.mcore.find import (
 from megatron_router_replay.mcore.indexers import FoundIndexer, HeldIndexers, find_indexers
 from megatron_router_replay.mcore.meeting import Meeting
 from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs
+from megatron_router_replay.mcore.positions import SessionPositions
 from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
 from megatron_router_replay.mcore.report import Decisions, SessionReport, log_began, log_ended, log_failed
 from megatron_router_replay.mcore.seam import Counter, Decision
@@ -569,6 +570,12 @@ class Session:
                 position=taking_part.index(found) if found in taking_part else -1,
                 dtype=index_dtype(found.router.num_experts),
             )
+
+    def _hold_indexers(self, positions: SessionPositions | None) -> None:
+        """Let `start` hold sparse attention, too."""
+        if positions is not None:
+            self._indexers = HeldIndexers(self._modules, positions)
+            positions.take_part(self._indexers.found)
 
     def _check_verifiable(self) -> None:
         for held in self._held.values():
