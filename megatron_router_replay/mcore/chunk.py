@@ -36,6 +36,7 @@ class Chunk:
         self.taking_part = taking_part
         self.device = taking_part[0].router.weight.device
         self.config: Any = taking_part[0].router.config
+        self.columns: dict[Any, Any] = {}  # of routes that are fed: see `fed`
         layers = [f"{'MTP ' if found.is_mtp else ''}layer {found.layer_number}" for found in taking_part]
         self._session = weakref.proxy(session)
         self.queue = Queue(f"rank {rank}, chunk {index}", layers, lambda done: self._session.on_done(self, done))

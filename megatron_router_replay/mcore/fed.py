@@ -8,8 +8,10 @@ the trainer's code like any layer, and is compared with the micro-batch's tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from megatron_router_replay.mcore.chunk import Chunk
 from megatron_router_replay.mcore.find import FoundRouter
 from megatron_router_replay.mcore.layers import check_hashed_routes, route_columns
 from megatron_router_replay.mcore.microbatches import Check, LaidOut, as_integers, as_mask
-from megatron_router_replay.trace.ids import first_invalid, index_dtype
+from megatron_router_replay.trace.ids import index_dtype, narrow_ids
 
 _DIGIT_BITS = 7
 """Digits below 128 are legal ids in every integer dtype, and stay what they are when a trainer casts the routes."""
@@ -49,18 +51,22 @@ def stamp(routes: Tensor, tokens: Tensor) -> Tensor:
             f"MRR411: cannot stamp routes {list(routes.shape)} with tokens {list(tokens.shape)}: give [..., layers, "
             "topk] routes and one token a row."
         )
-    digits = _digits(tokens.to(routes.device), routes.shape[-1]).to(routes.dtype)
-    return torch.cat([routes, digits.unsqueeze(-2)], dim=-2)
+    return torch.cat([routes, _stamps(tokens, routes).unsqueeze(-2)], dim=-2)
 
 
-def _digits(tokens: Tensor, topk: int) -> Tensor:
-    """Return [..., topk] digits of token ids; all bits of an id count, also where there are few digits."""
-    ids = tokens.to(torch.int64)
+def _digits(tokens: Any, topk: int) -> list[Any]:
+    """Return up to three digits of token ids, int64 of torch or numpy; all bits of an id count, also where there are few."""
     bits = topk * _DIGIT_BITS
     if bits < 21:  # too few for every vocabulary: the high bits of a multiplicative hash, which depend on all of an id
-        ids = ((ids * 0x9E3779B1) & 0xFFFFFFFF) >> (32 - bits)
-    shifts = torch.arange(topk, device=ids.device) % 3 * _DIGIT_BITS
-    return (ids.unsqueeze(-1) >> shifts) & 127
+        tokens = ((tokens * 0x9E3779B1) & 0xFFFFFFFF) >> (32 - bits)
+    return [(tokens >> place * _DIGIT_BITS) & 127 for place in range(min(topk, 3))]
+
+
+def _stamps(tokens: Tensor, routes: Tensor) -> Tensor:
+    """Return [..., topk] digits of token ids, of the dtype and topk of routes."""
+    topk = routes.shape[-1]
+    digits = _digits(tokens.to(routes.device, torch.int64), topk)
+    return torch.stack([digits[place % 3] for place in range(topk)], dim=-1).to(routes.dtype)
 
 
 def lay_out(
@@ -99,29 +105,24 @@ def lay_out(
     given = _as_batch(routes)
     values, tokens, at_padding, at_trained = _on_one_device(given, token_ids, padding, trained)
     stamps, values = (values[:, :, -1], values[:, :, :-1]) if stamped else (None, values)
-    column = _columns(chunk, values, layer_numbers)
-    # Judged by all layers of the model, so that every pipeline stage says the same of a row: one layer may rightly choose
-    # what is filler elsewhere. Hash layers hold zeros.
-    num_hashed = getattr(chunk.config, "moe_n_hash_layers", None) or 0
-    judged = [place for number, place in column.items() if number > num_hashed]
-    whole = micro.take_layers(values, judged, dim=2)
+    columns = _columns(chunk, values, layer_numbers)
     # Read where the routes came from: if the host knows which rows are live, no router takes the live top-k of all.
-    live = _has_no_route(micro.take_layers(given[:, :, : values.shape[2]], judged, dim=2), filler)
+    live = _has_no_route(micro.take_layers(given[:, :, : values.shape[2]], columns.judged, dim=2), filler)
     known = ~micro.to_device(live, values.device)
     if at_padding is not None:
         live, known = ~known, known & ~at_padding
-    _check_ids(whole, known, int(chunk.taking_part[0].router.num_experts), check)
-    _check_dense(values, column, known, check)
+    judged = micro.take_layers(values, columns.judged, dim=2)
+    checked = _checked(judged, known, int(chunk.taking_part[0].router.num_experts), check)
+    _check_dense(values, columns.dense, known, check)
     if stamps is not None and tokens is not None:
         _check_stamps(stamps, tokens, known, check)
     if at_trained is not None:
         micro.check_trained(at_trained & ~known, check, order="of the batch")
     tokens = None if split else tokens
     if tokens is not None:
-        for found in (each for each in hashed if each.layer_number in column):
-            check_hashed_routes(found, values[:, :, column[found.layer_number]], tokens, check)
-    values = micro.take_layers(values, [column[found.layer_number] for found in chunk.taking_part], dim=2)
-    return _routers_view(chunk, values, live=live, padding=at_padding, token_ids=tokens, split=split)
+        for found in (each for each in hashed if each.layer_number in columns.of_layer):
+            check_hashed_routes(found, values[:, :, columns.of_layer[found.layer_number]], tokens, check)
+    return _routers_view(chunk, checked, columns.replayed, live=live, padding=at_padding, token_ids=tokens, split=split)
 
 
 def _on_one_device(values: Tensor, *beside: Any) -> list[Any]:
@@ -133,21 +134,30 @@ def _on_one_device(values: Tensor, *beside: Any) -> list[Any]:
 
 
 def _routers_view(
-    chunk: Chunk, values: Tensor, *, live: Tensor, padding: Tensor | None, token_ids: Tensor | None, split: bool
+    chunk: Chunk,
+    checked: Tensor,
+    layers: Sequence[int],
+    *,
+    live: Tensor,
+    padding: Tensor | None,
+    token_ids: Tensor | None,
+    split: bool,
 ) -> LaidOut:
-    """Return the routes of a chunk's layers, [b, s, layers, topk], as its routers see them."""
-    batch_shape = (int(values.shape[0]), int(values.shape[1]))
+    """Return the routes of a chunk's layers, which stand at `layers` of checked ones, as its routers see them."""
+    on_host = checked.device.type == "cpu"
     live = chunk.router_view(live, split=split)
     has_live = live.device.type != "cpu" or bool(live.any())
-    if has_live and values.dtype.is_signed:
+    values = micro.take_layers(checked, layers, dim=2)
+    if has_live and values.dtype.is_signed and not on_host:
         values = values.clamp(min=0)
-    # A copy, for a trainer reuses its buffers.
-    dtype = index_dtype(chunk.taking_part[0].router.num_experts)
+    view = chunk.router_view(values, split=split)
+    # A copy, for a trainer reuses its buffers. What was checked on the host is one; a part of it would keep all of it.
+    is_copy = on_host and view.numel() == checked.numel()
     return LaidOut(
-        compact=chunk.router_view(values, split=split).to(dtype, copy=True),
+        compact=view.to(index_dtype(chunk.taking_part[0].router.num_experts), copy=not is_copy),
         live=live if has_live else None,
         padding=padding,
-        batch_shape=batch_shape,
+        batch_shape=(int(checked.shape[0]), int(checked.shape[1])),
         token_ids=token_ids,
         split=split,
     )
@@ -186,11 +196,13 @@ def _has_no_route(routes: Tensor, filler: Any) -> Tensor:
     if routes.device.type != "cpu":
         return _is_unrouted(routes, filler)
     # Few rows begin like one without a route; the rest of a row is read of these alone.
-    first = routes[:, :, 0, 0].to(torch.int64)
-    without = first < 0 if filler is None else (first < 0) | (first == filler.expand(routes.shape[3])[0])
-    places = without.nonzero(as_tuple=True)
-    without[places] = _is_unrouted(routes[places], filler)
-    return without
+    rows = routes.numpy()
+    without = rows[:, :, 0, 0] < 0
+    if filler is not None:
+        without |= rows[:, :, 0, 0] == int(filler.expand(routes.shape[3])[0])
+    places = without.nonzero()
+    without[places] = _is_unrouted(torch.from_numpy(rows[places]), filler).numpy()
+    return torch.from_numpy(without)
 
 
 def _is_unrouted(routes: Tensor, filler: Tensor | None) -> Tensor:
@@ -201,23 +213,54 @@ def _is_unrouted(routes: Tensor, filler: Tensor | None) -> Tensor:
     return without
 
 
-def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None) -> dict[int, int]:
-    """Return Megatron's number of each MoE layer -> its column of routes."""
-    topk = int(chunk.taking_part[0].router.topk)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Columns:
+    """The layer axis of routes, the stamp taken off.
+
+    Args:
+        of_layer: Megatron's number of each MoE layer -> its column.
+        judged: columns that say of a row whether it has a route, and which are checked.
+        replayed: positions in `judged` of the chunk's layers.
+        dense: columns of dense layers.
+    """
+
+    of_layer: dict[int, int]
+    judged: list[int]
+    replayed: list[int]
+    dense: list[int]
+
+
+def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None) -> _Columns:
+    """Return what stands in the columns of routes; worked out for the chunk's first micro-batch."""
+    topk, count = int(chunk.taking_part[0].router.topk), int(routes.shape[2])
     if routes.shape[3] != topk:
         raise LayoutError(f"MRR411: routes name {routes.shape[3]} experts a token, the model's topk is {topk}.")
-    column = route_columns(chunk.module, chunk.config, int(routes.shape[2]), layer_numbers)
+    numbers = None if layer_numbers is None else tuple(int(number) for number in layer_numbers)
+    if (count, numbers) in chunk.columns:
+        known: _Columns = chunk.columns[count, numbers]
+        return known
+    column = route_columns(chunk.module, chunk.config, count, numbers)
     missing = [found for found in chunk.taking_part if found.layer_number not in column]
     if missing:
         raise LayoutError(
             f"MRR411: {missing[0]} has no routes: they are of layers {sorted(column)}; say layer_numbers=."
         )
-    return column
+    # Judged by all layers of the model, so that every pipeline stage says the same of a row: one layer may rightly choose
+    # what is filler elsewhere. Hash layers hold zeros.
+    num_hashed = getattr(chunk.config, "moe_n_hash_layers", None) or 0
+    replayed = [found.layer_number for found in chunk.taking_part]
+    judged = [place for number, place in column.items() if number > num_hashed or number in replayed]
+    columns = chunk.columns[count, numbers] = _Columns(
+        of_layer=column,
+        judged=judged,
+        replayed=[judged.index(column[number]) for number in replayed],
+        dense=[place for place in range(count) if place not in column.values()],
+    )
+    return columns
 
 
-def _check_dense(routes: Tensor, column: dict[int, int], known: Tensor, check: Check) -> None:
+def _check_dense(routes: Tensor, dense: list[int], known: Tensor, check: Check) -> None:
     """Check that columns of dense layers hold filler; a trainer's own, in rows without a route, spreads over all layers."""
-    dense = [place for place in range(routes.shape[2]) if place not in column.values()]
     if dense:
         filler = micro.take_layers(routes, dense, dim=2).to(torch.int64)  # torch takes 255 for -1 in uint8
         check(
@@ -229,9 +272,15 @@ def _check_dense(routes: Tensor, column: dict[int, int], known: Tensor, check: C
 
 def _check_stamps(stamps: Tensor, tokens: Tensor, known: Tensor, check: Check) -> None:
     """Check that rows with a route bear the stamp of their token."""
-    expected = _digits(tokens, stamps.shape[-1])
+    if stamps.device.type == "cpu":  # numpy reads these thin columns in less than half of torch's time
+        columns = stamps.numpy()
+        digits = [digit.astype(columns.dtype) for digit in _digits(tokens.numpy(), columns.shape[-1])]
+        unlike = [columns[..., place] != digits[place % 3] for place in range(columns.shape[-1])]
+        differ = torch.from_numpy(np.logical_or.reduce(unlike))
+    else:
+        differ = (stamps != _stamps(tokens, stamps)).any(-1)
     check(
-        ((stamps != expected.to(stamps.dtype)) & known.unsqueeze(2)).any(),
+        (differ & known).any(),
         "MRR203: routes are of other tokens than the model gets at their positions: the trainer lays routes out in another "
         "order than tokens (context parallelism, padding side, [s, b]), or cut one of the two.",
     )
@@ -249,17 +298,21 @@ def _beside(values: Any, name: str, shape: tuple[int, int], device: torch.device
     )
 
 
-def _check_ids(routes: Tensor, known: Tensor, num_experts: int, check: Check) -> None:
-    """Check that rows with a route name different experts of the model in every layer."""
+def _checked(routes: Tensor, known: Tensor, num_experts: int, check: Check) -> Tensor:
+    """Return routes whose known rows name different experts of the model in every layer.
+
+    On the host they are a copy in the stored dtype, with legal ids in the rows that are not known.
+    """
     if routes.device.type == "cpu":  # where torch sorts short rows slowly
-        fault = first_invalid(routes.flatten(0, 1), num_experts=num_experts, replay_mask=known.flatten())
-        cause = None if fault is None else fault[0].cause
+        narrow, cause = narrow_ids(routes.flatten(0, 1).numpy(), known.flatten().numpy(), num_experts=num_experts)
         outside, repeated = (torch.tensor(cause == each) for each in ("outside", "repeated"))
+        checked = torch.from_numpy(narrow).view(routes.shape)
     else:
         lowest, highest = (each.to(torch.int64) for each in torch.aminmax(routes.flatten(2), dim=2))
         outside = (((lowest < 0) | (highest >= num_experts)) & known).any()
         ordered = routes.sort(dim=3).values
         repeated = ((ordered[..., 1:] == ordered[..., :-1]).flatten(2).any(2) & known).any()
+        checked = routes
     check(
         outside,
         f"MRR103: routes name experts outside 0..{num_experts - 1}, or miss some layers of a row (-1).",
@@ -267,3 +320,4 @@ def _check_ids(routes: Tensor, known: Tensor, num_experts: int, check: Check) ->
     check(
         repeated, "MRR103: routes name an expert twice in one row: was padding written without -1, padding= or filler=?"
     )
+    return checked

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,35 @@ def find_invalid_routes(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidR
     return None
 
 
+def narrow_ids(
+    rows: npt.NDArray[Any], routed: npt.NDArray[np.bool_], *, num_experts: int
+) -> tuple[npt.NDArray[Any], str | None]:
+    """Return rows in the stored dtype, a copy, and what is wrong with those that are looked at.
+
+    Args:
+        rows: [rows, layers, topk], any integer dtype.
+        routed: [rows], False: this row is not looked at, and becomes experts 0, 1, ... in every layer.
+
+    Returns:
+        [rows, layers, topk], and the `InvalidRoutes.cause` of the first block at fault; None: there is none.
+    """
+    narrow = np.empty(rows.shape, np.uint8 if num_experts <= 256 else np.int16)
+    unsigned = rows.view(f"u{rows.itemsize}")  # as which an id below 0 lies above all experts
+    for start, stop in _blocks(rows.shape, rows.itemsize):
+        block, mask, copied = unsigned[start:stop], routed[start:stop], narrow[start:stop]
+        unrouted = np.flatnonzero(~mask)
+        edges = [-1, *unrouted[:32].tolist(), len(block)]
+        # A copy of the rows between takes as long as their highest id.
+        looked_at = [block[a + 1 : b] for a, b in pairwise(edges)] if len(unrouted) < 32 else [block[mask]]
+        if any(int(part.max(initial=0)) >= num_experts for part in looked_at):
+            return narrow, "outside"
+        copied[:] = block
+        copied[unrouted] = np.arange(rows.shape[2])
+        if has_repeats(copied):
+            return narrow, "repeated"
+    return narrow, None
+
+
 def repeated_routes(rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Return which routes of rows [rows, layers, topk] name an expert twice, [rows, layers] bool."""
     ordered = np.sort(rows, axis=2)
@@ -135,6 +165,13 @@ def has_repeats(rows: npt.NDArray[Any]) -> bool:
     return False
 
 
+def _blocks(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+    """Yield the first row of each block of [rows, layers, topk] and the one behind its last."""
+    step = max(1, _CHECK_BYTES // max(1, shape[1] * shape[2] * itemsize))
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
+
+
 def first_invalid(
     indices: Tensor, *, num_experts: int, replay_mask: Tensor | None = None
 ) -> tuple[InvalidRoutes, npt.NDArray[np.int64]] | None:
@@ -144,13 +181,11 @@ def first_invalid(
         indices: [num_tokens, num_layers, topk], any integer dtype, on any device.
         replay_mask: [num_tokens] bool, False: this row is not looked at. Default: all rows are.
     """
-    num_tokens, num_layers, topk = indices.shape
-    step = max(1, _CHECK_BYTES // max(1, num_layers * topk * indices.element_size()))
-    for start in range(0, num_tokens, step):
-        rows = indices[start : start + step].cpu().numpy()
-        place = np.arange(start, start + len(rows))
+    for start, stop in _blocks(indices.shape, indices.element_size()):
+        rows = indices[start:stop].cpu().numpy()
+        place = np.arange(start, stop)
         if replay_mask is not None:
-            mask = replay_mask[start : start + step].cpu().numpy()
+            mask = replay_mask[start:stop].cpu().numpy()
             if not mask.all():
                 rows, place = rows[mask], place[mask]
         fault = find_invalid_routes(rows, num_experts=num_experts)

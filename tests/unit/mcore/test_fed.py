@@ -268,6 +268,18 @@ def test_a_buffer_that_the_trainer_writes_again_changes_nothing():
     assert wrong(seen) == 0
 
 
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_a_stage_keeps_its_own_layers_alone_and_nothing_of_the_trainers(num_layers):
+    chunk, routes = Chunk(), ROUTES.to(torch.uint8).view(1, 8, 3, 2)
+    chunk.layers = chunk.layers[:num_layers]
+    session = mrr.replay(chunk)
+    mrr.microbatch(chunk, routes=routes, trust_layout=True)
+    kept = session._chunks[0].queue._waiting[0].routes.compact.untyped_storage()
+    assert kept.nbytes() == 8 * num_layers * 2
+    assert kept.data_ptr() != routes.untyped_storage().data_ptr()
+    session.close(verify=False)
+
+
 def test_a_trained_position_needs_a_route_and_a_trace_and_fed_routes_do_not_mix():
     chunk, routes = Chunk(), ROUTES.clone()
     routes[0, 0] = -1
