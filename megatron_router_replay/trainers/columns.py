@@ -47,28 +47,28 @@ def columns_of(num_columns: int, model: Any, layer_numbers: Sequence[int] | None
     """
     is_info = isinstance(model, ModelRoutingInfo)
     if not is_info:  # only a model needs Megatron-Core
+        from megatron_router_replay.mcore.find import as_chunks, find_routers
         from megatron_router_replay.mcore.layers import check_trace_layers, routing_info
     info = model if is_info else routing_info(model)
-    numbers_of_columns = _layer_numbers(num_columns, info, layer_numbers)
-    moe, last = set(info.moe_layer_numbers), info.num_layers
+    named = _layer_numbers(num_columns, info, layer_numbers)
     # Numbers behind the decoder's last are those of multi-token prediction, which route.
-    pairs = [(c, number) for c, number in enumerate(numbers_of_columns) if number in moe or number > last]
-    numbers = tuple(number for _, number in pairs)
-    wanted = set(numbers if is_info else _numbers_here(model, numbers))
-    missing = sorted(wanted - set(numbers))
+    moe = [c for c, number in enumerate(named) if number in info.moe_layer_numbers or number > info.num_layers]
+    numbers = tuple(named[column] for column in moe)
+    here = numbers
+    if not is_info:
+        routers = [router for chunk in as_chunks(model) for router in find_routers(chunk)]
+        # Of multi-token prediction those alone that have a column.
+        here = tuple(each.layer_number for each in routers if not each.is_mtp or each.layer_number in numbers)
+    missing = sorted(set(here) - set(numbers))
     if missing:
-        raise LayoutError(
-            f"MRR802: routed_experts have no column of layer {missing[0]}; layers: {list(numbers_of_columns)}."
-        )
+        raise LayoutError(f"MRR802: routed_experts have no column of layer {missing[0]}; layers: {list(named)}.")
     if not is_info:
         check_trace_layers(numbers, model)  # on all columns: a deeper model's would go unseen in this rank's alone
     return info, Columns(
-        moe=tuple(column for column, _ in pairs),
+        moe=tuple(moe),
         numbers=numbers,
-        here=tuple(i for i, number in enumerate(numbers) if number in wanted),
-        filler=tuple(
-            c for c, number in enumerate(numbers_of_columns) if number and number not in moe and number <= last
-        ),
+        here=tuple(i for i, number in enumerate(numbers) if number in here),
+        filler=tuple(c for c, number in enumerate(named) if number and c not in moe),
     )
 
 
@@ -92,11 +92,3 @@ def _layer_numbers(num_columns: int, info: ModelRoutingInfo, layer_numbers: Sequ
             "for a column that is left out."
         )
     return given
-
-
-def _numbers_here(model: Any, numbers: Sequence[int]) -> list[int]:
-    """Return the layer numbers of this rank's routers; of multi-token prediction those alone that are among `numbers`."""
-    from megatron_router_replay.mcore.find import as_chunks, find_routers  # needs Megatron-Core
-
-    found = [router for chunk in as_chunks(model) for router in find_routers(chunk)]
-    return [router.layer_number for router in found if not router.is_mtp or router.layer_number in numbers]

@@ -6,7 +6,7 @@ or none. What is a trainer's own is its last row, its padding and its dense colu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,16 +101,6 @@ def _array(values: Any, name: str) -> Array:
         got = type(values).__name__ if array.dtype == object else array.dtype
         raise LayoutError(f"MRR802: {name} must be integers, got {got}.")
     return array
-
-
-def check_width(samples: Sequence[SampleRoutes], info: ModelRoutingInfo) -> None:
-    """Raise LayoutError unless the expert axis is the model's topk."""
-    rows = samples[0].rows
-    if rows.shape[2] != info.topk:
-        raise LayoutError(
-            f"MRR802: routed_experts have {rows.shape[2]} experts a token, the model's topk is {info.topk}: of another "
-            "model, or with shared experts appended?"
-        )
 
 
 def split_has_route(has_route: Any, layout: TokenLayout) -> list[Array | None]:

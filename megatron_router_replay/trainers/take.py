@@ -17,16 +17,9 @@ from megatron_router_replay.layout import number_rows
 from megatron_router_replay.siblings import Sibling, check_siblings, warn_without_ids
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype, spread_experts
-from megatron_router_replay.trainers.columns import Columns, columns_of
+from megatron_router_replay.trainers.columns import columns_of
 from megatron_router_replay.trainers.containers import Container, TokenLayout, is_list
-from megatron_router_replay.trainers.reader import (
-    LastRow,
-    SampleReader,
-    SampleRoutes,
-    check_width,
-    split_has_route,
-    split_routes,
-)
+from megatron_router_replay.trainers.reader import LastRow, SampleReader, split_has_route, split_routes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,61 +51,60 @@ class BatchRoutes:
         Raises:
             LayoutError: it is not bool, has another shape, or is True on padding.
         """
-        return replace(self, trace=self.trace.keep(_flat_mask(mask, self.layout)))
-
-
-def _flat_mask(mask: Any, layout: TokenLayout) -> Tensor:
-    parts = layout.split(mask, "keep")
-    for i, part in enumerate(parts):
-        # Not "non-zero": weights, log-probs or rows in the place of the mask would keep nearly everything.
-        if part.dim() != 1 or part.dtype is not torch.bool:
+        parts = self.layout.split(mask, "keep")
+        for i, part in enumerate(parts):
+            # Not "non-zero": weights, log-probs or rows in the place of the mask would keep nearly everything.
+            if part.dim() != 1 or part.dtype is not torch.bool:
+                raise LayoutError(
+                    f"MRR801: keep must be bool, one a token; sample {i} has {list(part.shape)} {part.dtype}."
+                )
+        kept = torch.cat(parts)
+        if isinstance(mask, Tensor) and not mask.is_nested and int(mask.sum()) != int(kept.sum()):
             raise LayoutError(
-                f"MRR801: keep must be bool, one a token; sample {i} has {list(part.shape)} {part.dtype}."
+                f"MRR802: keep is True on {int(mask.sum()) - int(kept.sum())} positions that hold no token: is it padded "
+                "on another side than the tokens? Give keep & attention_mask."
             )
-    kept = torch.cat(parts)
-    if isinstance(mask, Tensor) and not mask.is_nested and int(mask.sum()) != int(kept.sum()):
-        raise LayoutError(
-            f"MRR802: keep is True on {int(mask.sum()) - int(kept.sum())} positions that hold no token: is it padded "
-            "on another side than the tokens? Give keep & attention_mask."
-        )
-    return kept
+        return replace(self, trace=self.trace.keep(kept))
 
 
 def take_routes(
     routed_experts: Any,
     model: Any,
     *,
+    layer_numbers: Sequence[int] | None = None,
+    weight_version: Any = None,
     tokens: Any = None,
     attention_mask: Any = None,
     lengths: Any = None,
-    layer_numbers: Sequence[int] | None = None,
     has_route: Any = None,
     last_row: LastRow = "live",
     missing: Literal["raise", "live"] = "raise",
-    weight_version: Any = None,
     allow_constant_layers: bool = False,
     allow_unlike_prompts: bool = False,
 ) -> BatchRoutes:
     """Return the trace of a batch's routes, and the rows of its tokens. The trace is for `mrr.replay`.
 
-    Args:
+    Which:
         routed_experts: jagged nested [B, T_i or T_i - 1, layers, topk], padded [B, S, layers, topk], or a list of
             [T_i or T_i - 1, layers, topk]; tensors or numpy, any integer dtype that holds the model's experts. A padded
             one has its rows where a padded batch has its tokens (S or S - 1 positions), and filler on padding: -1, an
             expert twice, or the same ids in every layer. Of samples without padding in front it may have any S.
         model: this rank's model chunks, or a ModelRoutingInfo, which keeps every MoE layer.
+        layer_numbers: Megatron's layer_number of each entry of the layer axis, 0 for one that is left out unread; None: all
+            layers of the model or its MoE layers alone, by their number.
+        weight_version: the weights that chose the routes: an int, one a sample [B], or one a token in the container of the
+            tokens, as a partial rollout has them (below 0 where it is not known): of the forward that read the token, which
+            chose its route and sampled the next one.
 
-        tokens: *where the tokens are*: jagged nested [B, T_i], padded [B, S], or a list of [T_i]. The trace then proves that
-            rows and tokens match wherever they meet again. Without it, one of the next two says where they are.
+    Where the tokens are:
+        tokens: jagged nested [B, T_i], padded [B, S], or a list of [T_i]. The trace then proves that rows and tokens match
+            wherever they meet again. Without it, one of the next two says where they are.
         attention_mask: [B, S], non-zero where a padded batch has tokens.
         lengths: [B], tokens of each sample.
 
-        layer_numbers: *which layers the columns are*: Megatron's layer_number of each entry of the layer axis, 0 for one that
-            is left out unread; None: all layers of the model or its MoE layers alone, by their number.
-
-        has_route: *which rows are routes*, where the container cannot say so: bool like the tokens, or [B], how many first
-            ones of each sample. Others are routed live, whatever the container holds there. No loss mask: prompts are
-            routed too.
+    Which rows are routes:
+        has_route: where the container cannot say so: bool like the tokens, or [B], how many first ones of each sample.
+            Others are routed live, whatever the container holds there. No loss mask: prompts are routed too.
         last_row: what a sample's last row is where it has as many rows as tokens. "live": filler, for an engine has no
             route of the token that it sampled last; a route there raises, for then all rows may be one too late.
             "copied": filler, or a copy of the row before it: scripts around SGLang append one to have a row a token; verl
@@ -122,9 +114,7 @@ def take_routes(
         missing: a token (but the last) without a route: a row of -1, filler, or an expert twice; see `engines.row_check`.
             "raise", or "live": the live router decides it, on every rank and in every layer, and it is counted.
 
-        weight_version: *what else is known of them*: the weights that chose the routes: an int, one a sample [B], or one a
-            token in the container of the tokens, as a partial rollout has them (below 0 where it is not known): of the
-            forward that read the token, which chose its route and sampled the next one.
+    Checks:
         allow_constant_layers: believe layers and rows that repeat beyond chance.
         allow_unlike_prompts: believe samples that begin with the same tokens and have different routes there.
 
@@ -144,30 +134,45 @@ def take_routes(
     samples = split_routes(routed_experts, layout)
     if not samples:
         raise LayoutError("MRR802: routed_experts hold no sample: there is nothing to replay in an empty batch.")
-    info, columns = columns_of(samples[0].rows.shape[1], model, layer_numbers)
-    check_width(samples, info)
+    num_columns, topk = samples[0].rows.shape[1:]
+    info, columns = columns_of(num_columns, model, layer_numbers)
+    if topk != info.topk:
+        raise LayoutError(
+            f"MRR802: routed_experts have {topk} experts a token, the model's topk is {info.topk}: of another model, or "
+            "with shared experts appended?"
+        )
     has = split_has_route(has_route, layout)
+    versions = token_versions(weight_version, layout)
     reader = SampleReader(info, columns, last_row=last_row, missing=missing, believe=allow_constant_layers)
-    topk_indices = torch.empty((layout.num_tokens, len(columns.here), info.topk), dtype=index_dtype(info.num_experts))
+    topk_indices = torch.empty((layout.num_tokens, len(columns.here), topk), dtype=index_dtype(info.num_experts))
     replay_mask = torch.zeros(layout.num_tokens, dtype=torch.bool)
     indices, mask = topk_indices.numpy(), replay_mask.numpy()  # the same memory, which the reader fills
     ids = None if tokens is None else [part.numpy() for part in layout.split(tokens, "tokens")]
-    start, masks = 0, []
+    start, siblings = 0, []
     for i, (sample, length) in enumerate(zip(samples, layout.lengths)):
-        own = slice(start, start + length)
-        reader.read(i, sample, length, has[i], None if ids is None else ids[i], indices[own], mask[own])
-        masks.append(mask[own])
+        own, own_ids = slice(start, start + length), None if ids is None else ids[i]
+        reader.read(i, sample, length, has[i], own_ids, indices[own], mask[own])
+        if own_ids is not None:
+            siblings.append(
+                Sibling(
+                    name=f"sample {i}",
+                    token_ids=own_ids,
+                    routed=mask[own][: len(sample.rows)],
+                    weight_version=None if versions is None else versions[own].numpy(),
+                    # Of all MoE layers, whatever this rank keeps: all ranks raise, or none.
+                    routes=partial(_take_layers, sample.rows, list(columns.moe)),
+                )
+            )
         start += length
     # A trace wants K distinct ids in every row, also in those whose place the live router takes.
     unrouted = np.flatnonzero(~mask)
     if unrouted.size:
-        filler = spread_experts(0, layout.num_tokens, topk=info.topk, num_experts=info.num_experts).numpy()
+        filler = spread_experts(0, layout.num_tokens, topk=topk, num_experts=info.num_experts).numpy()
         indices[unrouted] = filler[unrouted][:, None, :]
-    versions = token_versions(weight_version, layout)
     if ids is None:
         warn_without_ids()
     elif not allow_unlike_prompts:
-        check_siblings(_siblings(samples, ids, masks, versions, columns), source="routed_experts")
+        check_siblings(siblings, source="routed_experts")
     trace = RoutingTrace.from_checked(
         topk_indices=topk_indices,
         layer_numbers=columns.numbers_here,
@@ -186,26 +191,6 @@ def take_routes(
     )
 
 
-def _siblings(
-    samples: Sequence[SampleRoutes], ids: list[Array], masks: list[Array], versions: Tensor | None, columns: Columns
-) -> list[Sibling]:
-    """Return the samples with the routes of all MoE layers, whatever this rank keeps: all ranks raise, or none."""
-    known = None if versions is None else versions.numpy()
-    moe, start, result = list(columns.moe), 0, []
-    for i, (sample, token_ids, mask) in enumerate(zip(samples, ids, masks)):
-        result.append(
-            Sibling(
-                name=f"sample {i}",
-                token_ids=token_ids,
-                routed=mask[: len(sample.rows)],
-                weight_version=None if known is None else known[start : start + len(token_ids)],
-                routes=partial(_take_layers, sample.rows, moe),
-            )
-        )
-        start += len(token_ids)
-    return result
-
-
 def _take_layers(rows: Array, layers: list[int], at: Array) -> Array:
     return np.asarray(rows[at][:, layers])
 
@@ -215,7 +200,17 @@ def token_versions(value: Any, layout: TokenLayout) -> Tensor | None:
     if value is None:
         return None
     # What has an axis beside the samples' is one a token; a flat one is one a sample, also where B equals T.
-    if getattr(value, "is_nested", False) or (np.ndim(value) > 1 if not is_list(value) else _is_per_token(value)):
+    of_tokens = (
+        [np.ndim(each) > 0 for each in value]
+        if is_list(value)
+        else [value.dim() > 1 if isinstance(value, Tensor) else np.ndim(value) > 1]
+    )
+    if any(of_tokens) and not all(of_tokens):
+        raise LayoutError(
+            f"MRR804: weight_version has one version for sample {of_tokens.index(False)} and several for sample "
+            f"{of_tokens.index(True)}: give one a sample, or one a token of every sample."
+        )
+    if any(of_tokens):
         parts = layout.split(value, "weight_version")
         for i, part in enumerate(parts):
             if part.dim() != 1:
@@ -230,17 +225,6 @@ def token_versions(value: Any, layout: TokenLayout) -> Tensor | None:
             f"the container of the tokens, got {list(versions.shape)}."
         )
     return versions.expand(len(layout.lengths)).repeat_interleave(torch.tensor(layout.lengths, dtype=torch.int64))
-
-
-def _is_per_token(values: Any) -> bool:
-    """Return whether a list holds a row of versions for each sample; raise LayoutError if only some entries are rows."""
-    rows = [np.ndim(value) > 0 for value in values]
-    if any(rows) and not all(rows):
-        raise LayoutError(
-            f"MRR804: weight_version has one version for sample {rows.index(False)} and several for sample "
-            f"{rows.index(True)}: give one a sample, or one a token of every sample."
-        )
-    return any(rows)
 
 
 def _as_versions(value: Any) -> Tensor:
