@@ -1,4 +1,4 @@
-"""A noisy pair of traces as two real runs give it, and faults planted into the second.
+"""A noisy pair of traces as two real runs give it.
 
 A token's route follows from its embedding, from its neighbours and from each layer's weights, with popular and rare
 experts; the second run adds noise to the logits until a chosen share of decisions names another set. Tokens repeat as
@@ -7,6 +7,7 @@ words of a language do.
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 import torch
 
@@ -24,7 +25,6 @@ class Shape:
     samples: int = 16
     shortest: int = 60
     longest: int = 170
-    equal_lengths: bool = False
     group: int = 1  # samples that share their first `prompt` rows
     prompt: int = 40
 
@@ -46,10 +46,8 @@ class Pair:
 
     @property
     def starts(self) -> list[int]:
-        return [sum(self.lengths[:i]) for i in range(len(self.lengths))]
-
-    def rows_of(self, sample: int) -> tuple[int, int]:
-        return self.starts[sample], self.starts[sample] + self.lengths[sample]
+        """The first row of each sample, and the number of rows."""
+        return [0, *accumulate(self.lengths)]
 
     def diff(self, *, known_samples: bool = True) -> TraceDiff:
         numbers = range(FIRST_LAYER, FIRST_LAYER + self.shape.num_layers)
@@ -78,13 +76,11 @@ def logits_of(shape: Shape, lengths: list[int], seed: int) -> torch.Tensor:
     context = torch.randn(sum(lengths), width, generator=generator)
     for i in range(1, len(context)):
         context[i] = 0.6 * context[i - 1] + 0.8 * context[i]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    for sample, start in enumerate(starts):
-        first = starts[sample - sample % shape.group]
+    starts = [0, *accumulate(lengths)]
+    for sample in range(len(lengths) if shape.group > 1 else 0):
+        first, start = starts[sample - sample % shape.group], starts[sample]
         for values in (embedding, context):
-            values[start : start + shape.prompt] = (
-                values[first : first + shape.prompt] if shape.group > 1 else values[start : start + shape.prompt]
-            )
+            values[start : start + shape.prompt] = values[first : first + shape.prompt]
     logits = []
     for layer in range(shape.num_layers):
         mixed = embedding * (1.0 - 0.5 * layer / shape.num_layers) + context
@@ -109,7 +105,7 @@ def _made_pair(shape: Shape, different: float | tuple[float, ...], seed: int) ->
     generator = torch.Generator().manual_seed(100 + seed)
     spread = shape.longest - shape.shortest
     lengths = [
-        shape.shortest + (0 if shape.equal_lengths else int(torch.randint(spread + 1, (), generator=generator)))
+        shape.shortest + (int(torch.randint(spread + 1, (), generator=generator)) if spread else 0)
         for _ in range(shape.samples)
     ]
     logits = logits_of(shape, lengths, seed)
