@@ -12,7 +12,7 @@ from megatron_router_replay.lazy import lazy_names
 if TYPE_CHECKING:
     from megatron_router_replay import capture, diagnostics, engines, indexer, layout, mcore, store, trainers, transport
     from megatron_router_replay.diagnostics import diff_traces
-    from megatron_router_replay.indexer import PositionTrace
+    from megatron_router_replay.indexer import PositionTrace, compare_positions, decode_indexer_topk
     from megatron_router_replay.mcore import (
         attach,
         close_sessions,
@@ -43,7 +43,9 @@ __all__ = [
     "attach",
     "capture",
     "close_sessions",
+    "compare_positions",
     "concat_traces",
+    "decode_indexer_topk",
     "diagnostics",
     "diff_traces",
     "engines",
@@ -73,7 +75,9 @@ _MODULES = {
     "RoutingTrace": "trace",
     "attach": "mcore",
     "close_sessions": "mcore",
+    "compare_positions": "indexer",
     "concat_traces": "trace",
+    "decode_indexer_topk": "indexer",
     "diff_traces": "diagnostics",
     "explain": "mcore",
     "freeze_recompute": "mcore",

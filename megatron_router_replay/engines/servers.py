@@ -199,16 +199,18 @@ def _explain_size(size: int, expected: int, dtype: str, model: ModelRoutingInfo,
                 raise reply.source.error(f"MRR306: {size} bytes are {rows} rows {what}")
 
 
-_GENERATE = ReplyReader(
+GENERATE = ReplyReader(
     engine="SGLang",
     output_ids=("output_ids",),
     counts=(("prompt_tokens", "prompt"), ("completion_tokens", "output")),
     stream="states",
     first_only=True,
 )
+"""How SGLang's /generate replies, streamed too; the indexer's positions come beside its routes."""
+
 _ASK = "Start the server with --enable-return-routed-experts and send return_routed_experts=true with each request."
 
-sglang = Decoder(name="SGLang", read=_GENERATE.read, rows=_sglang_rows, if_missing=_ASK)
+sglang = Decoder(name="SGLang", read=GENERATE.read, rows=_sglang_rows, if_missing=_ASK)
 """SGLang, started with `--enable-return-routed-experts`.
 
 - /generate: `meta_info["routed_experts"]` of each result, base64 of raw little-endian int32 [S - 1 - start, L, topk] in C
@@ -228,7 +230,7 @@ Source: SGLang 0.5.7 to 0.5.23, and captures of 0.5.23 (tests/unit/data/engine_c
 
 sglang_jax = Decoder(
     name="sglang-jax",
-    read=replace(_GENERATE, engine="sglang-jax", first_only=False).read,
+    read=replace(GENERATE, engine="sglang-jax", first_only=False).read,
     rows=_raw_rows,
     if_missing=_ASK,
 )

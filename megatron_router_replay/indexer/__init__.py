@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING
 from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from megatron_router_replay.indexer.compare import PositionDiff, compare_positions
     from megatron_router_replay.indexer.positions import PositionTrace
+    from megatron_router_replay.indexer.sglang import decode_indexer_topk
 
-__all__ = ["PositionTrace"]
+__all__ = ["PositionDiff", "PositionTrace", "compare_positions", "decode_indexer_topk"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"PositionTrace": "positions"})
+_MODULES = {
+    "PositionDiff": "compare",
+    "PositionTrace": "positions",
+    "compare_positions": "compare",
+    "decode_indexer_topk": "sglang",
+}
+
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -11,8 +11,8 @@ import megatron_router_replay as mrr
 
 PUBLIC = (
     "PositionTrace RoutingTrace RouterReplay RouterReplayAction record replay freeze_recompute explain install uninstall "
-    "save_trace load_trace concat_traces merge_traces diff_traces engines RouterReplayError "
-    "capture diagnostics indexer layout mcore store trainers transport"
+    "compare_positions decode_indexer_topk save_trace load_trace concat_traces merge_traces diff_traces engines "
+    "RouterReplayError capture diagnostics indexer layout mcore store trainers transport"
 ).split()
 
 
