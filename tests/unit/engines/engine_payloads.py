@@ -74,11 +74,17 @@ def envelope(rows, dtype="int16"):
     return f"nrlre1:{dtype}:{'x'.join(map(str, np.shape(rows)))}:{text}"
 
 
-def response(prompt, output, request, *, ids=True, shared=None, **choice):
+def response(prompt, output, request, *, ids=True, shared=None, **more):
     """A parsed response with one choice and its usage; `shared`: fields of the response."""
-    choice = {"index": 0, "finish_reason": "length", **choice}
-    choice |= {"prompt_token_ids": prompt, "token_ids": output} if ids else {}
-    return {"id": request, "choices": [choice], "usage": usage(len(prompt), len(output)), **(shared or {})}
+    one = {"index": 0, "finish_reason": "length", **more}
+    one |= {"prompt_token_ids": prompt, "token_ids": output} if ids else {}
+    return {"id": request, "choices": [one], "usage": usage(len(prompt), len(output)), **(shared or {})}
+
+
+def choice_of(rows, prompt, output, index=0, **more):
+    """One choice of vLLM's, with its ids and routes."""
+    fields = {"index": index, "token_ids": output, "prompt_token_ids": prompt, "routed_experts": npy_base64(rows)}
+    return fields | more
 
 
 def vllm_object(rows, prompt, output, request="r0"):
@@ -91,14 +97,14 @@ def vllm_stream(rows, output, *, index=0, request="r", size=1):
     """The chunks of a generate stream of `size` tokens; the reason and the routes come with the last one."""
     chunks = []
     for begin in range(0, len(output), size):
-        choice = {
+        last = {
             "index": index,
             "token_ids": output[begin : begin + size],
             "finish_reason": None,
             "routed_experts": None,
         }
-        chunks.append({"request_id": request, "choices": [choice], "usage": None})
-    choice |= {"finish_reason": "length", "routed_experts": npy_base64(rows)}
+        chunks.append({"request_id": request, "choices": [last], "usage": None})
+    last |= {"finish_reason": "length", "routed_experts": npy_base64(rows)}
     return chunks
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron_router_replay import engines
 from megatron_router_replay.engines import options
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import npy_base64, routes, tokens
+from tests.unit.engines.engine_payloads import choice_of, routes, tokens
 
 MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
 ENGINES = ("vllm", "sglang", "sglang_jax", "megatron", "tensorrt_llm", "transformers")
@@ -31,12 +31,6 @@ def test_the_keywords_of_decode_are_the_fields_of_its_options():
     assert of_batch - {"allow_unlike_prompts", "sample_ids"} == fields - {"ignore_before", "sample_id"}
     with pytest.raises(TypeError, match="tokens"):
         engines.vllm.decode(ROWS, model=MODEL, tokens=IDS)
-
-
-@pytest.mark.parametrize("engine", ENGINES[:-1])
-def test_one_token_has_no_row_to_have(engine):
-    trace = getattr(engines, engine).decode(ROWS[:0], model=MODEL, num_tokens=1)
-    assert trace.replay_mask.tolist() == [False]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -74,15 +68,7 @@ def test_a_version_that_would_be_ignored_is_refused(engine):
 
 @pytest.mark.parametrize("choice", [2, -1, True])
 def test_a_choice_that_is_not_there(choice):
-    choices = [
-        {
-            "index": i,
-            "token_ids": IDS[5:],
-            "prompt_token_ids": IDS[:5],
-            "routed_experts": npy_base64(ROWS.astype(np.uint8)),
-        }
-        for i in range(2)
-    ]
+    choices = [choice_of(ROWS.astype(np.uint8), IDS[:5], IDS[5:], i) for i in range(2)]
     choices[1]["token_ids"] = IDS[4:8]
     for number, last in ((0, IDS[8]), (1, IDS[7])):
         assert engines.vllm.decode({"choices": choices}, model=MODEL, choice=number).token_ids[-1] == last

@@ -11,8 +11,8 @@ import torch
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import choice_of, envelope, routes, sglang_result, tokens, vllm_output
 from tests.unit.engines.engine_payloads import decode as decode_form
-from tests.unit.engines.engine_payloads import envelope, npy_base64, routes, sglang_result, tokens, vllm_output
 
 L, E, K = 6, 32, 2
 MODEL = engines.ModelRoutingInfo(num_layers=L, moe_layer_numbers=tuple(range(1, L + 1)), num_experts=E, topk=K)
@@ -95,13 +95,7 @@ def grouped(order):
 
 
 GROUPS = {
-    "vllm": lambda p, o, r: {
-        "id": "r",
-        "choices": [
-            {"index": i, "token_ids": o[i], "prompt_token_ids": p[i], "routed_experts": npy_base64(r[i])}
-            for i in range(4)
-        ],
-    },
+    "vllm": lambda p, o, r: {"id": "r", "choices": [choice_of(r[i], p[i], o[i], i) for i in range(4)]},
     "sglang": lambda p, o, r: [sglang_result(r[i], P, o[i], request=str(i)) for i in range(4)],
     "tensorrt_llm": lambda p, o, r: [vllm_output(r[i].astype(np.int32), p[i], o[i]) for i in range(4)],
 }

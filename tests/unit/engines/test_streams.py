@@ -9,6 +9,7 @@ import torch
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import (
+    choice_of,
     int32_base64,
     npy_base64,
     routes,
@@ -173,15 +174,10 @@ def test_choices_of_streams_are_placed_by_their_index(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_choices_of_a_response_are_placed_by_their_index(order):
-    whole = [
-        {"index": i, "token_ids": output(i), "prompt_token_ids": PROMPT, "routed_experts": npy_base64(rows(i))}
-        for i in order
-    ]
+    whole = [choice_of(rows(i), PROMPT, output(i), i) for i in order]
     check(engines.vllm.decode_batch({"id": "r", "choices": whole}, model=MODEL))
-    assert torch.equal(
-        engines.vllm.decode({"id": "r", "choices": whole}, model=MODEL, choice=2).topk_indices[:-1],
-        torch.from_numpy(rows(2)),
-    )
+    third = engines.vllm.decode({"id": "r", "choices": whole}, model=MODEL, choice=2)
+    assert torch.equal(third.topk_indices[:-1], torch.from_numpy(rows(2)))
     whole = [{"index": i, "finish_reason": "length", "routed_experts": int32_base64(rows(i))} for i in order]
     check(engines.sglang_jax.decode_batch({"id": "r", "choices": whole}, model=MODEL, num_tokens=[S] * 3))
     whole = [sglang_chunks(i, request=f"r{i}")[-1] for i in order]
@@ -190,10 +186,7 @@ def test_choices_of_a_response_are_placed_by_their_index(order):
 
 @pytest.mark.parametrize("indexes", [[0, 2], [1, 2], [0, 0], [0, None], [0, "1"], [0, True], [-1, 0]])
 def test_a_lost_or_doubled_choice_raises(indexes):
-    whole = [
-        {"index": i, "token_ids": output(0), "prompt_token_ids": PROMPT, "routed_experts": npy_base64(rows(0))}
-        for i in indexes
-    ]
+    whole = [choice_of(rows(0), PROMPT, output(0), i) for i in indexes]
     with pytest.raises(PayloadError, match="index"):
         engines.vllm.decode_batch({"id": "r", "choices": whole}, model=MODEL)
     with pytest.raises(PayloadError, match="index"):
@@ -201,9 +194,7 @@ def test_a_lost_or_doubled_choice_raises(indexes):
 
 
 def test_bare_choices_in_another_order_are_not_guessed():
-    choices = [
-        {"index": i, "token_ids": output(i), "prompt_token_ids": PROMPT, "routed_experts": rows(i)} for i in (1, 0)
-    ]
+    choices = [choice_of(rows(i), PROMPT, output(i), i) for i in (1, 0)]
     with pytest.raises(PayloadError, match="index"):
         engines.vllm.decode_batch(choices, model=MODEL)
     check(engines.vllm.decode_batch(choices[::-1], model=MODEL))
@@ -292,11 +283,8 @@ def test_chunks_without_the_id_that_others_have_are_not_guessed():
 
 def test_choices_of_one_chunk_each_are_one_response():
     """Both are finished, so their index alone says that they are chunks."""
-    chunks = []
-    for index in (1, 0):
-        choice = {"index": index, "token_ids": output(index)[:1], "finish_reason": "length"}
-        choice["routed_experts"] = npy_base64(rows(index)[:P])
-        chunks.append({"request_id": "r", "choices": [choice]})
+    finished = [choice_of(rows(i)[:P], PROMPT, output(i)[:1], i, finish_reason="length") for i in (1, 0)]
+    chunks = [{"request_id": "r", "choices": [each]} for each in finished]
     trace = engines.vllm.decode_batch(chunks, model=MODEL, prompt_token_ids=PROMPT)
     for index, sample in enumerate(trace.samples()):
         assert sample.token_ids.tolist() == PROMPT + output(index)[:1]

@@ -8,7 +8,7 @@ import torch
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import npy_base64, routes, tokens, vllm_output, with_dense
+from tests.unit.engines.engine_payloads import choice_of, npy_base64, routes, tokens, vllm_output, with_dense
 
 MOE = [1, 2, 4]
 MODEL = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(2, 3, 5), num_experts=300, topk=4)
@@ -36,8 +36,7 @@ def test_0_22_sends_uint8_or_uint16_by_the_number_of_experts(num_experts):
     model = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(2, 3, 5), num_experts=num_experts, topk=4)
     want = routes(P + G - 1, 3, num_experts=num_experts, topk=4)
     array = with_dense(want, 5, MOE).astype(np.uint8 if num_experts <= 256 else np.uint16)
-    choice = {"index": 0, "token_ids": OUTPUT, "prompt_token_ids": PROMPT, "routed_experts": npy_base64(array)}
-    trace = engines.vllm.decode({"choices": [choice]}, model=model)
+    trace = engines.vllm.decode({"choices": [choice_of(array, PROMPT, OUTPUT)]}, model=model)
     check(trace, want)
     assert trace.topk_indices.dtype is (torch.uint8 if num_experts <= 256 else torch.int16)
 

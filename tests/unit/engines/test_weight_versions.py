@@ -5,7 +5,7 @@ import pytest
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import int32_base64, npy_base64, routes, sglang_result, tokens
+from tests.unit.engines.engine_payloads import choice_of, int32_base64, routes, sglang_result, tokens
 
 MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
 P, G = 3, 5
@@ -29,9 +29,8 @@ def sglang(versions, **meta):
     return engines.sglang, result, {"token_ids": PROMPT + OUTPUT}
 
 
-def vllm(versions, **more):
-    choice = {"index": 0, "token_ids": OUTPUT, "prompt_token_ids": PROMPT, "routed_experts": npy_base64(ROWS)}
-    return engines.vllm, {"choices": [choice | {"weight_versions": versions}]}, {}
+def vllm(versions):
+    return engines.vllm, {"choices": [choice_of(ROWS, PROMPT, OUTPUT, weight_versions=versions)]}, {}
 
 
 @pytest.mark.parametrize("build", [sglang, vllm])
