@@ -1,4 +1,4 @@
-"""Every command, as a new user meets it: good, empty, damaged, wrong-kind and missing input; convert and doctor beside it."""
+"""Every command, as a new user meets it: good, empty, damaged, wrong-kind and missing input; where packages are missing."""
 
 import json
 import os
@@ -199,3 +199,63 @@ def test_out_through_a_link_replaces_what_it_leads_to_and_keeps_its_mode(folder)
     assert Path("link.json").is_symlink()
     assert json.loads(Path("target.json").read_text())["num_tokens"] == 600
     assert Path("target.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_doctor_names_what_is_installed(folder):
+    assert json.loads(call("doctor", "--json").output)["environment"]["packages"]["torch"]["version"]
+    assert "nothing stands in the way of replay" in call("doctor").output
+
+
+@pytest.mark.parametrize(("version", "newer"), [("0.16.1", False), ("0.19.2", False), ("0.20.0", True)])
+def test_doctor_asks_megatron_core_itself_for_its_version(folder, monkeypatch, version, newer):
+    # pip's metadata may be that of another installation beside the one that is imported.
+    monkeypatch.setattr("megatron.core.__version__", version)
+    environment = json.loads(call("doctor", "--json").output)["environment"]
+    assert environment["packages"]["megatron-core"]["version"] == version
+    assert environment["notes"][0] == "sessions were run with Megatron-Core 0.16.1, 0.17.1, 0.18.2, 0.19.2"
+    assert ["newer" in note for note in environment["notes"][1:]] == [True] * newer
+
+
+HIDE = "import sys; [sys.modules.__setitem__(name, None) for name in {names!r}]; "
+RUN = "sys.argv[0] = 'router-replay'; from megatron_router_replay.cli import run; run()"
+
+
+def run_without(names, *arguments, code):
+    """Run the command line in a Python in which these modules cannot be imported."""
+    command = [sys.executable, "-c", HIDE.format(names=names) + RUN, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert "fault of router-replay" not in done.stderr
+    return done
+
+
+def test_doctor_without_torch_says_that_it_is_missing():
+    done = run_without(["torch", "megatron"], "doctor", "--json", code=1)
+    values = json.loads(done.stdout)
+    assert values["problems"] == ["torch is not installed", "megatron-core is not installed"]
+    assert values["environment"]["packages"]["torch"] is None
+    assert values["environment"]["packages"]["numpy"]["version"]
+
+
+def test_doctor_with_torch_missing_beside_a_megatron_core_that_is_there():
+    done = run_without(["torch"], "doctor", code=1)
+    assert "problem: torch is not installed" in done.stdout
+    assert "problem: megatron-core cannot be imported: " in done.stdout
+
+
+def test_doctor_names_the_module_that_a_megatron_core_lacks():
+    # As one of 0.18 and later without triton.
+    done = run_without(["megatron.core.tensor_parallel"], "doctor", code=1)
+    assert "megatron-core cannot be imported: " in done.stdout
+    assert "tensor_parallel" in done.stdout.partition("cannot be imported: ")[2]
+
+
+def test_another_command_says_what_to_install():
+    done = run_without(["torch"], "inspect", "a.safetensors", code=2)
+    assert "router-replay needs torch, which is not installed" in done.stderr
+
+
+def test_a_result_is_written_to_a_file_without_torch(tmp_path):
+    run_without(["torch", "megatron"], "doctor", "--out", str(tmp_path / "doctor.json"), code=1)
+    assert json.loads((tmp_path / "doctor.json").read_text())["problems"]

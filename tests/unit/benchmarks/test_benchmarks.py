@@ -1,6 +1,13 @@
-import pytest
+"""What benchmarks measure with, by hand; RESULTS.md is what the kept samples say."""
 
+import json
+
+import pytest
+import torch
+
+from benchmarks.__main__ import PARTS, RAW, RESULTS, results
 from benchmarks.measure import Ratio, outside_interval, ratio, rounds, table, verdict
+from benchmarks.memory import Held
 
 
 def test_a_ratio_is_taken_within_each_round():
@@ -58,3 +65,44 @@ def test_a_target_inside_the_interval_is_not_told_apart_from_noise():
 
 def test_a_table_has_a_head_and_a_row_a_line():
     assert table(["a", "b"], [[1, "x"]]) == "| a | b |\n| --- | --- |\n| 1 | x |"
+
+
+def test_a_storage_is_counted_once_however_many_views_it_has():
+    held = Held()
+    before = held.count()
+    whole = torch.zeros(1000, dtype=torch.uint8)
+    views = [whole[:10], whole[10:]]
+    assert held.count() - before == 1000
+    held.save(views[0])
+    assert held.count() - before == 1000
+
+
+def test_what_only_autograd_holds_is_counted():
+    held = Held()
+    before = held.count()
+    weight = torch.ones(10, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(held.save, lambda tensor: tensor):
+        loss = (weight.exp() * 1.0).sum()  # exp keeps its result, 40 bytes
+    assert held.count() - before == 40 + 40 + 4
+    del loss
+
+
+def test_a_tensor_without_a_storage_is_left_out():
+    sparse = torch.eye(3).to_sparse()
+    assert Held().count() > 0
+    del sparse
+
+
+def test_results_are_those_of_the_samples():
+    assert results() == RESULTS.read_text()
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_has_samples(part):
+    kept = json.loads((RAW / f"{part}.json").read_text())
+    assert kept["raw"]
+    assert "load average" in kept["environment"]
+
+
+def test_samples_stay_small():
+    assert sum(path.stat().st_size for path in RAW.iterdir()) < 1_000_000
