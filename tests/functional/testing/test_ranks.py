@@ -1,5 +1,8 @@
 """run_ranks(): a function as every rank of new processes; what goes wrong in one of them is raised here."""
 
+import os
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +11,24 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.testing import run_ranks
 from megatron_router_replay.testing.cpu import is_active
-from tests.functional.testing.failing import die, on_rank_1, raise_error, wait_for_ever
+
+
+def on_rank_1(how):
+    if dist.get_rank() == 1:
+        how()
+    dist.barrier()
+
+
+def raise_error():
+    raise ValueError("rank one is unhappy")
+
+
+def die():
+    os._exit(3)
+
+
+def wait_for_ever():
+    time.sleep(600)
 
 
 def rank_and_sum(numbers):
