@@ -90,6 +90,18 @@ def test_off_counts_nothing_and_leaves_what_was_counted_before():
     assert session.report.metrics()["router_replay/decisions_counted"] == 0.0
 
 
+def test_padding_does_not_count_where_a_choice_runs_another_held_model():
+    chunk, reference = balanced(**BIASED), Chunk()
+
+    def choose(layer_number, routes, own, scores):
+        reference(tokens())
+        return torch.ones(len(routes), dtype=torch.bool)
+
+    with watched(chunk) as seen, mrr.freeze_recompute(reference), mrr.replay(chunk, trace(), choose=choose) as session:
+        step(chunk, session)
+    assert counters(chunk) == with_live(REPLAYED, seen)
+
+
 def test_without_gradients_nothing_counts():
     chunk = balanced(**BIASED)
     with mrr.replay(chunk, trace()) as session, torch.no_grad():

@@ -91,6 +91,20 @@ def test_only_ranks_that_share_a_loss_must_know_padding_of_the_same_micro_batche
     assert judge(numbers(8, digest=5), numbers(8, digest=6)) == []
 
 
+def digest(*told):
+    """What a rank tells of the micro-batches whose padding it knows; `told`: of which it was told."""
+    chunk = Chunk()
+    with mrr.replay(chunk, random_trace(8)) as session:
+        for is_told in told:
+            session.microbatch(ROWS, padding=torch.zeros_like(ROWS, dtype=torch.bool) if is_told else None)
+            chunk(tokens())
+    return session._numbers()["padding_digest"]
+
+
+def test_padding_that_is_told_in_other_micro_batches_is_told_apart():
+    assert len({digest(True), digest(False), digest(True, False), digest(False, True), digest(False, False)}) == 5
+
+
 # ---- two processes
 
 
