@@ -65,18 +65,6 @@ def test_no_group_does_without_a_part_that_its_own_files_name(left_out):
             assert not set(named) & set(group.unused_parts), start
 
 
-def repository(folder, *days):
-    """Make a repository with a commit each so many days after 2026-11-01, the last of which adds a file."""
-    subprocess.run(["git", "init", "-q", folder], check=True)
-    for number, day in enumerate(days):
-        (folder / f"file_{number}.md").write_text("")
-        date = f"2026-11-{day:02} 12:00:00 +0000"
-        names = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-        environment = {**names, "GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date, "PATH": "/usr/bin:/bin"}
-        subprocess.run(["git", "add", "."], cwd=folder, check=True)
-        subprocess.run(["git", "commit", "-q", "-m", str(number)], cwd=folder, check=True, env=environment)
-
-
 def run(folder, **environment):
     environment["PATH"] = "/usr/bin:/bin"
     done = subprocess.run([sys.executable, SCRIPT], cwd=folder, env=environment, capture_output=True, text=True)
@@ -84,24 +72,30 @@ def run(folder, **environment):
     return done.stdout.split(), done.stderr
 
 
-def test_a_change_since_the_day_before_leaves_out_what_it_does_not_touch_and_says_so(tmp_path):
-    repository(tmp_path, 1, 3, 3)
+def commit(folder, day):
+    """Add a file, on this day of November 2026."""
+    (folder / f"{len(list(folder.iterdir()))}.md").write_text("")
+    names = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    dates = {f"GIT_{who}_DATE": f"2026-11-{day:02} 12:00:00 +0000" for who in ("AUTHOR", "COMMITTER")}
+    subprocess.run(["git", "add", "."], cwd=folder, check=True)
+    environment = {**names, **dates, "PATH": "/usr/bin:/bin"}
+    subprocess.run(["git", "commit", "-q", "-m", "one"], cwd=folder, check=True, env=environment)
+
+
+def test_what_a_change_since_the_day_before_does_not_touch_is_left_out_and_said(tmp_path):
+    options, said = run(tmp_path)
+    assert options == []
+    assert "all of them, for git does not say" in said
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    commit(tmp_path, 1)
+    commit(tmp_path, 1)
+    assert run(tmp_path) == ([], "slow tests: all of them\n"), "a history of less than a day"
+    commit(tmp_path, 3)
+    commit(tmp_path, 3)
     options, said = run(tmp_path)
     assert "--ignore=tests/functional/grpo" in options
     assert said.count("LEFT OUT") == 6
     assert run(tmp_path, CI_ALL="1") == ([], "slow tests: all of them\n")
     assert run(tmp_path, CI_BASE="HEAD~1")[0] == options
-
     (tmp_path / "setup.py").write_text("")  # what is not committed counts, too
     assert run(tmp_path)[0] == []
-
-
-def test_a_history_of_less_than_a_day_leaves_nothing_out(tmp_path):
-    repository(tmp_path, 3, 3)
-    assert run(tmp_path) == ([], "slow tests: all of them\n")
-
-
-def test_without_git_nothing_is_left_out(tmp_path):
-    options, said = run(tmp_path)
-    assert options == []
-    assert "all of them, for git does not say" in said

@@ -6,8 +6,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_router_replay import RouterReplay, RouterReplayAction
 from megatron_router_replay.errors import ReplayStateError, TraceError
-from megatron_router_replay.mcore import Tape
-from tests.unit.mcore.tiny_chunk import reentrant
 
 TARGET = torch.tensor([[3, 1], [0, 2]])
 SCORES = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
@@ -57,16 +55,6 @@ def test_backward_replay_takes_the_micro_batches_first_in_first_out():
         route(replay)
 
 
-def recomputing(around, replay, used):
-    """A function of one leaf that routes, inside a checkpoint."""
-
-    def routed(leaf):
-        used.append(route(replay)[1].tolist())
-        return leaf.clone()
-
-    return around(routed, torch.zeros(1, requires_grad=True))
-
-
 class Unknown(torch.autograd.Function):
     """A checkpoint of a trainer's own."""
 
@@ -80,38 +68,14 @@ class Unknown(torch.autograd.Function):
         return None, ctx.function(grad)
 
 
-class Named(torch.autograd.Function):
-    """The same, with its runs named."""
-
-    @staticmethod
-    def forward(ctx, function, leaf):
-        ctx.function, ctx.tape = function, Tape()
-        with ctx.tape.first_run():
-            return function(leaf)
-
-    @staticmethod
-    def backward(ctx, grad):
-        with ctx.tape.again():
-            return None, ctx.function(grad)
-
-
-@pytest.mark.parametrize("around", [reentrant, Named.apply], ids=["known", "named"])
-def test_a_recompute_is_recognised_without_setting_replay_backward(around):
-    replay, used = replaying(TARGET), []
-    first = recomputing(around, replay, used)
-    replay.set_target_indices(TARGET.flip(1))
-    second = recomputing(around, replay, used)
-    first.backward()  # 1F1B: the oldest first, when the target is the youngest's already
-    second.backward()
-    assert used == [TARGET.tolist(), TARGET.flip(1).tolist(), TARGET.tolist(), TARGET.flip(1).tolist()]
-    assert len(replay.replay_backward_list) == 2, (
-        "an entry goes with a call under REPLAY_BACKWARD, and at no other time"
-    )
-
-
 def test_a_recompute_that_nobody_knows_takes_the_fifo_or_raises():
     replay, used = replaying(TARGET), []
-    outputs = [recomputing(Unknown.apply, replay, used) for _ in range(2)]
+
+    def routed(leaf):
+        used.append(route(replay)[1].tolist())
+        return leaf.clone()
+
+    outputs = [Unknown.apply(routed, torch.zeros(1, requires_grad=True)) for _ in range(2)]
     with pytest.raises(ReplayStateError, match="in a recompute whose forward is not known"):
         outputs[0].backward()
     replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)

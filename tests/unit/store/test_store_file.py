@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import struct
 import tracemalloc
 import zlib
@@ -327,19 +326,6 @@ def test_a_slice_that_the_file_does_not_have_raises(tmp_path, options, message):
     path = save_trace(make_trace(7), tmp_path / "x")
     with pytest.raises(StoreError, match=message):
         load_trace(path, **options)
-
-
-def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(tmp_path):
-    path = save_trace(make_trace(3), tmp_path / "x")
-    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        with pytest.raises(StoreError, match=r"cannot save .*x: "):
-            save_trace(make_trace(50_000), path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_who_reads_the_old_file_while_it_is_replaced_reads_all_of_it(tmp_path):

@@ -1,7 +1,5 @@
 """What kind of trace this is: fields, checks, bytes and JSON."""
 
-import json
-
 import pytest
 import torch
 
@@ -46,22 +44,6 @@ def test_a_header_is_a_format_with_the_sizes_of_one_trace():
     assert header.format == TraceFormat.of(trace) == TraceFormat(layer_numbers=(4,), topk=2, num_experts=4)
     assert type(header.format) is TraceFormat
     assert header.num_bytes == 3 * (2 + 1)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        TraceHeader(layer_numbers=(), topk=1, num_experts=1, num_tokens=0),
-        TraceHeader(layer_numbers=(1, 7), topk=2, num_experts=257, num_tokens=3, has_weight_version=True),
-        TraceHeader(
-            layer_numbers=(1,), topk=2, num_experts=2, num_tokens=3, sequence_lengths=(3, 0), sample_ids=("a", '"\n')
-        ),
-    ],
-    ids=str,
-)
-def test_json_and_back(header):
-    assert TraceHeader.from_json(json.loads(json.dumps(header.to_json()))) == header
-    assert TraceFormat.from_json(json.loads(json.dumps(header.to_json()))) == header.format
 
 
 GOOD = {

@@ -8,7 +8,7 @@ import torch
 from megatron_router_replay import RoutingTrace
 from megatron_router_replay.transport import TransportError, TransportTimes, decode_responses
 from megatron_router_replay.transport.collective import _messages
-from megatron_router_replay.transport.gather import TraceRows, views_of_bytes
+from megatron_router_replay.transport.gather import TraceRows
 
 
 def _trace(num_tokens: int, *, first: int = 0, num_experts: int = 300, token_ids: bool = True) -> RoutingTrace:
@@ -39,17 +39,6 @@ def test_traces_of_different_kinds_are_refused() -> None:
         TraceRows([_trace(3), _trace(3, token_ids=False)])
     with pytest.raises(TransportError, match="no traces"):
         TraceRows([])
-
-
-def test_views_of_bytes_begins_at_multiples_of_its_width_and_fills_the_bytes() -> None:
-    format = TraceRows([_trace(3)]).format
-    flat = torch.zeros(3 * format.row_bytes(3), dtype=torch.uint8)
-    memory = views_of_bytes(flat, format, 3)
-    starts = {name: value.storage_offset() * value.itemsize for name, value in memory.items()}
-    assert starts == {"token_ids": 0, "topk_indices": 12, "replay_mask": 48}
-    assert [list(memory[name].shape) for name in starts] == [[3], [3, 3, 2], [3]]
-    assert flat.numel() == 51
-    assert [list(value.shape) for value in views_of_bytes(flat[:0], format, 0).values()] == [[0, 3, 2], [0], [0]]
 
 
 def test_int16_travels_as_bytes() -> None:
