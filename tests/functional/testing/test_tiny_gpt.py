@@ -1,3 +1,5 @@
+"""The tiny GPT trains alike in every layout, packed or padded: losses and gradients are those of one process."""
+
 import pytest
 import torch
 
@@ -9,7 +11,37 @@ from megatron_router_replay.testing import (
     run_schedule,
     tiny_gpt_config,
 )
-from tests.functional.testing.training import assert_same_training, train_on_ranks
+from tests.support.gradients import gradients, merge_by_name
+from tests.support.microbatches import pack_microbatch, split_microbatch
+
+
+def train(layout, microbatches, core_attention, fields):
+    """Run on each rank: one step; returns its losses, which only a last stage has, and the gradients of its parameters."""
+    from megatron.core import parallel_state
+
+    layout.initialize()
+    chunks = build_tiny_gpt(tiny_gpt_config(layout, **fields), layout, core_attention=core_attention)
+    cp_rank = parallel_state.get_context_parallel_rank()
+    own = [split_microbatch(each, cp_rank=cp_rank, cp_size=layout.cp_size) for each in microbatches]
+    return run_schedule(chunks, layout, own), gradients(chunks)
+
+
+def train_on_ranks(workers, layout, microbatches, core_attention=None, **fields):
+    """Return the losses of a last stage, which all last stages have alike, and all gradients by global name."""
+    results = workers.run(train, layout, microbatches, core_attention, fields)
+    first, *others = [torch.stack(losses) for losses, _ in results if losses]
+    if layout.cp_size == 1:
+        assert all(torch.equal(losses, first) for losses in others)
+    return first, merge_by_name(found for _, found in results)
+
+
+def assert_same_training(got, expected):
+    torch.testing.assert_close(got[0], expected[0], rtol=0, atol=1e-5)
+    assert got[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(got[1][name], gradient, rtol=0, atol=2e-5 * scale + 1e-9, msg=name)
+
 
 _PP4_VPP2 = ParallelSizes(pp_size=4, vp_size=2)
 _ALL_FOUR = ParallelSizes(tp_size=2, pp_size=2, ep_size=2, vp_size=2)
@@ -131,3 +163,93 @@ def test_impossible_sizes_raise():
         ParallelSizes(vp_size=2)
     with pytest.raises(RouterReplayError, match="start at 1"):
         ParallelSizes(tp_size=0)
+
+
+_LENGTHS = (5, 16, 9)  # tokens of the packed sequences; none is a multiple of what padding asks for, but one
+
+
+def padded_batch():
+    """One sequence per row, each padded at its end to the longest."""
+    rows = [pack_microbatch([sequence(i, length)], pad_to_multiple=16) for i, length in enumerate(_LENGTHS)]
+    return {key: torch.cat([row[key] for row in rows]) for key in rows[0] if key != "packed_seq_params"}
+
+
+def sequence(index, length):
+    return torch.randint(320, (length + 1,), generator=torch.Generator().manual_seed(index))
+
+
+def batches(kind, layout):
+    if kind == "padded":
+        return [padded_batch()] * 2
+    if kind == "packed":
+        multiple = 2 * layout.cp_size * layout.tp_size
+        sequences = [sequence(index, length) for index, length in enumerate(_LENGTHS)]
+        return [pack_microbatch(sequences, pad_to_multiple=multiple)] * 2
+    return random_microbatches(2, batch_size=2)
+
+
+def as_megatron_splits():
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    layout = ParallelSizes(cp_size=2)
+    layout.initialize()
+    (microbatch, _) = random_microbatches(2, batch_size=2)
+    ours = split_microbatch(microbatch, cp_rank=parallel_state.get_context_parallel_rank(), cp_size=2)
+    return ours, get_batch_on_this_cp_rank(dict(microbatch))
+
+
+def trained_on(workers, layout, kind="full", core_attention=None, **fields):
+    return train_on_ranks(workers, layout, batches(kind, layout), core_attention, **fields)
+
+
+def test_the_split_is_megatrons_own(workers_2):
+    for ours, megatrons in workers_2.run(as_megatron_splits):
+        assert ours.keys() == megatrons.keys()
+        assert all(torch.equal(ours[key], megatrons[key]) for key in ours)
+
+
+def test_the_small_attention_trains_as_megatrons_own_does(workers_1):
+    expected = trained_on(workers_1, ParallelSizes(), core_attention="local")
+    assert_same_training(trained_on(workers_1, ParallelSizes(), core_attention="small"), expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        (ParallelSizes(cp_size=2), {}),
+        (ParallelSizes(cp_size=2, ep_size=2), {}),
+        (ParallelSizes(cp_size=2), {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}),
+        (ParallelSizes(tp_size=2, cp_size=2, ep_size=4), {}),
+        (ParallelSizes(pp_size=2, cp_size=2), {}),
+    ],
+    ids=str,
+)
+def test_context_parallel_ranks_train_as_one_process_does(request, workers_1, layout, fields):
+    workers = request.getfixturevalue(f"workers_{layout.world_size}")
+    expected = trained_on(workers_1, ParallelSizes(), core_attention="local", **fields)
+    assert_same_training(trained_on(workers, layout, **fields), expected)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelSizes(),
+        ParallelSizes(tp_size=2),
+        ParallelSizes(cp_size=2),
+        ParallelSizes(pp_size=2),
+        ParallelSizes(tp_size=2, cp_size=2),
+    ],
+    ids=str,
+)
+def test_packed_sequences_train_as_padded_ones_do(request, workers_1, layout):
+    expected = trained_on(workers_1, ParallelSizes(), "padded")
+    workers = request.getfixturevalue(f"workers_{layout.world_size}")
+    got = trained_on(workers, layout, "packed", core_attention="small")
+    assert_same_training(got, expected)
+
+
+def test_packed_sequences_train_with_an_mtp_layer(workers_1, workers_2):
+    expected = trained_on(workers_1, ParallelSizes(), "packed", core_attention="small", mtp_num_layers=1)
+    got = trained_on(workers_2, ParallelSizes(cp_size=2), "packed", mtp_num_layers=1)
+    torch.testing.assert_close(got[0], expected[0], rtol=0, atol=1e-5)

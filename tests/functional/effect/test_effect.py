@@ -1,12 +1,15 @@
-"""The pieces of the runs on real models, in seconds."""
+"""The experiments of docs/effect.md in seconds; faults, rounding, pictures and tables by hand."""
 
 import pytest
 import torch
 
+import megatron_router_replay as mrr
 from examples.effect import freeze, rl
+from examples.effect.arms import ARMS, shifted, without_a_third
 from examples.effect.experts import use_batched_experts
+from examples.effect.figures import IMAGES, Axis, Line, draw, pictures, tables
 from examples.effect.floor import forced_logprobs
-from examples.effect.policy import POLICY
+from examples.effect.policy import POLICY, int8_rounded
 from examples.effect.results import removed
 from examples.grpo.rollout import Text, TransformersEngine
 from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
@@ -18,6 +21,81 @@ from megatron_router_replay.testing import (
     tiny_gpt_config,
 )
 from tests.support.gradients import gradients
+
+
+def trace_of(rows, lengths):
+    return mrr.RoutingTrace(
+        topk_indices=[[row] for row in rows],
+        layer_numbers=[1],
+        num_experts=8,
+        sequence_lengths=lengths,
+        token_ids=range(len(rows)),
+    )
+
+
+def test_a_shift_takes_the_route_of_the_token_before_within_a_sample():
+    trace = trace_of([[0, 1], [1, 2], [2, 3], [4, 5], [-1, -1]], [3, 2])
+    moved = shifted(trace)
+    assert moved.topk_indices[:4, 0].tolist() == [[0, 1], [0, 1], [1, 2], [4, 5]]
+    assert moved.replay_mask.tolist() == [True, True, True, True, False]  # as many routes as before, nothing to count
+    assert torch.equal(moved.token_ids, trace.token_ids)  # the tokens are right, so no check of them can notice
+
+
+def test_a_third_of_the_routes_is_lost_and_the_others_stay():
+    rows = [[row % 8, (row + 1) % 8] for row in range(3000)]
+    trace = trace_of(rows, [3000])
+    left = without_a_third(trace, seed=0)
+    assert int(left.replay_mask.sum()) == pytest.approx(2000, abs=100)  # four standard deviations
+    assert left.topk_indices[left.replay_mask][:, 0].tolist() == [rows[i] for i in left.replay_mask.nonzero()[:, 0]]
+    assert not torch.equal(left.replay_mask, without_a_third(trace, seed=1).replay_mask)
+
+
+def test_each_arm_replays_its_routes():
+    engine, trainer = trace_of([[0, 1]], [1]), trace_of([[2, 3]], [1])
+    assert ARMS["off"](engine, trainer, 0) is None
+    assert ARMS["r2"](engine, trainer, 0) is trainer
+    assert ARMS["r3"](engine, trainer, 0) is engine
+
+
+def test_matrices_are_rounded_to_255_values_a_row_and_routers_stay():
+    weights = {
+        "a.q_proj.weight": torch.tensor([[127.0, 0.6, -1.4], [2.54, 0.031, 0.0]]),
+        "a.gate.weight": torch.rand(2, 2),
+    }
+    rounded = int8_rounded(weights)
+    torch.testing.assert_close(rounded["a.q_proj.weight"], torch.tensor([[127.0, 1.0, -1.0], [2.54, 0.04, 0.0]]))
+    assert rounded["a.gate.weight"] is weights["a.gate.weight"]
+
+
+PAGE = IMAGES.parent / "effect.md"
+
+
+def test_pictures_and_tables_are_those_of_the_results():
+    for name, text in pictures().items():
+        assert (IMAGES / name).read_text() == text, name
+    for table in tables():
+        assert table in PAGE.read_text()
+
+
+def test_the_share_removed_is_of_what_lies_above_equal_routes():
+    gap = {"kl_live": [0.11, 0.03], "kl": [0.01, 0.02], "kl_floor": [0.01, 0.01]}
+    assert removed(gap) == pytest.approx([1.0, 0.5])
+
+
+def test_lines_bands_and_labels_are_where_their_values_are():
+    # The y axis runs from 246 (low) to 52 (high), the first step is 76 from the left, the last 584.
+    low = Line(name="a", colour="red", values=[0, 1], band=[(0, 0.5), (1, 1)])
+    drawn = draw("t", "s", "n", Axis(low=0, high=1, marks=(0, 1)), [low, Line(name="b", colour="grey", values=[1, 0])])
+    assert '<polyline class="red" points="76.0,246.0 584.0,52.0"/>' in drawn
+    assert '<polygon class="band red" points="76.0,246.0 584.0,52.0 584.0,52.0 76.0,149.0"/>' in drawn
+    # Both means are 0.5, at y = 149: the second label makes way.
+    assert 'y="153.0">a<' in drawn
+    assert 'y="168.0">b<' in drawn
+
+
+def test_a_logarithmic_axis_has_decades_at_equal_distances():
+    axis = Axis(low=1e-4, high=1, marks=(), logarithmic=True)
+    assert [axis.y(value) for value in (1e-4, 1e-2, 1, 5)] == pytest.approx([246, 149, 52, 52])
 
 
 def test_a_model_forced_to_its_own_experts_is_itself_and_to_others_is_not(tmp_path):
