@@ -59,6 +59,7 @@ def test_samples_in_another_order_bring_their_own_rows():
     batch = collate_padded(samples, pad_token_id=0)
     assert batch["routing_rows"].tolist() == [[4, 5, -1], [0, 1, 2]]
     check_tokens(batch["routing_rows"], batch["input_ids"], token_ids=TOKEN_IDS)
+    assert collate_padded(samples[:1], pad_token_id=0)["routing_rows"].tolist() == [[4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_an_unknown_token_and_padding_prove_nothing():
     check_tokens(torch.tensor([[0, 1]]), torch.tensor([[11, 12]]), token_ids=torch.tensor([11, -1]))
     check_tokens(torch.tensor([[-1]]), torch.tensor([[0]]), token_ids=torch.empty(0, dtype=torch.int32))
     with pytest.raises(LayoutError, match="its routing row 0 was recorded for token 11"):
-        check_tokens(torch.tensor([[0, 1]]), torch.tensor([[10, 12]]), token_ids=torch.tensor([11, -1]))
+        check_tokens(torch.tensor([[0, -1]]), torch.tensor([[10, 12]]), token_ids=torch.tensor([11, -1]))
 
 
 @pytest.mark.parametrize(
