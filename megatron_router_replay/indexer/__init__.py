@@ -12,16 +12,26 @@ from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_router_replay.indexer.compare import PositionDiff, compare_positions
+    from megatron_router_replay.indexer.files import load_positions, save_positions
     from megatron_router_replay.indexer.positions import PositionTrace
     from megatron_router_replay.indexer.sglang import decode_indexer_topk
 
-__all__ = ["PositionDiff", "PositionTrace", "compare_positions", "decode_indexer_topk"]
+__all__ = [
+    "PositionDiff",
+    "PositionTrace",
+    "compare_positions",
+    "decode_indexer_topk",
+    "load_positions",
+    "save_positions",
+]
 
 _MODULES = {
     "PositionDiff": "compare",
     "PositionTrace": "positions",
     "compare_positions": "compare",
     "decode_indexer_topk": "sglang",
+    "load_positions": "files",
+    "save_positions": "files",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES)

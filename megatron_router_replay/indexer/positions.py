@@ -24,7 +24,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PositionTrace:
-    """What indexers chose for a batch of tokens. `from_positions`, `concatenate` and `load` make it.
+    """What indexers chose for a batch of tokens. `from_positions` and `concatenate` make it.
 
     A token at position p of its sample has p + 1 candidates, positions 0..p. It attends to all of them if they are topk or
     fewer, and nothing is stored; otherwise to topk of them, which are stored as `indexer.codes` says. Tensors lie on the CPU.
