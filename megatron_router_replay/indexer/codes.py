@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-_BLOCK = 1 << 20
-"""Positions that are coded at a time: their bits take a few megabytes."""
+_BLOCK = 1 << 17
+"""Positions that are coded at a time: what is made of them fits into a processor's cache."""
 
 
 def low_bits(own: Array, topk: int) -> Array:

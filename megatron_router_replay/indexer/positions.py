@@ -18,7 +18,7 @@ from megatron_router_replay.errors import TraceError, listed
 from megatron_router_replay.indexer.codes import Array, code_words, decode_choices, encode_choices
 from megatron_router_replay.trace.values import as_integer_tensor, as_layer_numbers, as_per_token
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 20
 """Positions that are checked at a time."""
 
 
@@ -149,10 +149,9 @@ class PositionTrace:
             )
         layers = np.array([self._layer_index(number) for number in layer_numbers], np.int64)
         words = code_words(own, self.topk)
-        everything = np.arange(self.topk, dtype=np.int32)
-        chosen = np.where(everything <= own[:, None], everything, -1).astype(np.int32)
-        chosen = np.repeat(chosen[:, None], len(layers), axis=1)
-        stored = np.flatnonzero(words)
+        chosen = np.empty((len(own), len(layers), self.topk), np.int32)
+        few, stored, everything = np.flatnonzero(words == 0), np.flatnonzero(words), np.arange(self.topk, dtype=np.int32)
+        chosen[few] = np.where(everything <= own[few, None], everything, -1)[:, None]
         places = (self._starts[index[stored], None] + layers * words[stored, None]).reshape(-1)
         try:
             found = decode_choices(self.codes.numpy(), np.repeat(own[stored], len(layers)), places, self.topk)
