@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from examples.effect.results import freeze_table, gap_table, load, rl_table
+from examples.effect.results import freeze_table, gap_table, load, positions_table, rl_table
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 WIDTH, HEIGHT = 760, 300
@@ -181,6 +181,7 @@ def tables() -> list[str]:
         gap_table({"transformers, bf16": load("gap_transformers"), "vLLM 0.30.0, bf16": load("gap_vllm")}),
         freeze_table({"recompute": freeze["live"], "`freeze_recompute`": freeze["frozen"]}),
         rl_table(load("rl")["arms"]),
+        positions_table(load("positions")),
     ]
 
 

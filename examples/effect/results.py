@@ -63,6 +63,20 @@ def freeze_table(runs: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def positions_table(results: Mapping[str, Any]) -> str:
+    arms = ("nothing", "routes", "positions", "both")
+    rows = [f"| weights | loss | flipped routes | flipped positions | {' | '.join(arms)} |", "| --- " * 8 + "|"]
+    for name, of_seeds in results.items():
+        if name == "environment":
+            continue
+        mean = {
+            of: fmean(seed[of] for seed in of_seeds) for of in (*arms, "loss", "flipped_routes", "flipped_positions")
+        }
+        flipped = f"{mean['flipped_routes']:.1%} | {mean['flipped_positions']:.1%}"
+        rows.append(f"| {name} | {mean['loss']:.2f} | {flipped} | {' | '.join(f'{mean[arm]:.1e}' for arm in arms)} |")
+    return "\n".join(rows)
+
+
 def rl_table(arms: Mapping[str, Mapping[str, Sequence[Sequence[float]]]]) -> str:
     rows = [
         f"| arm | reward, last {LAST} steps: mean | worst seed | best seed | k3 KL | tokens clipped | gradient norm |",

@@ -157,12 +157,12 @@ class ReplayedPositions(SessionPositions):
         self._trace = trace
         if trace.num_tokens != routes.num_tokens:
             raise TraceError(
-                f"MRR101: positions are of {trace.num_tokens} rows, routes of {routes.num_tokens}: both must be of one batch."
+                f"MRR114: positions are of {trace.num_tokens} rows, routes of {routes.num_tokens}: both must be of one batch."
             )
         lost = routes.replay_mask.cpu() & (trace.positions_in_sample < 0)
         if bool(lost.any()):
             raise TraceError(
-                f"MRR101: {int(lost.sum())} rows have routes and no positions, the first is row {int(lost.nonzero()[0])}. "
+                f"MRR114: {int(lost.sum())} rows have routes and no positions, the first is row {int(lost.nonzero()[0])}. "
                 "Leave them out of the routes, too: trace.keep(positions.positions_in_sample >= 0)."
             )
 
@@ -171,10 +171,10 @@ class ReplayedPositions(SessionPositions):
         if not self._chunk_of:
             raise UnsupportedRouterError("MRR401: positions= was given, and no layer here has sparse attention (DSA).")
         if missing := sorted(set(self.layer_numbers()) - set(self._trace.layer_numbers)):
-            raise TraceError(f"MRR108: positions lack layers {missing}; they have {list(self._trace.layer_numbers)}.")
+            raise TraceError(f"MRR114: positions lack layers {missing}; they have {list(self._trace.layer_numbers)}.")
         if self._trace.topk != self.topk:
             raise TraceError(
-                f"MRR101: positions hold {self._trace.topk} a token and layer, the model's dsa_indexer_topk is {self.topk}."
+                f"MRR114: positions hold {self._trace.topk} a token and layer, the model's dsa_indexer_topk is {self.topk}."
             )
 
     def choose(self, attention: Any, question: Question, needs_scores: bool) -> tuple[Tensor | None, Tensor]:

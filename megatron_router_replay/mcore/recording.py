@@ -170,7 +170,7 @@ class RecordSession(Session):
         )
 
     def positions(self, *, num_tokens: int | None = None) -> PositionTrace:
-        """Return this rank's part of what the indexers of sparse attention chose; of rows that it did not run, nothing.
+        """Return this rank's part of what indexers chose. Of rows that it did not run nothing is known.
 
         Args:
             num_tokens: as for `trace`.
@@ -185,7 +185,7 @@ class RecordSession(Session):
         return self._positions.trace(self._agreed_length() if num_tokens is None else num_tokens)
 
     def gather_positions(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> PositionTrace:
-        """Return the positions of all rows and layers, on every rank of these groups; a collective, as `gather`."""
+        """Return the positions of all rows and layers, on every rank of these groups. A collective, as `gather`."""
         return _gathered(self.positions(num_tokens=num_tokens), groups, merge_positions)
 
     def gather(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> RoutingTrace:

@@ -213,9 +213,9 @@ def test_what_does_not_fit_raises(megatron):
     routes, positions, _, _ = recorded(model, microbatches)
     with pytest.raises(LayoutError, match="MRR411: positions= needs a trace"):
         mrr.replay(model, positions=positions)
-    with pytest.raises(TraceError, match="MRR101: positions are of 192 rows, routes of 64"):
+    with pytest.raises(TraceError, match="MRR114: positions are of 192 rows, routes of 64"):
         mrr.replay(model, routes[:64], positions=positions)
-    with pytest.raises(TraceError, match=r"MRR101: 2 rows have routes and no positions, the first is row 3"):
+    with pytest.raises(TraceError, match=r"MRR114: 2 rows have routes and no positions, the first is row 3"):
         mrr.replay(model, routes, positions=without(positions, [3, 9]))
     fewer = PositionTrace.from_positions(
         positions.rows(torch.arange(ROWS), [1, 3]),
@@ -223,7 +223,7 @@ def test_what_does_not_fit_raises(megatron):
         layer_numbers=[1, 3],
         topk=positions.topk,
     )
-    with pytest.raises(TraceError, match=r"MRR108: positions lack layers \[2, 4\]"):
+    with pytest.raises(TraceError, match=r"MRR114: positions lack layers \[2, 4\]"):
         mrr.replay(model, routes, positions=fewer)
     with (
         mrr.record(model) as recording,
