@@ -150,7 +150,11 @@ class PositionTrace:
         layers = np.array([self._layer_index(number) for number in layer_numbers], np.int64)
         words = code_words(own, self.topk)
         chosen = np.empty((len(own), len(layers), self.topk), np.int32)
-        few, stored, everything = np.flatnonzero(words == 0), np.flatnonzero(words), np.arange(self.topk, dtype=np.int32)
+        few, stored, everything = (
+            np.flatnonzero(words == 0),
+            np.flatnonzero(words),
+            np.arange(self.topk, dtype=np.int32),
+        )
         chosen[few] = np.where(everything <= own[few, None], everything, -1)[:, None]
         places = (self._starts[index[stored], None] + layers * words[stored, None]).reshape(-1)
         try:

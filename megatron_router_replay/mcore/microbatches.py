@@ -130,6 +130,7 @@ class Microbatch:
     number: int = -1
     routed: set[int] = field(default_factory=set)
     used: dict[int, Any] = field(default_factory=dict)  # position -> [num_tokens, topk], filled in a recording
+    attended: set[int] = field(default_factory=set)  # layers whose sparse attention ran, in sessions with positions
     stream: Any = None  # under which it was queued
 
     def __post_init__(self) -> None:

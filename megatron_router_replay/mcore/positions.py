@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_router_replay.errors import TraceError, UnsupportedRouterError
+from megatron_router_replay.errors import ReplayStateError, TraceError, UnsupportedRouterError
 from megatron_router_replay.indexer.merge import merge_positions, place_positions
 from megatron_router_replay.indexer.positions import PositionTrace
 from megatron_router_replay.mcore import microbatches as micro
@@ -88,6 +88,12 @@ class SessionPositions:
         chunk, who = self._chunk_of[attention], tape.layer_of(attention)
         microbatch = chunk.queue.running(who)
         assert microbatch.batch_rows is not None, "sessions with positions keep them"
+        if attention.layer_number in microbatch.attended:
+            raise ReplayStateError(
+                f"MRR407: {chunk.queue.where}, micro-batch {microbatch.number}: one forward of the model called {who} twice. "
+                "A micro-batch has one set of positions for a token in a layer."
+            )
+        microbatch.attended.add(attention.layer_number)
         starts, ends = question.bounds(who)
         rows = chunk.query_rows(microbatch.batch_rows, question.shape, who)
         return chunk, microbatch.number, rows, ends - 1 - starts, starts

@@ -245,6 +245,21 @@ def test_a_token_at_another_place_of_its_sample_raises(megatron):
     session.close(verify=False)
 
 
+def test_an_attention_that_runs_twice_in_a_forward_raises(megatron):
+    model, microbatches = build(Dsa())
+    attention = attentions(model)[1]
+    attention.register_forward_hook(
+        lambda module, args, kwargs, output: module.forward(*args, **kwargs), with_kwargs=True
+    )
+    recording = mrr.record(model, positions=True)
+    recording.microbatch(microbatches[0]["routing_rows"], model)
+    with pytest.raises(
+        ReplayStateError, match=r"MRR407: .*one forward of the model called the indexer of layer 2 twice"
+    ):
+        train(model, microbatches[:1])
+    recording.close(verify=False)
+
+
 def test_attention_outside_of_the_models_forward_raises(megatron):
     model, microbatches = build(Dsa())
     routes, positions, _, _ = recorded(model, microbatches)
