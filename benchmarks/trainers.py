@@ -68,7 +68,7 @@ def of_slime(folder: str, *, edited: bool) -> Preparation:
                 replay.record(layers[:, layer])
 
         def fed() -> None:
-            stamped = list(map(mrr.stamp, routes, tokens))
+            stamped = [mrr.stamp(r, t, dtype=torch.int16) for r, t in zip(routes, tokens)]
             model._feed_routes(args, batch.chunk, laid_out | {"rollout_routed_experts": stamped})
 
         return fed if edited else own
@@ -111,7 +111,7 @@ def of_miles(folder: str, *, edited: bool) -> Preparation:
             )
 
         def fed() -> None:
-            stamped = list(map(mrr.stamp, batch.routes[:, :-1], batch.tokens))
+            stamped = [mrr.stamp(r, t, dtype=torch.int16) for r, t in zip(batch.routes[:, :-1], batch.tokens)]
             model._feed_routes(batch.chunk, get_batch(stamped, field)[1])
 
         return fed if edited else own

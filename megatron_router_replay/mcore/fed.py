@@ -29,20 +29,22 @@ _DIGIT_BITS = 7
 _DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
-def stamp(routes: Tensor, tokens: Tensor) -> Tensor:
+def stamp(routes: Tensor, tokens: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Add a layer to routes that names the token of each row. Call it where the rollout's routes enter the trainer.
 
     Args:
         routes: [..., layers, topk] integers, a row for each of the first tokens.
         tokens: [...] or longer in its last dimension: the ids of the tokens.
+        dtype: signed, of the result; None: the routes' own. slime and miles carry int32, of which torch.int16 is half.
 
     Returns:
-        [..., layers + 1, topk] of the routes' dtype. The last layer holds the token's id in digits of 7 bits. Three digits
+        [..., layers + 1, topk]. The last layer holds the token's id in digits of 7 bits. Three digits
         tell all tokens of a vocabulary below 2 million apart; with topk=2 two tokens look alike once in 16,384 pairs, with
         topk=1 once in 128.
 
     Raises:
-        LayoutError: there are fewer tokens than rows, or these are no integers.
+        LayoutError: there are fewer tokens than rows, these are no integers, or an id does not fit `dtype`. On a GPU an
+            assertion of the device fails for that instead.
     """
     routes, tokens = as_integers(routes, "routes"), as_integers(tokens, "tokens")
     tokens = tokens[..., : routes.shape[-3]] if routes.dim() >= 3 else tokens
@@ -51,7 +53,28 @@ def stamp(routes: Tensor, tokens: Tensor) -> Tensor:
             f"MRR411: cannot stamp routes {list(routes.shape)} with tokens {list(tokens.shape)}: give [..., layers, "
             "topk] routes and one token a row."
         )
+    if dtype is not None:
+        routes = _narrowed(routes, dtype)
     return torch.cat([routes, _stamps(tokens, routes).unsqueeze(-2)], dim=-2)
+
+
+def _narrowed(routes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return routes in a dtype that holds every id of theirs, and -1; a cast alone would make an expert of any number."""
+    if dtype not in _DTYPES[1:]:
+        raise LayoutError(f"MRR411: cannot stamp routes as {dtype}: give torch.int16, int32 or int64.")
+    limits = torch.iinfo(dtype)
+    if routes.numel() and torch.iinfo(routes.dtype).max > limits.max:
+        routes = routes if routes.dtype in _DTYPES else routes.to(torch.int64)  # torch computes too little with uint16
+        lowest, highest = torch.aminmax(routes)
+        outside = (lowest < limits.min) | (highest > limits.max)
+        if routes.is_cuda:  # whose host would wait for the answer
+            torch._assert_async(~outside, f"MRR103: routes hold ids that {dtype} does not.")
+        elif bool(outside):
+            raise LayoutError(
+                f"MRR103: routes hold ids from {int(lowest)} to {int(highest)}, which {dtype} does not: of a model they "
+                "lie in 0..num_experts - 1, -1 where there is none."
+            )
+    return routes.to(dtype)
 
 
 def _digits(tokens: Any, topk: int) -> list[Any]:

@@ -22,7 +22,7 @@ CASES = {
 }
 
 FORGOTTEN = {
-    "the stamp": (("map(mrr.stamp",), "routes name an expert twice in one row"),
+    "the stamp": (("mrr.stamp(",), "routes name an expert twice in one row"),
     "the filler": (("new_full",), "routes of the dense layers [1] are not filler"),
     "the session of log-probs": (("replays = ",), "no session holds this DistributedDataParallel"),
     "the session of training": (('timer("actor_train")',), "no session holds this DistributedDataParallel"),

@@ -92,6 +92,25 @@ def test_the_stamp_is_a_layer_of_the_tokens_digits():
         mrr.stamp(routes, torch.tensor([5]))
 
 
+@pytest.mark.parametrize("given", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_a_stamp_narrows_ids_that_fit_and_no_others(given):
+    routes = torch.tensor([[[3, 200]], [[torch.iinfo(given).min < 0 and -1, 7]]]).to(given)
+    ids = torch.tensor([5, 131])
+    narrow = mrr.stamp(routes, ids, dtype=torch.int16)
+    assert narrow.dtype is torch.int16
+    assert torch.equal(narrow.long(), mrr.stamp(routes, ids).long())
+    assert mrr.stamp(routes[:0], ids[:0], dtype=torch.int16).shape == (0, 2, 2)
+    for wrong in (32768, -32769, 65541) if given in (torch.int32, torch.int64) else ():
+        routes[0, 0, 1] = wrong  # a cast would make 65541 expert 5
+        with pytest.raises(LayoutError, match=r"^MRR103: routes hold ids from .*, which torch.int16 does not"):
+            mrr.stamp(routes, ids, dtype=torch.int16)
+    with pytest.raises(LayoutError, match=r"ids from 65535 to 65535"):  # a -1 that was cast
+        mrr.stamp(torch.full((2, 1, 2), 65535, dtype=torch.uint16), ids, dtype=torch.int16)
+    for dtype in (torch.uint8, torch.float32):
+        with pytest.raises(LayoutError, match=f"cannot stamp routes as {dtype}"):
+            mrr.stamp(routes, ids, dtype=dtype)
+
+
 @pytest.mark.parametrize("topk", [1, 2])
 def test_stamps_of_few_digits_tell_most_tokens_apart(topk):
     ids = torch.arange(150_000)
