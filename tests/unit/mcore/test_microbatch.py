@@ -13,8 +13,6 @@ from megatron_router_replay.mcore.microbatches import (
     LayerRoutes,
     Microbatch,
     RowInputs,
-    padding_ordinals,
-    spread_padding,
 )
 from tests.unit.mcore.tiny_chunk import Chunk, as_map, random_routes, random_trace, tokens, watched
 
@@ -46,18 +44,6 @@ def test_each_layer_is_widened_with_its_block_in_the_forward_and_the_recompute()
     for layer in reversed(range(40)):
         assert torch.equal(kept[layer].to(torch.int64), compact[:, layer].long())
         assert len(routes._blocks) == (layer not in (0, 16, 32))
-
-
-def test_padding_is_numbered_as_routers_see_it_and_spread_over_all_experts():
-    padding = torch.tensor([[False, True, True], [False, True, False]])  # s-major: no no, 0 1, 2 no
-    ordinals = padding_ordinals(padding)
-    assert [int(ordinals[b, s]) for s in range(3) for b in range(2) if padding[b, s]] == [0, 1, 2]
-    seen, numbers = padding.t().reshape(-1), ordinals.t().reshape(-1)
-    routes = random_routes(6).to(torch.uint8)
-    spread = spread_padding(routes, seen, numbers, 5)
-    assert torch.equal(spread[~seen], routes[~seen])
-    assert spread[seen].tolist() == [[[0, 1]] * 3, [[2, 3]] * 3, [[4, 0]] * 3]
-    assert spread.dtype is torch.uint8
 
 
 def test_each_position_gets_its_rows_routes_and_says_whether_it_is_live():

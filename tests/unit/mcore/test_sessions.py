@@ -90,14 +90,19 @@ def test_a_part_of_a_virtual_pipeline_is_refused(start):
             start(some)
 
 
-def test_a_lost_session_is_named_by_its_kind_and_can_be_ended():
+def test_a_lost_session_is_named_by_its_kind_and_place_and_can_be_ended():
     chunk = Chunk()
-    freeze, recording = mrr.freeze_recompute(chunk), mrr.record(chunk)
+    freeze = mrr.freeze_recompute(chunk, verify=True)
     with pytest.raises(ReplayStateError, match="takes no micro-batches"):
         freeze.microbatch(ROWS)
+    del freeze  # which lasts as long as its model
+    gc.collect()
+    with pytest.raises(ReplayStateError, match=r"under another session already, a freeze_recompute made at .*\.py:\d+"):
+        mrr.freeze_recompute(chunk)
+    recording = mrr.record(chunk)
+    forward(chunk, recording)
     with pytest.raises(ReplayStateError, match=r"under another session already, a record.*close_sessions"):
         mrr.record(chunk)
-    del freeze  # which lasts as long as its model
     assert mrr.close_sessions(chunk) == 2
     assert left_over(chunk) == []
     with pytest.raises(ReplayStateError, match="is closed"):
@@ -124,18 +129,6 @@ def test_a_freeze_that_nobody_keeps_holds_its_model_and_does_not_keep_it_alive(o
     gc.collect()
     assert model() is None
     assert len(seam.held) == num_held
-
-
-def test_a_freeze_that_nobody_keeps_can_be_ended():
-    chunk = Chunk()
-    mrr.freeze_recompute(chunk, verify=True)
-    gc.collect()
-    with pytest.raises(ReplayStateError, match=r"under another session already, a freeze_recompute made at .*\.py:\d+"):
-        mrr.freeze_recompute(chunk)
-    with mrr.record(chunk) as recording:
-        forward(chunk, recording)
-    assert mrr.close_sessions(chunk) == 1
-    assert left_over(chunk) == []
 
 
 @pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)

@@ -22,17 +22,6 @@ def test_it_stores_the_routes_in_one_byte_each_and_knows_its_sizes():
     assert len(trace) == 3
 
 
-@pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.uint8), (257, torch.int16), (512, torch.int16)])
-def test_the_dtype_follows_from_num_experts_alone(num_experts, dtype):
-    # 300 in uint8 would be 44: the id must survive.
-    top = num_experts - 1
-    trace = make([[[0, top]]], layer_numbers=[1], num_experts=num_experts)
-    assert trace.topk_indices.dtype is dtype
-    assert trace.topk_indices.tolist() == [[[0, top]]]
-    small = make([[[0, 1]]], layer_numbers=[1], num_experts=num_experts)
-    assert small.topk_indices.dtype is dtype
-
-
 INTEGERS = [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i4"]
 INTEGERS += [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64]
 
