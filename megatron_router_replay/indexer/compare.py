@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
+from megatron_router_replay.indexer.codes import Array
 from megatron_router_replay.indexer.positions import PositionTrace, check_alike
 from megatron_router_replay.tables import Table, share
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 20
 """Positions, or candidates of the tokens, that are compared at a time."""
 
 
@@ -70,15 +72,14 @@ def compare_positions(a: PositionTrace, b: PositionTrace) -> PositionDiff:
             "samples: they are of different batches, or their rows are in another order."
         )
     rows = (known & (own_a >= a.topk)).nonzero()[:, 0]
-    shared = torch.empty(len(rows), len(a.layer_numbers), dtype=torch.int64)
-    width = max(a.topk, int(own_a.max()) + 1 if len(rows) else 1) * max(1, len(a.layer_numbers))
-    step = max(1, _BLOCK // width)
+    shared = torch.full((len(rows), len(a.layer_numbers)), a.topk, dtype=torch.int64)
+    step = max(1, _BLOCK // (a.topk * max(1, len(a.layer_numbers))))
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
-        in_a, in_b = (trace.rows(block, trace.layer_numbers).to(torch.int64) for trace in (a, b))
-        named = torch.zeros(*in_a.shape[:2], int(own_a[block].max()) + 1, dtype=torch.bool)
-        named.scatter_(2, in_a, True)
-        shared[start : start + step] = named.gather(2, in_b).sum(dim=2)
+        in_a, in_b = (trace.rows(block, trace.layer_numbers).numpy() for trace in (a, b))
+        # Both ascend, so most choices are told to be the same set without looking for each position.
+        where = np.nonzero((in_a != in_b).any(axis=2))
+        shared[start + torch.from_numpy(where[0]), torch.from_numpy(where[1])] = _count_shared(in_a[where], in_b[where])
     differs = shared != a.topk
     firsts = [int(rows[column.nonzero()[0, 0]]) if bool(column.any()) else None for column in differs.T]
     return PositionDiff(
@@ -91,3 +92,16 @@ def compare_positions(a: PositionTrace, b: PositionTrace) -> PositionDiff:
         overlap_by_layer=shared.double().mean(dim=0) / a.topk,
         first_by_layer=tuple(firsts),
     )
+
+
+def _count_shared(in_a: Array, in_b: Array) -> Tensor:
+    """Return how many positions each two choices share, [n] int64, of [n, topk]."""
+    width = int(max(in_a.max(initial=0), in_b.max(initial=0))) + 1
+    step, counts = max(1, _BLOCK // width), torch.empty(len(in_a), dtype=torch.int64)
+    for start in range(0, len(in_a), step):
+        part = slice(start, start + step)
+        begins = np.arange(len(in_a[part]), dtype=np.int64)[:, None] * width
+        named = np.zeros(len(begins) * width, np.bool_)
+        named[in_a[part] + begins] = True
+        counts[part] = torch.from_numpy(named[in_b[part] + begins].sum(axis=1))
+    return counts
