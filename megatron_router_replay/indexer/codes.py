@@ -28,37 +28,37 @@ _BLOCK = 1 << 17
 """Positions that are coded at a time: what is made of them fits into a processor's cache."""
 
 
-def low_bits(own: Array, topk: int) -> Array:
+def low_bits(queries: Array, topk: int) -> Array:
     """Return how many low bits the code of each token has, [n] int64.
 
     Args:
-        own: [n] int64, each token's position in its sample.
+        queries: [n] int64, the position of each token in its sample.
         topk: positions in a choice.
     """
-    ratio = (own + 1) // topk
+    ratio = (queries + 1) // topk
     # frexp is exact: positions are below 2**31.
     return np.where(ratio < 4, 0, np.frexp(ratio.astype(np.float64))[1] - 1).astype(np.int64)
 
 
-def code_words(own: Array, topk: int) -> Array:
+def code_words(queries: Array, topk: int) -> Array:
     """Return how many words the choice of each token takes, [n] int64: 0 where every candidate is chosen, or none known."""
-    low = low_bits(own, topk)
-    size = low * (-(-topk // 8)) + (((own >> low) + np.where(low > 0, topk, 1) + 7) >> 3)
-    return np.where(own >= topk, (size + 7) >> 3, 0)
+    low = low_bits(queries, topk)
+    size = low * (-(-topk // 8)) + (((queries >> low) + np.where(low > 0, topk, 1) + 7) >> 3)
+    return np.where(queries >= topk, (size + 7) >> 3, 0)
 
 
-def encode_choices(chosen: Array, own: Array, starts: Array, codes: Array) -> None:
+def encode_choices(chosen: Array, queries: Array, starts: Array, codes: Array) -> None:
     """Write the code of each choice.
 
     Args:
-        chosen: [n, topk] int32, each row ascending, distinct and in 0..own.
-        own: [n] int64, the token's position, topk or more.
+        chosen: [n, topk] int32, each row ascending, distinct and in 0..query.
+        queries: [n] int64, the position of each token, topk or more.
         starts: [n] int64, where the code of each begins.
         codes: [num_words] int64, changed in place.
     """
     topk = chosen.shape[1]
-    for low, block in _blocks(own, topk):
-        positions, words = chosen[block], code_words(own[block], topk)
+    for low, block in _blocks(queries, topk):
+        positions, words = chosen[block], code_words(queries[block], topk)
         # Bytes are compared and packed several times faster than int32.
         narrow = [(positions >> shift).astype(np.uint8) for shift in range(0, low, 8)]
         planes = [np.packbits(narrow[bit // 8] & (1 << bit % 8), axis=1, bitorder="little") for bit in range(low)]
@@ -73,15 +73,15 @@ def encode_choices(chosen: Array, own: Array, starts: Array, codes: Array) -> No
         codes[places[inside]] = data.view("<i8")[inside]
 
 
-def decode_choices(codes: Array, own: Array, starts: Array, topk: int) -> Array:
+def decode_choices(codes: Array, queries: Array, starts: Array, topk: int) -> Array:
     """Return the positions of each choice, [n, topk] int32 ascending; args as `encode_choices` takes them.
 
     Raises:
-        ValueError: a code holds something else than topk distinct positions in 0..own.
+        ValueError: a code holds something else than topk distinct positions in 0..query.
     """
-    chosen = np.empty((len(own), topk), np.int32)
-    for low, block in _blocks(own, topk):
-        words = code_words(own[block], topk)
+    chosen = np.empty((len(queries), topk), np.int32)
+    for low, block in _blocks(queries, topk):
+        words = code_words(queries[block], topk)
         places, inside = _places(starts[block], words)
         data = np.where(inside, codes[np.where(inside, places, 0)], 0).view(np.uint8)
         edge = low * -(-topk // 8)
@@ -102,7 +102,7 @@ def decode_choices(codes: Array, own: Array, starts: Array, topk: int) -> Array:
                 positions |= narrow.astype(np.int32) << shift
         if (
             (positions[:, 0] < 0).any()
-            or (positions[:, -1] > own[block]).any()
+            or (positions[:, -1] > queries[block]).any()
             or (positions[:, 1:] <= positions[:, :-1]).any()
         ):
             raise ValueError("positions repeat, or lie outside their sample")
@@ -110,9 +110,9 @@ def decode_choices(codes: Array, own: Array, starts: Array, topk: int) -> Array:
     return chosen
 
 
-def _blocks(own: Array, topk: int) -> Iterator[tuple[int, Array]]:
+def _blocks(queries: Array, topk: int) -> Iterator[tuple[int, Array]]:
     """Yield (low bits, indices of choices that have as many), a block at a time."""
-    low, step = low_bits(own, topk), max(1, _BLOCK // topk)
+    low, step = low_bits(queries, topk), max(1, _BLOCK // topk)
     for bits in np.unique(low).tolist():
         members = np.flatnonzero(low == bits)
         yield from ((bits, members[at : at + step]) for at in range(0, len(members), step))

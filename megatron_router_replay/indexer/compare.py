@@ -64,14 +64,14 @@ def compare_positions(a: PositionTrace, b: PositionTrace) -> PositionDiff:
         TraceError: layers, topk, the number of tokens or a token's position in its sample differ.
     """
     check_alike(a, b, "compare a trace")
-    own_a, own_b = a.positions_in_sample, b.positions_in_sample
-    known = (own_a >= 0) & (own_b >= 0) if len(a) == len(b) else None
-    if known is None or not torch.equal(own_a[known], own_b[known]):
+    queries_a, queries_b = a.positions_in_sample, b.positions_in_sample
+    known = (queries_a >= 0) & (queries_b >= 0) if len(a) == len(b) else None
+    if known is None or not torch.equal(queries_a[known], queries_b[known]):
         raise TraceError(
             f"MRR107: cannot compare traces of {len(a)} and {len(b)} tokens that lie at different positions of their "
             "samples: they are of different batches, or their rows are in another order."
         )
-    rows = (known & (own_a >= a.topk)).nonzero()[:, 0]
+    rows = (known & (queries_a >= a.topk)).nonzero()[:, 0]
     shared = torch.full((len(rows), len(a.layer_numbers)), a.topk, dtype=torch.int64)
     step = max(1, _BLOCK // (a.topk * max(1, len(a.layer_numbers))))
     for start in range(0, len(rows), step):
@@ -86,8 +86,8 @@ def compare_positions(a: PositionTrace, b: PositionTrace) -> PositionDiff:
         layer_numbers=a.layer_numbers,
         topk=a.topk,
         rows_compared=len(rows),
-        rows_only_a=int((own_a >= 0).sum() - known.sum()),
-        rows_only_b=int((own_b >= 0).sum() - known.sum()),
+        rows_only_a=int((queries_a >= 0).sum() - known.sum()),
+        rows_only_b=int((queries_b >= 0).sum() - known.sum()),
         agreement_by_layer=(~differs).double().mean(dim=0),
         overlap_by_layer=shared.double().mean(dim=0) / a.topk,
         first_by_layer=tuple(firsts),

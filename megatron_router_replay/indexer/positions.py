@@ -50,15 +50,15 @@ class PositionTrace:
 
     def __post_init__(self) -> None:
         numbers, topk = as_layer_numbers(self.layer_numbers), as_integer("topk", self.topk, least=1, most=2**31 - 1)
-        own = _own_positions(self.positions_in_sample)
-        words = code_words(own.numpy().astype(np.int64), topk) * len(numbers)
+        queries = _as_positions_in_sample(self.positions_in_sample)
+        words = code_words(queries.numpy().astype(np.int64), topk) * len(numbers)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(words)])
         if self.codes.dtype != torch.int64 or self.codes.shape != (starts[-1],) or self.codes.device.type != "cpu":
             raise TraceError(
                 f"MRR102: codes must be [{starts[-1]}] int64 on the CPU for these tokens, got {list(self.codes.shape)} "
                 f"{self.codes.dtype} on {self.codes.device}: use PositionTrace.from_positions."
             )
-        values = {"positions_in_sample": own, "layer_numbers": numbers, "topk": topk, "_starts": starts}
+        values = {"positions_in_sample": queries, "layer_numbers": numbers, "topk": topk, "_starts": starts}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -77,19 +77,19 @@ class PositionTrace:
             TraceError: shapes disagree, or a row is not what an indexer can have chosen: a key after the token, a key
                 twice, too few keys; it names the row, the layer and the values.
         """
-        chosen, own = as_integer_tensor("positions", positions), _own_positions(positions_in_sample)
+        chosen, queries = as_integer_tensor("positions", positions), _as_positions_in_sample(positions_in_sample)
         numbers, topk = as_layer_numbers(layer_numbers), as_integer("topk", topk, least=1, most=2**31 - 1)
-        if chosen.shape != (len(own), len(numbers), topk):
+        if chosen.shape != (len(queries), len(numbers), topk):
             raise TraceError(
-                f"MRR102: positions must be [{len(own)} tokens, {len(numbers)} layers, topk={topk}], got shape "
+                f"MRR102: positions must be [{len(queries)} tokens, {len(numbers)} layers, topk={topk}], got shape "
                 f"{list(chosen.shape)}."
             )
-        tokens = own.numpy().astype(np.int64)
+        tokens = queries.numpy().astype(np.int64)
         words = code_words(tokens, topk)
         starts = np.cumsum(words * len(numbers)) - words * len(numbers)
         codes = np.zeros(int((words * len(numbers)).sum()), np.int64)
         step = max(1, _BLOCK // max(1, chosen[:1].numel()))
-        for begin in range(0, len(own), step):
+        for begin in range(0, len(queries), step):
             rows = slice(begin, begin + step)
             ordered = _checked(chosen[rows].cpu().numpy(), tokens[rows], numbers, first_row=begin)
             stored = np.flatnonzero(words[rows]) + begin
@@ -97,7 +97,7 @@ class PositionTrace:
             places = starts[stored, None] + layers * words[stored, None]
             entries = ordered[stored - begin].reshape(-1, topk)
             encode_choices(entries, np.repeat(tokens[stored], len(numbers)), places.reshape(-1), codes)
-        return cls(positions_in_sample=own, layer_numbers=numbers, topk=topk, codes=torch.from_numpy(codes))
+        return cls(positions_in_sample=queries, layer_numbers=numbers, topk=topk, codes=torch.from_numpy(codes))
 
     @classmethod
     def concatenate(cls, traces: Sequence[PositionTrace]) -> PositionTrace:
@@ -141,27 +141,25 @@ class PositionTrace:
                 f"MRR106: cannot take {seen} of a trace of {self.num_tokens} tokens: rows are one-dimensional and count "
                 "from 0; padding (-1) has no row."
             )
-        own = self.positions_in_sample.numpy()[index].astype(np.int64)
-        if (own < 0).any():
+        queries = self.positions_in_sample.numpy()[index].astype(np.int64)
+        unknown = index[queries < 0]
+        if len(unknown):
             raise TraceError(
-                f"MRR106: cannot take row {index[own < 0][0]} ({int((own < 0).sum())} of {len(index)} such rows): nothing is "
-                "known of it, because its token was not recorded. An engine never runs the last token of a sample."
+                f"MRR106: cannot take row {unknown[0]} ({len(unknown)} of {len(index)} such rows): nothing is known of it, "
+                "because its token was not recorded. An engine never runs the last token of a sample."
             )
         layers = np.array([self._layer_index(number) for number in layer_numbers], np.int64)
-        words = code_words(own, self.topk)
-        chosen = np.empty((len(own), len(layers), self.topk), np.int32)
-        few, stored, everything = (
-            np.flatnonzero(words == 0),
-            np.flatnonzero(words),
-            np.arange(self.topk, dtype=np.int32),
-        )
-        chosen[few] = np.where(everything <= own[few, None], everything, -1)[:, None]
+        words = code_words(queries, self.topk)
+        chosen = np.empty((len(queries), len(layers), self.topk), np.int32)
+        everything = np.arange(self.topk, dtype=np.int32)
+        few, stored = np.flatnonzero(words == 0), np.flatnonzero(words)
+        chosen[few] = np.where(everything <= queries[few, None], everything, -1)[:, None]
         places = (self._starts[index[stored], None] + layers * words[stored, None]).reshape(-1)
         try:
-            found = decode_choices(self.codes.numpy(), np.repeat(own[stored], len(layers)), places, self.topk)
+            decoded = decode_choices(self.codes.numpy(), np.repeat(queries[stored], len(layers)), places, self.topk)
         except ValueError as error:
             raise TraceError(f"MRR110: the codes of the trace are damaged: {error}. Make it anew.") from None
-        chosen[stored] = found.reshape(-1, len(layers), self.topk)
+        chosen[stored] = decoded.reshape(-1, len(layers), self.topk)
         return torch.from_numpy(chosen)
 
     @property
@@ -219,55 +217,57 @@ def check_alike(a: PositionTrace, b: PositionTrace, attempt: str) -> None:
             )
 
 
-def _own_positions(value: Any) -> Tensor:
+def _as_positions_in_sample(value: Any) -> Tensor:
     """Return [num_tokens] int32 on the CPU, -1 or more; a copy."""
     tensor = as_integer_tensor("positions_in_sample", value)
     if tensor.dim() != 1:
         raise TraceError(f"MRR102: positions_in_sample must be [num_tokens], got shape {list(tensor.shape)}.")
-    own = as_per_token("positions_in_sample", tensor, len(tensor))
-    assert own is not None
-    if own.numel() and int(own.min()) < -1:
-        raise TraceError(f"MRR101: positions_in_sample holds {int(own.min())}: positions count from 0, -1 is unknown.")
-    return own.cpu()
+    queries = as_per_token("positions_in_sample", tensor, len(tensor))
+    assert queries is not None
+    if queries.numel() and int(queries.min()) < -1:
+        raise TraceError(
+            f"MRR101: positions_in_sample holds {int(queries.min())}: positions count from 0, -1 is unknown."
+        )
+    return queries.cpu()
 
 
-def _checked(chosen: Array, own: Array, layer_numbers: Sequence[int], *, first_row: int) -> Array:
+def _checked(chosen: Array, queries: Array, layer_numbers: Sequence[int], *, first_row: int) -> Array:
     """Return rows of positions, each ascending, int32; or raise TraceError.
 
     Args:
         chosen: [n, num_layers, topk], any integer dtype.
-        own: [n] int64, each token's position in its sample.
+        queries: [n] int64, the position of each token in its sample.
         first_row: the caller's number of row 0.
     """
     topk = chosen.shape[2]
     # Before int32 wraps what lies beyond it.
-    outside = np.asarray((chosen.min(axis=2) < -1) | (chosen.max(axis=2) > own[:, None]))
-    _refuse(outside, chosen, own, layer_numbers, first_row, "a key lies outside {window}")
+    outside = np.asarray((chosen.min(axis=2) < -1) | (chosen.max(axis=2) > queries[:, None]))
+    _refuse(outside, chosen, queries, layer_numbers, first_row, "a key lies outside {window}")
     ordered = chosen.astype(np.int32, copy=False)
     # Sorting takes most of the time; a caller may have sorted on a GPU.
     if not (ordered[..., 1:] >= ordered[..., :-1]).all():
         ordered = np.sort(ordered, axis=2)
     # As many -1 stand in front as there are fewer candidates than topk.
-    absent = topk - np.minimum(own + 1, topk)
-    first = ordered[np.arange(len(own)), :, np.minimum(absent, topk - 1)]
-    before = ordered[np.arange(len(own)), :, np.maximum(absent, 1) - 1]
+    absent = topk - np.minimum(queries + 1, topk)
+    first = ordered[np.arange(len(queries)), :, np.minimum(absent, topk - 1)]
+    before = ordered[np.arange(len(queries)), :, np.maximum(absent, 1) - 1]
     wrong = ((first < 0) & (absent < topk)[:, None]) | ((before >= 0) & (absent > 0)[:, None])
-    _refuse(wrong, ordered, own, layer_numbers, first_row, "it names {count} keys where it must name {expected}")
+    _refuse(wrong, ordered, queries, layer_numbers, first_row, "it names {count} keys where it must name {expected}")
     same = ordered[..., 1:] == ordered[..., :-1]
     few = np.flatnonzero(absent)
     same[few] &= ordered[few, :, 1:] >= 0
     repeated = np.asarray(same.any(axis=2))
-    _refuse(repeated, ordered, own, layer_numbers, first_row, "a key is named twice")
+    _refuse(repeated, ordered, queries, layer_numbers, first_row, "a key is named twice")
     return ordered
 
 
 def _refuse(
-    wrong: Array, chosen: Array, own: Array, layer_numbers: Sequence[int], first_row: int, problem: str
+    wrong: Array, chosen: Array, queries: Array, layer_numbers: Sequence[int], first_row: int, problem: str
 ) -> None:
     if not wrong.any():
         return
     row, layer = (int(i) for i in np.argwhere(wrong)[0])
-    values, position = chosen[row, layer], int(own[row])
+    values, position = chosen[row, layer], int(queries[row])
     expected = min(position + 1, len(values))
     window = f"0..{position}, the token and those before it" if position >= 0 else "the sample: the token is not known"
     words = problem.format(window=window, count=int((values >= 0).sum()), expected=expected)

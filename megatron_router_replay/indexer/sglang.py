@@ -89,8 +89,8 @@ def decode_indexer_topk(
     try:
         return PositionTrace.concatenate(
             [
-                PositionTrace.from_positions(part, positions_in_sample=own, layer_numbers=numbers, topk=topk)
-                for part, own in parts
+                PositionTrace.from_positions(part, positions_in_sample=queries, layer_numbers=numbers, topk=topk)
+                for part, queries in parts
             ]
         )
     except TraceError as error:
@@ -100,7 +100,7 @@ def decode_indexer_topk(
         ) from error
 
 
-def _read(value: Any, source: Source, shape: tuple[int, int, int], own_layers: int) -> Array:
+def _read(value: Any, source: Source, shape: tuple[int, int, int], indexer_layers: int) -> Array:
     """Return [rows, layers, topk]; the layers are all of `shape`, or only those with an indexer of their own."""
     rows, num_layers, topk = shape
     if isinstance(value, str):
@@ -109,7 +109,7 @@ def _read(value: Any, source: Source, shape: tuple[int, int, int], own_layers: i
     if isinstance(value, (bytes, bytearray, memoryview)):
         value = np.frombuffer(value, "<i4" if len(value) % 4 == 0 else "S1").reshape(-1)
     array = np.asarray(value) if isinstance(value, np.ndarray) else as_array(value, source=source)
-    for layers in (num_layers, own_layers):
+    for layers in (num_layers, indexer_layers):
         is_shaped = array.shape == (rows, layers, topk) or (array.ndim == 1 and array.size == rows * layers * topk)
         if is_shaped and array.dtype.kind in "iu":
             return array.reshape(rows, layers, topk)
@@ -122,7 +122,7 @@ def _read(value: Any, source: Source, shape: tuple[int, int, int], own_layers: i
 
 def _check_shared(chosen: Array, source: Source, layer_numbers: tuple[int, ...]) -> None:
     for number in range(1, chosen.shape[1] + 1):
-        shared = max((own for own in layer_numbers if own <= number), default=number)
+        shared = max((other for other in layer_numbers if other <= number), default=number)
         differing = (chosen[:, number - 1] != chosen[:, shared - 1]).any(axis=1)
         if differing.any():
             raise source.error(
