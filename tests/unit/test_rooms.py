@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_router_replay"
 
 WAIT_IN_A_FUNCTION = {
-    ("mcore", "store"),  # replay("path"): only who gives a path needs files
     ("mcore", "diagnostics"),  # replay(compare_live=True)
 }
 """Imports that would go up or stay on a line of the drawing, so they run when somebody needs them."""
@@ -113,6 +112,7 @@ def test_a_session_registers_nothing_for_the_end_of_the_process() -> None:
         ("mcore", "engines", {"families", "model_info"}),
         ("diagnostics.live", "diagnostics", {"fact", "live"}),
         ("diagnostics.live", "store", set()),
+        ("mcore", "store", set()),  # replay("path"): only who gives a path needs files
     ],
 )
 def test_a_session_loads_little_of_a_room_beside_it(part, room, modules) -> None:
