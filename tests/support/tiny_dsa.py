@@ -55,12 +55,14 @@ def dsa_config(layout: ParallelSizes, **overrides: Any) -> Any:
     return MLATransformerConfig(**{**values, **overrides})
 
 
-def build_tiny_dsa(config: Any, *, vocab_size: int = 320, seed: int = 1234) -> Any:
-    """Return the model, with the same weights on every tensor- and context-parallel rank."""
+def build_tiny_dsa(config: Any, *, vocab_size: int = 320, seed: int = 1234, vp_stage: int | None = None) -> Any:
+    """Return the model, or this pipeline stage of it, with the same weights on every tensor- and context-parallel rank."""
+    from megatron.core import parallel_state
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     class Backend(LocalSpecProvider):
         def linear(self) -> type:
@@ -71,6 +73,8 @@ def build_tiny_dsa(config: Any, *, vocab_size: int = 320, seed: int = 1234) -> A
     for layer in layers:
         attention = layer.submodules.self_attention.submodules
         attention.linear_q_down_proj = attention.linear_kv_down_proj = backend.column_parallel_linear()
+    offset = get_transformer_layer_offset(config, vp_stage)
+    layers = layers[offset : offset + get_num_layers_to_build(config, vp_stage)]
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.layer_norm(rms_norm=True))
     torch.manual_seed(seed)
     return GPTModel(
@@ -78,6 +82,9 @@ def build_tiny_dsa(config: Any, *, vocab_size: int = 320, seed: int = 1234) -> A
         transformer_layer_spec=block,
         vocab_size=vocab_size,
         max_sequence_length=512,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
+        vp_stage=vp_stage,
     )

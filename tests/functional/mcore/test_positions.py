@@ -11,7 +11,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.indexer import PositionTrace
-from megatron_router_replay.testing import ParallelSizes, random_microbatches
+from megatron_router_replay.testing import ParallelSizes, random_microbatches, run_schedule
 from tests.functional.mcore.cases import FULL, MEGATRON
 from tests.functional.mcore.dsa_cases import (
     ATTENTION,
@@ -27,6 +27,7 @@ from tests.functional.mcore.dsa_cases import (
     watched,
 )
 from tests.support.microbatches import pack_microbatch, split_microbatch
+from tests.support.tiny_dsa import build_tiny_dsa, dsa_config
 
 pytestmark = pytest.mark.skipif(MEGATRON < (0, 19), reason="where samples begin is told since Megatron-Core 0.19")
 
@@ -109,6 +110,43 @@ def test_a_replay_attends_where_the_recorded_step_did(case, megatron):
 )
 def test_over_ranks_a_replay_attends_where_the_recorded_step_did(case, on_ranks):
     on_ranks(2, replay_exactly, case)
+
+
+def replay_through_a_pipeline(layout: ParallelSizes) -> None:
+    """Record and replay with Megatron's schedule; every stage attends to its own layers' positions."""
+    layout.initialize()
+    stages = [None] if layout.vp_size is None else list(range(layout.vp_size))
+    config = dsa_config(layout, **FULL)
+    chunks = [build_tiny_dsa(config, vp_stage=stage) for stage in stages]
+    microbatches = random_microbatches(4, batch_size=2, sequence_length=32)
+    for microbatch, rows in zip(microbatches, torch.arange(256).view(4, 2, 32), strict=True):
+        microbatch["routing_rows"] = rows
+    model = torch.nn.ModuleList(chunks)
+
+    def step(session: Any) -> Chosen:
+        def queue(microbatch: dict[str, Any], chunk: Any) -> None:
+            session.microbatch(microbatch["routing_rows"], chunk)
+
+        with watched(model) as seen:
+            run_schedule(chunks, layout, microbatches, before_forward=queue)
+        return seen
+
+    with mrr.record(chunks, positions=True) as recording:
+        expected = step(recording)
+    routes, positions = recording.gather(), recording.gather_positions()
+    assert positions.layer_numbers == (1, 2, 3, 4)
+    change_indexers(model)
+    with mrr.replay(chunks, routes, positions=positions) as session:
+        seen = step(session)
+    assert len(seen["forward"]) == 2
+    assert num_different(expected["forward"], seen["forward"]) == 0
+    assert num_different(expected["recompute"], seen["recompute"]) == 0
+    assert sum(map(len, seen["recompute"].values())) == 8
+
+
+@pytest.mark.parametrize("layout", [ParallelSizes(pp_size=2), ParallelSizes(pp_size=2, vp_size=2)], ids=["pp2", "vpp2"])
+def test_each_stage_of_a_pipeline_attends_to_its_layers_positions(layout, on_ranks):
+    on_ranks(2, replay_through_a_pipeline, layout)
 
 
 def in_samples(seen: Chosen) -> dict[tuple[int, int], list[int]]:
