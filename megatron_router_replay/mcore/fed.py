@@ -54,12 +54,15 @@ def stamp(routes: Tensor, tokens: Tensor, *, dtype: torch.dtype | None = None) -
             "topk] routes and one token a row."
         )
     if dtype is not None:
-        routes = _narrowed(routes, dtype)
+        routes = _narrowed(routes, dtype, waits=not routes.is_cuda)
     return torch.cat([routes, _stamps(tokens, routes).unsqueeze(-2)], dim=-2)
 
 
-def _narrowed(routes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return routes in a dtype that holds every id of theirs, and -1; a cast alone would make an expert of any number."""
+def _narrowed(routes: Tensor, dtype: torch.dtype, *, waits: bool) -> Tensor:
+    """Return routes in a dtype that holds every id of theirs; a cast alone would make an expert of any number.
+
+    Without waiting for a device, it asserts that.
+    """
     if dtype not in _DTYPES[1:]:
         raise LayoutError(f"MRR411: cannot stamp routes as {dtype}: give torch.int16, int32 or int64.")
     limits = torch.iinfo(dtype)
@@ -67,7 +70,7 @@ def _narrowed(routes: Tensor, dtype: torch.dtype) -> Tensor:
         routes = routes if routes.dtype in _DTYPES else routes.to(torch.int64)  # torch computes too little with uint16
         lowest, highest = torch.aminmax(routes)
         outside = (lowest < limits.min) | (highest > limits.max)
-        if routes.is_cuda:  # whose host would wait for the answer
+        if not waits:
             torch._assert_async(~outside, f"MRR103: routes hold ids that {dtype} does not.")
         elif bool(outside):
             raise LayoutError(

@@ -1,11 +1,14 @@
 """Routes that a trainer lays out and feeds at its micro-batch: exact, proved by a stamp, or refused."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.mcore import fed
 from tests.unit.mcore.tiny_chunk import (
     Chunk,
     as_map,
@@ -109,6 +112,14 @@ def test_a_stamp_narrows_ids_that_fit_and_no_others(given):
     for dtype in (torch.uint8, torch.float32):
         with pytest.raises(LayoutError, match=f"cannot stamp routes as {dtype}"):
             mrr.stamp(routes, ids, dtype=dtype)
+
+
+@pytest.mark.parametrize("wrong", [-32769, 32768, None])
+def test_a_gpus_ids_are_narrowed_without_a_wait_and_checked_all_the_same(wrong):
+    """On a CPU the same operations assert at once."""
+    routes = torch.tensor([[[3, 7 if wrong is None else wrong]]])
+    with contextlib.nullcontext() if wrong is None else pytest.raises(RuntimeError, match="MRR103: routes hold ids"):
+        assert fed._narrowed(routes, torch.int16, waits=False).tolist() == routes.tolist()
 
 
 @pytest.mark.parametrize("topk", [1, 2])
@@ -271,9 +282,9 @@ def test_wrappers_of_the_chunk_find_the_session():
 
     chunk = Chunk()
     model = Wrapper(Wrapper(chunk))
-    for fed in (model, model.module, chunk):
+    for level in (model, model.module, chunk):
         with watched(chunk) as seen, mrr.replay(model):
-            mrr.microbatch(fed, routes=ROUTES, trust_layout=True)
+            mrr.microbatch(level, routes=ROUTES, trust_layout=True)
             model(IDS)
         assert wrong(seen) == 0
 
