@@ -69,7 +69,7 @@ class TokenLayout:
         if not is_list(tokens):
             tensor = _as_tensor(tokens, "tokens")
             if not tensor.is_nested:
-                return cls._of_padded(tensor, known)
+                return cls._right_padded(tensor, known)
         samples = as_samples(tokens, "tokens")
         for i, sample in enumerate(samples):
             if sample.dim() != 1:
@@ -83,19 +83,19 @@ class TokenLayout:
         return cls(lengths=of_tokens, like=None if is_list(tokens) else tokens, device=device)
 
     @classmethod
-    def _of_padded(cls, tokens: Tensor, lengths: list[int] | None) -> TokenLayout:
+    def _right_padded(cls, tokens: Tensor, lengths: list[int] | None) -> TokenLayout:
         if tokens.dim() != 2:
             raise LayoutError(
                 f"MRR801: tokens must be nested, a padded [B, S] or a list of [T], got {list(tokens.shape)}. Of one "
                 "packed row, take the samples before they are packed, and pack the rows as the tokens."
             )
-        mask = torch.ones(tokens.shape, dtype=torch.bool)
-        if lengths is not None:
-            if len(lengths) != tokens.shape[0] or any(length > tokens.shape[1] for length in lengths):
-                raise LayoutError(
-                    f"MRR801: lengths {lengths} do not fit tokens of {list(tokens.shape)}: one of 0..S a sample."
-                )
-            mask = torch.arange(tokens.shape[1]) < torch.tensor(lengths).unsqueeze(1)
+        num_samples, size = tokens.shape
+        known = [size] * num_samples if lengths is None else lengths
+        if len(known) != num_samples or any(length > size for length in known):
+            raise LayoutError(
+                f"MRR801: lengths {lengths} do not fit tokens of {list(tokens.shape)}: one of 0..S a sample."
+            )
+        mask = torch.arange(size) < torch.tensor(known, dtype=torch.int64).unsqueeze(1)
         return cls._padded(mask, tokens.device)
 
     @classmethod

@@ -24,28 +24,90 @@ def replaced(i, part, samples=None):
     return [*samples[:i], part, *samples[i + 1 :]]
 
 
-@pytest.mark.parametrize("rows", [0, 5, 9])
-def test_another_number_of_rows_names_the_sample(rows):
-    part = torch.rand(rows, 10, 16).argsort(dim=2)[:, :, :2]
-    with pytest.raises(LayoutError, match=rf"sample 2 has {rows} rows of routes for 8 tokens: expected 7"):
-        take_routes(replaced(2, part), INFO, lengths=LENGTHS)
+def random_routes(*, rows=None, layers=10, topk=2):
+    """[rows or T - 1, layers, topk] of each sample."""
+    lengths = [length - 1 for length in LENGTHS] if rows is None else [rows] * 3
+    return [torch.rand(length, layers, 16).argsort(dim=2)[:, :, :topk] for length in lengths]
 
 
-def test_a_sample_too_few_or_too_many():
-    with pytest.raises(LayoutError, match="hold 2 samples, the tokens 3"):
-        take_routes(engine_routes()[:2], INFO, lengths=LENGTHS)
-    with pytest.raises(LayoutError, match="padded batch of 3 samples"):
-        take_routes(padded(engine_routes())[:2], INFO, attention_mask=attention_mask())
-    with pytest.raises(LayoutError, match="hold no sample"):
-        take_routes([], INFO, lengths=[])
+LATE = [torch.cat([torch.zeros(1, 10, 2, dtype=torch.int64), part]) for part in engine_routes()]
+LEFT, RIGHT = (attention_mask(side=side) for side in ("left", "right"))
+ONES = [torch.ones(5), torch.ones(1), torch.ones(7)]
+REFUSED = {
+    **{
+        f"{rows} rows": (
+            {"routed_experts": replaced(2, random_routes(rows=rows)[2])},
+            f"sample 2 has {rows} rows of routes for 8",
+        )
+        for rows in (0, 5, 9)
+    },
+    "a sample too few": ({"routed_experts": engine_routes()[:2]}, "hold 2 samples, the tokens 3"),
+    "a padded sample too few": (
+        {"routed_experts": padded(engine_routes())[:2], "attention_mask": RIGHT},
+        "padded batch of 3 samples",
+    ),
+    "no sample": ({"routed_experts": [], "lengths": []}, "hold no sample"),
+    # A trainer that shifts routes like labels: [filler, r0, r1, ...], as many rows as tokens.
+    "a row in front": (
+        {"routed_experts": LATE},
+        "sample 0 has as many rows of routes as tokens, and the last one is a route",
+    ),
+    "a row in front, live": ({"routed_experts": LATE, "missing": "live"}, "the last one is a route"),
+    **{
+        f"padded on the {side}, tokens on another side, {missing}": (
+            {"routed_experts": padded(part, side=side), "attention_mask": mask, "missing": missing},
+            "sample 0",
+        )
+        for side, part, mask in (("right", engine_routes(), LEFT), ("left", with_row(engine_routes(), 0), RIGHT))
+        for missing in ("raise", "live")
+    },
+    "an inverted mask": (
+        {"routed_experts": padded(with_row(engine_routes(), 0)), "attention_mask": 1 - RIGHT, "missing": "live"},
+        "sample 0",
+    ),
+    "padding in front, other positions": (
+        {"routed_experts": padded(engine_routes(), size=12, side="left"), "attention_mask": LEFT},
+        "which row is whose cannot be told",
+    ),
+    "routes end before the sample": (
+        {"routed_experts": padded([part[:5] for part in engine_routes()], size=5)},
+        "sample 2 has 8 tokens, routed_experts end 3 tokens before it",
+    ),
+    **{
+        f"{layers} layers": (
+            {"routed_experts": random_routes(layers=layers)},
+            f"have {layers} layers, the model has 10, 9 of them MoE",
+        )
+        for layers in (8, 11)
+    },
+    "top-3": ({"routed_experts": random_routes(topk=3)}, "have 3 experts a token, the model's topk is 2"),
+    **{
+        f"layers {numbers}": ({"layer_numbers": [*numbers, *range(3, 11)]}, "do not name 10 columns")
+        for numbers in ([], [2, 1], [1, 1], [-1, 2])
+    },
+    "tokens nowhere": ({"lengths": None}, "is not said: give tokens=, attention_mask= or lengths="),
+    "tokens said twice": ({"lengths": LENGTHS, "attention_mask": RIGHT}, "give one of them"),
+    "a mask of another size": (
+        {"tokens": padded(token_ids()), "attention_mask": attention_mask(size=8)},
+        r"tokens are \[3, 9\], attention_mask \[3, 8\]",
+    ),
+    "other lengths": ({"tokens": nested(token_ids()), "lengths": [5, 2, 8]}, "lengths .* are not those of the tokens"),
+    "a mask of four dimensions": ({"attention_mask": torch.ones(3, 1, 9, 9)}, "attention_mask must be"),
+    "one packed row": ({"tokens": torch.cat(token_ids())}, "Of one packed row"),
+    "a mask of nested tokens": ({"tokens": nested(token_ids()), "attention_mask": RIGHT}, "attention_mask"),
+    **{
+        f"has_route {number}": ({"has_route": has_route}, "has_route")
+        for number, has_route in enumerate(([4, 0], [6, 0, 7], ONES, torch.ones(3, 9)))
+    },
+}
+"""What is given in place of an engine's routes and of the lengths -> what the error says."""
 
 
-@pytest.mark.parametrize("missing", ["raise", "live"])
-def test_rows_that_are_one_too_late_because_of_a_row_in_front_raise(missing):
-    """A trainer that shifts routes like labels: [filler, r0, r1, ...], as many rows as tokens."""
-    shifted = [torch.cat([torch.zeros(1, 10, 2, dtype=torch.int64), part]) for part in engine_routes()]
-    with pytest.raises(LayoutError, match="sample 0 has as many rows of routes as tokens, and the last one is a route"):
-        take_routes(shifted, INFO, lengths=LENGTHS, missing=missing)
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(given, message):
+    where = {} if {"tokens", "attention_mask", "lengths"} & set(given) else {"lengths": LENGTHS}
+    with pytest.raises(LayoutError, match=message):
+        take_routes(**{"routed_experts": engine_routes(), "model": INFO, **where, **given})
 
 
 @pytest.mark.parametrize("filler", [0, 5])
@@ -98,32 +160,6 @@ def test_a_last_row_that_is_no_copy_raises_where_the_trainer_is_said_to_copy():
     for rows, length in ((routes, 8), (routes[:1], 1)):
         with pytest.raises(LayoutError, match="the last one is a route"):
             take_routes([rows], INFO, lengths=[length], last_row="copied")
-
-
-@pytest.mark.parametrize("missing", ["raise", "live"])
-def test_routes_padded_on_another_side_than_the_tokens_raise(missing):
-    with pytest.raises((LayoutError, PayloadError), match="sample 0"):
-        take_routes(
-            padded(engine_routes(), side="right"), INFO, attention_mask=attention_mask(side="left"), missing=missing
-        )
-    with pytest.raises((LayoutError, PayloadError), match="sample 0"):
-        take_routes(padded(with_row(engine_routes(), 0), side="left"), INFO, lengths=LENGTHS, missing=missing)
-
-
-def test_an_inverted_mask_raises():
-    given = padded(with_row(engine_routes(), 0))
-    with pytest.raises((LayoutError, PayloadError), match="sample 0"):
-        take_routes(given, INFO, attention_mask=1 - attention_mask(), missing="live")
-
-
-def test_padding_in_front_and_another_number_of_positions_cannot_be_told_apart():
-    with pytest.raises(LayoutError, match="which row is whose cannot be told"):
-        take_routes(padded(engine_routes(), size=12, side="left"), INFO, attention_mask=attention_mask(side="left"))
-
-
-def test_routes_that_end_before_the_sample_raise():
-    with pytest.raises(LayoutError, match="sample 2 has 8 tokens, routed_experts end 3 tokens before it"):
-        take_routes(padded([part[:5] for part in engine_routes()], size=5), INFO, lengths=LENGTHS)
 
 
 def test_zeros_are_lost_data_and_not_expert_zero():
@@ -199,26 +235,6 @@ def test_layers_in_front_and_filler_behind_are_found_in_the_dense_column():
     take_routes(ids_on_dense, INFO, lengths=LENGTHS, layer_numbers=[0, *range(2, 11)])
 
 
-@pytest.mark.parametrize("num_columns", [8, 11])
-def test_another_number_of_layers_raises(num_columns):
-    routes = [torch.rand(t - 1, num_columns, 16).argsort(dim=2)[:, :, :2] for t in LENGTHS]
-    with pytest.raises(LayoutError, match=f"have {num_columns} layers, the model has 10, 9 of them MoE"):
-        take_routes(routes, INFO, lengths=LENGTHS)
-
-
-@pytest.mark.parametrize(
-    "layer_numbers", [[1, 2, 3], [2, 1, *range(3, 11)], [1, 1, *range(3, 11)], [-1, *range(2, 11)]]
-)
-def test_layer_numbers_that_do_not_name_the_columns_raise(layer_numbers):
-    with pytest.raises(LayoutError, match="do not name 10 columns"):
-        take_routes(engine_routes(), INFO, lengths=LENGTHS, layer_numbers=layer_numbers)
-
-
-def test_another_topk_raises():
-    with pytest.raises(LayoutError, match="have 3 experts a token, the model's topk is 2"):
-        take_routes([torch.rand(t - 1, 10, 16).argsort(dim=2)[:, :, :3] for t in LENGTHS], INFO, lengths=LENGTHS)
-
-
 def test_a_capture_that_repeats_one_row_raises_unless_believed():
     generator = torch.Generator().manual_seed(3)
     routes = torch.rand(39, 10, 16, generator=generator).argsort(dim=2)[:, :, :2]
@@ -229,35 +245,6 @@ def test_a_capture_that_repeats_one_row_raises_unless_believed():
     # Few different tokens may well have few different routes.
     take_routes([routes], INFO, tokens=[torch.arange(40) % 4])
     take_routes([routes], INFO, tokens=[torch.arange(40)], allow_constant_layers=True)
-
-
-def test_where_the_tokens_are_must_be_said_once():
-    routes = engine_routes()
-    with pytest.raises(LayoutError, match="is not said: give tokens=, attention_mask= or lengths="):
-        take_routes(routes, INFO)
-    with pytest.raises(LayoutError, match="give one of them"):
-        take_routes(routes, INFO, lengths=LENGTHS, attention_mask=attention_mask())
-    with pytest.raises(LayoutError, match=r"tokens are \[3, 9\], attention_mask \[3, 8\]"):
-        take_routes(routes, INFO, tokens=padded(token_ids()), attention_mask=attention_mask(size=8))
-    with pytest.raises(LayoutError, match=r"lengths .* are not those of the tokens"):
-        take_routes(routes, INFO, tokens=nested(token_ids()), lengths=[5, 2, 8])
-    with pytest.raises(LayoutError, match="attention_mask must be"):
-        take_routes(routes, INFO, attention_mask=torch.ones(3, 1, 9, 9))
-    with pytest.raises(LayoutError, match="Of one packed row"):
-        take_routes(routes, INFO, tokens=torch.cat(token_ids()))
-
-
-def test_a_nested_batch_has_no_attention_mask():
-    with pytest.raises(LayoutError, match="attention_mask"):
-        take_routes(engine_routes(), INFO, tokens=nested(token_ids()), attention_mask=attention_mask())
-
-
-@pytest.mark.parametrize(
-    "has_route", [[4, 0], [6, 0, 7], [torch.ones(5), torch.ones(1), torch.ones(7)], torch.ones(3, 9)]
-)
-def test_a_mask_of_routed_tokens_of_another_shape_raises(has_route):
-    with pytest.raises(LayoutError, match="has_route"):
-        take_routes(engine_routes(), INFO, lengths=LENGTHS, has_route=has_route)
 
 
 def test_arguments_that_mean_nothing_raise():
