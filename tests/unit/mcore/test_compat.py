@@ -18,7 +18,6 @@ from megatron_router_replay.mcore.compat import (
     is_newer_than_tested,
     megatron_version,
     must_verify,
-    version_numbers,
 )
 from tests.unit.mcore.tiny_chunk import EXPERTS, ROWS, Chunk, random_trace, reentrant, tokens
 
@@ -28,13 +27,6 @@ pytestmark = pytest.mark.version
 def test_the_imported_megatron_core_replays_and_its_version_is_its_own_word():
     check_version()
     assert megatron_version() == megatron.core.__version__
-
-
-@pytest.mark.parametrize(
-    ("version", "numbers"), [("0.16.1", (0, 16, 1)), ("0.16.0rc0", (0, 16, 0)), ("0.20", (0, 20)), ("core_dev", ())]
-)
-def test_a_version_is_its_leading_numbers(version, numbers):
-    assert version_numbers(version) == numbers
 
 
 @pytest.mark.parametrize(

@@ -399,15 +399,10 @@ def test_a_module_without_experts_raises_and_a_stage_without_them_does_not():
         mrr.record(chunk)
 
 
-def test_swapped_arguments_no_trace_no_chunks_and_a_path(tmp_path):
+def test_what_is_no_trace_or_no_share_is_refused_and_a_path_is_read(tmp_path):
     chunk, trace = Chunk(), random_trace(8)
-    with pytest.raises(TraceError, match=r"arguments are swapped: replay\(model_chunks, trace\)"):
-        mrr.replay(trace, chunk)
     with pytest.raises(TraceError, match="cannot replay a dict"):
         mrr.replay(chunk, {})
-    for chunks in ([], [chunk, None]):
-        with pytest.raises(LayoutError, match="model_chunks must be"):
-            mrr.record(chunks)
     for least in (-0.1, 1.1, "0.9"):
         with pytest.raises(TraceError, match=r"min_replayed=.* must be a share"):
             mrr.replay(chunk, trace, min_replayed=least)
