@@ -4,11 +4,11 @@ import base64
 import contextlib
 import copy
 import pickle
-import random
 
 import numpy as np
 
 from megatron_router_replay import engines
+from tests.support.damaged_bytes import BYTES
 from tests.unit.engines.engine_payloads import (
     FORMS,
     int32_base64,
@@ -103,43 +103,22 @@ def structures():
     yield "vllm", [chunk for stream in streams for chunk in stream], prompts
 
 
-def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Flip, overwrite, cut, insert, repeat or move bytes; sometimes several times."""
-    data = bytearray(data)
-    for _ in range(rng.randrange(1, 4)):
-        at = rng.randrange(max(len(data), 1))
-        span = rng.randrange(1, 40)
-        kind = rng.randrange(7)
-        if kind == 0 and data:
-            data[at] ^= 1 << rng.randrange(8)
-        elif kind == 1 and data:
-            data[at] = rng.randrange(256)
-        elif kind == 2:
-            del data[at : at + span]
-        elif kind == 3:
-            data[at:at] = rng.randbytes(span)
-        elif kind == 4:
-            data[at:at] = data[at : at + span]
-        elif kind == 5:
-            del data[at:]
-        else:
-            data[at : at + span] = bytes(len(data[at : at + span]))
-    return bytes(data)
-
-
-def paths(tree, path=()):
+def paths(tree, path=(), *, kept=()):
+    """Yield every path of a tree; fields of these names as a whole."""
     yield path
+    if path and path[-1] in kept:
+        return
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
-        yield from paths(value, (*path, key))
+        yield from paths(value, (*path, key), kept=kept)
 
 
 class Tree:
     """A result that is mutated many times: copied by pickle, its paths listed once."""
 
-    def __init__(self, tree, find=paths):
+    def __init__(self, tree, *, kept=()):
         self.pickled = pickle.dumps(tree)
-        self.paths = [path for path in find(tree) if path]
+        self.paths = [path for path in paths(tree, kept=kept) if path]
 
     def mutated(self, rng, times, change):
         """Return a copy with `times` changes; a path that an earlier change removed is left out."""
@@ -167,22 +146,14 @@ def change_anything(parent, key, rng):
         del parent[key]
     elif kind == 1 and isinstance(parent, list):
         parent.insert(key, copy.deepcopy(parent[key]))
-    elif kind == 2 and isinstance(parent[key], str):
-        parent[key] = mutate(parent[key].encode(), rng).decode("latin-1")
+    elif kind == 2 and isinstance(parent[key], str) and parent[key]:
+        parent[key] = rng.choice(BYTES)(rng, parent[key].encode()).decode("latin-1")
     else:
         parent[key] = copy.deepcopy(rng.choice(JUNK))
 
 
+# Ids and routes: what is mutated is the structure outside of them; those fields may be dropped as a whole.
 KEPT = {"token_ids", "output_ids", "prompt_token_ids", "generation_token_ids", "routed_experts", "moe_topk_indices"}
-
-
-def structure_paths(tree, path=()):
-    """The paths of a tree that lie outside of ids and routes; those fields themselves may be dropped as a whole."""
-    yield path
-    if path and path[-1] in KEPT:
-        return
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
-        yield from structure_paths(value, (*path, key))
 
 
 def change_structure(parent, key, rng):

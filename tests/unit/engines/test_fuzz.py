@@ -23,6 +23,7 @@ from tests.unit.engines.engine_payloads import npy_base64
 from tests.unit.engines.fuzz_inputs import (
     COMPACT,
     FULL,
+    KEPT,
     MODEL,
     OUTPUT,
     PROMPT,
@@ -34,7 +35,6 @@ from tests.unit.engines.fuzz_inputs import (
     change_anything,
     change_structure,
     responses,
-    structure_paths,
     structures,
 )
 
@@ -143,7 +143,7 @@ def check_against(engine, mutated, trace):
 def test_mutated_structures_never_give_a_sample_the_routes_of_another():
     """Chunks, choices and replies are lost, repeated, swapped or renumbered: what decodes has its own routes."""
     rng = random.Random(5)
-    kinds = [(engine, Tree(result, structure_paths), options) for engine, result, options in structures()]
+    kinds = [(engine, Tree(result, kept=KEPT), options) for engine, result, options in structures()]
     wanted = {tuple(prompt + output): array[:, [0, 2, 3]] for (prompt, output), array in zip(SAMPLES, SAMPLE_ROUTES)}
     outcomes = {"decoded": 0, "refused": 0}
     for i in range(STRUCTURE):

@@ -1,4 +1,4 @@
-"""What happens to files on their way: bits flip, ends are lost, headers are edited and signed again."""
+"""What happens to trace files on their way: tensors are damaged, headers are edited and signed again."""
 
 import json
 import random
@@ -7,6 +7,7 @@ import struct
 import zlib
 
 from megatron_router_replay.store.format import FORMAT
+from tests.support.damaged_bytes import flip
 
 TOKENS = [
     *("0", "-1", "1", "2", "3", "255", "256", "257", "32768", "32769", "65536", "4294967295", "4294967296"),
@@ -14,35 +15,6 @@ TOKENS = [
     *('""', '"x"', "[[]]", "[0]", '"[1,1]"', '"U8"', '"I16"', '"BOOL"', '"F64"', '"9"', '"-1"', '"1_0"', '"\\ud800"'),
 ]
 """What a number or a string of a header is replaced by."""
-
-
-def flip(rng: random.Random, data: bytes) -> bytes:
-    changed = bytearray(data)
-    for _ in range(rng.choice([1, 1, 1, 2, 8])):
-        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return bytes(changed)
-
-
-def truncate(rng: random.Random, data: bytes) -> bytes:
-    return data[: rng.randrange(len(data))]
-
-
-def insert(rng: random.Random, data: bytes) -> bytes:
-    at = rng.randrange(len(data) + 1)
-    return data[:at] + rng.randbytes(rng.choice([1, 8, 50])) + data[at:]
-
-
-def delete(rng: random.Random, data: bytes) -> bytes:
-    at = rng.randrange(len(data))
-    return data[:at] + data[at + rng.choice([1, 4, 8, 30]) :]
-
-
-def overwrite(rng: random.Random, data: bytes) -> bytes:
-    at, size = rng.randrange(len(data)), rng.choice([1, 2, 4, 8])
-    return data[:at] + rng.choice([b"\0", b"\xff", b"\x7f"]) * size + data[at + size :]
-
-
-BYTES = [flip, flip, truncate, insert, delete, overwrite]
 
 
 def edit_json(rng: random.Random, text: str) -> str:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_router_replay import RouterReplayError
 from megatron_router_replay.store import TraceStore, decode_envelope, encode_envelope, load_trace, save_trace
+from tests.support.damaged_bytes import BYTES
 from tests.unit.store import damage
 from tests.unit.store.store_traces import assert_same, assert_valid, full_trace, make_trace
 
@@ -74,7 +75,7 @@ def files(seeds) -> Counter:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x"
         written = [(trace, save_trace(trace, path).read_bytes()) for trace in TRACES]
-        kinds = [*damage.BYTES, damage.edit_header, damage.edit_header, damage.flip_tensor, damage.flip_tensor]
+        kinds = [*BYTES, damage.edit_header, damage.edit_header, damage.flip_tensor, damage.flip_tensor]
 
         def cases():
             for seed in seeds:
@@ -99,7 +100,7 @@ def parts_of_a_store(seeds) -> Counter:
         def cases():
             for seed in seeds:
                 rng = random.Random(seed)
-                yield rng.choice([*damage.BYTES, damage.edit_header])(rng, good), trace
+                yield rng.choice([*BYTES, damage.edit_header])(rng, good), trace
 
         def decode(data):
             path.write_bytes(data)
@@ -115,7 +116,7 @@ def envelopes(seeds) -> Counter:
         for seed in seeds:
             rng = random.Random(-1 - seed)
             trace, good = rng.choice(written)
-            yield rng.choice(damage.BYTES)(rng, good), trace
+            yield rng.choice(BYTES)(rng, good), trace
 
     return run(cases(), lambda text: decode_envelope(text, max_bytes=1 << 20))
 
