@@ -1,10 +1,11 @@
 """Micro-batches as context parallelism splits them, and packed ones."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_router_replay.testing.attention import cu_seqlens_in_memory, row_positions
 from megatron_router_replay.testing.schedule import Microbatch
@@ -36,27 +37,23 @@ def pack_microbatch(sequences: Sequence[Tensor], *, pad_to_multiple: int = 1) ->
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    tokens, labels, loss_mask, position_ids, starts = [], [], [], [], [0]
-    for sequence in sequences:
-        length = sequence.numel() - 1
-        padding = -length % pad_to_multiple
-        tokens.append(torch.nn.functional.pad(sequence[:-1], (0, padding)))
-        labels.append(torch.nn.functional.pad(sequence[1:], (0, padding)))
-        loss_mask.append(torch.nn.functional.pad(torch.ones(length), (0, padding)))
-        position_ids.append(torch.arange(length + padding))
-        starts.append(starts[-1] + length + padding)
-    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
-    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    lengths = [sequence.numel() - 1 for sequence in sequences]
+    padded = [-(-length // pad_to_multiple) * pad_to_multiple for length in lengths]
+
+    def packed(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([nn.functional.pad(part, (0, size - part.numel())) for part, size in zip(parts, padded)])[None]
+
+    cu_seqlens = torch.tensor([0, *accumulate(padded)], dtype=torch.int32)
     return {
-        "tokens": torch.cat(tokens)[None],
-        "labels": torch.cat(labels)[None],
-        "loss_mask": torch.cat(loss_mask)[None],
-        "position_ids": torch.cat(position_ids)[None],
+        "tokens": packed([sequence[:-1] for sequence in sequences]),
+        "labels": packed([sequence[1:] for sequence in sequences]),
+        "loss_mask": packed([torch.ones(length) for length in lengths]),
+        "position_ids": torch.cat([torch.arange(size) for size in padded])[None],
         "packed_seq_params": PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            max_seqlen_q=max(padded),
+            max_seqlen_kv=max(padded),
         ),
     }

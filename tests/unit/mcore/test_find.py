@@ -1,7 +1,15 @@
 """Which routers a model has, which layer each is in, and whether a trace can be of it: read off modules made by hand."""
 
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_router_replay.errors import LayoutError, TraceError
@@ -18,7 +26,42 @@ from megatron_router_replay.mcore.find import (
     wrappers,
 )
 from megatron_router_replay.mcore.layers import check_trace_layers, layer_numbers_of, routing_info
-from tests.unit.mcore.hand_made import bare, dense, model, moe, mtp
+
+
+def bare(cls: Any, **attributes: Any) -> Any:
+    """Return a module of this class that was never built."""
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def moe(number: int | None) -> Any:
+    """Return a layer that routes."""
+    return bare(TransformerLayer, layer_number=number, router=bare(TopKRouter, layer_number=number))
+
+
+def dense(number: int) -> Any:
+    return bare(TransformerLayer, layer_number=number)
+
+
+def mtp(number: int, *layers: Any, name: str = "mtp_model_layer") -> Any:
+    """Return a multi-token-prediction layer: around one transformer layer, or around a stack of several."""
+    inner = layers[0] if len(layers) == 1 else bare(nn.Module, layers=nn.ModuleList(layers))
+    return bare(MultiTokenPredictionLayer, layer_number=number, **{name: inner})
+
+
+def model(*layers: Any, mtp_layers: tuple[Any, ...] = (), pattern: str | None = None, **config: Any) -> nn.Module:
+    """Return a chunk with these layers in its decoder; the config is one of experts, where nothing else is said."""
+    whole = bare(nn.Module, decoder=bare(nn.Module, layers=nn.ModuleList(layers)), mtp=nn.ModuleList(mtp_layers))
+    whole.config = SimpleNamespace(
+        **{"num_layers": len(layers), "num_moe_experts": 8, "moe_router_topk": 2, "moe_layer_freq": 1} | config
+    )
+    if pattern is not None:
+        whole.hybrid_layer_pattern = pattern
+    return whole
+
 
 pytestmark = pytest.mark.version
 
