@@ -45,7 +45,7 @@ def freeze_(steps: int = 20) -> None:
 
 
 @app.command(name="positions")
-def positions_(steps: int = 300, seeds: int = 5) -> None:
+def positions_(steps: int = 800, seeds: int = 3) -> None:
     """Compare a model with sparse attention in bf16 and fp32, with nothing, routes, positions and both replayed."""
     results: dict[str, Any] = {"environment": environment(), "random": [], f"trained {steps} steps": []}
     for seed in range(seeds):
