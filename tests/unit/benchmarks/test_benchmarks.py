@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import PARTS, RAW, RESULTS, results
-from benchmarks.measure import Ratio, outside_interval, ratio, rounds, table, verdict
+from benchmarks.measure import Ratio, outside_interval, ratio, rounds, verdict
 from benchmarks.memory import Held
-
-
-def test_a_ratio_is_taken_within_each_round():
-    seconds = {"ours": [2.0, 30.0, 1.0], "theirs": [1.0, 10.0, 1.0]}
-    # 2, 3 and 1; the interval of so few is their range.
-    assert ratio(seconds, "ours", "theirs") == Ratio(2.0, 1.0, 3.0)
 
 
 @pytest.mark.parametrize(("samples", "rank"), [(1, 1), (5, 1), (6, 1), (9, 2), (15, 4), (25, 8), (41, 14)])
@@ -61,10 +55,6 @@ def test_a_target_is_met_up_to_its_limit():
 def test_a_target_inside_the_interval_is_not_told_apart_from_noise():
     assert ": met, within the noise, 1.040" in verdict("replay", Ratio(1.04, 1.0, 1.1), 1.05)
     assert "not met, within the noise, 1.060" in verdict("replay", Ratio(1.06, 1.0, 1.1), 1.05)
-
-
-def test_a_table_has_a_head_and_a_row_a_line():
-    assert table(["a", "b"], [[1, "x"]]) == "| a | b |\n| --- | --- |\n| 1 | x |"
 
 
 def test_a_storage_is_counted_once_however_many_views_it_has():
