@@ -38,9 +38,14 @@ def test_arrays_name_their_axes():
     assert engines.array.decode(full, **given, last_token_routed=False).replay_mask.tolist() == [True] * 90 + [False]
     with pytest.raises(PayloadError, match=r"has 91 rows for tokens 0\.\.90: expected 90 "):
         engines.array.decode(full, **given)
-    for axes in (("token", "layer"), ("token", "token", "expert"), ("batch", "layer", "expert")):
+    whole = ("token", "layer", "expert", "batch")
+    for axes in (("token", "layer"), ("token", "token", "expert"), ("batch", "layer", "expert"), whole):
         with pytest.raises(PayloadError, match="axes"):
             engines.array.decode(GOOD, model=ALL, axes=axes, num_tokens=S)
+    with pytest.raises(PayloadError, match="only axes of length 1"):
+        engines.array.decode(np.stack([GOOD, GOOD], 3), model=ALL, axes=whole, num_tokens=S)
+    with pytest.raises(PayloadError, match="names 4 layers, the array has 3"):
+        engines.array.decode(GOOD, **given, layer_numbers=(1, 2, 3, 4))
     with pytest.raises(PayloadError, match=r"no routes of the MoE layers \[3\]"):
         engines.array.decode(GOOD, model=ALL, axes=("token", "layer", "expert"), layer_numbers=(1, 2, 4), num_tokens=S)
 

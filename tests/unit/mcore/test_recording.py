@@ -194,6 +194,16 @@ def test_the_comparison_takes_every_nth_micro_batch():
     assert session.live_report().rows.tolist() == session.report.live.rows.tolist() == [16, 16, 16]
 
 
+def test_the_comparison_takes_probabilities_before_and_behind_the_selection():
+    means = []
+    for chunk in (Chunk(), Chunk(moe_router_pre_softmax=True)):  # layer 1 has the same logits in both
+        with mrr.replay(chunk, random_trace(8), compare_live=True) as session:
+            session.microbatch(ROWS)
+            chunk(tokens())
+        means.append(float(session.report.live.probability_live[0]))
+    assert means[0] == pytest.approx(means[1])
+
+
 def test_rows_that_were_refused_do_not_lengthen_the_recording():
     chunk = Chunk()
     with mrr.record(chunk) as recording:
