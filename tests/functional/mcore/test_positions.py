@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,6 +232,28 @@ def test_rows_without_positions_are_left_to_the_indexer(megatron, loss):
     assert session.report.decisions["positions_live"] == 4 * len(unknown)
     assert session.report.decisions["positions_replayed"] == 4 * (ROWS - len(unknown))
     assert (indexer.linear_wq_b.weight.grad is not None) == (loss > 0)
+
+
+def test_the_lines_of_the_page_attend_twice_to_the_same(megatron):
+    page = (Path(__file__).parents[3] / "docs/indexers.md").read_text()
+    (lines,) = re.findall("```py\n(.*?)```", page, flags=re.DOTALL)
+    model, microbatches = build(Dsa())
+    names: dict[str, Any] = {
+        "mrr": mrr,
+        "model": model,
+        "step": [(each["routing_rows"], each) for each in microbatches],
+        "forward": lambda model, batch: train(model, [batch]),
+    }
+    with watched(model) as seen:
+        exec(
+            lines.replace("with mrr.replay", "change_indexers(model)\nwith mrr.replay"),
+            names | {"change_indexers": change_indexers},
+        )
+    forwards = seen["forward"]
+    assert (
+        num_different({n: calls[:3] for n, calls in forwards.items()}, {n: calls[3:] for n, calls in forwards.items()})
+        == 0
+    )
 
 
 def test_a_freeze_may_surround_it(megatron):
