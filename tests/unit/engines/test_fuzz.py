@@ -6,7 +6,6 @@
 
 import base64
 import contextlib
-import io
 import os
 import random
 import resource
@@ -19,7 +18,7 @@ import pytest
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import RouterReplayError
-from tests.unit.engines.engine_payloads import npy_base64
+from tests.unit.engines.engine_payloads import npy_base64, read_npy
 from tests.unit.engines.fuzz_inputs import (
     COMPACT,
     FULL,
@@ -75,10 +74,6 @@ def bounded_memory(loaded):
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_GROWTH_KIB
-
-
-def read_npy(text):
-    return np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
 
 
 def read_int32(text):
