@@ -26,9 +26,9 @@ def train(layout, microbatches, core_attention, fields):
     return run_schedule(chunks, layout, own), gradients(chunks)
 
 
-def train_on_ranks(workers, layout, microbatches, core_attention=None, **fields):
+def train_on_ranks(on_ranks, layout, microbatches, core_attention=None, *, num_ranks=None, **fields):
     """Return the losses of a last stage, which all last stages have alike, and all gradients by global name."""
-    results = workers.run(train, layout, microbatches, core_attention, fields)
+    results = on_ranks(num_ranks or layout.world_size, train, layout, microbatches, core_attention, fields)
     first, *others = [torch.stack(losses) for losses, _ in results if losses]
     if layout.cp_size == 1:
         assert all(torch.equal(losses, first) for losses in others)
@@ -52,13 +52,13 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def losses_and_gradients(workers, layout, **fields):
-    return train_on_ranks(workers, layout, random_microbatches(4, batch_size=2), **fields)
+def losses_and_gradients(on_ranks, layout, **fields):
+    return train_on_ranks(on_ranks, layout, random_microbatches(4, batch_size=2), **fields)
 
 
 @pytest.fixture(scope="module")
-def one_process(workers_1):
-    return losses_and_gradients(workers_1, ParallelSizes())
+def one_process(on_ranks):
+    return losses_and_gradients(on_ranks, ParallelSizes())
 
 
 def test_one_process_trains(one_process):
@@ -69,21 +69,18 @@ def test_one_process_trains(one_process):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("num_ranks", "layout"),
     [
-        ParallelSizes(tp_size=2, expert_tp_size=2),
-        ParallelSizes(pp_size=2, vp_size=2),
-        ParallelSizes(),  # data parallel 2
+        (2, ParallelSizes(tp_size=2, expert_tp_size=2)),
+        (2, ParallelSizes(pp_size=2, vp_size=2)),
+        (2, ParallelSizes()),  # data parallel
+        (4, _ALL_FOUR),
+        slow(4, ParallelSizes(tp_size=2, ep_size=4)),
     ],
     ids=str,
 )
-def test_two_processes_train_as_one_does(workers_2, one_process, layout):
-    assert_same_training(losses_and_gradients(workers_2, layout), one_process)
-
-
-@pytest.mark.parametrize("layout", [_ALL_FOUR, slow(ParallelSizes(tp_size=2, ep_size=4))], ids=str)
-def test_four_processes_train_as_one_does(workers_4, one_process, layout):
-    assert_same_training(losses_and_gradients(workers_4, layout), one_process)
+def test_several_processes_train_as_one_does(on_ranks, one_process, num_ranks, layout):
+    assert_same_training(losses_and_gradients(on_ranks, layout, num_ranks=num_ranks), one_process)
 
 
 @pytest.mark.parametrize(
@@ -94,16 +91,16 @@ def test_four_processes_train_as_one_does(workers_4, one_process, layout):
     ],
     ids=str,
 )
-def test_a_layout_gives_the_same_bits_twice(workers_4, layout, fields):
-    first, second = (losses_and_gradients(workers_4, layout, **fields) for _ in range(2))
+def test_a_layout_gives_the_same_bits_twice(on_ranks, layout, fields):
+    first, second = (losses_and_gradients(on_ranks, layout, **fields) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert all(torch.equal(first[1][name], gradient) for name, gradient in second[1].items())
 
 
 @pytest.mark.slow
-def test_eight_chunks_train_as_one_does(workers_1, workers_4):
-    expected = losses_and_gradients(workers_1, ParallelSizes(), num_layers=8)
-    assert_same_training(losses_and_gradients(workers_4, _PP4_VPP2, num_layers=8), expected)
+def test_eight_chunks_train_as_one_does(on_ranks):
+    expected = losses_and_gradients(on_ranks, ParallelSizes(), num_layers=8)
+    assert_same_training(losses_and_gradients(on_ranks, _PP4_VPP2, num_layers=8), expected)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +120,10 @@ def test_eight_chunks_train_as_one_does(workers_1, workers_4):
     ],
     ids=str,
 )
-def test_every_kind_of_model_trains_on_two_stages_as_on_one(workers_1, workers_2, fields):
+def test_every_kind_of_model_trains_on_two_stages_as_on_one(on_ranks, fields):
     single = {k: v for k, v in fields.items() if "pipeline" not in k}
-    expected = losses_and_gradients(workers_1, ParallelSizes(), **single)
-    assert_same_training(losses_and_gradients(workers_2, ParallelSizes(pp_size=2), **fields), expected)
+    expected = losses_and_gradients(on_ranks, ParallelSizes(), **single)
+    assert_same_training(losses_and_gradients(on_ranks, ParallelSizes(pp_size=2), **fields), expected)
 
 
 def evaluate(layout):
@@ -142,9 +139,9 @@ def evaluate(layout):
     return run_schedule(chunks, layout, microbatches, forward_only=True, before_forward=before_forward), calls
 
 
-def test_the_hook_sees_every_microbatch_of_every_chunk_and_the_last_stage_has_losses(workers_2):
+def test_the_hook_sees_every_microbatch_of_every_chunk_and_the_last_stage_has_losses(on_ranks):
     first_tokens = [int(m["tokens"][0, 0]) for m in random_microbatches(4, batch_size=2)]
-    ranks = workers_2.run(evaluate, ParallelSizes(pp_size=2, vp_size=2))
+    ranks = on_ranks(2, evaluate, ParallelSizes(pp_size=2, vp_size=2))
     assert [len(losses) for losses, _ in ranks] == [0, 4]
     for _, calls in ranks:
         assert sorted(calls) == sorted((chunk, token) for chunk in (0, 1) for token in first_tokens)
@@ -199,19 +196,19 @@ def as_megatron_splits():
     return ours, get_batch_on_this_cp_rank(dict(microbatch))
 
 
-def trained_on(workers, layout, kind="full", core_attention=None, **fields):
-    return train_on_ranks(workers, layout, batches(kind, layout), core_attention, **fields)
+def trained_on(on_ranks, layout, kind="full", core_attention=None, **fields):
+    return train_on_ranks(on_ranks, layout, batches(kind, layout), core_attention, **fields)
 
 
-def test_the_split_is_megatrons_own(workers_2):
-    for ours, megatrons in workers_2.run(as_megatron_splits):
+def test_the_split_is_megatrons_own(on_ranks):
+    for ours, megatrons in on_ranks(2, as_megatron_splits):
         assert ours.keys() == megatrons.keys()
         assert all(torch.equal(ours[key], megatrons[key]) for key in ours)
 
 
-def test_the_small_attention_trains_as_megatrons_own_does(workers_1):
-    expected = trained_on(workers_1, ParallelSizes(), core_attention="local")
-    assert_same_training(trained_on(workers_1, ParallelSizes(), core_attention="small"), expected)
+def test_the_small_attention_trains_as_megatrons_own_does(on_ranks):
+    expected = trained_on(on_ranks, ParallelSizes(), core_attention="local")
+    assert_same_training(trained_on(on_ranks, ParallelSizes(), core_attention="small"), expected)
 
 
 @pytest.mark.parametrize(
@@ -225,10 +222,9 @@ def test_the_small_attention_trains_as_megatrons_own_does(workers_1):
     ],
     ids=str,
 )
-def test_context_parallel_ranks_train_as_one_process_does(request, workers_1, layout, fields):
-    workers = request.getfixturevalue(f"workers_{layout.world_size}")
-    expected = trained_on(workers_1, ParallelSizes(), core_attention="local", **fields)
-    assert_same_training(trained_on(workers, layout, **fields), expected)
+def test_context_parallel_ranks_train_as_one_process_does(on_ranks, layout, fields):
+    expected = trained_on(on_ranks, ParallelSizes(), core_attention="local", **fields)
+    assert_same_training(trained_on(on_ranks, layout, **fields), expected)
 
 
 @pytest.mark.parametrize(
@@ -242,14 +238,13 @@ def test_context_parallel_ranks_train_as_one_process_does(request, workers_1, la
     ],
     ids=str,
 )
-def test_packed_sequences_train_as_padded_ones_do(request, workers_1, layout):
-    expected = trained_on(workers_1, ParallelSizes(), "padded")
-    workers = request.getfixturevalue(f"workers_{layout.world_size}")
-    got = trained_on(workers, layout, "packed", core_attention="small")
+def test_packed_sequences_train_as_padded_ones_do(on_ranks, layout):
+    expected = trained_on(on_ranks, ParallelSizes(), "padded")
+    got = trained_on(on_ranks, layout, "packed", core_attention="small")
     assert_same_training(got, expected)
 
 
-def test_packed_sequences_train_with_an_mtp_layer(workers_1, workers_2):
-    expected = trained_on(workers_1, ParallelSizes(), "packed", core_attention="small", mtp_num_layers=1)
-    got = trained_on(workers_2, ParallelSizes(cp_size=2), "packed", mtp_num_layers=1)
+def test_packed_sequences_train_with_an_mtp_layer(on_ranks):
+    expected = trained_on(on_ranks, ParallelSizes(), "packed", core_attention="small", mtp_num_layers=1)
+    got = trained_on(on_ranks, ParallelSizes(cp_size=2), "packed", mtp_num_layers=1)
     torch.testing.assert_close(got[0], expected[0], rtol=0, atol=1e-5)
