@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.indexer import PositionTrace
 from megatron_router_replay.indexer.codes import code_words, low_bits
+from megatron_router_replay.indexer.merge import merge_positions, place_positions
 from tests.unit.indexer.choices import ascending, choose
 
 LAYERS = (2, 5)
@@ -108,6 +109,11 @@ def test_traces_are_concatenated_and_compare_by_value():
     assert again == joined == pickle.loads(pickle.dumps(joined))
     assert joined != a
     assert a != "a"
+    rows = torch.randperm(42, generator=torch.Generator().manual_seed(0))
+    parts = [place_positions(a, rows[:21], 42), place_positions(b, rows[21:], 42)]
+    assert torch.equal(merge_positions(parts).rows(rows[21:], LAYERS), ascending(second))
+    with pytest.raises(TraceError, match="was recorded twice, with different positions"):
+        merge_positions([*parts, place_positions(b, rows[:21], 42)])
     assert repr(joined).startswith("PositionTrace(42 tokens (41 known, 37 stored), layers [2, 5], top-4, ")
     empty = PositionTrace.concatenate([make([])[1], make([])[1]])
     assert empty.num_tokens == 0
