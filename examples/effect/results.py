@@ -65,15 +65,13 @@ def freeze_table(runs: Mapping[str, Any]) -> str:
 
 def positions_table(results: Mapping[str, Any]) -> str:
     arms = ("nothing", "routes", "positions", "both")
-    rows = [f"| weights | loss | flipped routes | flipped positions | {' | '.join(arms)} |", "| --- " * 8 + "|"]
+    rows = [f"| weights | seed | loss | flipped routes | flipped positions | {' | '.join(arms)} |", "| --- " * 9 + "|"]
     for name, of_seeds in results.items():
-        if name == "environment":
-            continue
-        mean = {
-            of: fmean(seed[of] for seed in of_seeds) for of in (*arms, "loss", "flipped_routes", "flipped_positions")
-        }
-        flipped = f"{mean['flipped_routes']:.1%} | {mean['flipped_positions']:.1%}"
-        rows.append(f"| {name} | {mean['loss']:.2f} | {flipped} | {' | '.join(f'{mean[arm]:.1e}' for arm in arms)} |")
+        for seed, of in enumerate(of_seeds) if name != "environment" else ():
+            flipped = f"{of['flipped_routes']:.1%} | {of['flipped_positions']:.1%}"
+            rows.append(
+                f"| {name} | {seed} | {of['loss']:.2f} | {flipped} | {' | '.join(f'{of[arm]:.1e}' for arm in arms)} |"
+            )
     return "\n".join(rows)
 
 
