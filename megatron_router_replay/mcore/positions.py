@@ -23,9 +23,10 @@ from megatron_router_replay.indexer.positions import PositionTrace
 from megatron_router_replay.mcore import microbatches as micro
 from megatron_router_replay.mcore import tape
 from megatron_router_replay.mcore.chunk import Chunk
+from megatron_router_replay.mcore.compat import megatron_version
 from megatron_router_replay.mcore.indexers import FoundIndexer
 from megatron_router_replay.mcore.seam import Counter
-from megatron_router_replay.mcore.sparse import Question
+from megatron_router_replay.mcore.sparse import Question, tells_bounds
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -50,8 +51,14 @@ class SessionPositions:
         """Learn which chunk each attention is in.
 
         Raises:
-            UnsupportedRouterError: a chunk takes no micro-batches, so its attentions cannot know their rows.
+            UnsupportedRouterError: a chunk takes no micro-batches, so its attentions cannot know their rows; or this
+                Megatron-Core does not say where samples begin.
         """
+        if found and not tells_bounds():
+            raise UnsupportedRouterError(
+                f"MRR401: Megatron-Core {megatron_version()} does not tell its indexers where samples begin among the keys: "
+                "record and replay of positions need 0.19 or later."
+            )
         for each in found:
             if each.is_mtp:
                 continue  # live, and frozen in recomputes

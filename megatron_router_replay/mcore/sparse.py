@@ -84,9 +84,14 @@ class Question:
         if starts is None or ends is None or self._given.get("key_positions") is not None:
             raise UnsupportedRouterError(
                 f"MRR401: {who} attends by a mask of its own, so which sample a position belongs to cannot be told: "
-                "record and replay of positions need causal attention, packed or not, in Megatron-Core 0.19 or later."
+                "record and replay of positions need causal attention, packed or not."
             )
         return starts, ends
+
+
+def tells_bounds() -> bool:
+    """Return whether Megatron-Core's scoring is told where samples begin among the keys."""
+    return "varlen_starts" in inspect.signature(getattr(sys.modules[DSA], CHOOSE)).parameters
 
 
 class Source(Protocol):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError, UnsupportedRouterError
 from megatron_router_replay.indexer import PositionTrace
+from megatron_router_replay.mcore.sparse import Question
 from megatron_router_replay.testing import ParallelSizes, random_microbatches, run_schedule
 from tests.functional.mcore.cases import FULL, MEGATRON
 from tests.functional.mcore.dsa_cases import (
@@ -292,6 +294,23 @@ def test_what_does_not_fit_raises(megatron):
         pytest.raises(ReplayStateError, match="MRR407: this session records no positions"),
     ):
         recording.positions()
+
+
+def test_where_nobody_says_where_samples_begin_it_is_refused(megatron):
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    def of_0_18(q: Tensor, k: Tensor, weights: Tensor, index_topk: int, mask: Any = None) -> Any: ...
+
+    model, _ = build(Dsa())
+    with (
+        mock.patch.object(dsa, "fused_qk_topk_naive", of_0_18),
+        pytest.raises(UnsupportedRouterError, match=r"MRR401: .* need 0.19 or later"),
+    ):
+        mrr.record(model, positions=True)
+    scores = torch.zeros(4, 1, 1, 1)
+    for given in ({}, {"varlen_starts": scores, "varlen_ends": scores, "key_positions": scores}):
+        with pytest.raises(UnsupportedRouterError, match="MRR401: layer 1 attends by a mask of its own"):
+            Question(of_0_18, given).bounds("layer 1")
 
 
 def test_a_token_at_another_place_of_its_sample_raises(megatron):
