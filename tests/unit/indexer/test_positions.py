@@ -111,7 +111,9 @@ def test_traces_are_concatenated_and_compare_by_value():
     assert a != "a"
     rows = torch.randperm(42, generator=torch.Generator().manual_seed(0))
     parts = [place_positions(a, rows[:21], 42), place_positions(b, rows[21:], 42)]
-    assert torch.equal(merge_positions(parts).rows(rows[21:], LAYERS), ascending(second))
+    merged = merge_positions(parts)
+    assert merged.positions_in_sample[rows].tolist() == own
+    assert torch.equal(merged.rows(rows[21:], LAYERS), ascending(second))
     with pytest.raises(TraceError, match="was recorded twice, with different positions"):
         merge_positions([*parts, place_positions(b, rows[:21], 42)])
     assert repr(joined).startswith("PositionTrace(42 tokens (41 known, 37 stored), layers [2, 5], top-4, ")
