@@ -48,6 +48,8 @@ def test_sets_are_counted_by_hand(monkeypatch, block):
         "      2   100.00%  100.00%                       -",
         "      5    33.33%   58.33%                       5",
     ]
+    b[6] = a[6]
+    assert compare_positions(make(a), make(b)).first_by_layer == (None, 5)
 
 
 def test_rows_that_one_trace_does_not_know_are_counted():
