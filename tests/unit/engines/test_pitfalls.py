@@ -46,6 +46,8 @@ def test_arrays_name_their_axes():
         engines.array.decode(np.stack([GOOD, GOOD], 3), model=ALL, axes=whole, num_tokens=S)
     with pytest.raises(PayloadError, match="names 4 layers, the array has 3"):
         engines.array.decode(GOOD, **given, layer_numbers=(1, 2, 3, 4))
+    with pytest.raises(PayloadError, match="missing='skip' must be 'raise' or 'live'"):
+        engines.array.decode(GOOD, **given, missing="skip")
     with pytest.raises(PayloadError, match=r"no routes of the MoE layers \[3\]"):
         engines.array.decode(GOOD, model=ALL, axes=("token", "layer", "expert"), layer_numbers=(1, 2, 4), num_tokens=S)
 
