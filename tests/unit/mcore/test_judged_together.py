@@ -92,7 +92,6 @@ def test_only_ranks_that_share_a_loss_must_know_padding_of_the_same_micro_batche
 
 
 def digest(*told):
-    """What a rank tells of the micro-batches whose padding it knows; `told`: of which it was told."""
     chunk = Chunk()
     with mrr.replay(chunk, random_trace(8)) as session:
         for is_told in told:
