@@ -179,14 +179,15 @@ class Choice:
         The one that it gets may belong to another micro-batch by now: Megatron-Core keeps it on the config.
         """
         source = self.attention.source_layer
-        if self.attention.skip_topk:
-            self._ask()
-            if self.again is None and self.is_written and source in holder:
-                kept = getattr(holder[source], "router_replay_kept", None)
-                self.kept = encode_positions(holder[source], _NONE + 1) if kept is None else kept
-        if self.again is None:
-            return holder
-        return {source: decode_positions(self.kept)} if self.attention.skip_topk else {}
+        with tape.unpaired():
+            if self.attention.skip_topk:
+                self._ask()
+                if self.again is None and self.is_written and source in holder:
+                    kept = getattr(holder[source], "router_replay_kept", None)
+                    self.kept = encode_positions(holder[source], _NONE + 1) if kept is None else kept
+            if self.again is None:
+                return holder
+            return {source: decode_positions(self.kept)} if self.attention.skip_topk else {}
 
     def _ask(self) -> None:
         if self.is_asked:

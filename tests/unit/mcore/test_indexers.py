@@ -251,6 +251,17 @@ def test_a_layer_that_shares_positions_gets_those_of_its_own_micro_batch(around)
     assert torch.equal(kept[1], forwards[3]), "a recompute left its positions where the next forward reads"
 
 
+@needs_sharing
+def test_a_selective_checkpoint_pairs_nothing_of_a_layer_that_shares_positions():
+    model = Model(num_layers=3, dsa_indexer_topk_freq=3)
+    model.around = selective
+    with mrr.freeze_recompute(model):
+        loss = model(hidden()).sum()
+        model.change_indexers()
+        loss.backward()
+    assert same(gradients(model), expected_gradients(num_layers=3, dsa_indexer_topk_freq=3))
+
+
 @needs_seam
 def test_a_tape_keeps_two_bytes_a_position_and_nothing_outside_checkpoints():
     from megatron_router_replay.mcore import tape
