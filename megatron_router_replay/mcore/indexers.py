@@ -116,12 +116,17 @@ class HeldIndexers:
         held = {found.attention for found in self.found}
         built = [found for found in find_indexers(self._modules) if held and found.attention not in held]
         replaced = [found for found in self.found if "forward" in vars(found.attention)]
+        asks_nobody = [found for found in self.found if not hasattr(type(found.attention).forward, "is_seam")]
         return [
             *(
                 f"{found}: the attention was exchanged during the session, which did not reach the new one"
                 for found in built
             ),
             *(f"{found}: forward was replaced on the attention during the session" for found in replaced),
+            *(
+                f"{found}: the attention got the class {type(found.attention).__name__}, which asks nobody"
+                for found in asks_nobody
+            ),
         ]
 
 

@@ -229,7 +229,7 @@ def install_seams() -> None:
         if not hasattr(getattr(owner, name), "is_seam"):
             original = getattr(owner, name)
             wrapped = update_wrapper(make(original), original)
-            wrapped.is_seam = True  # type: ignore[attr-defined]
+            wrapped.is_seam = wrapped  # type: ignore[attr-defined]  # functools.wraps copies it to what is put around
             setattr(owner, name, wrapped)
     if _replaced not in seam.other_seams:
         seam.other_seams.append(_replaced)
@@ -247,7 +247,8 @@ def _seams(dsa: Any) -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
 def _replaced() -> list[str]:
     dsa = sys.modules[DSA]
-    return [f"dsa.{name}" for owner, name, _ in _seams(dsa) if not hasattr(getattr(owner, name), "is_seam")]
+    seams = [(name, getattr(owner, name)) for owner, name, _ in _seams(dsa)]
+    return [f"dsa.{name}" for name, function in seams if getattr(function, "is_seam", None) is not function]
 
 
 def _attention_seam(original: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -385,7 +386,7 @@ def test_an_attention_that_goes_around_the_seam_raises():
         return asking(*args, **kwargs)
 
     for instead, message in ((silent, "without asking"), (twice, "twice")):
-        instead.is_seam = True  # so that only the call itself can tell
+        instead.is_seam = instead  # so that only the call itself can tell
         with (
             pytest.raises(ReplayStateError, match=f"MRR414: the indexer of layer 1 .*{message}"),
             mrr.freeze_recompute(model),
@@ -402,6 +403,26 @@ def test_an_attention_that_goes_around_the_seam_raises():
 
 
 @needs_seam
+def test_a_wrapper_that_looks_like_the_seam_raises():
+    dsa = the_dsa()
+    model = Model()
+    with mrr.freeze_recompute(model):
+        asking = dsa.fused_qk_topk_naive
+
+    @functools.wraps(asking)
+    def shifted(*args: Any, **kwargs: Any) -> Any:  # behind what the tape keeps
+        scores, positions = asking(*args, **kwargs)
+        return scores, (positions - torch.randint(2, positions.shape)).clamp(min=0)
+
+    with (
+        pytest.raises(ReplayStateError, match=r"MRR415: dsa.fused_qk_topk_naive was replaced"),
+        mrr.freeze_recompute(model),
+        mock.patch.object(dsa, "fused_qk_topk_naive", shifted),
+    ):
+        model(hidden())
+
+
+@needs_seam
 def test_an_attention_that_changed_during_the_session_raises_at_its_end():
     model = Model()
     with (
@@ -415,6 +436,14 @@ def test_an_attention_that_changed_during_the_session_raises_at_its_end():
         mrr.freeze_recompute(model),
     ):
         model.layers[1] = Layer(model.config, 2)
+    model = Model()
+    dsa = the_dsa()
+    silent = type("Silent", (dsa.DSAttention,), {"forward": dsa.DSAttention.forward.__wrapped__})
+    with (
+        pytest.raises(ReplayStateError, match=r"layer 1 \(layers.0.attention\): the attention got the class Silent"),
+        mrr.freeze_recompute(model),
+    ):
+        model.layers[0].attention.__class__ = silent
 
 
 @needs_seam
