@@ -185,6 +185,12 @@ class ReplayedPositions(SessionPositions):
             raise UnsupportedRouterError("MRR401: positions= was given, and no layer here has sparse attention (DSA).")
         if missing := sorted(set(self.layer_numbers()) - set(self._trace.layer_numbers)):
             raise TraceError(f"MRR114: positions lack layers {missing}; they have {list(self._trace.layer_numbers)}.")
+        sharing = {attention.layer_number for attention in self._chunk_of if attention.indexer is None}
+        if unused := sorted(sharing & set(self._trace.layer_numbers)):
+            raise TraceError(
+                f"MRR114: positions have layers {unused}, which share an earlier layer's choice in this model and would "
+                "attend to that: give positions of the layers that have an indexer of their own."
+            )
         if self._trace.topk != self.topk:
             raise TraceError(
                 f"MRR114: positions hold {self._trace.topk} a token and layer, the model's dsa_indexer_topk is {self.topk}."

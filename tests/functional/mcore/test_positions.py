@@ -289,6 +289,11 @@ def test_what_does_not_fit_raises(megatron):
     )
     with pytest.raises(TraceError, match=r"MRR114: positions lack layers \[2, 4\]"):
         mrr.replay(model, routes, positions=fewer)
+    sharing, _ = build(Dsa(config=SHARED))
+    with pytest.raises(
+        TraceError, match=r"MRR114: positions have layers \[2, 4\], which share an earlier layer's choice"
+    ):
+        mrr.replay(sharing, routes, positions=positions)
     with (
         mrr.record(model) as recording,
         pytest.raises(ReplayStateError, match="MRR407: this session records no positions"),
