@@ -24,7 +24,9 @@ def save_positions(trace: PositionTrace, path: str | os.PathLike[str]) -> Path:
 
     Raises:
         StoreError: the file cannot be written; what was there stays.
+        TraceError: the trace was changed in place.
     """
+    trace.check_unchanged()
     path = as_path(path)
     with naming(path, "save"), replacing(path) as temporary:
         save_file({name: getattr(trace, name) for name in _TENSORS}, temporary, metadata={_FORMAT: _header(trace)})

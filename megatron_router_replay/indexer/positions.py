@@ -47,6 +47,7 @@ class PositionTrace:
     codes: Tensor
     # Where the codes of each row begin, and where those of the last one end, [num_tokens + 1] int64.
     _starts: Array = field(init=False, repr=False)
+    _versions: tuple[int, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         numbers, topk = as_layer_numbers(self.layer_numbers), as_integer("topk", self.topk, least=1, most=2**31 - 1)
@@ -61,6 +62,7 @@ class PositionTrace:
         values = {"positions_in_sample": queries, "layer_numbers": numbers, "topk": topk, "_starts": starts}
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "_versions", self._count_changes())
 
     @classmethod
     def from_positions(
@@ -112,6 +114,7 @@ class PositionTrace:
                 f"MRR107: cannot concatenate {[type(trace).__name__ for trace in traces][:4]}: give a list of PositionTraces."
             )
         for i, trace in enumerate(traces):
+            trace.check_unchanged()
             check_alike(traces[0], trace, f"concatenate trace {i}")
         return cls(
             positions_in_sample=torch.cat([trace.positions_in_sample for trace in traces]),
@@ -132,8 +135,10 @@ class PositionTrace:
             there are fewer candidates than topk.
 
         Raises:
-            TraceError: a row lies outside the trace or is not known, a layer is not in it, or a code is damaged.
+            TraceError: a row lies outside the trace or is not known, a layer is not in it, a code is damaged, or the trace
+                was changed in place.
         """
+        self.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         index = as_integer_tensor("rows", rows).cpu().to(torch.int64).numpy()
         if index.ndim != 1 or (index.size and not 0 <= index.min() <= index.max() < self.num_tokens):
             seen = f"rows {index.min()}..{index.max()}" if index.ndim == 1 else f"shape {list(index.shape)}"
@@ -161,6 +166,24 @@ class PositionTrace:
             raise TraceError(f"MRR110: the codes of the trace are damaged: {error}. Make it anew.") from None
         chosen[stored] = decoded.reshape(-1, len(layers), self.topk)
         return torch.from_numpy(chosen)
+
+    def check_unchanged(self) -> None:
+        """Raise if a tensor of the trace was changed in place since it was made; see `RoutingTrace.check_unchanged`.
+
+        Raises:
+            TraceError: names the tensor.
+        """
+        pairs = zip(("positions_in_sample", "codes"), self._count_changes(), self._versions, strict=True)
+        if changed := [name for name, now, made in pairs if now != made]:
+            raise TraceError(
+                f"MRR110: {' and '.join(changed)} of the positions were changed in place after they were made: nobody has "
+                "checked what they hold now. Make a new PositionTrace."
+            )
+
+    def _count_changes(self) -> tuple[int, int]:
+        # Tensors made in inference_mode count nothing.
+        positions, codes = self.positions_in_sample, self.codes
+        return 0 if positions.is_inference() else positions._version, 0 if codes.is_inference() else codes._version
 
     @property
     def num_tokens(self) -> int:
@@ -194,6 +217,10 @@ class PositionTrace:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> Any:
+        self.check_unchanged()  # the copy would count from now on
+        return _from_values, (self.positions_in_sample, self.layer_numbers, self.topk, self.codes)
+
     def _layer_index(self, layer_number: int) -> int:
         try:
             return self.layer_numbers.index(layer_number)
@@ -201,6 +228,12 @@ class PositionTrace:
             raise TraceError(
                 f"MRR104: the trace has no indexer in layer_number {layer_number}; it has [{listed(self.layer_numbers)}]."
             ) from None
+
+
+def _from_values(
+    positions_in_sample: Tensor, layer_numbers: tuple[int, ...], topk: int, codes: Tensor
+) -> PositionTrace:
+    return PositionTrace(positions_in_sample=positions_in_sample, layer_numbers=layer_numbers, topk=topk, codes=codes)
 
 
 def check_alike(a: PositionTrace, b: PositionTrace, attempt: str) -> None:

@@ -357,6 +357,17 @@ def test_attention_outside_of_the_models_forward_raises(megatron):
     session.close(verify=False)
 
 
+def test_positions_that_were_changed_in_place_raise(megatron):
+    model, microbatches = build(Dsa())
+    routes, positions, _, _ = recorded(model, microbatches)
+    session = mrr.replay(model, routes, positions=positions)
+    session.microbatch(microbatches[0]["routing_rows"], model)
+    positions.codes.copy_(positions.codes.roll(4))  # codes of other rows are legal ones
+    with pytest.raises(TraceError, match="MRR110: codes of the positions were changed in place"):
+        train(model, microbatches[:1])
+    session.close(verify=False)
+
+
 def test_a_row_is_recorded_once(megatron):
     model, microbatches = build(Dsa())
     with mrr.record(model, positions=True) as recording:

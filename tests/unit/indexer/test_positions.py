@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 
@@ -120,6 +121,26 @@ def test_traces_are_concatenated_and_compare_by_value():
     empty = PositionTrace.concatenate([make([])[1], make([])[1]])
     assert empty.num_tokens == 0
     assert empty.rows(torch.empty(0, dtype=torch.int64), LAYERS).shape == (0, 2, 4)
+
+
+def test_a_trace_that_was_changed_in_place_raises():
+    own = torch.tensor([9, 10, 11]).add_(1)
+    chosen, trace = make(own)
+    copies = copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))
+    trace.codes[0] = trace.codes[1]
+    changed = pytest.raises(TraceError, match="MRR110: codes of the positions were changed in place")
+    for read in (
+        lambda: trace.rows(torch.tensor([0]), LAYERS),
+        lambda: PositionTrace.concatenate([copies[0], trace]),
+        lambda: pickle.dumps(trace),
+    ):
+        with changed:
+            read()
+    for each in copies:
+        assert torch.equal(each.rows(torch.arange(3), LAYERS), ascending(chosen))
+        each.positions_in_sample[2] = -1
+        with pytest.raises(TraceError, match="MRR110: positions_in_sample of the positions were changed"):
+            each.rows(torch.tensor([0]), LAYERS)
 
 
 def test_traces_of_other_models_are_not_concatenated():
