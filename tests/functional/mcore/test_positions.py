@@ -351,6 +351,10 @@ def test_attention_outside_of_the_models_forward_raises(megatron):
     routes, positions, _, _ = recorded(model, microbatches)
     session = mrr.replay(model, routes, positions=positions)
     session.microbatch(microbatches[0]["routing_rows"], model)
+    train(model, microbatches[:1])
+    session.microbatch(
+        microbatches[1]["routing_rows"], model
+    )  # which a call of .forward would begin at its first router
     named = {name: microbatches[0][name] for name in ("position_ids", "labels")}
     with pytest.raises(ReplayStateError, match=r"MRR406: .*indexer of layer 1 runs outside of a forward of the model"):
         model.forward(input_ids=microbatches[0]["tokens"], attention_mask=None, **named)
@@ -366,6 +370,21 @@ def test_positions_that_were_changed_in_place_raise(megatron):
     with pytest.raises(TraceError, match="MRR110: codes of the positions were changed in place"):
         train(model, microbatches[:1])
     session.close(verify=False)
+
+
+def test_padding_is_not_recorded(megatron):
+    model, microbatches = build(Dsa())
+    rows = microbatches[0]["routing_rows"].clone()
+    rows[:, 30:] = -1
+    with watched(model) as seen, mrr.record(model, positions=True) as recording:
+        recording.microbatch(rows, model)
+        train(model, microbatches[:1])
+    positions = recording.positions(num_tokens=65)
+    real = rows[rows >= 0]
+    assert (positions.positions_in_sample >= 0).nonzero().squeeze(1).tolist() == real.tolist()
+    expected = in_samples(seen)
+    recorded_rows = positions.rows(real, [2])[:, 0].tolist()
+    assert [[each for each in row if each >= 0] for row in recorded_rows] == [expected[2, int(row)] for row in real]
 
 
 def test_a_row_is_recorded_once(megatron):

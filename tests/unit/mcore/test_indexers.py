@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore.compat import megatron_version, version_numbers
+from megatron_router_replay.mcore.indexers import find_indexers
 from megatron_router_replay.mcore.sparse import decode_positions, encode_positions
 from megatron_router_replay.testing import ParallelSizes
 
@@ -508,6 +509,19 @@ def test_what_cannot_be_frozen_is_refused_by_name(change, reason):
     assert f"refused by freeze_recompute: {reason}" in str(mrr.explain(model))
     with mrr.freeze_recompute(model, indexers=False) as session:
         assert session.report.indexer_recomputes is None
+
+
+def test_those_of_mtp_layers_are_told_apart():
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    model = Model()
+    mtp = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)
+    nn.Module.__init__(mtp)
+    mtp.layer = Layer(model.config, 1)
+    model.mtp, model.mtp_layers = mtp, nn.ModuleList([Layer(model.config, 2)])
+    found = {each.name: each.is_mtp for each in find_indexers(model)}
+    names = ("layers.0", "layers.1", "mtp.layer", "mtp_layers.0")
+    assert found == {f"{name}.attention": name == "mtp.layer" for name in names}
 
 
 def test_explain_lists_them():
