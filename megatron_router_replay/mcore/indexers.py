@@ -114,7 +114,11 @@ class HeldIndexers:
     def exchanged(self) -> list[str]:
         """Return which attentions the session did not reach: they were built into the model, or changed, meanwhile."""
         held = {found.attention for found in self.found}
-        built = [found for found in find_indexers(self._modules) if held and found.attention not in held]
+        now = find_indexers(self._modules)
+        built = [found for found in now if held and found.attention not in held]
+        # A freeze does nothing to what is no longer there; a replay was asked to tell it its positions.
+        gone = [found for found in self.found if found.attention not in {each.attention for each in now}]
+        gone = gone if self.holder.queued else []
         replaced = [found for found in self.found if "forward" in vars(found.attention)]
         asks_nobody = [found for found in self.found if not hasattr(type(found.attention).forward, "is_seam")]
         return [
@@ -122,6 +126,7 @@ class HeldIndexers:
                 f"{found}: the attention was exchanged during the session, which did not reach the new one"
                 for found in built
             ),
+            *(f"{found}: the attention was taken out of the model during the session" for found in gone),
             *(f"{found}: forward was replaced on the attention during the session" for found in replaced),
             *(
                 f"{found}: the attention got the class {type(found.attention).__name__}, which asks nobody"

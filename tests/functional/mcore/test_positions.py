@@ -361,6 +361,20 @@ def test_attention_outside_of_the_models_forward_raises(megatron):
     session.close(verify=False)
 
 
+def test_an_attention_that_left_the_model_raises(megatron):
+    model, microbatches = build(Dsa())
+    routes, positions, _, _ = recorded(model, microbatches)
+    attention = attentions(model)[1]
+    gone = pytest.raises(
+        ReplayStateError, match=r"MRR419[\s\S]*layer 2 \(.*\): the attention was taken out of the model"
+    )
+    with gone, mrr.replay(model, routes, positions=positions) as session:
+        session.microbatch(microbatches[0]["routing_rows"], model)
+        train(model, microbatches[:1])
+        (owner,) = [each for each in model.modules() if getattr(each, "core_attention", None) is attention]
+        owner.core_attention = torch.nn.Identity()  # as a phase with dense attention would
+
+
 def test_positions_that_were_changed_in_place_raise(megatron):
     model, microbatches = build(Dsa())
     routes, positions, _, _ = recorded(model, microbatches)
