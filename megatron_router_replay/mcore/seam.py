@@ -270,6 +270,9 @@ held: WeakSet[Any] = WeakSet()
 driven: WeakSet[Any] = WeakSet()
 """Objects of routers that are driven now; while there are any, as while routers are held, the seams must be in place."""
 
+_forwards: set[Any] = set()
+"""What `forward` of router classes is, when the seams are put in."""
+
 other_seams: list[Callable[[], list[str]]] = []
 """Each returns which of its names were replaced; those of sparse attention, once a freeze has put them in."""
 
@@ -442,8 +445,9 @@ def install() -> None:
         TopKRouter.routing = _routing_seam(routing)
         for inference_router in INFERENCE_ROUTERS:
             inference_router.forward = _inference_seam(inference_router.forward)
+        _forwards.update(each.forward for each in (TopKRouter, *INFERENCE_ROUTERS))
         balance.install(TopKRouter, router_module, decision_under_way)
-    if not hasattr(topk, "is_seam"):
+    if not is_seam(topk):
         setattr(router_module, _TOPK, _topk_seam(topk))
     tape.before_run = lambda: check_installed() if held or driven else None
 
@@ -457,7 +461,7 @@ def check_installed() -> None:
     replaced = []
     if not hasattr(TopKRouter.routing, "is_seam"):
         replaced.append("TopKRouter.routing")
-    if not hasattr(getattr(router_module, _TOPK), "is_seam"):
+    if not is_seam(getattr(router_module, _TOPK)):
         replaced.append(f"router.{_TOPK}")
     replaced += [name for find_replaced in other_seams for name in find_replaced()]
     if not tape.is_installed():
@@ -509,7 +513,7 @@ def _routing_seam(original: Any) -> Any:
             )
         return probs, routing_map
 
-    routing.is_seam = True  # type: ignore[attr-defined]
+    routing.is_seam = routing  # type: ignore[attr-defined]
     return routing
 
 
@@ -545,7 +549,7 @@ def _topk_seam(original: Any) -> Any:
         routed: tuple[Tensor, Tensor] = original(*args, **kwargs)
         return routed
 
-    topk_routing_with_score_function.is_seam = True  # type: ignore[attr-defined]
+    topk_routing_with_score_function.is_seam = topk_routing_with_score_function  # type: ignore[attr-defined]
     topk_routing_with_score_function.__wrapped__ = original  # type: ignore[attr-defined]
     return topk_routing_with_score_function
 
@@ -561,9 +565,15 @@ def _inference_seam(original: Any) -> Any:
     return forward
 
 
+def is_seam(function: Any) -> bool:
+    """Return whether a function is a seam itself; `functools.wraps` copies the mark to what is put around one."""
+    return getattr(function, "is_seam", None) is function
+
+
 def is_wrapped(router: Any) -> bool:
-    """Return whether somebody has put a method of its own on this router."""
-    return "routing" in vars(router) or "forward" in vars(router)
+    """Return whether somebody has put a method of its own on this router, or around one of its class."""
+    own, kind = vars(router), type(router)
+    return "routing" in own or "forward" in own or not is_seam(kind.routing) or kind.forward not in _forwards
 
 
 def _map_check(router: Any, module: nn.Module) -> Any:

@@ -248,7 +248,7 @@ def _seams(dsa: Any) -> list[tuple[Any, str, Callable[[Any], Any]]]:
 def _replaced() -> list[str]:
     dsa = sys.modules[DSA]
     seams = [(name, getattr(owner, name)) for owner, name, _ in _seams(dsa)]
-    return [f"dsa.{name}" for name, function in seams if getattr(function, "is_seam", None) is not function]
+    return [f"dsa.{name}" for name, function in seams if not seam.is_seam(function)]
 
 
 def _attention_seam(original: Any) -> Any:

@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import functools
 import re
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -92,6 +94,66 @@ def test_a_wrapper_that_is_put_on_during_the_session_raises():
     with pytest.raises(ReplayStateError, match="layer 2: forward or routing was wrapped on the router during"):
         forward(chunk)
     session.close(verify=False)
+
+
+def around_the_class(name, change):
+    """Return a patch that wraps a method of all routers, as profilers do: `functools.wraps` copies what is on it."""
+    method = getattr(TopKRouter, name)
+
+    @functools.wraps(method)
+    def wrapper(*args, **kwargs):
+        return change(*method(*args, **kwargs))
+
+    return mock.patch.object(TopKRouter, name, wrapper)
+
+
+@pytest.mark.parametrize("name", ["forward", "routing"])
+def test_a_wrapper_around_the_class_works_while_it_leaves_maps_alone(name):
+    chunk, trace = Chunk(), random_trace()
+    with around_the_class(name, lambda *routed: routed), watched(chunk) as seen, mrr.replay(chunk, trace) as session:
+        disturbed_backward(chunk, forward(chunk, session))
+    assert wrong_replays(seen, trace) == 0
+
+
+@pytest.mark.parametrize("change", [changed, changed_in_place])
+@pytest.mark.parametrize("name", ["forward", "routing"])
+def test_a_wrapper_around_the_class_that_changes_maps_raises(name, change):
+    chunk = Chunk()
+    with (
+        around_the_class(name, change),
+        pytest.raises(ReplayStateError, match="layer 1: what somebody wrapped around the router gave another"),
+        mrr.replay(chunk, random_trace()) as session,
+    ):
+        forward(chunk, session)
+    with (
+        pytest.raises(ReplayStateError, match="layer 1: forward or routing was wrapped on the router during"),
+        mrr.replay(chunk, random_trace()) as session,
+        around_the_class(name, change),
+    ):
+        forward(chunk, session)
+
+
+def test_a_wrapper_around_the_routing_function_is_verified_and_none_comes_during_a_session():
+    topk = router_module.topk_routing_with_score_function
+
+    @functools.wraps(topk)
+    def wrapper(*args, **kwargs):
+        return changed(*topk(*args, **kwargs))
+
+    chunk = Chunk()
+    replaced = mock.patch.object(router_module, "topk_routing_with_score_function", wrapper)
+    with (
+        replaced,
+        pytest.raises(ReplayStateError, match="decisions left their router with other experts than were decided"),
+        mrr.replay(chunk, random_trace()) as session,
+    ):
+        forward(chunk, session)
+    with (
+        pytest.raises(ReplayStateError, match=r"MRR415: router.topk_routing_with_score_function was replaced"),
+        mrr.replay(chunk, random_trace()) as session,
+        replaced,
+    ):
+        session.microbatch(ROWS[0], chunk)
 
 
 class Adapted(nn.Module):
@@ -218,7 +280,7 @@ def test_a_router_that_changes_during_the_session_is_exact_or_raises(kind):
             return super().routing(*args, **kwargs)
 
     if kind == "class":
-        with pytest.raises(ReplayStateError, match="class Other"), mrr.freeze_recompute(chunk):
+        with pytest.raises(ReplayStateError, match="was wrapped on the router during the session"), mrr.freeze_recompute(chunk):
             chunk.routers[0].__class__ = Other
             forward(chunk)
     elif kind == "module":
