@@ -168,7 +168,9 @@ class PositionTrace:
         return torch.from_numpy(chosen)
 
     def check_unchanged(self) -> None:
-        """Raise if a tensor of the trace was changed in place since it was made; see `RoutingTrace.check_unchanged`.
+        """Raise if a tensor of the trace was changed in place since it was made.
+
+        See `RoutingTrace.check_unchanged`.
 
         Raises:
             TraceError: names the tensor.

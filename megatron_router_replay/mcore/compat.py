@@ -54,9 +54,9 @@ def is_newer_than_tested(version: str) -> bool:
 
 def must_verify() -> bool:
     """Return whether sessions verify every routing map, asked for or not: nobody here has read what routes."""
-    function: Any = router_module.topk_routing_with_score_function
-    while getattr(function, "is_seam", None) is function:
-        function = function.__wrapped__
+    topk = router_module.topk_routing_with_score_function
+    # Through our seam alone: functools.wraps makes any wrapper look like what it is put around.
+    function = inspect.unwrap(topk, stop=lambda each: getattr(each, "is_seam", None) is not each)
     return is_newer_than_tested(megatron_version()) or function is not moe_utils.topk_routing_with_score_function
 
 

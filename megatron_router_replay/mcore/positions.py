@@ -129,8 +129,8 @@ class RecordedPositions(SessionPositions):
         """Take note that the routers of a micro-batch have routed it; one that failed before is not recorded."""
         self._done.add((chunk_index, number))
 
-    def trace(self, num_tokens: int) -> PositionTrace:
-        """Return what was recorded; positions of rows that this rank did not attend with are not known.
+    def trace(self, num_tokens: int) -> PositionTrace | None:
+        """Return what was recorded, of other rows nothing; None: no attention of this rank ran that has an indexer.
 
         Raises:
             TraceError: a layer's attention did not run in a micro-batch, or a row was recorded twice with other positions.
@@ -152,9 +152,7 @@ class RecordedPositions(SessionPositions):
                     positions[real], positions_in_sample=own[real], layer_numbers=layers, topk=self.topk
                 )
                 parts.append(place_positions(part, rows[real], num_tokens))
-        if not parts:
-            raise TraceError("MRR422: no micro-batch was recorded, or this rank has no sparse attention of its own.")
-        return merge_positions(parts)
+        return merge_positions(parts) if parts else None
 
 
 class ReplayedPositions(SessionPositions):

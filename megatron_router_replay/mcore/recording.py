@@ -179,14 +179,22 @@ class RecordSession(Session):
             TraceError: a row was recorded twice with other positions, or none was; a row is num_tokens or more.
             ReplayStateError: the session records none; or as `trace`.
         """
+        return _some(self._own_positions(num_tokens))
+
+    def gather_positions(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> PositionTrace:
+        """Return the positions of all rows and layers, on every rank of these groups. A collective, as `gather`."""
+
+        def merge(parts: list[PositionTrace | None]) -> PositionTrace | None:
+            known = [part for part in parts if part is not None]
+            return merge_positions(known) if known else None
+
+        return _some(_gathered(self._own_positions(num_tokens), groups, merge))
+
+    def _own_positions(self, num_tokens: int | None) -> PositionTrace | None:
         if self._positions is None:
             raise ReplayStateError("MRR407: this session records no positions: mrr.record(model, positions=True).")
         self._read()
         return self._positions.trace(self._agreed_length() if num_tokens is None else num_tokens)
-
-    def gather_positions(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> PositionTrace:
-        """Return the positions of all rows and layers, on every rank of these groups. A collective, as `gather`."""
-        return _gathered(self.positions(num_tokens=num_tokens), groups, merge_positions)
 
     def gather(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> RoutingTrace:
         """Return all rows and layers of the recording, on every rank of these groups.
@@ -257,13 +265,19 @@ class RecordSession(Session):
         return token_ids if any_known else None
 
 
+def _some(positions: PositionTrace | None) -> PositionTrace:
+    if positions is None:
+        raise TraceError("MRR422: no sparse attention with an indexer of its own was recorded.")
+    return positions
+
+
 def _gathered(trace: T, groups: Sequence[dist.ProcessGroup | None], merge: Callable[[list[T]], T]) -> T:
     if not dist.is_initialized():
         return trace
     for group in groups or (None,):
-        parts: list[T | None] = [None] * dist.get_world_size(group)
+        parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, trace, group=group)
-        trace = merge([part for part in parts if part is not None])
+        trace = merge(parts)
     return trace
 
 

@@ -401,6 +401,26 @@ def test_padding_is_not_recorded(megatron):
     assert [[each for each in row if each >= 0] for row in recorded_rows] == [expected[2, int(row)] for row in real]
 
 
+def gather_what_one_rank_recorded() -> None:
+    """A rank that recorded nothing takes part all the same, so the others do not wait for it."""
+    ParallelSizes().initialize()
+    model, microbatches = build(Dsa())
+    rank = torch.distributed.get_rank()
+    with mrr.record(model, positions=True) as recording:
+        if rank == 0:
+            recording.microbatch(microbatches[0]["routing_rows"], model)
+            train(model, microbatches[:1])
+    if rank == 1:
+        with pytest.raises(TraceError, match="MRR422: no sparse attention"):
+            recording.positions(num_tokens=64)
+    positions = recording.gather_positions(num_tokens=64)
+    assert (positions.positions_in_sample >= 0).all()
+
+
+def test_a_rank_that_recorded_nothing_gathers_too(on_ranks):
+    on_ranks(2, gather_what_one_rank_recorded)
+
+
 def test_a_row_is_recorded_once(megatron):
     model, microbatches = build(Dsa())
     with mrr.record(model, positions=True) as recording:

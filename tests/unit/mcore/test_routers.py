@@ -280,7 +280,7 @@ def test_a_router_that_changes_during_the_session_is_exact_or_raises(kind):
             return super().routing(*args, **kwargs)
 
     if kind == "class":
-        with pytest.raises(ReplayStateError, match="was wrapped on the router during the session"), mrr.freeze_recompute(chunk):
+        with pytest.raises(ReplayStateError, match="wrapped on the router during"), mrr.freeze_recompute(chunk):
             chunk.routers[0].__class__ = Other
             forward(chunk)
     elif kind == "module":
