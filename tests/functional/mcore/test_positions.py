@@ -238,7 +238,7 @@ def test_rows_without_positions_are_left_to_the_indexer(megatron, loss, recomput
 
 def test_the_lines_of_the_page_attend_twice_to_the_same(megatron):
     page = (Path(__file__).parents[3] / "docs/indexers.md").read_text()
-    (lines,) = re.findall("```py\n(.*?)```", page, flags=re.DOTALL)
+    lines = re.findall("```text\n(.*?)```", page, flags=re.DOTALL)[0]
     model, microbatches = build(Dsa())
     names: dict[str, Any] = {
         "mrr": mrr,

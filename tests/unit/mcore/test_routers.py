@@ -133,7 +133,7 @@ def test_a_wrapper_around_the_class_that_changes_maps_raises(name, change):
         forward(chunk, session)
 
 
-def test_a_wrapper_around_the_routing_function_is_verified_and_none_comes_during_a_session():
+def test_a_wrapper_around_the_routing_function_is_verified_or_raises():
     topk = router_module.topk_routing_with_score_function
 
     @functools.wraps(topk)
