@@ -1,4 +1,4 @@
-"""Sorted positions <-> words: the code of one choice, in about an eighth of the bytes of int32.
+"""Sorted positions <-> words: the code of one choice, in an eighth to a third of the bytes of int32.
 
 A token at position p of its sample has p + 1 candidates. Its choice of k of them is coded in Elias-Fano form. Its number of
 low bits and its size follow from p and k, so nothing but the code is kept:

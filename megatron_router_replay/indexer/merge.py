@@ -26,12 +26,12 @@ def place_positions(trace: PositionTrace, rows: Tensor, num_tokens: int) -> Posi
         raise TraceError(
             f"MRR422: cannot place row {int(rows.max())} in {num_tokens} rows. Give num_tokens of the whole batch."
         )
-    at, own = rows.numpy(), np.full(num_tokens, -1, np.int32)
+    at, queries = rows.numpy(), np.full(num_tokens, -1, np.int32)
     begins = np.full((num_tokens, len(trace.layer_numbers)), -1, np.int64)
-    theirs, new = trace.positions_in_sample.numpy(), _begins(trace)
-    own[at], begins[at] = theirs, new
-    _check_same(trace.codes.numpy(), trace.topk, at, own[at], theirs, begins[at], new)
-    return _of_codes(trace, own, trace.layer_numbers, trace.codes.numpy(), begins)
+    part_queries, new = trace.positions_in_sample.numpy(), _begins(trace)
+    queries[at], begins[at] = part_queries, new
+    _check_same(trace.codes.numpy(), trace.topk, at, queries[at], part_queries, begins[at], new)
+    return _of_codes(trace, queries, trace.layer_numbers, trace.codes.numpy(), begins)
 
 
 def merge_positions(parts: Sequence[PositionTrace]) -> PositionTrace:
@@ -48,22 +48,22 @@ def merge_positions(parts: Sequence[PositionTrace]) -> PositionTrace:
         )
     numbers = tuple(sorted({number for part in parts for number in part.layer_numbers}))
     codes = np.concatenate([part.codes.numpy() for part in parts])
-    own = np.full(parts[0].num_tokens, -1, np.int32)
-    begins = np.full((len(own), len(numbers)), -1, np.int64)
+    queries = np.full(parts[0].num_tokens, -1, np.int32)
+    begins = np.full((len(queries), len(numbers)), -1, np.int64)
     offset = 0
     for part in parts:
         at = np.flatnonzero(part.positions_in_sample.numpy() >= 0)
         places = np.ix_(at, np.array([numbers.index(number) for number in part.layer_numbers]))
-        theirs, new = part.positions_in_sample.numpy()[at], (_begins(part) + offset)[at]
-        _check_same(codes, part.topk, at, own[at], theirs, begins[places], new)
-        own[at], begins[places] = theirs, new
+        part_queries, new = part.positions_in_sample.numpy()[at], (_begins(part) + offset)[at]
+        _check_same(codes, part.topk, at, queries[at], part_queries, begins[places], new)
+        queries[at], begins[places] = part_queries, new
         offset += part.codes.numel()
-    if (lacking := (begins[own >= 0] < 0).any(axis=0)).any():
+    if (lacking := (begins[queries >= 0] < 0).any(axis=0)).any():
         raise TraceError(
             f"MRR422: some rows were recorded without layers [{listed([numbers[i] for i in np.flatnonzero(lacking)])}]: join "
             "the parts of all pipeline stages, of the same micro-batches."
         )
-    return _of_codes(parts[0], own, numbers, codes, begins)
+    return _of_codes(parts[0], queries, numbers, codes, begins)
 
 
 def _begins(trace: PositionTrace) -> Array:
@@ -75,17 +75,19 @@ def _begins(trace: PositionTrace) -> Array:
     return begins
 
 
-def _check_same(codes: Array, topk: int, rows: Array, own: Array, theirs: Array, known: Array, new: Array) -> None:
+def _check_same(
+    codes: Array, topk: int, rows: Array, queries: Array, part_queries: Array, known: Array, new: Array
+) -> None:
     """Raise unless what is known of some rows is what another part says.
 
     Args:
         rows: [n] for the message.
-        own, theirs: [n] their positions in their samples, -1: not known; and as the part has them.
+        queries, part_queries: [n] their positions in their samples, -1: not known; and as the part has them.
         known, new: [n, num_layers] where in `codes` their choices begin, -1: not known; and those of the part.
     """
     twice = (known >= 0) & (known != new)
-    words = np.repeat(code_words(theirs.astype(np.int64), topk)[:, None], known.shape[1], axis=1)
-    differ = ((own >= 0) & (own != theirs))[:, None] & np.ones_like(twice)
+    words = np.repeat(code_words(part_queries.astype(np.int64), topk)[:, None], known.shape[1], axis=1)
+    differ = ((queries >= 0) & (queries != part_queries))[:, None] & np.ones_like(twice)
     if not differ.any() and twice.any():
         size, of_code = words[twice], np.flatnonzero(twice).repeat(words[twice])
         wrong = _segments(codes, known[twice], size) != _segments(codes, new[twice], size)
@@ -103,11 +105,11 @@ def _segments(codes: Array, begins: Array, words: Array) -> Array:
 
 
 def _of_codes(
-    like: PositionTrace, own: Array, layer_numbers: tuple[int, ...], codes: Array, begins: Array
+    like: PositionTrace, queries: Array, layer_numbers: tuple[int, ...], codes: Array, begins: Array
 ) -> PositionTrace:
-    words = np.repeat(code_words(own.astype(np.int64), like.topk)[:, None], begins.shape[1], axis=1)
+    words = np.repeat(code_words(queries.astype(np.int64), like.topk)[:, None], begins.shape[1], axis=1)
     stored = words > 0
     taken = torch.from_numpy(_segments(codes, begins[stored], words[stored]))
     return PositionTrace(
-        positions_in_sample=torch.from_numpy(own), layer_numbers=layer_numbers, topk=like.topk, codes=taken
+        positions_in_sample=torch.from_numpy(queries), layer_numbers=layer_numbers, topk=like.topk, codes=taken
     )

@@ -11,6 +11,7 @@ another order move nothing.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,11 +31,11 @@ from megatron_router_replay.mcore.sparse import Question, tells_bounds
 from megatron_router_replay.trace import RoutingTrace
 
 
-class SessionPositions:
+class SessionPositions(ABC):
     """What the sparse attentions of a session ask; it lives as long as its session.
 
     Args:
-        session: which takes micro-batches; of their rows this keeps nothing.
+        session: which takes micro-batches.
         chunks: its chunks that take micro-batches.
     """
 
@@ -86,9 +87,9 @@ class SessionPositions:
         """Return itself; None: the attention of an MTP layer is live."""
         return self if attention in self._chunk_of else None
 
+    @abstractmethod
     def choose(self, attention: Any, question: Question, needs_scores: bool) -> tuple[Tensor | None, Tensor]:
         """See `sparse.Source`."""
-        raise NotImplementedError
 
     def _microbatch(self, attention: Any, question: Question) -> tuple[Chunk, int, Tensor, Tensor, Tensor]:
         """Return (chunk, number of the micro-batch, rows [b, sq], own positions [sq], begins of samples [sq]) of a call."""
@@ -117,11 +118,11 @@ class RecordedPositions(SessionPositions):
 
     def choose(self, attention: Any, question: Question, needs_scores: bool) -> tuple[Tensor | None, Tensor]:
         """Let the indexer choose, and keep it; see `sparse.Source`."""
-        chunk, number, rows, own, starts = self._microbatch(attention, question)
+        chunk, number, rows, queries, starts = self._microbatch(attention, question)
         scores, positions = question.score()
         in_sample = torch.where(positions >= 0, positions - starts.unsqueeze(1), -1).to(torch.int32)
         keep = self.session()._to_host
-        kept = keep(rows.flatten()), keep(own.expand(rows.shape).flatten()), keep(in_sample.flatten(0, 1))
+        kept = keep(rows.flatten()), keep(queries.expand(rows.shape).flatten()), keep(in_sample.flatten(0, 1))
         self._kept.setdefault((chunk.index, number), {})[attention.layer_number] = kept
         return scores, positions
 
@@ -144,12 +145,12 @@ class RecordedPositions(SessionPositions):
                     raise TraceError(
                         f"MRR422: in micro-batch {number} of chunk {index} the attention of layers {missing} did not run."
                     )
-                rows, own, _ = kept[layers[0]]
+                rows, queries, _ = kept[layers[0]]
                 positions = torch.stack([kept[layer][2] for layer in layers], dim=1)
                 positions = torch.nn.functional.pad(positions, (0, self.topk - positions.shape[2]), value=-1)
                 real = rows >= 0
                 part = PositionTrace.from_positions(
-                    positions[real], positions_in_sample=own[real], layer_numbers=layers, topk=self.topk
+                    positions[real], positions_in_sample=queries[real], layer_numbers=layers, topk=self.topk
                 )
                 parts.append(place_positions(part, rows[real], num_tokens))
         return merge_positions(parts) if parts else None
@@ -196,28 +197,28 @@ class ReplayedPositions(SessionPositions):
 
     def choose(self, attention: Any, question: Question, needs_scores: bool) -> tuple[Tensor | None, Tensor]:
         """Take positions from the trace, of rows without any from the indexer; see `sparse.Source`."""
-        chunk, number, rows, own, starts = self._microbatch(attention, question)
+        chunk, number, rows, queries, starts = self._microbatch(attention, question)
         in_sample = torch.where(rows >= 0, self._trace.positions_in_sample[rows.clamp(min=0)], -1)
         known = in_sample >= 0
-        expected = micro.to_device(in_sample, own.device)
+        expected = micro.to_device(in_sample, queries.device)
         self.session()._check(
-            ((expected != own) & (expected >= 0)).any(),
+            ((expected != queries) & (expected >= 0)).any(),
             f"MRR203: micro-batch {number}: {tape.layer_of(attention)} has tokens at other places of their samples than "
             "where their positions were chosen: samples were cut at the front, padded on the left, or joined to one.",
         )
         width = min(self.topk, question.num_keys)
         told = torch.full((*rows.shape, width), -1, dtype=torch.int64)
         told[known] = self._trace.rows(rows[known], [attention.layer_number])[:, 0, :width].to(torch.int64)
-        told = micro.to_device(told, own.device)
+        told = micro.to_device(told, queries.device)
         told = torch.where(told >= 0, told + starts.unsqueeze(1), -1)
         num_known = int(known.sum())
         self.indexer_counter.add(replayed=num_known, live=known.numel() - num_known)
         if needs_scores:
             scores, live = question.score()
-            return scores, torch.where(micro.to_device(known, own.device).unsqueeze(2), told, live)
+            return scores, torch.where(micro.to_device(known, queries.device).unsqueeze(2), told, live)
         if num_known < known.numel():
-            at = micro.to_device((~known).any(dim=0).nonzero().squeeze(1), own.device)
-            is_live = micro.to_device(~known, own.device).index_select(1, at).unsqueeze(2)
+            at = micro.to_device((~known).any(dim=0).nonzero().squeeze(1), queries.device)
+            is_live = micro.to_device(~known, queries.device).index_select(1, at).unsqueeze(2)
             _, live = question.score(at)
             told = told.index_copy(1, at, torch.where(is_live, live, told.index_select(1, at)))
         return None, told

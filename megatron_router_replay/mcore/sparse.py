@@ -8,7 +8,7 @@ forward writes it on every tape that is being written; a recompute takes it and 
     dsa.fwd_fused_indexer_loss_naive           the indexer's loss takes live scores: there a recompute scores too
     DSAttention._get_index_share_topk_holder   a layer without an indexer reads here what an earlier layer chose
 
-The seams are put in when a model with such layers is frozen, and never before: importing this module does not load `dsa`.
+The seams are put in when a session first holds such layers, and never before: importing this module does not load `dsa`.
 
 Source: Megatron-Core 0.17.1 to 0.19.2, transformer/experimental_attention_variant/dsa.py.
 """
@@ -275,7 +275,7 @@ def _attention_seam(original: Any) -> Any:
         if not choice.is_asked:
             raise ReplayStateError(
                 f"MRR414: {tape.layer_of(self)} chose positions without asking: something else than Megatron-Core's "
-                f"dsa.{CHOOSE} decided. Was a fused kernel switched on since the freeze began?"
+                f"dsa.{CHOOSE} decided. Was a fused kernel switched on since the session began?"
             )
         if is_written:
             tape.write(again or Entry(self, choice.kept, cast("AttentionHolder", holder).indexer_counter))

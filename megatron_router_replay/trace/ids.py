@@ -119,7 +119,7 @@ def narrow_ids(
     Returns:
         [rows, layers, topk], and the `InvalidRoutes.cause` of the first block at fault; None: there is none.
     """
-    narrow = np.empty(rows.shape, np.uint8 if num_experts <= 256 else np.int16)
+    narrow = torch.empty(rows.shape, dtype=index_dtype(num_experts)).numpy()
     unsigned = rows.view(f"u{rows.itemsize}")  # as which an id below 0 lies above all experts
     for start, stop in _blocks(rows.shape, rows.itemsize):
         block, mask, copied = unsigned[start:stop], routed[start:stop], narrow[start:stop]
