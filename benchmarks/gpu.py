@@ -35,7 +35,7 @@ import megatron_router_replay as mrr
 from benchmarks.measure import table
 from benchmarks.router import SIGMOID, Routers, random_routes
 from benchmarks.step import FULL
-from megatron_router_replay.mcore.prefetching import prefetch
+from megatron_router_replay.mcore.batches.prefetch import prefetch
 from megatron_router_replay.testing import (
     ParallelSizes,
     build_tiny_gpt,

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from megatron_router_replay.diagnostics import diff_traces
     from megatron_router_replay.indexer import PositionTrace, compare_positions, decode_indexer_topk
     from megatron_router_replay.mcore import (
-        attach,
         close_sessions,
-        explain,
         freeze_recompute,
         install,
         microbatch,
@@ -25,7 +23,9 @@ if TYPE_CHECKING:
         stamp,
         uninstall,
     )
-    from megatron_router_replay.mcore.driven import RouterReplay, RouterReplayAction
+    from megatron_router_replay.mcore.batches.attach import attach
+    from megatron_router_replay.mcore.heart.driven import RouterReplay, RouterReplayAction
+    from megatron_router_replay.mcore.sessions.explain import explain
     from megatron_router_replay.store import load_trace, save_trace
     from megatron_router_replay.trace import RoutingTrace, concat_traces, merge_traces
 

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
+
+Check = Callable[[Tensor, str], None]
+"""(failed, message): raises now if the host knows that `failed` holds, else when the session ends."""
 
 
 def as_integer(

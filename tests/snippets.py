@@ -113,7 +113,7 @@ class OpenSession:
     """The session that is open around a training step, as `attach` finds it; without one, nothing."""
 
     def microbatch(self, rows: Any, model: Any, **kwargs: Any) -> None:
-        from megatron_router_replay.mcore.session import session_of
+        from megatron_router_replay.mcore.batches.attach import session_of
 
         session = session_of(model)
         if session is not None:

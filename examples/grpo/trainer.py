@@ -88,7 +88,7 @@ class Trainer:
 
     def _routes_layout(self) -> RoutesLayout:
         """Return which MoE layers each pipeline stage has, and the sizes of the groups: who needs which routes."""
-        from megatron_router_replay.mcore.find import find_routers
+        from megatron_router_replay.mcore.model.find import find_routers
 
         mine = [router.layer_number for model in self.models for router in find_routers(model)]
         ranks: list[Any] = [None] * dist.get_world_size()

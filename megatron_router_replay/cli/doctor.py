@@ -60,14 +60,14 @@ def _environment() -> dict[str, Any]:
 def _megatron() -> tuple[list[str], list[str]]:
     """Return (notes, problems) of the Megatron-Core that is installed."""
     try:
-        from megatron_router_replay.mcore import compat
+        from megatron_router_replay.mcore.model import upstream
     except ImportError as error:  # without torch, or from 0.18 on without triton
         return [], [f"megatron-core cannot be imported: {error}"]
-    notes = [f"sessions were run with Megatron-Core {', '.join(compat.TESTED)}"]
-    if compat.is_newer_than_tested(compat.megatron_version()):
+    notes = [f"sessions were run with Megatron-Core {', '.join(upstream.TESTED)}"]
+    if upstream.is_newer_than_tested(upstream.megatron_version()):
         notes.append("this one is newer: sessions verify every routing map, and refuse moe_* settings unknown here")
     try:
-        compat.check_version()
+        upstream.check_version()
     except RouterReplayError as error:
         return notes, [str(error)]
     return notes, []

@@ -1,17 +1,17 @@
 """Routing replay in Megatron-Core models; of the core, the only part that imports megatron.core."""
 
-from megatron_router_replay.mcore import seam
-from megatron_router_replay.mcore.attaching import attach, broadcast_routing_rows
-from megatron_router_replay.mcore.driven import RouterReplay, RouterReplayAction, install, uninstall
-from megatron_router_replay.mcore.fed import stamp
-from megatron_router_replay.mcore.freezing import FreezeSession, freeze_recompute
-from megatron_router_replay.mcore.layers import layer_numbers_of, routing_info
-from megatron_router_replay.mcore.recording import RecordSession, record
-from megatron_router_replay.mcore.replaying import ReplaySession, microbatch, replay
-from megatron_router_replay.mcore.report import SessionReport
-from megatron_router_replay.mcore.session import close_sessions
-from megatron_router_replay.mcore.support import explain
-from megatron_router_replay.mcore.tape import Tape
+from megatron_router_replay.mcore.batches.attach import attach, broadcast_routing_rows
+from megatron_router_replay.mcore.batches.fed import stamp
+from megatron_router_replay.mcore.heart import seam
+from megatron_router_replay.mcore.heart.driven import RouterReplay, RouterReplayAction, install, uninstall
+from megatron_router_replay.mcore.heart.tape import Tape
+from megatron_router_replay.mcore.model.layers import layer_numbers_of, routing_info
+from megatron_router_replay.mcore.sessions.explain import explain
+from megatron_router_replay.mcore.sessions.freeze import FreezeSession, freeze_recompute
+from megatron_router_replay.mcore.sessions.hold import close_sessions
+from megatron_router_replay.mcore.sessions.record import RecordSession, record
+from megatron_router_replay.mcore.sessions.replay import ReplaySession, microbatch, replay
+from megatron_router_replay.mcore.sessions.report import SessionReport
 
 # Before anybody wraps a router's method: a wrapper that holds the method from before the seam would pass it by.
 seam.install()

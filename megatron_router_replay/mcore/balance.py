@@ -20,20 +20,11 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import ReplayStateError, TraceError
-from megatron_router_replay.mcore import tape
+from megatron_router_replay.mcore.heart import seam, tape
+from megatron_router_replay.mcore.model.upstream import AUX_LOSSES
 
 ExpertBias = Literal["replayed", "off"]
 AuxLoss = Literal["live", "off"]
-
-_AUX_LOSSES = {
-    "_apply_aux_loss": "aux_loss",
-    "_apply_seq_aux_loss": "seq_aux_loss",
-    "_apply_global_aux_loss": "global_aux_loss",
-}
-"""Method of TopKRouter -> its name in moe_router_load_balancing_type."""
-
-METHODS = (*_AUX_LOSSES, "_apply_expert_bias", "attach_and_log_load_balancing_loss")
-"""The methods of TopKRouter that are wrapped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +91,7 @@ def install(router_class: Any, router_module: Any, decision_of: Callable[[Any], 
     Args:
         decision_of: returns the decision under way in a router's call, or None.
     """
-    for name in _AUX_LOSSES:
+    for name in AUX_LOSSES:
         setattr(router_class, name, _aux_loss(getattr(router_class, name), name, decision_of))
     router_class._apply_expert_bias = _expert_bias(router_class._apply_expert_bias, decision_of)
     logged = router_class.attach_and_log_load_balancing_loss
@@ -123,7 +114,7 @@ def _aux_loss(original: Any, method: str, decision_of: Callable[[Any], Any]) -> 
     ) -> Tensor:
         tokens = _tokens(decision_of(router))
         around: AbstractContextManager[None] = nullcontext()
-        if tokens is not None and router.get_aux_loss_coeff(_AUX_LOSSES[method]) > 0:
+        if tokens is not None and router.get_aux_loss_coeff(AUX_LOSSES[method]) > 0:
             if tokens.balance.aux_loss == "off":
                 return probs
             if method == "_apply_seq_aux_loss" and tokens.packed:
@@ -217,3 +208,6 @@ def _restored_global_load(router: Any, tokens: Tokens) -> Iterator[None]:
 def _tokens(decision: Any) -> Tokens | None:
     tokens: Tokens | None = None if decision is None else decision.tokens
     return tokens
+
+
+seam.beside_routing.append(install)

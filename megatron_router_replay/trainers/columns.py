@@ -47,8 +47,8 @@ def columns_of(num_columns: int, model: Any, layer_numbers: Sequence[int] | None
     """
     is_info = isinstance(model, ModelRoutingInfo)
     if not is_info:  # only a model needs Megatron-Core
-        from megatron_router_replay.mcore.find import as_chunks, find_routers
-        from megatron_router_replay.mcore.layers import check_trace_layers, routing_info
+        from megatron_router_replay.mcore.model.find import as_chunks, find_routers
+        from megatron_router_replay.mcore.model.layers import check_trace_layers, routing_info
     info = model if is_info else routing_info(model)
     named = _layer_numbers(num_columns, info, layer_numbers)
     # Numbers behind the decoder's last are those of multi-token prediction, which route.

@@ -43,7 +43,7 @@ def touched(left_out, *changed):
         ("megatron_router_replay/layout/rows.py", ["GRPO", "benchmarks", "the", "random"]),
         ("tests/unit/store/damage.py", ["damaged"]),
         ("examples/walkthroughs/two_layouts.py", ["the"]),
-        ("megatron_router_replay/mcore/session.py", ["GRPO", "benchmarks", "the", "random"]),
+        ("megatron_router_replay/mcore/sessions/hold.py", ["GRPO", "benchmarks", "the", "random"]),
         ("megatron_router_replay/trace/ids.py", EVERYTHING),
         ("megatron_router_replay/unheard_of.py", EVERYTHING),
         ("tests/conftest.py", EVERYTHING),

@@ -43,6 +43,12 @@ def drawing() -> tuple[list[list[str]], list[list[str]]]:
     return [line.split() for line in core.splitlines()], [line.split() for line in rooms.splitlines()[1:]]
 
 
+def wings() -> list[str]:
+    """Return the wings of mcore, the lowest first."""
+    text = (ROOT / "CONVENTIONS.md").read_text()
+    return text.split("The wings of `mcore/`")[1].split("\n\n")[1].split()
+
+
 CORE, ROOMS = drawing()
 LINES = [*CORE, *ROOMS]
 PARTS = [part for line in LINES for part in line]
@@ -150,3 +156,16 @@ def imports_in_functions() -> set[tuple[str, str]]:
 def test_imports_that_wait_in_a_function_go_up_the_drawing_but_for_those_named_here() -> None:
     imports = {(part, other) for part, other in imports_in_functions() if other in PARTS and other != part}
     assert {(part, other) for part, other in imports if other not in above(part)} == WAIT_IN_A_FUNCTION
+
+
+def test_a_wing_of_mcore_imports_only_wings_below_it() -> None:
+    order = wings()
+    mcore = ROOT / PACKAGE / "mcore"
+    assert sorted(order) == sorted(path.stem for path in mcore.iterdir() if not path.stem.startswith("_"))
+    for path in mcore.rglob("*.py"):
+        wing = path.relative_to(mcore).parts[0].removesuffix(".py")
+        if wing == "__init__":
+            continue
+        names = [name for node in ast.walk(ast.parse(path.read_text())) for name in imported_names(node)]
+        used = {name.split(".")[2] for name in names if name.startswith(f"{PACKAGE}.mcore.")}
+        assert used <= {*order[: order.index(wing) + 1]}, f"{path} imports {sorted(used)}"

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.compat import megatron_version, version_numbers
-from megatron_router_replay.mcore.seam import holders_of
-from megatron_router_replay.mcore.tape import Entry
+from megatron_router_replay.mcore.heart.seam import holders_of
+from megatron_router_replay.mcore.heart.tape import Entry
+from megatron_router_replay.mcore.model.upstream import megatron_version, version_numbers
 from megatron_router_replay.testing import (
     ParallelSizes,
     build_tiny_gpt,

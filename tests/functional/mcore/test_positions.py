@@ -14,7 +14,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError, UnsupportedRouterError
 from megatron_router_replay.indexer import PositionTrace
-from megatron_router_replay.mcore.sparse import Question
+from megatron_router_replay.mcore.attention.sparse import Question
 from megatron_router_replay.testing import ParallelSizes, random_microbatches, run_schedule
 from tests.functional.mcore.cases import FULL, MEGATRON
 from tests.functional.mcore.dsa_cases import (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.prefetching import prefetch_batches
+from megatron_router_replay.mcore.batches.prefetch import prefetch_batches
 from megatron_router_replay.testing import ParallelSizes, run_schedule
 from megatron_router_replay.testing.schedule import default_forward_step, masked_mean_loss
 from tests.functional.mcore.cases import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.microbatches import LayerRoutes
+from megatron_router_replay.mcore.batches.upload import LayerRoutes
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import (
     FULL,
@@ -90,7 +90,7 @@ def test_with_replay_off_none_of_our_code_runs(megatron):
     with mrr.replay(chunks, random_trace(SINGLE)) as session:
         run(chunks, SINGLE, microbatches, session)
     ours: list[str] = []
-    pass_calls_on = ("/testing/", "/mcore/seam.py", "/mcore/tape.py", "/mcore/balance.py")
+    pass_calls_on = ("/testing/", "/heart/seam.py", "/heart/tape.py", "/heart/checkpoints.py", "/mcore/balance.py")
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         path = frame.f_code.co_filename

@@ -8,7 +8,8 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import TraceError, UnsupportedRouterError
-from megatron_router_replay.mcore import layer_numbers_of, seam
+from megatron_router_replay.mcore import layer_numbers_of
+from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
 from tests.functional.mcore.cases import (
     FULL,
@@ -171,7 +172,7 @@ def test_every_way_of_scoring_is_bit_identical_to_the_run_without_a_session(scor
             assert all(map(torch.equal, without, _run(chunk, around, lambda: session.microbatch(rows, chunk))))
 
 
-@pytest.mark.skipif(not seam.TOPK_ORDER_FOLLOWS_GRAD, reason="before 0.18 the live top-k is always sorted")
+@pytest.mark.skipif(not TOPK_ORDER_FOLLOWS_GRAD, reason="before 0.18 the live top-k is always sorted")
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 def test_what_was_recorded_without_gradients_is_put_in_the_order_of_a_run_with_them(scores):
     chunk = Chunk(moe_router_topk=5, **scores)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.prefetching import prefetch
+from megatron_router_replay.mcore.batches.prefetch import prefetch
 from tests.support import soft_gpu
 from tests.support.soft_gpu import SoftGpu, to_gpu
 from tests.unit.mcore.tiny_chunk import (
@@ -104,7 +104,7 @@ def megatron_record(chunk: Chunk) -> Iterator[Queue]:
 
 def drop_in(chunk: Chunk) -> Iterator[Queue]:
     """Our RouterReplay, driven as Megatron-Core's, with targets on the host."""
-    from megatron_router_replay.mcore.driven import RouterReplay, RouterReplayAction
+    from megatron_router_replay.mcore.heart.driven import RouterReplay, RouterReplayAction
 
     for router in chunk.routers:
         router.router_replay = RouterReplay()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import TraceError, UnsupportedRouterError
-from megatron_router_replay.mcore.seam import Decision
+from megatron_router_replay.mcore.heart.decision import Decision
 from tests.unit.mcore.balanced_chunk import BALANCED_KINDS, balanced, counters, not_compiled
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,

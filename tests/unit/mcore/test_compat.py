@@ -12,7 +12,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore.compat import (
+from megatron_router_replay.mcore.model.upstream import (
     TESTED,
     check_version,
     is_newer_than_tested,

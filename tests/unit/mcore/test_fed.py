@@ -8,7 +8,7 @@ from torch import nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.mcore import fed
+from megatron_router_replay.mcore.batches import fed
 from tests.unit.mcore.tiny_chunk import (
     Chunk,
     as_map,

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_router_replay.errors import LayoutError, TraceError
-from megatron_router_replay.mcore.find import (
+from megatron_router_replay.mcore.model.find import (
     as_chunks,
     check_has_experts,
     check_whole_pipeline,
@@ -25,7 +25,7 @@ from megatron_router_replay.mcore.find import (
     unwrap,
     wrappers,
 )
-from megatron_router_replay.mcore.layers import check_trace_layers, layer_numbers_of, routing_info
+from megatron_router_replay.mcore.model.layers import check_trace_layers, layer_numbers_of, routing_info
 
 
 def bare(cls: Any, **attributes: Any) -> Any:

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_router_replay.mcore.compat import TOPK_ORDER_FOLLOWS_GRAD
+from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from tests.support.soft_gpu import SoftGpu
 from tests.support.workers import GlooWorkers
 from tests.unit.mcore.gpu_modes import IDS, LIVE_MODES, MODES, ROWS, ask, ask_top4, recording, told_late

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore.chunk import Chunk
-from megatron_router_replay.mcore.compat import megatron_version, version_numbers
-from megatron_router_replay.mcore.indexers import find_indexers
-from megatron_router_replay.mcore.sparse import decode_positions, encode_positions
+from megatron_router_replay.mcore.attention.indexers import find_indexers
+from megatron_router_replay.mcore.attention.sparse import decode_positions, encode_positions
+from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.model.upstream import megatron_version, version_numbers
 from megatron_router_replay.testing import ParallelSizes
 
 VERSION = version_numbers(megatron_version())
@@ -268,7 +268,7 @@ def test_a_selective_checkpoint_pairs_nothing_of_a_layer_that_shares_positions()
 
 @needs_seam
 def test_a_tape_keeps_two_bytes_a_position_and_nothing_outside_checkpoints():
-    from megatron_router_replay.mcore import tape
+    from megatron_router_replay.mcore.heart import tape
 
     model = Model(num_layers=1)
     with mrr.freeze_recompute(model), mock.patch.object(tape.Tape, "__init__", _remembering(tapes := [])):
@@ -284,7 +284,7 @@ def test_a_tape_keeps_two_bytes_a_position_and_nothing_outside_checkpoints():
 
 
 def _remembering(tapes: list[Any]) -> Callable[..., None]:
-    from megatron_router_replay.mcore import tape
+    from megatron_router_replay.mcore.heart import tape
 
     original = tape.Tape.__init__
 
@@ -297,7 +297,7 @@ def _remembering(tapes: list[Any]) -> Callable[..., None]:
 
 @needs_sharing
 def test_layers_that_share_positions_keep_them_once():
-    from megatron_router_replay.mcore import tape
+    from megatron_router_replay.mcore.heart import tape
 
     model = Model(num_layers=3, dsa_indexer_topk_freq=3)
     with mrr.freeze_recompute(model), mock.patch.object(tape.Tape, "__init__", _remembering(tapes := [])):

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore import judging, meeting, session
+from megatron_router_replay.mcore.sessions import hold as session
+from megatron_router_replay.mcore.sessions import judging, meeting
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 

@@ -8,7 +8,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.mcore.prefetching import prefetch
+from megatron_router_replay.mcore.batches.prefetch import prefetch
 from megatron_router_replay.trace import stale_rows
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,

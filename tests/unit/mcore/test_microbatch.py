@@ -8,12 +8,9 @@ from hypothesis import strategies as st
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.mcore.balance import Balance, Tokens
-from megatron_router_replay.mcore.microbatches import (
-    KeptLayer,
-    LayerRoutes,
-    Microbatch,
-    RowInputs,
-)
+from megatron_router_replay.mcore.batches.queue import Microbatch
+from megatron_router_replay.mcore.batches.rows import RowInputs
+from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes
 from tests.unit.mcore.tiny_chunk import Chunk, as_map, random_routes, random_trace, tokens, watched
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_router_replay import RoutingTrace
 from megatron_router_replay.errors import LayoutError, TraceError
-from megatron_router_replay.mcore.prefetching import prefetch, prefetch_batches
+from megatron_router_replay.mcore.batches.prefetch import prefetch, prefetch_batches
 
 
 def _trace(device: str = "cpu") -> RoutingTrace:

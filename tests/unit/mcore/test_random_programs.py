@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.seam import holders_of
+from megatron_router_replay.mcore.heart.seam import holders_of
 from tests.unit.mcore.tiny_chunk import (
     Chunk,
     as_map,

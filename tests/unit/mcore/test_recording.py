@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.mcore.prefetching import prefetch
-from megatron_router_replay.mcore.seam import holders_of
+from megatron_router_replay.mcore.batches.prefetch import prefetch
+from megatron_router_replay.mcore.heart.seam import holders_of
 from tests.unit.mcore.balanced_chunk import one_rank
 from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, as_map, disturb, random_trace, tokens, watched
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_router_replay.diagnostics.live import LiveReport
-from megatron_router_replay.mcore.report import SessionReport, _add_up
+from megatron_router_replay.mcore.sessions.report import SessionReport, _add_up
 from tests.unit.mcore.balanced_chunk import one_rank
 
 __all__ = ["one_rank"]

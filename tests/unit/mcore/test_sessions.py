@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.mcore import seam
-from megatron_router_replay.mcore.seam import holders_of
+from megatron_router_replay.mcore.heart import seam
+from megatron_router_replay.mcore.heart.seam import holders_of
 from tests.unit.mcore.tiny_chunk import (
     ROWS,
     STARTS,

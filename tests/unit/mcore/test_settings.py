@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_router_replay.mcore.support import (
+from megatron_router_replay.mcore.model.support import (
     KNOWN_MOE_FIELDS,
     config_refusals,
     mtp_refusals,

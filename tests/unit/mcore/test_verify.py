@@ -8,7 +8,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore.seam import holders_of
+from megatron_router_replay.mcore.heart.seam import holders_of
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, forward, non_reentrant, plain, random_trace, reentrant, tokens
 
 STARTS = {

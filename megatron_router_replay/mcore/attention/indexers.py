@@ -11,10 +11,10 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from torch import nn
 
 from megatron_router_replay.errors import UnsupportedRouterError, listed
-from megatron_router_replay.mcore import seam, tape
-from megatron_router_replay.mcore.compat import captured_by_cuda_graphs, megatron_version
-from megatron_router_replay.mcore.find import as_chunks, unwrap
-from megatron_router_replay.mcore.sparse import CHOOSE, DSA, AttentionHolder, install_seams
+from megatron_router_replay.mcore.attention.sparse import CHOOSE, DSA, AttentionHolder, install_seams
+from megatron_router_replay.mcore.heart import seam, tape
+from megatron_router_replay.mcore.model.find import as_chunks, unwrap
+from megatron_router_replay.mcore.model.upstream import captured_by_cuda_graphs, megatron_version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, TraceError
-from megatron_router_replay.mcore.microbatches import take_layers, take_rows
+from megatron_router_replay.mcore.batches.upload import take_layers, take_rows
 from megatron_router_replay.trace.routing_trace import RoutingTrace
 
 

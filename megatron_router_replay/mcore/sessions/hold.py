@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +21,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore import balance, seam, tape
-from megatron_router_replay.mcore import microbatches as micro
+from megatron_router_replay.mcore import balance
+from megatron_router_replay.mcore.attention.indexers import FoundIndexer, HeldIndexers, find_indexers
+from megatron_router_replay.mcore.attention.positions import SessionPositions
 from megatron_router_replay.mcore.balance import Balance, Tokens
-from megatron_router_replay.mcore.chunk import Chunk
-from megatron_router_replay.mcore.compat import check_version
-from megatron_router_replay.mcore.find import (
+from megatron_router_replay.mcore.batches.attach import open_sessions
+from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
+from megatron_router_replay.mcore.batches.queue import Microbatch
+from megatron_router_replay.mcore.batches.rows import RowInputs
+from megatron_router_replay.mcore.heart import seam, tape
+from megatron_router_replay.mcore.heart.decision import Counter, Decision, RouterHolder
+from megatron_router_replay.mcore.heart.streams import to_device
+from megatron_router_replay.mcore.heart.tally import Tally
+from megatron_router_replay.mcore.model.find import (
     FoundRouter,
+    Models,
     as_chunks,
     check_has_experts,
     check_whole_pipeline,
@@ -35,26 +44,15 @@ from megatron_router_replay.mcore.find import (
     router_wrappers,
     wrappers,
 )
-from megatron_router_replay.mcore.indexers import FoundIndexer, HeldIndexers, find_indexers
-from megatron_router_replay.mcore.meeting import Meeting
-from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs
-from megatron_router_replay.mcore.positions import SessionPositions
-from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
-from megatron_router_replay.mcore.report import Decisions, SessionReport, log_began, log_ended, log_failed
-from megatron_router_replay.mcore.seam import Counter, Decision
-from megatron_router_replay.mcore.support import check_supported, is_hashed
-from megatron_router_replay.mcore.tally import Tally
+from megatron_router_replay.mcore.model.support import check_supported, is_hashed
+from megatron_router_replay.mcore.model.upstream import check_version
+from megatron_router_replay.mcore.sessions.meeting import Meeting
+from megatron_router_replay.mcore.sessions.report import Decisions, SessionReport, log_began, log_ended, log_failed
 from megatron_router_replay.trace.ids import index_dtype
-
-Models = nn.Module | Sequence[nn.Module]
-"""A model, or the list of its chunks on this rank; wrapped (DistributedDataParallel, Float16Module) or not."""
 
 S = TypeVar("S", bound="Session")
 
-_PACKAGE = str(Path(__file__).parents[1])
-
-_open: list[weakref.ref[Session]] = []
-"""The open sessions that take micro-batches, the innermost last."""
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +130,7 @@ class Session:
         self._closed = False
         self._strangers = 0
         self._microbatches = 0
-        self._rows = Tally()  # see `micro.count_rows`
+        self._rows = Tally()  # see `count_rows`
         self._failed = Tally()  # by message, checks that the host has not waited for
 
     def _find_routers(self) -> list[list[FoundRouter]]:
@@ -150,7 +148,7 @@ class Session:
         """
         self._check_open()
         if not self._enabled:
-            _open.append(weakref.ref(self))
+            open_sessions.append(weakref.ref(self))
             return self
         if self.queued:
             self._meeting = Meeting(self._group)
@@ -174,7 +172,7 @@ class Session:
         if self.queued:
             for chunk in self._chunks:
                 chunk.watch()
-            _open.append(weakref.ref(self))
+            open_sessions.append(weakref.ref(self))
             what = f"the {self.kind} session made at {self.made_at}"
             self._end = weakref.finalize(self, _lost, what, self._chunks, list(self._held), self._meeting)
             self._end.atexit = False  # the store of a job that ends may be gone
@@ -347,16 +345,16 @@ class Session:
                 self._meeting.tell(None)
 
     # ---- what the seam asks
-    def _holder(self) -> seam.RouterHolder:
+    def _holder(self) -> RouterHolder:
         """Return what decides for the routers while they are held."""
         return self
 
     def session(self) -> Session:
-        """Return itself; see `seam.RouterHolder`."""
+        """Return itself; see `RouterHolder`."""
         return self
 
     def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
-        """Return what a router's forward uses; see `seam.RouterHolder`."""
+        """Return what a router's forward uses; see `RouterHolder`."""
         held = self._held[router]
         tokens = Tokens(self._balance)
         microbatch = None
@@ -376,7 +374,7 @@ class Session:
         )
 
     def choose(self, decision: Decision) -> Tensor | None:
-        """Let the router choose; see `seam.RouterHolder`."""
+        """Let the router choose; see `RouterHolder`."""
         return None
 
     def decided(self, decision: Decision) -> None:
@@ -412,7 +410,7 @@ class Session:
         expected = microbatch.token_ids
         if expected is not None and not _same_on_host(expected, tokens):
             # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
-            expected = micro.to_device(expected, tokens.device)
+            expected = to_device(expected, tokens.device)
             self._check(
                 ((expected != tokens) & (expected >= 0)).any(),
                 f"MRR203: the forward of micro-batch {microbatch.number} of chunk {chunk.index} got other input_ids "
@@ -544,7 +542,7 @@ class Session:
             chunk.unwatch()
         if self._end is not None:
             self._end.detach()
-        _open[:] = [each for each in _open if each() not in (None, self)]
+        open_sessions[:] = [each for each in open_sessions if each() not in (None, self)]
 
     # ---- what the constructor does
     def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, mtp: bool, flips: bool) -> None:
@@ -629,15 +627,6 @@ def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
         Meeting(group).tell(None)
         raise
     return session.start()
-
-
-def session_of(model: nn.Module) -> Session | None:
-    """Return the innermost open session that takes micro-batches of this chunk, wrapped or not."""
-    levels = {id(level) for level in wrappers(model)}
-    for session in [reference() for reference in reversed(_open)]:
-        if session is not None and not levels.isdisjoint(session._chunk_of):
-            return session
-    return None
 
 
 def _lost(what: str, chunks: list[Chunk], routers: list[Any], meeting: Meeting | None) -> None:

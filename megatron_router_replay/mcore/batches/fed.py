@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_router_replay.checks import Check
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.mcore import microbatches as micro
-from megatron_router_replay.mcore.chunk import Chunk
-from megatron_router_replay.mcore.find import FoundRouter
-from megatron_router_replay.mcore.layers import check_hashed_routes, route_columns
-from megatron_router_replay.mcore.microbatches import Check, LaidOut, as_integers, as_mask
+from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.rows import LaidOut, as_integers, as_mask, check_trained
+from megatron_router_replay.mcore.batches.upload import take_layers
+from megatron_router_replay.mcore.heart.streams import to_device
+from megatron_router_replay.mcore.model.find import FoundRouter
+from megatron_router_replay.mcore.model.layers import check_hashed_routes, route_columns
 from megatron_router_replay.trace.ids import index_dtype, narrow_ids
 
 _DIGIT_BITS = 7
@@ -133,17 +135,17 @@ def lay_out(
     stamps, values = (values[:, :, -1], values[:, :, :-1]) if stamped else (None, values)
     columns = _columns(chunk, values, layer_numbers)
     # Read where the routes came from: if the host knows which rows are live, no router takes the live top-k of all.
-    live = _has_no_route(micro.take_layers(given[:, :, : values.shape[2]], columns.judged, dim=2), filler)
-    known = ~micro.to_device(live, values.device)
+    live = _has_no_route(take_layers(given[:, :, : values.shape[2]], columns.judged, dim=2), filler)
+    known = ~to_device(live, values.device)
     if at_padding is not None:
         live, known = ~known, known & ~at_padding
-    judged = micro.take_layers(values, columns.judged, dim=2)
+    judged = take_layers(values, columns.judged, dim=2)
     checked = _checked(judged, known, int(chunk.taking_part[0].router.num_experts), check)
     _check_dense(values, columns.dense, known, check)
     if stamps is not None and tokens is not None:
         _check_stamps(stamps, tokens, known, check)
     if at_trained is not None:
-        micro.check_trained(at_trained & ~known, check, order="of the batch")
+        check_trained(at_trained & ~known, check, order="of the batch")
     tokens = None if split else tokens
     if tokens is not None:
         for found in (each for each in hashed if each.layer_number in columns.of_layer):
@@ -156,7 +158,7 @@ def _on_one_device(values: Tensor, *beside: Any) -> list[Any]:
     there = [each.device for each in (values, *beside) if isinstance(each, Tensor) and each.device.type != "cpu"]
     device, shape = there[0] if there else values.device, (int(values.shape[0]), int(values.shape[1]))
     named = zip(beside, ("token_ids", "padding", "trained"), strict=True)
-    return [micro.to_device(values, device), *(_beside(each, name, shape, device) for each, name in named)]
+    return [to_device(values, device), *(_beside(each, name, shape, device) for each, name in named)]
 
 
 def _routers_view(
@@ -173,7 +175,7 @@ def _routers_view(
     on_host = checked.device.type == "cpu"
     live = chunk.router_view(live, split=split)
     has_live = live.device.type != "cpu" or bool(live.any())
-    values = micro.take_layers(checked, layers, dim=2)
+    values = take_layers(checked, layers, dim=2)
     if has_live and values.dtype.is_signed and not on_host:
         values = values.clamp(min=0)
     view = chunk.router_view(values, split=split)
@@ -218,7 +220,7 @@ def _check_proof(*, stamped: bool, trust_layout: bool, token_ids: Any) -> None:
 def _has_no_route(routes: Tensor, filler: Any) -> Tensor:
     """Return [b, s] bool, True: every layer of the row is below 0, or the trainer's filler."""
     if filler is not None:
-        filler = micro.to_device(torch.as_tensor(filler, dtype=torch.int64), routes.device)
+        filler = to_device(torch.as_tensor(filler, dtype=torch.int64), routes.device)
     if routes.device.type != "cpu":
         return _is_unrouted(routes, filler)
     # Few rows begin like one without a route; the rest of a row is read of these alone.
@@ -288,7 +290,7 @@ def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None) 
 def _check_dense(routes: Tensor, dense: list[int], known: Tensor, check: Check) -> None:
     """Check that columns of dense layers hold filler; a trainer's own, in rows without a route, spreads over all layers."""
     if dense:
-        filler = micro.take_layers(routes, dense, dim=2).to(torch.int64)  # torch takes 255 for -1 in uint8
+        filler = take_layers(routes, dense, dim=2).to(torch.int64)  # torch takes 255 for -1 in uint8
         check(
             ((filler != 0) & (filler != -1) & known[..., None, None]).any(),
             f"MRR411: routes of the dense layers {[place + 1 for place in dense]} are not filler (0 or -1): the layers are "
@@ -319,9 +321,7 @@ def _beside(values: Any, name: str, shape: tuple[int, int], device: torch.device
     if checked.numel() != shape[0] * shape[1] or (checked.dim() == 2 and tuple(checked.shape) != shape):
         raise LayoutError(f"MRR411: routes are of {list(shape)} tokens, {name} has the shape {list(checked.shape)}.")
     # As it came to the device, and widened there: a copy, for a trainer reuses its buffers.
-    return micro.to_device(checked.reshape(shape), device).to(
-        torch.int64 if name == "token_ids" else torch.bool, copy=True
-    )
+    return to_device(checked.reshape(shape), device).to(torch.int64 if name == "token_ids" else torch.bool, copy=True)
 
 
 def _checked(routes: Tensor, known: Tensor, num_experts: int, check: Check) -> Tensor:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from megatron_router_replay.mcore.attention.indexers import HeldIndexers
 from megatron_router_replay.mcore.balance import Tokens, balances
-from megatron_router_replay.mcore.indexers import HeldIndexers
-from megatron_router_replay.mcore.report import SessionReport
-from megatron_router_replay.mcore.seam import Counter, Decision
-from megatron_router_replay.mcore.session import Models, Session
+from megatron_router_replay.mcore.heart.decision import Counter, Decision
+from megatron_router_replay.mcore.model.find import Models
+from megatron_router_replay.mcore.sessions.hold import Session
+from megatron_router_replay.mcore.sessions.report import SessionReport
 
 
 class Frozen:
@@ -32,7 +33,7 @@ class Frozen:
         self.indexer_counter = Counter()
 
     def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
-        """Return what a router's forward uses; see `seam.RouterHolder`."""
+        """Return what a router's forward uses; see `RouterHolder`."""
         counter, dtype = self._held[id(router)]
         if not (is_written or counter.verify or balances(router)):
             counter.add(forwards=1)
@@ -43,10 +44,10 @@ class Frozen:
         """Let the indexer choose; see `sparse.AttentionHolder`."""
 
     def choose(self, decision: Decision) -> None:
-        """Let the router choose; see `seam.RouterHolder`."""
+        """Let the router choose; see `RouterHolder`."""
 
     def decided(self, decision: Decision) -> None:
-        """Keep nothing; see `seam.RouterHolder`."""
+        """Keep nothing; see `RouterHolder`."""
 
 
 class FreezeSession(Session):

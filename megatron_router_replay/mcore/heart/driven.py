@@ -19,11 +19,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayDataError, ReplayStateError, TraceError, UnsupportedRouterError
-from megatron_router_replay.mcore import seam, tape
-from megatron_router_replay.mcore.compat import check_version
-from megatron_router_replay.mcore.microbatches import to_device
-from megatron_router_replay.mcore.support import refusals
-from megatron_router_replay.mcore.tape import Entry
+from megatron_router_replay.mcore.heart import seam, tape
+from megatron_router_replay.mcore.heart.streams import to_device
+from megatron_router_replay.mcore.heart.tape import Entry
+from megatron_router_replay.mcore.model.support import refusals
+from megatron_router_replay.mcore.model.upstream import check_version
 
 _LOG = logging.getLogger(__name__)
 

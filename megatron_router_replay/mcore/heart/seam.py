@@ -27,223 +27,26 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from megatron.core.transformer.moe import router as router_module
-from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.distributed import distributed_c10d
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore import balance, tape
-from megatron_router_replay.mcore.compat import INFERENCE_ROUTERS, TOPK_ORDER_FOLLOWS_GRAD, inference_refusals
-from megatron_router_replay.mcore.tally import Tally
-from megatron_router_replay.mcore.tape import Entry
-
-_TOPK = "topk_routing_with_score_function"
-
-LEANT_ON: tuple[tuple[Any, str, str], ...] = (
-    (TopKRouter, "routing", "no router asks for its experts"),
-    (router_module, _TOPK, "a router cannot be told its experts"),
-    (router_module, "switch_load_balancing_loss_func", "padding counts in auxiliary losses"),
-    (torch._C, "_is_tracing", "routers that torch.jit.trace captures are not refused"),
-    (torch._ops, "_len_torch_dispatch_stack_pre_dispatch", "routers that torch.export captures are not refused"),
-    (distributed_c10d, "_get_default_store", "ranks cannot tell each other their numbers at the end of a session"),
-    *(
-        (TopKRouter, name, "tokens are balanced twice under recompute, and padding with them")
-        for name in balance.METHODS
-    ),
+from megatron_router_replay.mcore.heart import checkpoints, tape
+from megatron_router_replay.mcore.heart.decision import Decision, Holder, RouterHolder
+from megatron_router_replay.mcore.heart.tape import Entry
+from megatron_router_replay.mcore.model.upstream import (
+    INFERENCE_ROUTERS,
+    LEANT_ON,
+    TOPK_FUNCTION,
+    check_names,
+    inference_refusals,
 )
-"""(owner, name, what fails if it is gone): names of torch and Megatron-Core that nobody promised; see `tape.LEANT_ON`."""
-
-
-class Holder(Protocol):
-    """What decides for a router or for sparse attention: a session, or what a freeze leaves with the seam."""
-
-    kind: str
-    queued: bool
-    """Whether it takes micro-batches."""
-    made_at: str
-
-    def session(self) -> Any:
-        """Return the session; None: it lost its handle."""
-
-
-class RouterHolder(Holder, Protocol):
-    """What decides for a router."""
-
-    def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
-        """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it.
-
-        Args:
-            is_written: a tape is being written.
-        """
-
-    def choose(self, decision: Decision) -> Tensor | None:
-        """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
-
-    def decided(self, decision: Decision) -> None:
-        """Take note that the call is over."""
-
-
-class Counter(Tally):
-    """What one session counts of one router; tapes keep it, so it outlives the session.
-
-    Args:
-        flips: also take the live top-k in recomputes, and count the decisions that it would have flipped.
-        verify: compare every routing map that leaves the router with what was decided.
-        verify_seam: compare the map that leaves `TopKRouter.routing`; for a Megatron-Core that nobody here has read.
-    """
-
-    __slots__ = ("counts_flips", "verify", "verify_seam")
-
-    def __init__(self, *, flips: bool = False, verify: bool = False, verify_seam: bool = False) -> None:
-        super().__init__()
-        self.counts_flips, self.verify, self.verify_seam = flips, verify, verify_seam and not verify
-
-
-class Decision:
-    """One call of one router; Megatron-Core asks it for the top-k, exactly once.
-
-    Args:
-        router: the TopKRouter.
-        counter: of the holder and this router.
-        dtype: of the indices that a tape keeps.
-        holder: chooses, and is told when the call is over; None: it is a recompute.
-        again: the entry that this call repeats; None: it is a forward.
-        tokens: what balancing knows of the tokens; None: Megatron-Core balances as it does without us.
-        queued: the micro-batch of a forward; None: the router is live beside one, or there is none.
-
-    Attributes:
-        is_written: a tape is being written.
-        used: [num_tokens, topk] int64, the experts, once Megatron-Core has asked.
-        kept: the same as a tape keeps it; None: `used` in `dtype`.
-        in_order: the columns of `used` are sorted as those of a live top-k with gradients; asked since Megatron-Core 0.18.
-        scores: [num_tokens, num_experts] what the router ranks, while it asks.
-        topk: experts for each token, as it asks.
-    """
-
-    __slots__ = (
-        "_groups", "again", "counter", "dtype", "holder", "in_order", "is_written", "kept", "queued", "router", "scores",
-        "tokens", "topk", "used",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        router: Any,
-        counter: Counter,
-        dtype: torch.dtype,
-        *,
-        holder: RouterHolder | None = None,
-        again: Entry | None = None,
-        tokens: balance.Tokens | None = None,
-        queued: Any = None,
-        is_written: bool = False,
-    ) -> None:
-        self.router, self.counter, self.dtype, self.is_written = router, counter, dtype, is_written
-        self.holder, self.again, self.tokens, self.queued = holder, again, tokens, queued
-        self.used: Tensor | None = None
-        self.kept: Any = None
-        self.in_order = False
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Any = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (scores of the chosen experts [num_tokens, topk], their ids, int64); gradients flow to the scores.
-
-        Raises:
-            ReplayStateError: asked a second time, or the routes have another shape than the tokens.
-        """
-        if self.used is not None:
-            raise ReplayStateError(
-                f"MRR414: {tape.layer_of(self.router)} asked for its experts twice in one call; which tokens the "
-                "second question is about cannot be told."
-            )
-        self.scores, self.topk, self._groups = scores, topk, (num_groups, group_topk, default_compute_topk)
-        # A forward chooses and a recompute recalls: what differs between the two is hidden from a selective checkpoint.
-        with tape.unpaired():
-            used = self._recall() if self.holder is None else self.holder.choose(self)
-            is_live = used is None
-            if used is None:
-                used = self.live()
-            if used.shape != (scores.shape[0], topk):
-                raise ReplayStateError(
-                    f"MRR201: {tape.layer_of(self.router)} routes {scores.shape[0]} tokens to {topk} experts each, its "
-                    f"routes are {list(used.shape)}: give one row a token, in the order the router sees them (s-major, "
-                    "this rank's)."
-                )
-            self.used = used.to(device=scores.device, dtype=torch.int64)
-            if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
-                if self.topk > 2 and not is_live and self._order_matters():  # a sum of two has one order
-                    order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
-                    self.used, self.kept = self.used.gather(1, order), None
-                self.in_order = True
-            indices = self.used
-        del self.scores, self._groups  # which autograd would keep
-        return scores.gather(1, indices), indices
-
-    def _order_matters(self) -> bool:
-        """Return whether sums over the columns would differ from those of a live top-k, which is sorted here.
-
-        Without a sum over the chosen experts, none matters. A top-k in groups is always sorted, so a recording of it is, too.
-        And what ran in a forward with gradients is sorted by the same scores already.
-        """
-        config = self.router.config
-        has_no_sum = config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax
-        was_sorted = self._groups[1] or (self.again is not None and self.again.in_order)
-        return not has_no_sum and not was_sorted
-
-    def live(self) -> Tensor:
-        """Return the experts that the router chooses by itself, [num_tokens, topk] int64."""
-        num_groups, group_topk, compute = self._groups
-        # In the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
-        indices: Tensor = compute(self.scores.detach(), self.topk, num_groups=num_groups, group_topk=group_topk)[1]
-        return indices
-
-    def live_of(self, rows: Tensor) -> Tensor:
-        """Return the experts that it chooses for the rows at these positions ([n] int64), [n, topk] int64."""
-        num_groups, group_topk, compute = self._groups
-        scores = self.scores.detach().index_select(0, rows)
-        if group_topk:  # the router's own knows how many rows all scores have
-            chosen = group_limited_topk(scores, self.topk, *scores.shape, num_groups, group_topk)
-        else:
-            chosen = compute(scores, self.topk)
-        indices: Tensor = chosen[1]
-        return indices
-
-    def _recall(self) -> Tensor:
-        assert self.again is not None, "asked in a recompute"
-        used: Tensor = self.again.topk_indices.to(torch.int64)
-        if self.counter.counts_flips:
-            flipped = self.live().sort(dim=1).values != used.sort(dim=1).values
-            self.counter.add(flips=flipped.any(dim=1).sum())
-        return used
-
-    def entry(self) -> Entry:
-        """Return what a recompute needs of this call."""
-        assert self.used is not None, "the call is over"
-        if self.again is not None:
-            return self.again
-        if self.kept is None:
-            with tape.unpaired():
-                self.kept = self.used.to(self.dtype)
-        return Entry(self.router, self.kept, self.counter, self.tokens, self.in_order)
-
-    def check_map(self, routing_map: Tensor) -> None:
-        """Count the rows of a routing map that are not as decided; the host waits for nothing."""
-        assert self.used is not None, "the call is over"
-        with tape.unpaired(), torch.no_grad():
-            expected = torch.zeros_like(routing_map).scatter_(1, self.used, True)
-            self.counter.add(wrong=(expected != routing_map).any(dim=1).sum(), verified=self.used.shape[0])
 
 
 class _Thread(threading.local):
@@ -275,6 +78,9 @@ _forwards: set[Any] = set()
 
 other_seams: list[Callable[[], list[str]]] = []
 """Each returns which of its names were replaced; those of sparse attention, once a freeze has put them in."""
+
+beside_routing: list[Callable[[Any, Any, Callable[[Any], Decision | None]], None]] = []
+"""Each wraps what `TopKRouter.routing` calls beside the top-k, once: (TopKRouter, its module, decision_under_way)."""
 
 strangers = 0
 """How many forwards in training mode came from routers that nobody held."""
@@ -438,17 +244,18 @@ def install() -> None:
     Raises:
         ReplayStateError: a name of torch or Megatron-Core that they lean on is gone.
     """
-    tape.check_names(LEANT_ON)
-    tape.install()
-    routing, topk = TopKRouter.routing, getattr(router_module, _TOPK)
+    check_names(LEANT_ON)
+    checkpoints.install()
+    routing, topk = TopKRouter.routing, getattr(router_module, TOPK_FUNCTION)
     if not hasattr(routing, "is_seam"):
         TopKRouter.routing = _routing_seam(routing)
         for inference_router in INFERENCE_ROUTERS:
             inference_router.forward = _inference_seam(inference_router.forward)
         _forwards.update(each.forward for each in (TopKRouter, *INFERENCE_ROUTERS))
-        balance.install(TopKRouter, router_module, decision_under_way)
+        for install_beside in beside_routing:
+            install_beside(TopKRouter, router_module, decision_under_way)
     if not is_seam(topk):
-        setattr(router_module, _TOPK, _topk_seam(topk))
+        setattr(router_module, TOPK_FUNCTION, _topk_seam(topk))
     tape.before_run = lambda: check_installed() if held or driven else None
 
 
@@ -461,10 +268,10 @@ def check_installed() -> None:
     replaced = []
     if not hasattr(TopKRouter.routing, "is_seam"):
         replaced.append("TopKRouter.routing")
-    if not is_seam(getattr(router_module, _TOPK)):
-        replaced.append(f"router.{_TOPK}")
+    if not is_seam(getattr(router_module, TOPK_FUNCTION)):
+        replaced.append(f"router.{TOPK_FUNCTION}")
     replaced += [name for find_replaced in other_seams for name in find_replaced()]
-    if not tape.is_installed():
+    if not checkpoints.is_installed():
         replaced.append("a checkpoint of torch or Megatron-Core")
     if replaced:
         raise ReplayStateError(

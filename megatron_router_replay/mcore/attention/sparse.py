@@ -27,9 +27,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore import seam, tape
-from megatron_router_replay.mcore.seam import Counter
-from megatron_router_replay.mcore.tape import Entry
+from megatron_router_replay.mcore.heart import seam, tape
+from megatron_router_replay.mcore.heart.decision import Counter, Holder
+from megatron_router_replay.mcore.heart.tape import Entry
+from megatron_router_replay.mcore.model.upstream import check_names
 
 DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 CHOOSE, _LOSS = "fused_qk_topk_naive", "fwd_fused_indexer_loss_naive"
@@ -101,7 +102,7 @@ class Source(Protocol):
         """Return (scores or None, positions [b, sq, k] int64)."""
 
 
-class AttentionHolder(seam.Holder, Protocol):
+class AttentionHolder(Holder, Protocol):
     """What decides for sparse attention: a session with positions, or what a freeze leaves with the seam."""
 
     indexer_counter: Counter
@@ -224,7 +225,7 @@ def install_seams() -> None:
         (dsa.DSAttention, "forward", "sparse attention is not told its positions"),
         (dsa, _LOSS, "losses lack scores"),
     )
-    tape.check_names(leant_on)
+    check_names(leant_on)
     for owner, name, make in _seams(dsa):
         if not hasattr(getattr(owner, name), "is_seam"):
             original = getattr(owner, name)

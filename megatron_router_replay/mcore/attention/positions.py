@@ -21,13 +21,13 @@ from torch import Tensor
 from megatron_router_replay.errors import ReplayStateError, TraceError, UnsupportedRouterError
 from megatron_router_replay.indexer.merge import merge_positions, place_positions
 from megatron_router_replay.indexer.positions import PositionTrace
-from megatron_router_replay.mcore import microbatches as micro
-from megatron_router_replay.mcore import tape
-from megatron_router_replay.mcore.chunk import Chunk
-from megatron_router_replay.mcore.compat import megatron_version
-from megatron_router_replay.mcore.indexers import FoundIndexer
-from megatron_router_replay.mcore.seam import Counter
-from megatron_router_replay.mcore.sparse import Question, tells_bounds
+from megatron_router_replay.mcore.attention.indexers import FoundIndexer
+from megatron_router_replay.mcore.attention.sparse import Question, tells_bounds
+from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.heart import tape
+from megatron_router_replay.mcore.heart.decision import Counter
+from megatron_router_replay.mcore.heart.streams import to_device
+from megatron_router_replay.mcore.model.upstream import megatron_version
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -200,7 +200,7 @@ class ReplayedPositions(SessionPositions):
         chunk, number, rows, queries, starts = self._microbatch(attention, question)
         in_sample = torch.where(rows >= 0, self._trace.positions_in_sample[rows.clamp(min=0)], -1)
         known = in_sample >= 0
-        expected = micro.to_device(in_sample, queries.device)
+        expected = to_device(in_sample, queries.device)
         self.session()._check(
             ((expected != queries) & (expected >= 0)).any(),
             f"MRR203: micro-batch {number}: {tape.layer_of(attention)} has tokens at other places of their samples than "
@@ -209,16 +209,16 @@ class ReplayedPositions(SessionPositions):
         width = min(self.topk, question.num_keys)
         told = torch.full((*rows.shape, width), -1, dtype=torch.int64)
         told[known] = self._trace.rows(rows[known], [attention.layer_number])[:, 0, :width].to(torch.int64)
-        told = micro.to_device(told, queries.device)
+        told = to_device(told, queries.device)
         told = torch.where(told >= 0, told + starts.unsqueeze(1), -1)
         num_known = int(known.sum())
         self.indexer_counter.add(replayed=num_known, live=known.numel() - num_known)
         if needs_scores:
             scores, live = question.score()
-            return scores, torch.where(micro.to_device(known, queries.device).unsqueeze(2), told, live)
+            return scores, torch.where(to_device(known, queries.device).unsqueeze(2), told, live)
         if num_known < known.numel():
-            at = micro.to_device((~known).any(dim=0).nonzero().squeeze(1), queries.device)
-            is_live = micro.to_device(~known, queries.device).index_select(1, at).unsqueeze(2)
+            at = to_device((~known).any(dim=0).nonzero().squeeze(1), queries.device)
+            is_live = to_device(~known, queries.device).index_select(1, at).unsqueeze(2)
             _, live = question.score(at)
             told = told.index_copy(1, at, torch.where(is_live, live, told.index_select(1, at)))
         return None, told

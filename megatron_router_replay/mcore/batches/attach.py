@@ -9,6 +9,7 @@ with mrr.replay(model_chunks, trace):                    # on
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,12 +20,23 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.mcore import tape
-from megatron_router_replay.mcore.find import as_chunks, check_has_experts, check_whole_pipeline, find_routers, unwrap
-from megatron_router_replay.mcore.session import Models, session_of
+from megatron_router_replay.mcore.heart import tape
+from megatron_router_replay.mcore.model.find import (
+    Models,
+    as_chunks,
+    check_has_experts,
+    check_whole_pipeline,
+    find_routers,
+    unwrap,
+    wrappers,
+)
 
 _attached: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Innermost model -> the handle of its hook; a copy of the model has the hook, and no entry here."""
+
+
+open_sessions: list[weakref.ref[Any]] = []
+"""The open sessions that take micro-batches, the innermost last; sessions put themselves here."""
 
 
 class Attached:
@@ -74,6 +86,15 @@ def attach(model_chunks: Models) -> Attached:
     handles = [module.register_forward_pre_hook(_take_rows, with_kwargs=True, prepend=True) for module in modules]
     _attached.update(zip(modules, handles))
     return Attached(modules, handles)
+
+
+def session_of(model: nn.Module) -> Any:
+    """Return the innermost open session that takes micro-batches of this chunk, wrapped or not."""
+    levels = {id(level) for level in wrappers(model)}
+    for session in [reference() for reference in reversed(open_sessions)]:
+        if session is not None and not levels.isdisjoint(session._chunk_of):
+            return session
+    return None
 
 
 @_disable_dynamo

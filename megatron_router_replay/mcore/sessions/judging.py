@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_router_replay.mcore.report import share_of
+from megatron_router_replay.mcore.sessions.report import share_of
 
 
 def judge(everyone: dict[int, dict[str, Any]], *, least: float | None) -> list[str]:

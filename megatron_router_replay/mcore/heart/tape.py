@@ -3,52 +3,23 @@
     a checkpointed function runs     Run    one run of it in this thread: its first run writes a tape, its later runs read it
     a router chooses experts         Entry  one call of one router, on the tape of every function that runs for the first time
 
-A checkpoint keeps the function that its recompute calls. `install` wraps that function, so that the tape lives exactly as
-long as the checkpoint, and so as the graph that can ask for a recompute. Nothing is guessed from the order of forwards and
-backwards: micro-batches may share a backward, a graph may be used twice, checkpoints may be nested.
-
-    reentrant        CheckpointFunction.forward(ctx, run_function, ...) of torch, Megatron-Core and Transformer Engine
-    non-reentrant    the hooks that torch and Transformer Engine enter around a run: _checkpoint_hook, _recomputation_hook
-
-Code that recomputes in another way names its runs itself, with `Tape`, or raises in its backward.
-
-Source: torch 2.13, torch/utils/checkpoint.py; Megatron-Core 0.16.1, tensor_parallel/random.py; Transformer Engine d0067d0,
-pytorch/distributed.py.
+Nothing is guessed from the order of forwards and backwards: micro-batches may share a backward, a graph may be used twice,
+checkpoints may be nested. `checkpoints` makes every run of a function that a checkpoint keeps a Run. Code that recomputes in
+another way names its runs itself, with `Tape`, or raises in its backward.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self, cast
-from weakref import ReferenceType
 
 import torch
-from megatron.core.tensor_parallel import random as megatron_checkpoints
 from torch.utils import _python_dispatch
-from torch.utils import checkpoint as torch_checkpoints
 
 from megatron_router_replay.errors import ReplayStateError
-
-_TAPE = "router_replay_tape"
-
-LEANT_ON: tuple[tuple[Any, str, str], ...] = (
-    (torch_checkpoints, "CheckpointFunction", "recomputes of torch's reentrant checkpoints are not told from forwards"),
-    (torch_checkpoints, "_checkpoint_hook", "forwards of torch's non-reentrant checkpoints write no tape"),
-    (torch_checkpoints, "_recomputation_hook", "recomputes of torch's non-reentrant checkpoints read no tape"),
-    (
-        megatron_checkpoints,
-        "CheckpointFunction",
-        "recomputes of Megatron-Core's checkpoints are not told from forwards",
-    ),
-    (torch._C, "_current_graph_task_id", "a backward without a tape is not noticed"),
-    (torch._C, "_len_torch_dispatch_stack", "selective checkpoints and traced graphs are not noticed"),
-    (_python_dispatch, "_disable_current_modes", "selective checkpoints pair the wrong operations"),
-)
-"""(owner, name, what fails if it is gone): private names of torch and Megatron-Core, looked for at `seam.install`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +32,7 @@ class Entry:
             `microbatches.KeptLayer`; None: it ran live and unheld.
         counter: counts the recomputes of this router.
         balance: what its balancing has seen of these tokens; see `balance`.
-        in_order: a recompute need not sort the columns; see `seam.Decision`.
+        in_order: a recompute need not sort the columns; see `Decision`.
     """
 
     router: Any
@@ -203,109 +174,3 @@ def unpaired() -> AbstractContextManager[Any]:
 def layer_of(router: Any) -> str:
     """Return a router's name for messages, or that of an attention with an indexer."""
     return f"{'the indexer of ' if hasattr(router, 'indexer') else ''}layer {getattr(router, 'layer_number', '?')}"
-
-
-def install() -> None:
-    """Wrap the checkpoints of torch, Megatron-Core and Transformer Engine, once each. The last one is wrapped only if it is
-    loaded.
-
-    Raises:
-        ReplayStateError: one of the names that this leans on is gone.
-    """
-    check_names(LEANT_ON)
-    _wrap_reentrant(torch_checkpoints, "CheckpointFunction")
-    _wrap_reentrant(megatron_checkpoints, "CheckpointFunction")
-    _wrap_hooks(torch_checkpoints)
-    transformer_engine = sys.modules.get("transformer_engine.pytorch.distributed")
-    if transformer_engine is not None:
-        loss = "its recomputes are not told from forwards"
-        names = ("_CheckpointFunction", "_checkpoint_hook", "_recomputation_hook")
-        check_names((transformer_engine, name, loss) for name in names)
-        _wrap_reentrant(transformer_engine, "_CheckpointFunction")
-        _wrap_hooks(transformer_engine)
-
-
-def is_installed() -> bool:
-    """Return whether the checkpoints are still wrapped."""
-    hooks = all(
-        hasattr(getattr(torch_checkpoints, name), _TAPE) for name in ("_checkpoint_hook", "_recomputation_hook")
-    )
-    functions = (torch_checkpoints.CheckpointFunction.forward, megatron_checkpoints.CheckpointFunction.forward)
-    return hooks and all(hasattr(forward, _TAPE) for forward in functions)
-
-
-def check_names(names: Iterable[tuple[Any, str, str]]) -> None:
-    """Raise if a name is gone, as listed in LEANT_ON.
-
-    Raises:
-        ReplayStateError: names it, and what fails without it.
-    """
-    for owner, name, loss in names:
-        # What only a base class declares is gone, too.
-        if getattr(getattr(owner, name, None), "__isabstractmethod__", not hasattr(owner, name)):
-            raise ReplayStateError(
-                f"MRR402: {owner.__name__} has no {name}, so {loss}: use a tested version (docs/support.md)."
-            )
-
-
-def _wrap_reentrant(module: Any, name: str) -> None:
-    """Let every run of the function that a reentrant checkpoint keeps be a Run."""
-    function = getattr(module, name)
-    forward = function.forward
-    if hasattr(forward, _TAPE):
-        return
-
-    def taped(ctx: Any, run_function: Any, *args: Any) -> Any:
-        tape = Tape()
-        is_first = True
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with tape.first_run() if is_first else tape.again():
-                return run_function(*args, **kwargs)
-
-        try:
-            return forward(ctx, run, *args)
-        finally:
-            is_first = False
-
-    setattr(taped, _TAPE, True)
-    function.forward = staticmethod(taped)
-
-
-def _wrap_hooks(module: Any) -> None:
-    """Let every run of a non-reentrant checkpoint be a Run; both of its runs know the frame that they belong to."""
-    for name, reads in (("_checkpoint_hook", False), ("_recomputation_hook", True)):
-        hook = getattr(module, name)
-        if not hasattr(hook, _TAPE):
-            setattr(module, name, _taped_hook(hook, reads))
-
-
-def _taped_hook(hook: Any, reads: bool) -> Any:
-    class Taped(hook):  # type: ignore[misc]
-        def __init__(self, frame: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(frame, *args, **kwargs)
-            # torch gives a recompute a weak reference to its frame, Transformer Engine the frame.
-            if isinstance(frame, ReferenceType):
-                frame = frame()
-            if reads:
-                # A frame from before `install` has no tape: routers raise where they find nothing on this one.
-                self._run = (getattr(frame, _TAPE, None) or Tape()).again()
-            else:
-                setattr(frame, _TAPE, Tape())
-                self._run = getattr(frame, _TAPE).first_run()
-
-        def __enter__(self) -> Any:
-            entered = super().__enter__()
-            try:
-                self._run.__enter__()
-            except BaseException:
-                super().__exit__(None, None, None)
-                raise
-            return entered
-
-        def __exit__(self, *error: Any) -> Any:
-            self._run.__exit__()
-            return super().__exit__(*error)
-
-    setattr(Taped, _TAPE, True)
-    return Taped

@@ -10,22 +10,67 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
 import megatron.core
+import torch
 from megatron.core.inference import utils as inference_utils
+from megatron.core.tensor_parallel import random as megatron_checkpoints
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe import router as router_module
+from megatron.core.transformer.moe.router import TopKRouter
+from torch.distributed import distributed_c10d
+from torch.utils import _python_dispatch
+from torch.utils import checkpoint as torch_checkpoints
 
-from megatron_router_replay.errors import UnsupportedRouterError
+from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 
 TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """Megatron-Core versions that our tests ran with, oldest first."""
 
 INFERENCE_ROUTERS: tuple[Any, ...] = tuple(filter(None, [getattr(router_module, "InferenceTopKRouter", None)]))
 """Router classes that route in another way in Megatron's inference, since 0.17; before, no router is an instance."""
+
+TOPK_FUNCTION = "topk_routing_with_score_function"
+"""The function of the router's module that chooses experts; it asks `router_replay` for them."""
+
+AUX_LOSSES = {
+    "_apply_aux_loss": "aux_loss",
+    "_apply_seq_aux_loss": "seq_aux_loss",
+    "_apply_global_aux_loss": "global_aux_loss",
+}
+"""Method of TopKRouter -> its name in moe_router_load_balancing_type."""
+
+BALANCING_METHODS = (*AUX_LOSSES, "_apply_expert_bias", "attach_and_log_load_balancing_loss")
+"""The methods of TopKRouter that `balance` wraps."""
+
+LEANT_ON: tuple[tuple[Any, str, str], ...] = (
+    (torch_checkpoints, "CheckpointFunction", "recomputes of torch's reentrant checkpoints are not told from forwards"),
+    (torch_checkpoints, "_checkpoint_hook", "forwards of torch's non-reentrant checkpoints write no tape"),
+    (torch_checkpoints, "_recomputation_hook", "recomputes of torch's non-reentrant checkpoints read no tape"),
+    (
+        megatron_checkpoints,
+        "CheckpointFunction",
+        "recomputes of Megatron-Core's checkpoints are not told from forwards",
+    ),
+    (torch._C, "_current_graph_task_id", "a backward without a tape is not noticed"),
+    (torch._C, "_len_torch_dispatch_stack", "selective checkpoints and traced graphs are not noticed"),
+    (_python_dispatch, "_disable_current_modes", "selective checkpoints pair the wrong operations"),
+    (TopKRouter, "routing", "no router asks for its experts"),
+    (router_module, TOPK_FUNCTION, "a router cannot be told its experts"),
+    (router_module, "switch_load_balancing_loss_func", "padding counts in auxiliary losses"),
+    (torch._C, "_is_tracing", "routers that torch.jit.trace captures are not refused"),
+    (torch._ops, "_len_torch_dispatch_stack_pre_dispatch", "routers that torch.export captures are not refused"),
+    (distributed_c10d, "_get_default_store", "ranks cannot tell each other their numbers at the end of a session"),
+    *(
+        (TopKRouter, name, "tokens are balanced twice under recompute, and padding with them")
+        for name in BALANCING_METHODS
+    ),
+)
+"""(owner, name, what fails if it is gone): names of torch and Megatron-Core that nobody promised, looked for at
+`seam.install`."""
 
 # Read off the code, for a checkout between two releases bears the number of one of them.
 TOPK_ORDER_FOLLOWS_GRAD = "sorted=torch.is_grad_enabled()" in inspect.getsource(
@@ -122,3 +167,17 @@ def _captures_whole_inference_only(config: Any) -> bool:
     """
     scope = getattr(config, "inference_cuda_graph_scope", None)
     return config.cuda_graph_impl == "local" and getattr(scope, "name", scope) == "block"
+
+
+def check_names(names: Iterable[tuple[Any, str, str]]) -> None:
+    """Raise if a name is gone, as listed in LEANT_ON.
+
+    Raises:
+        ReplayStateError: names it, and what fails without it.
+    """
+    for owner, name, loss in names:
+        # What only a base class declares is gone, too.
+        if getattr(getattr(owner, name, None), "__isabstractmethod__", not hasattr(owner, name)):
+            raise ReplayStateError(
+                f"MRR402: {owner.__name__} has no {name}, so {loss}: use a tested version (docs/support.md)."
+            )

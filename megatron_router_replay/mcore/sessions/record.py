@@ -13,14 +13,15 @@ from torch import Tensor
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.indexer.merge import merge_positions
 from megatron_router_replay.indexer.positions import PositionTrace
-from megatron_router_replay.mcore import microbatches as micro
-from megatron_router_replay.mcore.chunk import Chunk
-from megatron_router_replay.mcore.find import unwrap
-from megatron_router_replay.mcore.microbatches import Microbatch, RowInputs
-from megatron_router_replay.mcore.positions import RecordedPositions
-from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
-from megatron_router_replay.mcore.seam import Decision
-from megatron_router_replay.mcore.session import Models, Session, open_session
+from megatron_router_replay.mcore.attention.positions import RecordedPositions
+from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
+from megatron_router_replay.mcore.batches.queue import Microbatch
+from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows
+from megatron_router_replay.mcore.heart.decision import Decision
+from megatron_router_replay.mcore.heart.streams import current_stream, to_device
+from megatron_router_replay.mcore.model.find import Models, unwrap
+from megatron_router_replay.mcore.sessions.hold import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
 from megatron_router_replay.trace.merge import merge_traces
@@ -57,7 +58,7 @@ class RecordSession(Session):
                 "MRR423: prefetched routes are for a replay of their trace; a recording takes routing_rows."
             )
         rows = inputs.rows
-        micro.check_padding(rows, inputs.padding, self._check)
+        check_padding(rows, inputs.padding, self._check)
         if inputs.trained is not None:
             self._check(
                 (inputs.trained & (rows < 0)).any(),
@@ -73,17 +74,17 @@ class RecordSession(Session):
             Microbatch(
                 shape=chunk.router_shape((rows.shape[0], rows.shape[1])),
                 batch_shape=(rows.shape[0], rows.shape[1]),
-                counts=micro.count_rows(view.numel(), view >= -1 if padding is None else ~padding, padding),
+                counts=count_rows(view.numel(), view >= -1 if padding is None else ~padding, padding),
                 num_routers=len(chunk.taking_part),
                 rows=view,
                 batch_rows=None if self._positions is None else rows.cpu(),
                 token_ids=inputs.token_ids,
-                is_token=None if padding is None else micro.to_device(~padding, chunk.device),
+                is_token=None if padding is None else to_device(~padding, chunk.device),
             )
         )
 
     def decided(self, decision: Decision) -> None:
-        """Keep what a router used; see `seam.RouterHolder`."""
+        """Keep what a router used; see `RouterHolder`."""
         if decision.queued is not None:
             assert decision.used is not None, "the call is over"
             # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.
@@ -111,7 +112,7 @@ class RecordSession(Session):
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Copy values into page-locked memory while the device goes on; `_read` waits for them."""
-        if (stream := micro.current_stream(values.device)) is None:
+        if (stream := current_stream(values.device)) is None:
             return values
         copied = values.to("cpu", non_blocking=True)
         self._copied[stream] = stream.record_event()

@@ -16,18 +16,31 @@ from torch import Tensor, nn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.indexer.positions import PositionTrace
 from megatron_router_replay.layout import check_tokens
-from megatron_router_replay.mcore import microbatches as micro
+from megatron_router_replay.mcore.attention.positions import ReplayedPositions
 from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, aux_loss_group
-from megatron_router_replay.mcore.chunk import Chunk
-from megatron_router_replay.mcore.fed import lay_out
-from megatron_router_replay.mcore.judging import judge
-from megatron_router_replay.mcore.layers import check_hashed_routes, check_trace_layers
-from megatron_router_replay.mcore.microbatches import KeptLayer, LaidOut, LayerRoutes, Microbatch, RowInputs
-from megatron_router_replay.mcore.positions import ReplayedPositions
-from megatron_router_replay.mcore.prefetching import MicrobatchRoutes
-from megatron_router_replay.mcore.report import SessionReport
-from megatron_router_replay.mcore.seam import Decision
-from megatron_router_replay.mcore.session import HeldRouter, Models, Session, open_session, session_of
+from megatron_router_replay.mcore.batches.attach import session_of
+from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.fed import lay_out
+from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
+from megatron_router_replay.mcore.batches.queue import Microbatch
+from megatron_router_replay.mcore.batches.rows import (
+    LaidOut,
+    RowInputs,
+    check_padding,
+    check_trained,
+    count_rows,
+    is_known,
+    padding_ordinals,
+    spread_padding,
+)
+from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
+from megatron_router_replay.mcore.heart.decision import Decision
+from megatron_router_replay.mcore.heart.streams import to_device
+from megatron_router_replay.mcore.model.find import Models
+from megatron_router_replay.mcore.model.layers import check_hashed_routes, check_trace_layers
+from megatron_router_replay.mcore.sessions.hold import HeldRouter, Session, open_session
+from megatron_router_replay.mcore.sessions.judging import judge
+from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.trace import RoutingTrace
 
 if TYPE_CHECKING:
@@ -121,7 +134,7 @@ class ReplaySession(Session):
 
     # ---- what a router uses
     def choose(self, decision: Decision) -> Tensor | None:
-        """Return a micro-batch's routes, or the router's own experts. See `seam.Holder`."""
+        """Return a micro-batch's routes, or the router's own experts. See `Holder`."""
         microbatch: Microbatch | None = decision.queued
         if microbatch is None:
             return None
@@ -204,7 +217,7 @@ class ReplaySession(Session):
         rows, padding = inputs.rows, inputs.padding
         # Of the whole batch, not of this rank's part: what is wrong with it raises on every rank.
         unrouted = self._may_be_unrouted(rows, trace.num_tokens)
-        micro.check_padding(rows, padding, self._check)
+        check_padding(rows, padding, self._check)
         self._count_repeated(rows, trace.num_tokens)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
         live = left_out = None
@@ -213,12 +226,12 @@ class ReplaySession(Session):
             self._check_known(trace, view, routed | left_out)
             if inputs.trained is not None:
                 without = chunk.router_view(inputs.trained) & ~(routed | left_out)
-                micro.check_trained(without, self._check, order="as routers see them")
+                check_trained(without, self._check, order="as routers see them")
             live = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
         self._check_hashed(rows, expected)
         if routes is None:
-            compact = micro.take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
+            compact = take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
         else:
             compact = chunk.router_view(routes.layers(trace.layer_numbers))
         shape = rows.shape[0], rows.shape[1]
@@ -239,25 +252,25 @@ class ReplaySession(Session):
                 "the trace is on the CPU and routing_rows, or what is queued beside them, on a GPU: the host waits for the "
                 "GPU in every micro-batch. Queue what the data loader gave, before it is moved; or replay trace.to('cuda')."
             )
-        return replace(inputs, **{name: micro.to_device(values, device) for name, values in given.items()})
+        return replace(inputs, **{name: to_device(values, device) for name, values in given.items()})
 
     def _microbatch(self, chunk: Chunk, routes: LaidOut) -> Microbatch:
         """Return the micro-batch that replays these routes."""
-        compact, live, padding = micro.to_device(routes.compact, chunk.device), routes.live, routes.padding
+        compact, live, padding = to_device(routes.compact, chunk.device), routes.live, routes.padding
         num_tokens, split, token_ids = compact.shape[0], routes.split, routes.token_ids
         if padding is not None:
-            ordinals = chunk.router_view(micro.padding_ordinals(padding), split=split)
+            ordinals = chunk.router_view(padding_ordinals(padding), split=split)
             padding = chunk.router_view(padding, split=split)
             live = None if live is None else live & ~padding
-            masks = micro.to_device(padding, chunk.device), micro.to_device(ordinals, chunk.device)
-            compact = micro.spread_padding(compact, *masks, int(chunk.taking_part[0].router.num_experts))
-        counts = micro.count_rows(num_tokens, live, padding)
+            masks = to_device(padding, chunk.device), to_device(ordinals, chunk.device)
+            compact = spread_padding(compact, *masks, int(chunk.taking_part[0].router.num_experts))
+        counts = count_rows(num_tokens, live, padding)
         replayed = None
         if self._comparison is not None or self._choose is not None:
             replayed = torch.ones(num_tokens, dtype=torch.bool, device=chunk.device)
             for mask in (live, padding):
                 if mask is not None:
-                    replayed &= ~micro.to_device(mask, chunk.device)
+                    replayed &= ~to_device(mask, chunk.device)
         if live is not None and live.device.type == "cpu":
             live = live.nonzero().squeeze(1)  # on a GPU, asking which rows are live would wait for it
         elif self._min_replayed == 1:
@@ -269,10 +282,10 @@ class ReplaySession(Session):
             num_routers=len(chunk.taking_part),
             routes=LayerRoutes(compact),
             # None spares every router of the micro-batch its live top-k.
-            live=micro.to_device(live, chunk.device) if live is not None and live.numel() else None,
+            live=to_device(live, chunk.device) if live is not None and live.numel() else None,
             replayed=replayed,
-            token_ids=None if token_ids is None else micro.to_device(token_ids, chunk.device),
-            is_token=None if padding is None else micro.to_device(~padding, chunk.device),
+            token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
+            is_token=None if padding is None else to_device(~padding, chunk.device),
         )
 
     def _queue_fed(self, chunk: Chunk, **given: Any) -> None:
@@ -308,7 +321,7 @@ class ReplaySession(Session):
         if trace.token_ids is None or not trace.num_tokens or not self._any_live:
             return
         unknown = (rows >= 0) & ~routed & (trace.token_ids[rows.clamp(min=0)] < 0)
-        first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if micro.is_known(unknown) else ""
+        first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if is_known(unknown) else ""
         self._check(
             unknown.any(),
             f"MRR108: routing_rows name rows that the trace knows nothing of{first}: no route and no token id. Another "

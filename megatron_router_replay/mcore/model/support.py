@@ -5,143 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
 from megatron_router_replay.errors import UnsupportedRouterError, listed
-from megatron_router_replay.mcore.balance import METHODS
-from megatron_router_replay.mcore.compat import (
+from megatron_router_replay.mcore.model.find import FoundRouter
+from megatron_router_replay.mcore.model.upstream import (
+    BALANCING_METHODS,
     INFERENCE_ROUTERS,
     TESTED,
     captured_by_cuda_graphs,
-    check_version,
     graph_field,
     inference_refusals,
     is_newer_than_tested,
     megatron_version,
     must_verify,
 )
-from megatron_router_replay.mcore.find import FoundRouter, as_chunks, find_routers
-from megatron_router_replay.mcore.indexers import FoundIndexer, find_indexers
 
 _KNOWN_ROUTERS = (TopKRouter, *INFERENCE_ROUTERS)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouterSupport:
-    """What a session would do with one router.
-
-    Args:
-        chunk: index of its model chunk.
-        name, layer_number, is_mtp: as in `FoundRouter`.
-        router_class: name of its class.
-        num_experts, topk: None where the router does not say.
-        reason: why it cannot be replayed exactly, naming the config field; empty: it can.
-        unfused: sessions run Megatron-Core's unfused routing function for it, in place of the fused one that it runs live.
-        hashed: a table of token ids routes it: it is never replayed, and its recompute cannot differ.
-    """
-
-    chunk: int
-    name: str
-    layer_number: int
-    is_mtp: bool
-    router_class: str
-    num_experts: int | None
-    topk: int | None
-    reason: str
-    unfused: bool = False
-    hashed: bool = False
-
-    @property
-    def replayable(self) -> bool:
-        return not self.reason
-
-    def _verdict(self) -> str:
-        """Return in words what becomes of the router."""
-        verdict = "replayed" if self.replayable else f"refused: {self.reason}"
-        if self.replayable and self.is_mtp:
-            verdict = "live and frozen for recomputes, unless mtp=True replays it"
-        if self.hashed:
-            verdict = "left alone: a table of token ids routes it, so its recompute cannot differ"
-        elif self.replayable and self.unfused:
-            verdict += ", by Megatron-Core's unfused routing function (moe_router_fusion=True)"
-        return verdict
-
-    def _experts(self) -> str:
-        """Return how many experts the router chooses of how many."""
-        return f"top-{self.topk} of {self.num_experts}"
-
-    def __str__(self) -> str:
-        return (
-            f"chunk {self.chunk}  layer {self.layer_number:>3}  {self._experts():<14}  {self.name}: {self._verdict()}"
-        )
-
-
-class Explanation(tuple[RouterSupport, ...]):
-    """Every router of a model, in order of chunk and layer. It prints as a table, with one line for many alike.
-
-    `indexers` are its layers with sparse attention, which `freeze_recompute` holds too, each with the `reason` if it cannot.
-    """
-
-    indexers: tuple[FoundIndexer, ...] = ()
-
-    @property
-    def replayable(self) -> bool:
-        """Whether the model has routers and all of them can be replayed."""
-        return bool(self) and all(router.replayable for router in self)
-
-    def __str__(self) -> str:
-        lines: list[str] = [] if self else ["no MoE routers on this rank"]
-        for (chunk, experts, verdict), alike in groupby(
-            self, lambda each: (each.chunk, each._experts(), each._verdict())
-        ):
-            routers = list(alike)
-            if len(routers) <= 8:
-                lines += map(str, routers)
-                continue
-            layers = listed([router.layer_number for router in routers])
-            names = f"{routers[0].name} ... {routers[-1].name}"
-            lines.append(f"chunk {chunk}  layers {layers}  {experts}  {names}: {verdict}")
-        for (chunk, verdict), group in groupby(self.indexers, lambda each: (each.chunk, each.verdict())):
-            layers = listed([getattr(each.attention, "layer_number", each.name) for each in group])
-            lines.append(f"chunk {chunk}  sparse attention of layers {layers}: {verdict}")
-        return "\n".join(lines)
-
-
-def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
-    """Return which routers a session would replay, and what freeze_recompute holds.
-
-    Args:
-        model_chunks: the model or its chunks on this rank, wrapped or not.
-
-    Raises:
-        UnsupportedRouterError: this Megatron-Core has no way to replay at all.
-    """
-    check_version()
-    found = [(index, found) for index, chunk in enumerate(as_chunks(model_chunks)) for found in find_routers(chunk)]
-    reasons = refusals_of([router for _, router in found])
-    explanation = Explanation(
-        RouterSupport(
-            chunk=index,
-            name=router.name,
-            layer_number=router.layer_number,
-            is_mtp=router.is_mtp,
-            router_class=type(router.router).__name__,
-            num_experts=getattr(router.router, "num_experts", None),
-            topk=getattr(router.router, "topk", None),
-            reason="; ".join(of_router),
-            # Only of a TopKRouter is it known that its config says so.
-            unfused=isinstance(router.router, TopKRouter) and bool(router.router.config.moe_router_fusion),
-            hashed=is_hashed(router.router),
-        )
-        for (index, router), of_router in zip(found, reasons)
-    )
-    explanation.indexers = tuple(find_indexers(model_chunks))
-    return explanation
 
 
 def is_hashed(router: Any) -> bool:
@@ -209,7 +92,7 @@ def refusals(router: nn.Module) -> list[str]:
     if changed:
         return [f"router class {type(router).__name__} overrides TopKRouter.{' and '.join(changed)}"]
     # `forward` and `routing` may be wrapped on the module: each call proves that the wrapper leaves the map alone.
-    replaced = [name for name in METHODS if name in vars(router)]
+    replaced = [name for name in BALANCING_METHODS if name in vars(router)]
     if replaced:
         return [f"TopKRouter.{' and '.join(replaced)} was replaced on this module by {vars(router)[replaced[0]]!r}"]
     reasons = list(inference_refusals(router)) + list(_foreign_dispatch_refusals(router))

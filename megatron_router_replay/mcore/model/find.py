@@ -14,6 +14,9 @@ from torch import nn
 
 from megatron_router_replay.errors import LayoutError, listed
 
+Models = nn.Module | Sequence[nn.Module]
+"""A model, or the list of its chunks on this rank; wrapped (DistributedDataParallel, Float16Module) or not."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundRouter:

@@ -11,9 +11,10 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from megatron_router_replay.checks import Check
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, TraceError
-from megatron_router_replay.mcore.find import (
+from megatron_router_replay.mcore.model.find import (
     FoundRouter,
     as_chunks,
     check_has_experts,
@@ -23,7 +24,6 @@ from megatron_router_replay.mcore.find import (
     num_decoder_layers,
     unwrap,
 )
-from megatron_router_replay.mcore.microbatches import Check
 
 
 def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int, ...]:

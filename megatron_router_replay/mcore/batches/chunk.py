@@ -11,9 +11,9 @@ from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout.split import split_sequence_parallel
-from megatron_router_replay.mcore import tape
-from megatron_router_replay.mcore.find import FoundRouter, wrappers
-from megatron_router_replay.mcore.microbatches import Queue
+from megatron_router_replay.mcore.batches.queue import Queue
+from megatron_router_replay.mcore.heart import tape
+from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 
 
 class Chunk:

@@ -1,0 +1,1 @@
+"""Sparse attention, held at a seam of its own beside the routers'."""

@@ -1,0 +1,1 @@
+"""Micro-batches: what a trainer gives for one forward, and which forward it belongs to."""

@@ -1,0 +1,179 @@
+"""What a caller gives for one forward, checked and copied: routing rows, masks, tokens; and what padding is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay.checks import Check
+from megatron_router_replay.errors import LayoutError
+
+
+def spread_padding(compact: Tensor, padding: Tensor, ordinals: Tensor, num_experts: int) -> Tensor:
+    """Give rows of padding K distinct experts each, spread evenly over all of them.
+
+    Args:
+        compact: [num_tokens, num_layers, topk].
+        padding: [num_tokens] bool, True: padding.
+        ordinals: [num_tokens] int64, how many paddings of the micro-batch come before each, over all tensor-parallel ranks.
+
+    Source: paddings that all take the same experts overload these.
+    """
+    at = padding.nonzero().squeeze(1) if padding.device.type == "cpu" else None  # a GPU's host would wait for it
+    ordinals = ordinals if at is None else ordinals[at]
+    slots = ordinals.unsqueeze(1) * compact.shape[2] + torch.arange(compact.shape[2], device=compact.device)
+    spread = (slots % num_experts).to(compact.dtype).unsqueeze(1)
+    if at is None:
+        return torch.where(padding.view(-1, 1, 1), spread, compact)
+    return compact.index_copy(0, at, spread.expand(-1, compact.shape[1], -1)) if at.numel() else compact
+
+
+def padding_ordinals(padding: Tensor) -> Tensor:
+    """Return how many paddings come before each position in the router's order (s-major), [b, s] int64."""
+    # Counted in the order of the whole batch, so that the ranks that share a sequence go on where the one before stopped.
+    by_position = padding.t().reshape(-1)
+    return (by_position.cumsum(0) - by_position.to(torch.int64)).view(padding.shape[::-1]).t()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaidOut:
+    """The routes of one micro-batch, as this rank's routers see their tokens.
+
+    Args:
+        compact: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
+        live: [num_tokens] bool, rows without a route; None: there is none.
+        padding: [b, s] bool, known to be padding; None: nothing is known.
+        batch_shape: (b, s).
+        token_ids: [b, s] int64; None: not known.
+        split: this sequence-parallel rank's part of s was given already.
+    """
+
+    compact: Tensor
+    live: Tensor | None
+    padding: Tensor | None
+    batch_shape: tuple[int, int]
+    token_ids: Tensor | None
+    split: bool = False
+
+
+def count_rows(num_rows: int, live: Tensor | None, padding: Tensor | None) -> dict[str, Tensor | int]:
+    """Return how many rows there are, and how many of them are live and padding."""
+    return {"rows": num_rows} | {
+        name: 0 if mask is None else mask.sum() for name, mask in (("live", live), ("padding", padding))
+    }
+
+
+def check_padding(rows: Tensor, padding: Tensor | None, check: Check) -> None:
+    """Check that padding has no rows."""
+    if padding is not None:
+        check(
+            (padding & (rows >= 0)).any(),
+            "MRR203: a position that padding= says is padding has a routing row: mask and rows moved apart, or the mask is "
+            "inverted (True is padding).",
+        )
+
+
+def check_trained(without: Tensor, check: Check, *, order: str) -> None:
+    """Check that no trained position is without a route; `without` is bool, its order is for the message."""
+    which = ""
+    if is_known(without):
+        first = int(without.flatten().nonzero()[0])
+        which = f" ({int(without.sum())} of them, the first is token {first} {order})"
+    check(
+        without.any(),
+        f"MRR410: a trained position has no route{which}: its row is -1, or there is no route for it. Leave `trained` out to "
+        "let the live router decide such positions.",
+    )
+
+
+def is_known(values: Tensor) -> bool:
+    """Return whether the host can read these values without waiting, and some are True."""
+    return values.device.type == "cpu" and bool(values.any())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowInputs:
+    """What a caller queues for one forward; copies, for trainers reuse their buffers.
+
+    Args:
+        rows: [b, s] int64.
+        token_ids: [b, s] int64; None: not given.
+        padding, trained: [b, s] bool; None: not given.
+    """
+
+    rows: Tensor
+    token_ids: Tensor | None
+    padding: Tensor | None
+    trained: Tensor | None
+
+    @classmethod
+    def checked(cls, rows: Any, *, token_ids: Any, padding: Any, trained: Any) -> RowInputs:
+        """Check shapes and copy.
+
+        Raises:
+            LayoutError: rows are not [b, s] (or [n], one packed row), or something beside them has another shape or kind.
+        """
+        rows = as_integers(rows, "routing_rows")
+        if rows.dim() not in (1, 2):
+            raise LayoutError(f"MRR201: routing_rows must have the shape of input_ids, [b, s], got {list(rows.shape)}.")
+        # Of eight bytes it is -1 again when it is widened.
+        if not rows.dtype.is_signed and rows.dtype.itemsize < 8:
+            highest = torch.iinfo(rows.dtype).max
+            if bool((rows.to(torch.int64) == highest).any()):
+                raise LayoutError(
+                    f"MRR201: routing_rows are {rows.dtype} and hold {highest}, which a -1 becomes there: padding "
+                    "cannot be told from that row. Give a signed dtype."
+                )
+        as_2d = (1, -1) if rows.dim() == 1 else rows.shape
+        beside: dict[str, Tensor | None] = {}
+        for name, values in (("token_ids", token_ids), ("padding", padding), ("trained", trained)):
+            if values is None:
+                beside[name] = None
+                continue
+            values = as_integers(values, name) if name == "token_ids" else as_mask(values, name)
+            if values.shape != rows.shape:
+                raise LayoutError(
+                    f"MRR201: routing_rows {list(rows.shape)} and {name} {list(values.shape)} differ in shape."
+                )
+            dtype = torch.int64 if name == "token_ids" else torch.bool
+            beside[name] = values.reshape(as_2d).to(rows.device, dtype, copy=True)
+        return cls(rows=rows.reshape(as_2d).to(torch.int64, copy=True), **beside)
+
+
+def as_integers(values: Any, name: str) -> Tensor:
+    """Return integers given as a tensor, a numpy array or a list.
+
+    Raises:
+        LayoutError: they are no integers.
+    """
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LayoutError(
+            f"MRR201: {name} must be integers in a tensor or an array, got {type(values).__name__}: {error}"
+        ) from error
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        raise LayoutError(f"MRR201: {name} must be integers, got {list(tensor.shape)} {tensor.dtype}.")
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+        raise LayoutError(
+            f"MRR201: {name} must be a plain tensor, got a {'nested' if tensor.is_nested else tensor.layout} one on "
+            f"{tensor.device}: give [b, s], or [1, total] of a packed batch (nested.values().unsqueeze(0))."
+        )
+    return tensor
+
+
+def as_mask(values: Any, name: str) -> Tensor:
+    """Return a mask given as a tensor, a numpy array or a list, True where it is not zero.
+
+    Raises:
+        LayoutError: it is none of these.
+    """
+    try:
+        return torch.as_tensor(values) != 0
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LayoutError(
+            f"MRR201: {name} must be a mask in a tensor or an array, got {type(values).__name__}: {error}"
+        ) from error

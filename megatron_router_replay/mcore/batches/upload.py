@@ -1,0 +1,95 @@
+"""Routes of one micro-batch on the routers' device: gathered as whole rows, copied once, widened 16 layers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay.mcore.heart.streams import current_stream, follow, to_device
+from megatron_router_replay.trace.runs import as_slice
+
+_BLOCK = 16
+"""Layers that are widened to int64 at once: a launch for each router would cost more, all layers too much memory."""
+
+
+class LayerRoutes:
+    """The routes of one micro-batch on the routers' device; a forward, and a recompute, asks for each layer once.
+
+    Args:
+        compact: [num_tokens, num_layers, topk] in the dtype of the trace, written on the current stream.
+    """
+
+    __slots__ = ("_blocks", "_stream", "compact")
+
+    def __init__(self, compact: Tensor) -> None:
+        self.compact = compact
+        self._stream = current_stream(compact.device)
+        self._blocks: dict[int, tuple[Tensor, set[int], Any]] = {}
+
+    def layer(self, position: int) -> Tensor:
+        """Return [num_tokens, topk] int64."""
+        number = position // _BLOCK
+        found = self._blocks.get(number)
+        if found is None:
+            follow(self._stream, self.compact)
+            layers = range(number * _BLOCK, min((number + 1) * _BLOCK, self.compact.shape[1]))
+            source = self.compact[:, layers.start : layers.stop].transpose(0, 1)
+            block = torch.empty(source.shape, dtype=torch.int64, device=source.device).copy_(source)
+            found = self._blocks[number] = block, set(layers), current_stream(block.device)
+        block, missing, stream = found
+        if stream is not None:
+            follow(stream, block)
+        missing.discard(position)
+        if not missing:
+            self._blocks.pop(number, None)
+        return block[position % _BLOCK]
+
+
+class KeptLayer:
+    """One layer of a micro-batch's routes as a tape keeps it: what it needs of a tensor, widened with its block.
+
+    Args:
+        routes: of the micro-batch.
+        position: of the layer.
+    """
+
+    __slots__ = ("_position", "_routes", "dtype", "shape")
+
+    def __init__(self, routes: LayerRoutes, position: int) -> None:
+        self._routes, self._position = routes, position
+        self.dtype, self.shape = routes.compact.dtype, routes.compact[:, position].shape
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return [num_tokens, topk] int64."""
+        return self._routes.layer(self._position)
+
+
+def take_rows(topk_indices: Tensor, rows: Tensor, device: torch.device) -> Tensor:
+    """Gather whole rows of routes and copy them to the routers' device, without a wait.
+
+    Args:
+        topk_indices: [num_rows, num_layers, topk].
+        rows: [n] int64 on the same device, each a row.
+
+    Returns:
+        [n, num_layers, topk] on `device`.
+    """
+    if not topk_indices.shape[0]:  # an empty trace, whose micro-batches have no row
+        return topk_indices.new_zeros(rows.numel(), *topk_indices.shape[1:]).to(device)
+    if device.type == "cpu" or topk_indices.device.type != "cpu":
+        return topk_indices.index_select(0, rows).to(device, non_blocking=True)
+    # Page-locked, or the copy would wait for the device; torch reuses such memory only when the copy is done.
+    staged = torch.empty(rows.numel(), *topk_indices.shape[1:], dtype=topk_indices.dtype, pin_memory=True)
+    torch.index_select(topk_indices, 0, rows, out=staged)
+    return staged.to(device, non_blocking=True)
+
+
+def take_layers(values: Tensor, indices: Sequence[int], *, dim: int) -> Tensor:
+    """Return some layers of values, a view where they are neighbours; a list as an index would make a GPU's host wait."""
+    which = as_slice(list(indices))
+    if isinstance(which, slice):
+        return values.narrow(dim, which.start, which.stop - which.start)
+    return values.index_select(dim, to_device(torch.tensor(which), values.device))

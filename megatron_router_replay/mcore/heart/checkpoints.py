@@ -1,0 +1,116 @@
+"""The checkpoints of torch, Megatron-Core and Transformer Engine: every run of a function that they keep is a `tape.Run`.
+
+    reentrant        CheckpointFunction.forward(ctx, run_function, ...) of torch, Megatron-Core and Transformer Engine
+    non-reentrant    the hooks that torch and Transformer Engine enter around a run: _checkpoint_hook, _recomputation_hook
+
+A checkpoint keeps the function that its recompute calls. `install` wraps that function, so that the tape lives exactly as
+long as the checkpoint, and so as the graph that can ask for a recompute.
+
+Source: torch 2.13, torch/utils/checkpoint.py; Megatron-Core 0.16.1, tensor_parallel/random.py; Transformer Engine d0067d0,
+pytorch/distributed.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from weakref import ReferenceType
+
+from megatron.core.tensor_parallel import random as megatron_checkpoints
+from torch.utils import checkpoint as torch_checkpoints
+
+from megatron_router_replay.mcore.heart.tape import Tape
+from megatron_router_replay.mcore.model.upstream import check_names
+
+_TAPE = "router_replay_tape"
+
+
+def install() -> None:
+    """Wrap the checkpoints of torch, Megatron-Core and Transformer Engine, once each. The last one is wrapped only if it is
+    loaded.
+
+    Raises:
+        ReplayStateError: one of the names that this leans on is gone.
+    """
+    _wrap_reentrant(torch_checkpoints, "CheckpointFunction")
+    _wrap_reentrant(megatron_checkpoints, "CheckpointFunction")
+    _wrap_hooks(torch_checkpoints)
+    transformer_engine = sys.modules.get("transformer_engine.pytorch.distributed")
+    if transformer_engine is not None:
+        loss = "its recomputes are not told from forwards"
+        names = ("_CheckpointFunction", "_checkpoint_hook", "_recomputation_hook")
+        check_names((transformer_engine, name, loss) for name in names)
+        _wrap_reentrant(transformer_engine, "_CheckpointFunction")
+        _wrap_hooks(transformer_engine)
+
+
+def is_installed() -> bool:
+    """Return whether the checkpoints are still wrapped."""
+    hooks = all(
+        hasattr(getattr(torch_checkpoints, name), _TAPE) for name in ("_checkpoint_hook", "_recomputation_hook")
+    )
+    functions = (torch_checkpoints.CheckpointFunction.forward, megatron_checkpoints.CheckpointFunction.forward)
+    return hooks and all(hasattr(forward, _TAPE) for forward in functions)
+
+
+def _wrap_reentrant(module: Any, name: str) -> None:
+    """Let every run of the function that a reentrant checkpoint keeps be a Run."""
+    function = getattr(module, name)
+    forward = function.forward
+    if hasattr(forward, _TAPE):
+        return
+
+    def taped(ctx: Any, run_function: Any, *args: Any) -> Any:
+        tape = Tape()
+        is_first = True
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with tape.first_run() if is_first else tape.again():
+                return run_function(*args, **kwargs)
+
+        try:
+            return forward(ctx, run, *args)
+        finally:
+            is_first = False
+
+    setattr(taped, _TAPE, True)
+    function.forward = staticmethod(taped)
+
+
+def _wrap_hooks(module: Any) -> None:
+    """Let every run of a non-reentrant checkpoint be a Run; both of its runs know the frame that they belong to."""
+    for name, reads in (("_checkpoint_hook", False), ("_recomputation_hook", True)):
+        hook = getattr(module, name)
+        if not hasattr(hook, _TAPE):
+            setattr(module, name, _taped_hook(hook, reads))
+
+
+def _taped_hook(hook: Any, reads: bool) -> Any:
+    class Taped(hook):  # type: ignore[misc]
+        def __init__(self, frame: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(frame, *args, **kwargs)
+            # torch gives a recompute a weak reference to its frame, Transformer Engine the frame.
+            if isinstance(frame, ReferenceType):
+                frame = frame()
+            if reads:
+                # A frame from before `install` has no tape: routers raise where they find nothing on this one.
+                self._run = (getattr(frame, _TAPE, None) or Tape()).again()
+            else:
+                setattr(frame, _TAPE, Tape())
+                self._run = getattr(frame, _TAPE).first_run()
+
+        def __enter__(self) -> Any:
+            entered = super().__enter__()
+            try:
+                self._run.__enter__()
+            except BaseException:
+                super().__exit__(None, None, None)
+                raise
+            return entered
+
+        def __exit__(self, *error: Any) -> Any:
+            self._run.__exit__()
+            return super().__exit__(*error)
+
+    setattr(Taped, _TAPE, True)
+    return Taped

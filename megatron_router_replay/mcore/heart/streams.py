@@ -1,0 +1,31 @@
+"""Copies to a device and uses under another stream, without a wait of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream on which work for this device is queued now; None: the device has none."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def follow(stream: Any, *tensors: Tensor) -> None:
+    """Let the current stream use what another one wrote: behind it, and with memory that stays until both are done."""
+    if stream is None or stream == (current := current_stream(tensors[0].device)):
+        return
+    current.wait_stream(stream)
+    for tensor in tensors:
+        tensor.record_stream(current)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return values on a device; on the way up without a wait."""
+    if device.type == "cpu" or values.device.type != "cpu":
+        return values.to(device)
+    # Page-locked, or the copy would wait for all that the device has to do; our own, for a trainer writes into its again.
+    staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
+    return staged.to(device, non_blocking=True)

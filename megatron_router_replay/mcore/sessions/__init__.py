@@ -1,0 +1,1 @@
+"""Record, replay and freeze: a model's routers, held and released."""
