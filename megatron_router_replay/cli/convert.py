@@ -30,9 +30,6 @@ def convert(
     axes: Annotated[
         str, typer.Option(help="Of an array: its axes, of token, layer, expert and batch.", metavar="NAMES")
     ] = "token,layer,expert",
-    layers: Annotated[
-        str, typer.Option(help="Of one rank's megatron_trace: the layer numbers it holds, as 3,4,5.", metavar="NUMBERS")
-    ] = "",
     step: Step = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     as_json: Json = False,
@@ -40,8 +37,8 @@ def convert(
 ) -> None:
     """Turn an engine's payload, or a folder of ranks' parts, into one trace file.
 
-    A payload (a response saved as JSON, or an array saved by numpy as .npy) needs --engine and --model. Megatron-Core's
-    own routing trace (--engine megatron_trace) is a folder, or the file of one rank. The trace must fit in memory.
+    A payload (a response saved as JSON, or an array saved by numpy as .npy) needs --engine and --model. The
+    trace must fit in memory.
     """
     with reporting_errors():
         from megatron_router_replay.cli.files import read_any
@@ -61,7 +58,6 @@ def convert(
             key=key,
             token_ids=token_ids,
             axes=axes.split(","),
-            layer_numbers=_integers(layers),
             step=step,
         )
         save_trace(trace, target)
@@ -74,11 +70,3 @@ def convert(
         "num_experts": trace.num_experts,
     }
     emit(f"{target}: {trace!r}", values, as_json=as_json, out=out)
-
-
-def _integers(text: str) -> list[int] | None:
-    # Not just int(): it takes "1_0", digits of any script, and refuses thousands of digits with an error of its own.
-    parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
-        raise StoreError(f"MRR901: --layers {text!r} must be layer numbers with commas between them, as 3,4,5.")
-    return [int(part) for part in parts] or None

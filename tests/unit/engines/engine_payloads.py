@@ -152,7 +152,6 @@ FORMS = {
     "lmdeploy object": lambda rows, p, o: SimpleNamespace(
         token_ids=o, input_token_len=len(p), generate_token_len=len(o), routed_experts=rows, index=0
     ),
-    "atom object": lambda rows, p, o: vllm_output(rows.astype(np.int16), p, o),
     "nemo_gym item": lambda rows, p, o: {
         "prompt_token_ids": p, "generation_token_ids": o, "routed_experts": envelope(rows)
     },

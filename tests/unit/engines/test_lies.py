@@ -25,7 +25,7 @@ GOOD = routes(S - 1, L, num_experts=E, topk=K).astype(np.int32)
 
 FORMS = [
     "vllm object", "sglang generate", "sglang_jax completions", "megatron request", "tensorrt_llm choice",
-    "transformers hooks", "lmdeploy object", "atom object", "nemo_gym item", "array array",
+    "transformers hooks", "lmdeploy object", "nemo_gym item", "array array",
 ]  # fmt: skip
 
 
