@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 TEXT = ("docs/", "mkdocs.yml", ".github/", "LICENSE", "CITATION.cff", ".gitignore")
 QUICK_TESTS = ("tests/unit/", "tests/functional/")
-ROOMS = ("capture", "cli", "demo", "diagnostics", "indexer", "testing", "trainers", "transport")
+ROOMS = ("capture", "cli", "demo", "diagnostics", "testing", "trainers", "transport")
 DAY = 24 * 60 * 60
 
 

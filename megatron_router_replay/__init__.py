@@ -10,9 +10,8 @@ from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatron_router_replay import capture, diagnostics, engines, indexer, layout, mcore, store, trainers, transport
+    from megatron_router_replay import capture, diagnostics, engines, layout, mcore, store, trainers, transport
     from megatron_router_replay.diagnostics import diff_traces
-    from megatron_router_replay.indexer import PositionTrace, compare_positions, decode_indexer_topk
     from megatron_router_replay.mcore import (
         close_sessions,
         freeze_recompute,
@@ -35,7 +34,6 @@ __version__ = "0.3.0.dev0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
-    "PositionTrace",
     "RouterReplay",
     "RouterReplayAction",
     "RouterReplayError",
@@ -43,15 +41,12 @@ __all__ = [
     "attach",
     "capture",
     "close_sessions",
-    "compare_positions",
     "concat_traces",
-    "decode_indexer_topk",
     "diagnostics",
     "diff_traces",
     "engines",
     "explain",
     "freeze_recompute",
-    "indexer",
     "install",
     "layout",
     "load_trace",
@@ -69,15 +64,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "PositionTrace": "indexer",
     "RouterReplay": "mcore",
     "RouterReplayAction": "mcore",
     "RoutingTrace": "trace",
     "attach": "mcore",
     "close_sessions": "mcore",
-    "compare_positions": "indexer",
     "concat_traces": "trace",
-    "decode_indexer_topk": "indexer",
     "diff_traces": "diagnostics",
     "explain": "mcore",
     "freeze_recompute": "mcore",

@@ -45,12 +45,12 @@ def freeze_(steps: int = 20) -> None:
 
 
 @app.command(name="positions")
-def positions_(steps: int = 800, seeds: int = 3) -> None:
-    """Compare a model with sparse attention in bf16 and fp32, with nothing, routes, positions and both replayed."""
+def positions_(steps: int = 800, seeds: int = 3, batches: int = 8) -> None:
+    """Compare a model with sparse attention in bf16 and fp32, with nothing, routes, positions and both as in bf16."""
     results: dict[str, Any] = {"environment": environment(), "random": [], f"trained {steps} steps": []}
     for seed in range(seeds):
         for name, trained in (("random", 0), (f"trained {steps} steps", steps)):
-            results[name] += run_ranks(1, positions.measure, trained, seed, timeout_s=TIMEOUT_S)
+            results[name] += run_ranks(1, positions.measure, trained, seed, batches, timeout_s=TIMEOUT_S)
             print(f"seed {seed}, {name}: {results[name][-1]}", flush=True)
     print(save("positions", results))
 

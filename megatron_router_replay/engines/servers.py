@@ -206,7 +206,7 @@ GENERATE = ReplyReader(
     stream="states",
     first_only=True,
 )
-"""How SGLang's /generate replies, streamed too; the indexer's positions come beside its routes."""
+"""How SGLang's /generate replies, streamed too."""
 
 _ASK = "Start the server with --enable-return-routed-experts and send return_routed_experts=true with each request."
 

@@ -14,9 +14,9 @@ from megatron_router_replay.trace import stale_rows
 from tests.unit.store.store_traces import make_trace
 
 PUBLIC = (
-    "PositionTrace RoutingTrace RouterReplay RouterReplayAction record replay freeze_recompute explain install uninstall "
-    "compare_positions decode_indexer_topk save_trace load_trace concat_traces merge_traces diff_traces engines "
-    "RouterReplayError capture diagnostics indexer layout mcore store trainers transport"
+    "RoutingTrace RouterReplay RouterReplayAction record replay freeze_recompute explain install uninstall "
+    "save_trace load_trace concat_traces merge_traces diff_traces engines "
+    "RouterReplayError capture diagnostics layout mcore store trainers transport"
 ).split()
 
 

@@ -26,7 +26,7 @@ class FoundIndexer:
         name: its module path in the chunk.
         attention: the module, a DSAttention; or an indexer of an attention that is not known.
         is_mtp: it belongs to a multi-token-prediction layer.
-        reason: why its choice cannot be held; empty: it can.
+        reason: why its choice cannot be frozen; empty: it can.
     """
 
     chunk: int
@@ -65,7 +65,7 @@ def find_indexers(model_chunks: nn.Module | Sequence[nn.Module]) -> list[FoundIn
 
 
 def check_indexers(found: Sequence[FoundIndexer]) -> None:
-    """Raise unless the choice of every indexer can be held.
+    """Raise unless the choice of every indexer can be frozen.
 
     Raises:
         UnsupportedRouterError: names the layers, and the config field behind it.
@@ -77,21 +77,20 @@ def check_indexers(found: Sequence[FoundIndexer]) -> None:
     if refused:
         lines = "\n  ".join(f"{listed(where)}: {reason}" for reason, where in refused.items())
         raise UnsupportedRouterError(
-            f"MRR401: cannot hold what indexers of sparse attention choose:\n  {lines}\nfreeze_recompute(..., "
-            "indexers=False), and a session without positions, leave them live, so recomputes may attend to other positions "
-            "than their forward."
+            f"MRR401: cannot freeze what indexers of sparse attention choose:\n  {lines}\nfreeze_recompute(..., "
+            "indexers=False) leaves them live, so recomputes may attend to other positions than their forward."
         )
 
 
 class HeldIndexers:
-    """The sparse attentions of one session's model.
+    """The sparse attentions of a frozen model.
 
     Args:
         modules: the chunks.
-        holder: what decides for the attentions.
+        holder: what the freeze leaves with the seam.
 
     Raises:
-        UnsupportedRouterError: what an indexer chooses cannot be held; names the layers, and the config field behind it.
+        UnsupportedRouterError: what an indexer chooses cannot be frozen; names the layers, and the config field behind it.
     """
 
     def __init__(self, modules: Sequence[nn.Module], holder: AttentionHolder) -> None:
@@ -100,25 +99,21 @@ class HeldIndexers:
         check_indexers(self.found)
 
     def hold(self) -> None:
-        """Let the holder decide, inside whoever holds them already."""
+        """Let recomputes ask their tapes."""
         if self.found:
             install_seams()
         for found in self.found:
             seam.hold(found.attention, self.holder)
 
     def release(self) -> None:
-        """Leave them to whoever held them before."""
+        """Leave them live."""
         for found in self.found:
             seam.release(found.attention, self.holder)
 
     def exchanged(self) -> list[str]:
         """Return which attentions the session did not reach: they were built into the model, or changed, meanwhile."""
         held = {found.attention for found in self.found}
-        now = find_indexers(self._modules)
-        built = [found for found in now if held and found.attention not in held]
-        # A freeze does nothing to what is no longer there; a replay was asked to tell it its positions.
-        gone = [found for found in self.found if found.attention not in {each.attention for each in now}]
-        gone = gone if self.holder.queued else []
+        built = [found for found in find_indexers(self._modules) if held and found.attention not in held]
         replaced = [found for found in self.found if "forward" in vars(found.attention)]
         asks_nobody = [found for found in self.found if not hasattr(type(found.attention).forward, "is_seam")]
         return [
@@ -126,7 +121,6 @@ class HeldIndexers:
                 f"{found}: the attention was exchanged during the session, which did not reach the new one"
                 for found in built
             ),
-            *(f"{found}: the attention was taken out of the model during the session" for found in gone),
             *(f"{found}: forward was replaced on the attention during the session" for found in replaced),
             *(
                 f"{found}: the attention got the class {type(found.attention).__name__}, which asks nobody"

@@ -1,4 +1,4 @@
-"""Sparse attention is told its positions: a recompute what its forward chose, from the tape; a forward what a session has.
+"""Recomputes of sparse attention are told the positions that their forward chose, from the tape.
 
 In DeepSeek-V3.2 and GLM-5 an indexer chooses which positions a token attends to, a second choice beside that of experts. A
 forward writes it on every tape that is being written; a recompute takes it and skips the scoring, which is quadratic.
@@ -8,7 +8,7 @@ forward writes it on every tape that is being written; a recompute takes it and 
     dsa.fwd_fused_indexer_loss_naive           the indexer's loss takes live scores: there a recompute scores too
     DSAttention._get_index_share_topk_holder   a layer without an indexer reads here what an earlier layer chose
 
-The seams are put in when a session first holds such layers, and never before: importing this module does not load `dsa`.
+The seams are put in when a freeze first holds such layers, and never before: importing this module does not load `dsa`.
 
 Source: Megatron-Core 0.17.1 to 0.19.2, transformer/experimental_attention_variant/dsa.py.
 """
@@ -19,14 +19,14 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.heart import seam, tape
 from megatron_router_replay.mcore.heart.decision import Counter, Holder
 from megatron_router_replay.mcore.heart.tape import Entry
@@ -39,76 +39,10 @@ _NONE = 0xFFFF
 """What stands for -1, no position, in 16 bits."""
 
 
-class Question:
-    """One call of Megatron-Core's scoring and choice.
-
-    Args:
-        original: dsa.fused_qk_topk_naive.
-        given: its arguments by name: q [sq, b, heads, dim], k [sk, b, dim], weights [sq, b, heads], ...
-    """
-
-    __slots__ = ("_given", "_original")
-
-    def __init__(self, original: Any, given: dict[str, Any]) -> None:
-        self._original, self._given = original, given
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(b, sq) of the queries."""
-        return int(self._given["q"].shape[1]), int(self._given["q"].shape[0])
-
-    @property
-    def num_keys(self) -> int:
-        """Positions that can be chosen, of all samples of a packed row."""
-        return int(self._given["k"].shape[0])
-
-    def score(self, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (scores, positions [b, sq, k] int64, -1 where there are fewer) of the indexer.
-
-        Args:
-            at: [n] int64, score these queries alone.
-        """
-        given = self._given
-        if at is not None:
-            of_queries = ("q", "weights", "varlen_starts", "varlen_ends")
-            given = given | {name: given[name].index_select(0, at) for name in of_queries}
-        scores, positions = self._original(**given)
-        return scores, positions
-
-    def bounds(self, who: str) -> tuple[Tensor, Tensor]:
-        """Return where the sample of each query begins among the keys, and the end of what the query may attend to, [sq].
-
-        Raises:
-            UnsupportedRouterError: the attention has a mask of its own, so samples cannot be told.
-        """
-        starts, ends = self._given.get("varlen_starts"), self._given.get("varlen_ends")
-        if starts is None or ends is None or self._given.get("key_positions") is not None:
-            raise UnsupportedRouterError(
-                f"MRR401: {who} attends by a mask of its own, so which sample a position belongs to cannot be told: "
-                "record and replay of positions need causal attention, packed or not."
-            )
-        return starts, ends
-
-
-def tells_bounds() -> bool:
-    """Return whether Megatron-Core's scoring is told where samples begin among the keys."""
-    return "varlen_starts" in inspect.signature(getattr(sys.modules[DSA], CHOOSE)).parameters
-
-
-class Source(Protocol):
-    """What a session does with the positions of one forward's attention."""
-
-    def choose(self, attention: Any, question: Question, needs_scores: bool) -> tuple[Tensor | None, Tensor]:
-        """Return (scores or None, positions [b, sq, k] int64)."""
-
-
 class AttentionHolder(Holder, Protocol):
-    """What decides for sparse attention: a session with positions, or what a freeze leaves with the seam."""
+    """What a freeze leaves with the seam."""
 
     indexer_counter: Counter
-
-    def source(self, attention: Any) -> Source | None:
-        """Return what a forward of this attention asks; None: its indexer."""
 
 
 # ---- what a tape keeps
@@ -138,7 +72,6 @@ class Choice:
     Args:
         attention: the DSAttention.
         again: the entry that this call repeats; None: it is a forward.
-        source: what a forward asks; None: its indexer.
         is_written: a tape is being written.
 
     Attributes:
@@ -147,31 +80,33 @@ class Choice:
         kept: the positions as a tape keeps them.
     """
 
-    __slots__ = ("again", "attention", "is_asked", "is_written", "kept", "needs_scores", "source")
+    __slots__ = ("again", "attention", "is_asked", "is_written", "kept", "needs_scores")
 
-    def __init__(self, attention: Any, again: Entry | None, source: Source | None, is_written: bool) -> None:
-        self.attention, self.again, self.source, self.is_written = attention, again, source, is_written
+    def __init__(self, attention: Any, again: Entry | None, is_written: bool) -> None:
+        self.attention, self.again, self.is_written = attention, again, is_written
         self.is_asked = self.needs_scores = False
         self.kept: Any = None if again is None else again.topk_indices
 
-    def positions(self, question: Question) -> tuple[Tensor | None, Tensor]:
-        """Return (scores or None, positions [b, sq, k] int64): without a loss, what is told needs no scores."""
+    def positions(
+        self, score: Callable[[], Any], shape: tuple[int, int], num_keys: int
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return (scores or None, positions [b, sq, k] int64): without a loss, what is told needs no scores.
+
+        Args:
+            score: Megatron-Core's scoring and choice, dsa.fused_qk_topk_naive with its arguments.
+            shape: (b, sq) of the queries.
+            num_keys: positions that can be chosen, of all samples of a packed row.
+        """
         self._ask()
-        scores = None
         # A forward scores and a recompute recalls: what differs between the two is hidden from a selective checkpoint.
         with tape.unpaired():
             if self.again is not None:
-                self._check_shape(question.shape)
-                if self.needs_scores:
-                    scores, _ = question.score()
-                return scores, decode_positions(self.kept)
-            if self.source is not None:
-                scores, positions = self.source.choose(self.attention, question, self.needs_scores)
-            else:
-                scores, positions = question.score()
+                self._check_shape(shape)
+                return score()[0] if self.needs_scores else None, decode_positions(self.kept)
+            scores, positions = score()
             if self.is_written or getattr(self.attention, "index_share", False):
-                self.kept = encode_positions(positions, question.num_keys)
-                positions.router_replay_kept = self.kept  # type: ignore[attr-defined]  # for the layers that share it
+                self.kept = encode_positions(positions, num_keys)
+                positions.router_replay_kept = self.kept  # for the layers that share it
         return scores, positions
 
     def shared(self, holder: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -266,8 +201,7 @@ def _attention_seam(original: Any) -> Any:
             return output
         if again is not None:
             again.counter.add(recomputes=1)  # here: torch may end a recompute in the middle of the attention
-        source = None if holder is None else cast("AttentionHolder", holder).source(self)
-        choice = Choice(self, again, source, is_written)
+        choice = Choice(self, again, is_written)
         outer, _thread.choice = _thread.choice, choice
         try:
             output = original(self, *args, **kwargs)
@@ -292,7 +226,10 @@ def _choice_seam(original: Any) -> Any:
         choice = _thread.choice
         if choice is None:
             return original(*args, **kwargs)
-        return choice.positions(Question(original, signature.bind(*args, **kwargs).arguments))
+        given = signature.bind(*args, **kwargs).arguments
+        queries, keys = given["q"], given["k"]  # [sq, b, heads, dim] and [sk, b, dim]
+        shape = int(queries.shape[1]), int(queries.shape[0])
+        return choice.positions(partial(original, *args, **kwargs), shape, int(keys.shape[0]))
 
     return fused_qk_topk_naive
 

@@ -68,21 +68,6 @@ class Chunk:
         num_sequences, length = batch_shape
         return (length // self._tp_size if self._sequence_parallel and not split else length, num_sequences)
 
-    def query_rows(self, rows: Tensor, shape: tuple[int, int], who: str) -> Tensor:
-        """Return [b, s] rows of a micro-batch as sparse attention gets its queries, of shape (b, sq), on this rank.
-
-        Raises:
-            ReplayStateError: they are not this micro-batch's.
-        """
-        if tuple(rows.shape) != shape and self._sequence_parallel:  # absorbed queries are split as routers' tokens are
-            rows = split_sequence_parallel(rows.t(), tp_rank=self._tp_rank, tp_size=self._tp_size).t()
-        if tuple(rows.shape) != shape:
-            raise ReplayStateError(
-                f"MRR201: {self.queue.where}: {who} gets queries [b, s] = {list(shape)}, the rows of this micro-batch are "
-                f"{list(rows.shape)}: they must have the shape of its input_ids."
-            )
-        return rows
-
     def watch(self) -> None:
         """Put the hooks on; plain functions, so that a copy of the model has them and not a copy of this object."""
         module = self.module

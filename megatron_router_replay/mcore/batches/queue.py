@@ -37,7 +37,6 @@ class Microbatch:
             them, else [num_tokens] bool; None: there are none.
         replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: not asked for.
         rows: [num_tokens] int64, trace rows as this rank's routers see them; None: a replay does not keep them.
-        batch_rows: [b, s] int64 on the CPU, trace rows as the model gets them; kept by sessions with positions.
         token_ids: [b, s] integers, what tokens its forward must get, below 0 where that is not known; None: nothing is.
         is_token: [num_tokens] bool on the routers' device, False: known to be padding; None: nothing is known of padding.
     """
@@ -50,7 +49,6 @@ class Microbatch:
     live: Tensor | None = None
     replayed: Tensor | None = None
     rows: Tensor | None = None
-    batch_rows: Tensor | None = None
     token_ids: Tensor | None = None
     is_token: Tensor | None = None
     packed: bool = False
@@ -58,7 +56,6 @@ class Microbatch:
     number: int = -1
     routed: set[int] = field(default_factory=set)
     used: dict[int, Any] = field(default_factory=dict)  # position -> [num_tokens, topk], filled in a recording
-    attended: set[int] = field(default_factory=set)  # layers whose sparse attention ran, in sessions with positions
     stream: Any = None  # under which it was queued
 
     def __post_init__(self) -> None:
@@ -172,19 +169,6 @@ class Queue:
         if current is None or current.failed or routed:
             return self._begin(self._layers[position])
         return current
-
-    def running(self, who: str) -> Microbatch:
-        """Return the micro-batch of the forward that runs, for a layer that may come before its first router.
-
-        Raises:
-            ReplayStateError: the model's forward does not run as a module's.
-        """
-        if not self._running or self.current is None:
-            raise ReplayStateError(
-                f"MRR406: {self.where}: {who} runs outside of a forward of the model, so which tokens it gets is not known: "
-                "call the model itself, not its .forward or its layers."
-            )
-        return self.current
 
     def routed(self, microbatch: Microbatch, position: int) -> None:
         """Take note that a router has routed the micro-batch; after the last one its routes are freed."""

@@ -40,9 +40,6 @@ class Frozen:
             return None  # nothing of it is needed again
         return Decision(router, counter, dtype, holder=self, tokens=Tokens(self._balance), is_written=is_written)
 
-    def source(self, attention: Any) -> None:
-        """Let the indexer choose; see `sparse.AttentionHolder`."""
-
     def choose(self, decision: Decision) -> None:
         """Let the router choose; see `RouterHolder`."""
 

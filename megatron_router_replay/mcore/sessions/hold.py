@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore import balance
 from megatron_router_replay.mcore.attention.indexers import FoundIndexer, HeldIndexers, find_indexers
-from megatron_router_replay.mcore.attention.positions import SessionPositions
 from megatron_router_replay.mcore.balance import Balance, Tokens
 from megatron_router_replay.mcore.batches.attach import open_sessions
 from megatron_router_replay.mcore.batches.chunk import Chunk
@@ -112,7 +111,7 @@ class Session:
         verify_seam = enabled and check_supported([router for routers in found for router in routers])
         self.made_at = _caller()
         self._verify, self._verify_seam = verify, verify_seam
-        self._indexers: HeldIndexers | None = None  # of a freeze, and of sessions with positions
+        self._indexers: HeldIndexers | None = None  # of a freeze
         self._balance = choice or Balance()
         self._meeting: Meeting | None = None
         self._group = group
@@ -568,12 +567,6 @@ class Session:
                 position=taking_part.index(found) if found in taking_part else -1,
                 dtype=index_dtype(found.router.num_experts),
             )
-
-    def _hold_indexers(self, positions: SessionPositions | None) -> None:
-        """Let `start` hold sparse attention, too."""
-        if positions is not None:
-            self._indexers = HeldIndexers(self._modules, positions)
-            positions.take_part(self._indexers.found)
 
     def _check_verifiable(self) -> None:
         for held in self._held.values():

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.indexer.merge import merge_positions
-from megatron_router_replay.indexer.positions import PositionTrace
-from megatron_router_replay.mcore.attention.positions import RecordedPositions
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
@@ -26,8 +21,6 @@ from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
 from megatron_router_replay.trace.merge import merge_traces
 
-T = TypeVar("T")
-
 _MAX_ROWS = 1 << 31
 """A row beyond is no token's of one step, but a number that means something else: the trace would be larger than a disk."""
 
@@ -38,12 +31,8 @@ class RecordSession(Session):
     kind = "record"
     queued = True
 
-    def __init__(
-        self, model_chunks: Models, *, mtp: bool, verify: bool, positions: bool, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, model_chunks: Models, *, mtp: bool, verify: bool, group: dist.ProcessGroup | None) -> None:
         super().__init__(model_chunks, mtp=mtp, verify=verify, group=group)
-        self._positions = RecordedPositions(self, self._chunks) if positions else None
-        self._hold_indexers(self._positions)
         # (rows [n], routes [n, layers, topk], token ids [n] or None) of each micro-batch, on their way to the host
         self._recorded: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {
             chunk.index: [] for chunk in self._chunks
@@ -77,7 +66,6 @@ class RecordSession(Session):
                 counts=count_rows(view.numel(), view >= -1 if padding is None else ~padding, padding),
                 num_routers=len(chunk.taking_part),
                 rows=view,
-                batch_rows=None if self._positions is None else rows.cpu(),
                 token_ids=inputs.token_ids,
                 is_token=None if padding is None else to_device(~padding, chunk.device),
             )
@@ -107,8 +95,6 @@ class RecordSession(Session):
         rows, used = self._to_host(microbatch.rows), self._to_host(used.to(dtype))
         tokens = None if tokens is None else self._to_host(tokens)
         self._recorded[chunk.index].append((rows, used, tokens))
-        if self._positions is not None:
-            self._positions.done(chunk.index, microbatch.number)
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Copy values into page-locked memory while the device goes on; `_read` waits for them."""
@@ -170,33 +156,6 @@ class RecordSession(Session):
             token_ids=self._token_ids(length),
         )
 
-    def positions(self, *, num_tokens: int | None = None) -> PositionTrace:
-        """Return this rank's part of what indexers chose. Of rows that it did not run nothing is known.
-
-        Args:
-            num_tokens: as for `trace`.
-
-        Raises:
-            TraceError: a row was recorded twice with other positions, or none was; a row is num_tokens or more.
-            ReplayStateError: the session records none; or as `trace`.
-        """
-        return _some(self._own_positions(num_tokens))
-
-    def gather_positions(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> PositionTrace:
-        """Return the positions of all rows and layers, on every rank of these groups. A collective, as `gather`."""
-
-        def merge(parts: list[PositionTrace | None]) -> PositionTrace | None:
-            known = [part for part in parts if part is not None]
-            return merge_positions(known) if known else None
-
-        return _some(_gathered(self._own_positions(num_tokens), groups, merge))
-
-    def _own_positions(self, num_tokens: int | None) -> PositionTrace | None:
-        if self._positions is None:
-            raise ReplayStateError("MRR407: this session records no positions: mrr.record(model, positions=True).")
-        self._read()
-        return self._positions.trace(self._agreed_length() if num_tokens is None else num_tokens)
-
     def gather(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> RoutingTrace:
         """Return all rows and layers of the recording, on every rank of these groups.
 
@@ -210,7 +169,12 @@ class RecordSession(Session):
         Raises:
             TraceError: as `trace`; or two ranks recorded the same row with different experts.
         """
-        return _gathered(self.trace(num_tokens=num_tokens), groups, partial(merge_traces, allow_gaps=True))
+        trace = self.trace(num_tokens=num_tokens)
+        for group in groups or (None,) if dist.is_initialized() else ():
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, trace, group=group)
+            trace = merge_traces(parts, allow_gaps=True)
+        return trace
 
     def _numbers(self) -> dict[str, Any]:
         return super()._numbers() | {"num_rows": self._num_rows()}
@@ -266,22 +230,6 @@ class RecordSession(Session):
         return token_ids if any_known else None
 
 
-def _some(positions: PositionTrace | None) -> PositionTrace:
-    if positions is None:
-        raise TraceError("MRR422: no sparse attention with an indexer of its own was recorded.")
-    return positions
-
-
-def _gathered(trace: T, groups: Sequence[dist.ProcessGroup | None], merge: Callable[[list[T]], T]) -> T:
-    if not dist.is_initialized():
-        return trace
-    for group in groups or (None,):
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, trace, group=group)
-        trace = merge(parts)
-    return trace
-
-
 def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Put routes at their rows: ([length, layers, topk], seen [length] bool).
 
@@ -307,7 +255,6 @@ def record(
     *,
     mtp: bool = False,
     verify: bool = False,
-    positions: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> RecordSession:
     """Record which experts the model uses; `recording.trace()` returns them.
@@ -320,8 +267,6 @@ def record(
         mtp: also record multi-token-prediction layers, as layer_number num_layers + 1, ...; their recomputes use what
             the forward chose either way.
         verify: compare every routing map that leaves a router with what is recorded.
-        positions: also record what the indexers of sparse attention (DSA) choose, for `recording.positions()`; their
-            recomputes use the same.
         group: the ranks that agree on the number of rows when the session is left; all of them must have
             such a session, and one that raised inside its block is not waited for. None: every rank of the job.
 
@@ -330,6 +275,4 @@ def record(
         LayoutError: the model has no experts.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return open_session(
-        lambda: RecordSession(model_chunks, mtp=mtp, verify=verify, positions=positions, group=group), group
-    )
+    return open_session(lambda: RecordSession(model_chunks, mtp=mtp, verify=verify, group=group), group)

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.indexer.positions import PositionTrace
 from megatron_router_replay.layout import check_tokens
-from megatron_router_replay.mcore.attention.positions import ReplayedPositions
 from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, aux_loss_group
 from megatron_router_replay.mcore.batches.attach import session_of
 from megatron_router_replay.mcore.batches.chunk import Chunk
@@ -69,7 +67,6 @@ class ReplaySession(Session):
         compare_live: bool | int,
         min_replayed: float | None,
         choose: ChooseDecisions | None,
-        positions: PositionTrace | None,
         **options: Any,
     ) -> None:
         super().__init__(model_chunks, mtp=mtp, **options)
@@ -82,14 +79,6 @@ class ReplaySession(Session):
         self._trace_of: dict[int, RoutingTrace] = {}
         if trace is not None:
             self._take_trace(trace, mtp=mtp)
-        self._positions: ReplayedPositions | None = None
-        if positions is not None and self._enabled:
-            if trace is None:
-                raise LayoutError(
-                    "MRR411: positions= needs a trace, whose rows both are at: mrr.replay(model, trace, positions=...)."
-                )
-            self._positions = ReplayedPositions(self, self._chunks, positions, trace)
-        self._hold_indexers(self._positions)
         self._warned = False  # that something on a GPU is read by the host
         self._comparison = self._compare(int(compare_live)) if compare_live and self._enabled else None
 
@@ -116,9 +105,6 @@ class ReplaySession(Session):
         decisions = report.decisions.copy()
         if self._choose is not None:
             decisions["asked"], decisions["left_live"] = self._choices()
-        if self._positions is not None:
-            counter = self._positions.indexer_counter
-            decisions["positions_replayed"], decisions["positions_live"] = counter["replayed"], counter["live"]
         return replace(
             report,
             rows_left_out=self._rows["left_out"],
@@ -237,7 +223,6 @@ class ReplaySession(Session):
         shape = rows.shape[0], rows.shape[1]
         laid_out = LaidOut(compact=compact, live=live, padding=padding, batch_shape=shape, token_ids=expected)
         made = self._microbatch(chunk, laid_out)
-        made.batch_rows = None if self._positions is None else rows.cpu()
         if left_out is not None and trace.left_out is not None:
             made.counts |= {"left_out": left_out.sum()}
         chunk.queue.queue(made)
@@ -430,7 +415,6 @@ def replay(
     enabled: bool = True,
     mtp: bool = False,
     choose: ChooseDecisions | None = None,
-    positions: PositionTrace | None = None,
     verify: bool = False,
     compare_live: bool | int = False,
     min_replayed: float | None = None,
@@ -455,8 +439,6 @@ def replay(
         choose: f(layer_number, routes, own, scores) -> [num_tokens] bool, which decisions to replay; the router's own
             experts are used in the others. `routes` and `own` are [num_tokens, topk] int64, scores [num_tokens, num_experts]
             what the router ranks. It is not asked in recomputes, which use what the forward used, and it takes a live top-k.
-        positions: what sparse attention (DSA) attends to, of the same rows as the trace; in forwards, and in recomputes. A
-            row that has none is left to the indexer and counted. None: indexers are live, in recomputes too.
 
     Checks:
         verify: compare every routing map that leaves a router with what was decided; the report counts, a difference raises.
@@ -493,7 +475,6 @@ def replay(
             compare_live=compare_live,
             min_replayed=min_replayed,
             choose=choose,
-            positions=positions,
             choice=Balance(expert_bias=expert_bias, aux_loss=aux_loss),
             group=group,
             enabled=enabled,

@@ -30,8 +30,6 @@ class Decisions(TypedDict, total=False):
         recomputed: pairs among which flips were looked for; with count_flips=True.
         verified, wrong: pairs whose routing map was compared as it left the router, and those that did not hold exactly the
             decided experts; with verify=True.
-        positions_replayed, positions_live: of rows and layers with sparse attention, those that took positions from
-            replay(positions=), and those that the indexer chose for.
         counted: pairs that went into the counters behind the expert bias, each once, without padding; if the model has one.
     """
 
@@ -41,8 +39,6 @@ class Decisions(TypedDict, total=False):
     verified: int
     wrong: int
     counted: int
-    positions_replayed: int
-    positions_live: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,6 +54,26 @@ def recompute_exactly(case: Dsa, recompute: dict[str, Any]) -> None:
     assert same(expected, frozen)
 
 
+def test_a_replay_leaves_positions_live_and_a_freeze_around_it_keeps_them(megatron):
+    model, microbatches = build(Dsa(config=FULL))
+
+    def step(session: Any) -> Chosen:
+        with watched(model) as seen:
+            train(model, microbatches, lambda n: session.microbatch(microbatches[n]["routing_rows"], model))
+        return seen
+
+    with mrr.record(model) as recording:
+        step(recording)
+    add_noise_in_recompute(model)
+    with mrr.replay(model, recording.trace()) as session:
+        assert num_different(step(session)) > 0
+    with mrr.freeze_recompute(model), mrr.replay(model, recording.trace()) as session:
+        seen = step(session)
+    assert num_different(seen) == 0
+    assert len(seen["recompute"]) == 4
+    assert session.report.rows_replayed == 192
+
+
 FULL_2 = FULL | {"recompute_num_layers": 2}
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore.attention.indexers import find_indexers
 from megatron_router_replay.mcore.attention.sparse import decode_positions, encode_positions
-from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.model.upstream import megatron_version, version_numbers
 from megatron_router_replay.testing import ParallelSizes
 
@@ -524,15 +522,6 @@ def test_those_of_mtp_layers_are_told_apart():
     found = {each.name: each.is_mtp for each in find_indexers(model)}
     names = ("layers.0", "layers.1", "mtp.layer", "mtp_layers.0")
     assert found == {f"{name}.attention": name == "mtp.layer" for name in names}
-
-
-def test_queries_that_tensor_parallelism_splits_get_their_part_of_the_rows():
-    chunk: Any = SimpleNamespace(_sequence_parallel=True, _tp_rank=1, _tp_size=2, queue=SimpleNamespace(where="rank 1"))
-    rows = torch.arange(16).view(2, 8)
-    assert Chunk.query_rows(chunk, rows, (2, 8), "layer 1").tolist() == rows.tolist()
-    assert Chunk.query_rows(chunk, rows, (2, 4), "layer 1").tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
-    with pytest.raises(ReplayStateError, match=r"MRR201: rank 1: layer 1 gets queries \[b, s\] = \[2, 3\]"):
-        Chunk.query_rows(chunk, rows, (2, 3), "layer 1")
 
 
 def test_explain_lists_them():
