@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from examples.effect.arms import ARMS
@@ -64,14 +64,23 @@ def freeze_table(runs: Mapping[str, Any]) -> str:
 
 
 def positions_table(results: Mapping[str, Any]) -> str:
-    arms = ("nothing", "routes", "positions", "both")
-    rows = [f"| weights | seed | loss | flipped routes | flipped positions | {' | '.join(arms)} |", "| --- " * 9 + "|"]
+    """Return medians over batches; of `nothing` the lowest and the highest batch as well, of the share the lowest."""
+    arms = ("nothing", "routes", "positions", "both", "by_hand")
+    rows = [
+        "| weights | seed | loss | flipped routes | flipped positions | nothing | routes | positions | both | by hand "
+        "| share | arithmetic | in 1% of tokens |",
+        "| --- " * 13 + "|",
+    ]
     for name, of_seeds in results.items():
         for seed, of in enumerate(of_seeds) if name != "environment" else ():
-            flipped = f"{of['flipped_routes']:.1%} | {of['flipped_positions']:.1%}"
-            rows.append(
-                f"| {name} | {seed} | {of['loss']:.2f} | {flipped} | {' | '.join(f'{of[arm]:.1e}' for arm in arms)} |"
-            )
+            nothing, *others = (f"{median(of[arm]):.1e}" for arm in arms)
+            spread = f"{nothing} ({min(of['nothing']):.1e} to {max(of['nothing']):.1e})"
+            batches = list(zip(*(of[arm] for arm in ("nothing", "both", "by_hand")), strict=True))
+            share = min((live - both) / (live - by_hand) for live, both, by_hand in batches)
+            floor = median(by_hand / live for live, _, by_hand in batches)
+            first = f"{name} | {seed} | {of['loss']:.2f} | {of['flipped_routes']:.1%} | {of['flipped_positions']:.1%}"
+            last = f"{share:.1%} | {floor:.0%} | {of['top_tokens']:.0%}"
+            rows.append(f"| {first} | {spread} | {' | '.join(others)} | {last} |")
     return "\n".join(rows)
 
 
