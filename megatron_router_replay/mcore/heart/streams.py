@@ -29,3 +29,12 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     # Page-locked, or the copy would wait for all that the device has to do; our own, for a trainer writes into its again.
     staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
     return staged.to(device, non_blocking=True)
+
+
+def to_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return integers and masks of one shape on the host; what is on a GPU comes in one copy, for which the host waits once."""
+    above = {name: each for name, each in values.items() if each.device.type != "cpu"}
+    if not above:
+        return values
+    copied = torch.stack([each.to(torch.int64) for each in above.values()]).cpu()
+    return values | {name: each.to(above[name].dtype) for name, each in zip(above, copied)}

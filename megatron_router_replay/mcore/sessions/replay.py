@@ -33,7 +33,7 @@ from megatron_router_replay.mcore.batches.rows import (
 )
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.heart.decision import Decision
-from megatron_router_replay.mcore.heart.streams import to_device
+from megatron_router_replay.mcore.heart.streams import to_device, to_host
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_hashed_routes, check_trace_layers
 from megatron_router_replay.mcore.sessions.hold import HeldRouter, Session, open_session
@@ -231,13 +231,16 @@ class ReplaySession(Session):
         """Return them on the trace's device; the routers' rows of it alone go to theirs."""
         given = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
         given = {name: values for name, values in given.items() if values is not None}
-        if not self._warned and device.type == "cpu" and any(values.device.type != "cpu" for values in given.values()):
+        if device.type != "cpu":
+            return replace(inputs, **{name: to_device(values, device) for name, values in given.items()})
+        if not self._warned and any(values.device.type != "cpu" for values in given.values()):
             self._warned = True
             _LOG.warning(
                 "the trace is on the CPU and routing_rows, or what is queued beside them, on a GPU: the host waits for the "
-                "GPU in every micro-batch. Queue what the data loader gave, before it is moved; or replay trace.to('cuda')."
+                "GPU once in every micro-batch. Queue what the data loader gave, before it is moved; or replay "
+                "trace.to('cuda')."
             )
-        return replace(inputs, **{name: to_device(values, device) for name, values in given.items()})
+        return replace(inputs, **to_host(given))
 
     def _microbatch(self, chunk: Chunk, routes: LaidOut) -> Microbatch:
         """Return the micro-batch that replays these routes."""

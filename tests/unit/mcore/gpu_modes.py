@@ -196,6 +196,14 @@ def _queue_gpu_rows(session: Any, chunk: Chunk, number: int) -> None:
     session.microbatch(rows, chunk)
 
 
+def _queue_all_on_the_gpu(session: Any, chunk: Chunk, number: int) -> None:
+    """Queue rows of a trace on the host, all of it on the GPU: the host must read them."""
+    with _unlogged():
+        rows, ids = ROWS[number].to("cuda"), IDS[number].to("cuda")
+        padding, trained = torch.zeros_like(rows) > 0, torch.ones_like(rows)
+    session.microbatch(rows, chunk, token_ids=ids, padding=padding, trained=trained)
+
+
 LIVE = torch.arange(8 * NUM) % 8 == 5
 """A row of each micro-batch that `some live` gives no route."""
 
@@ -223,6 +231,7 @@ MODES: dict[str, Mode] = {
     "verify": in_session(lambda chunk: mrr.replay(chunk, TRACE, verify=True), _queue_rows),
     "trace on the GPU": in_session(_on_the_gpu, _queue_gpu_rows),
     "trace on the GPU, all routed": in_session(lambda chunk: _on_the_gpu(chunk, min_replayed=1.0), _queue_gpu_rows),
+    "rows on the GPU": in_session(lambda chunk: mrr.replay(chunk, TRACE), _queue_all_on_the_gpu),
     "fed from the host": fed("cpu", stamped=False),
     "fed from the host, stamped": fed("cpu", stamped=True),
     "fed from page-locked memory, stamped": fed("page-locked", stamped=True),
