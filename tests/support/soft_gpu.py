@@ -10,8 +10,8 @@ that no event or stream order puts one behind the other. A host tensor beside on
             ...
     log.waits, log.pageable, log.kernels; gpu.races
 
-What it cannot show: time, real kernels and their rounding, how often an operation really launches, memory and the caching
-allocator, CUDA graphs, NCCL, compiled code, Transformer Engine, several devices. A host that waits in a thread has waited
+What it cannot show: time, real kernels and their rounding, how often an operation really launches, the caching allocator,
+what a CUDA graph replays, NCCL, compiled code, Transformer Engine, several devices. A host that waits in a thread has waited
 for all threads. What passes here can still be wrong or slow on a GPU; what fails here fails there.
 """
 
@@ -164,16 +164,17 @@ def in_use() -> SoftGpu | None:
 
 
 class Memory:
-    """What is known of one storage, on the device or page-locked."""
+    """What is known of one storage, on the device or page-locked; `size` in bytes, 0 on the host."""
 
-    def __init__(self, where: str) -> None:
-        self.where, self.stream = where, current()
+    def __init__(self, where: str, size: int) -> None:
+        self.where, self.stream, self.size = where, current(), size
         self.accesses: dict[tuple[Stream, bool], int] = {}  # (who, writes) -> when last
         self.recorded: set[Stream] = set()
         self.users = 0
 
 
 _memory: dict[int, Memory] = {}
+_allocated = {"now": 0, "peak": 0}
 
 
 def _key(t: Tensor) -> int:
@@ -205,6 +206,7 @@ def _free(key: int) -> None:
         if memory.users:
             return
         del _memory[key]
+        _allocated["now"] -= memory.size
         for (stream, _), when in memory.accesses.items():
             known = {HOST, memory.stream} | memory.recorded
             if stream not in known and max(each.clock.get(stream, 0) for each in (HOST, memory.stream)) < when:
@@ -232,7 +234,29 @@ def _caller() -> tuple[str, bool]:
     return program, False
 
 
+class Graph:
+    """In the place of torch.cuda.graph: operations run, and what a capture forbids raises; there is nothing to replay."""
+
+    capturing = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        Graph.capturing = True
+
+    def __exit__(self, *error: object) -> None:
+        Graph.capturing = False
+
+
+def _check_not_capturing() -> None:
+    if Graph.capturing:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
 def _log(kind: str, name: str, *, pageable: bool = False) -> None:
+    if kind == "wait":
+        _check_not_capturing()
     if _gpu is not None and _gpu.log is not None:
         where, ours = _caller()
         in_backward = torch._C._current_graph_task_id() != -1
@@ -290,7 +314,12 @@ class GpuTensor(Tensor):
 def _own(owner: Any, t: Tensor) -> Any:
     key = _key(t)
     with _lock:
-        _memory.setdefault(key, Memory(_caller()[0])).users += 1
+        if key not in _memory:
+            size = t.untyped_storage().nbytes() if isinstance(owner, GpuTensor) else 0
+            _memory[key] = Memory(_caller()[0], size)
+            _allocated["now"] += size
+            _allocated["peak"] = max(_allocated.values())
+        _memory[key].users += 1
     return weakref.finalize(owner, _free, key)
 
 
@@ -299,6 +328,7 @@ def _is_gpu(device: Any) -> bool:
 
 
 def _pin(t: Tensor) -> Tensor:
+    _check_not_capturing()
     _own(t.untyped_storage(), t)
     return t
 
@@ -462,7 +492,8 @@ class SoftGpu:
             self.log = before
 
     def _patches(self) -> list[tuple[Any, str, Any]]:
-        megatron = cpu._megatron_patches()
+        # What Megatron-Core brings to the host, it does as on a GPU.
+        megatron = [patch for patch in cpu._megatron_patches() if patch[1] != "maybe_move_tensor_to_cpu"]
         submit, tensor, as_tensor, move = ThreadPoolExecutor.submit, torch.tensor, torch.as_tensor, Tensor.to
 
         def submit_with_mode(pool: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -500,12 +531,17 @@ class SoftGpu:
         cuda = {
             "Stream": Stream, "Event": Event, "stream": on_stream, "current_stream": current, "synchronize": synchronize,
             "default_stream": lambda *args: DEFAULT, "current_device": lambda: 0, "_lazy_init": lambda: None,
-            "is_available": lambda: True,
+            "is_available": lambda: True, "is_initialized": lambda: True, "_sleep": lambda cycles: None,
+            "memory_allocated": lambda *args: _allocated["now"], "max_memory_allocated": lambda *args: _allocated["peak"],
+            "reset_peak_memory_stats": lambda *args: _allocated.update(peak=_allocated["now"]),
+            "graph": Graph, "CUDAGraph": object, "is_current_stream_capturing": lambda: Graph.capturing,
+            "make_graphed_callables": lambda callables, *args, **kwargs: callables,
         }  # fmt: skip
         return [
             *megatron,
             *replacements(),
             *((torch.cuda, name, value) for name, value in cuda.items()),
+            (torch._C, "_host_emptyCache", lambda: None),
             (_python_dispatch, "_disable_current_modes", disable_other_modes),
             (ThreadPoolExecutor, "submit", submit_with_mode),
             (Tensor, "to", to),

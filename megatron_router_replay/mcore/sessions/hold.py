@@ -224,6 +224,7 @@ class Session:
         if tape.repeats() or not self._enabled:
             return
         seam.check_installed()
+        seam.check_runs_python("a micro-batch that is queued")  # before CUDA refuses the memory that it takes
         chunk = self._find_chunk(model)
         beside = {"token_ids": token_ids, "padding": padding, "trained": trained}
         if fed and rows is not None:

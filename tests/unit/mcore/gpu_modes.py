@@ -304,6 +304,24 @@ def told_late(what: str) -> str:
     return ""
 
 
+def captured(what: str) -> str:
+    """Return what is said where a CUDA graph captures a micro-batch that is queued, or a router."""
+    with SoftGpu():
+        chunk: Any = to_gpu(Chunk(LAYERS))
+        ids = IDS[0].to("cuda")
+        session = mrr.replay(chunk, TRACE)
+        if what == "router":
+            session.microbatch(ROWS[0], chunk)
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                chunk(ids) if what == "router" else session.microbatch(ROWS[0], chunk)
+        except (mrr.RouterReplayError, RuntimeError) as error:
+            return str(error)
+        finally:
+            session.close(verify=False)
+    return ""
+
+
 def recording() -> tuple[mrr.RoutingTrace, dict[tuple[int, int], Tensor]]:
     """Return what was recorded on the device, and the maps that left the routers."""
     with SoftGpu():
