@@ -51,12 +51,16 @@ class Counter(Tally):
         flips: also take the live top-k in recomputes, and count the decisions that it would have flipped.
         verify: compare every routing map that leaves the router with what was decided.
         verify_seam: compare the map that leaves `TopKRouter.routing`; for a Megatron-Core that nobody here has read.
+        topk_again: the dispatcher takes a top-k of the probabilities; count the decisions that it may read differently.
     """
 
-    __slots__ = ("counts_flips", "verify", "verify_seam")
+    __slots__ = ("counts_flips", "topk_again", "verify", "verify_seam")
 
-    def __init__(self, *, flips: bool = False, verify: bool = False, verify_seam: bool = False) -> None:
+    def __init__(
+        self, *, flips: bool = False, verify: bool = False, verify_seam: bool = False, topk_again: bool = False
+    ) -> None:
         super().__init__()
+        self.topk_again = topk_again
         self.counts_flips, self.verify, self.verify_seam = flips, verify, verify_seam and not verify
 
 
@@ -191,6 +195,12 @@ class Decision:
             with tape.unpaired():
                 self.kept = self.used.to(self.dtype)
         return Entry(self.router, self.kept, self.counter, self.tokens, self.in_order)
+
+    def check_probabilities(self, probs: Tensor) -> None:
+        """Count the rows that gave a chosen expert the probability 0; the host waits for nothing."""
+        assert self.used is not None, "the call is over"
+        with tape.unpaired(), torch.no_grad():
+            self.counter.add(zero=(probs.gather(1, self.used) == 0).any(dim=1).sum())
 
     def check_map(self, routing_map: Tensor) -> None:
         """Count the rows of a routing map that are not as decided; the host waits for nothing."""

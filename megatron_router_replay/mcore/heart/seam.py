@@ -305,6 +305,8 @@ def _routing_seam(original: Any) -> Any:
             )
         if decision is not None and decision.counter.verify_seam:
             decision.check_map(routing_map)
+        if decision is not None and decision.counter.topk_again:
+            decision.check_probabilities(probs)
         # Behind the routing, so that a forward that raises has written nothing.
         if is_written:
             tape.write(Entry(self, None) if decision is None else decision.entry())

@@ -32,7 +32,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return integers and masks of one shape on the host; what is on a GPU comes in one copy, for which the host waits once."""
+    """Return integers and masks of one shape on the host; the host waits once, for one copy of all that is on a GPU."""
     above = {name: each for name, each in values.items() if each.device.type != "cpu"}
     if not above:
         return values

@@ -115,6 +115,16 @@ def _foreign_dispatch_refusals(router: Any) -> Iterator[str]:
         )
 
 
+def takes_topk_again(config: Any) -> bool:
+    """Return whether the token dispatcher drops the routing map and takes a top-k of the probabilities.
+
+    Source: Megatron-Core 0.16.1 to main, token_dispatcher._DeepepManager.setup_metadata, and _NCCLEPManager's on main;
+    _HybridEPManager keeps the map.
+    """
+    is_flex = getattr(config, "moe_token_dispatcher_type", None) == "flex"
+    return is_flex and config.moe_flex_dispatcher_backend in ("deepep", "ncclep")
+
+
 # ---- the settings of a TransformerConfig
 KNOWN_MOE_FIELDS = frozenset(
     f"moe_{name}"

@@ -43,7 +43,7 @@ from megatron_router_replay.mcore.model.find import (
     router_wrappers,
     wrappers,
 )
-from megatron_router_replay.mcore.model.support import check_supported, is_hashed
+from megatron_router_replay.mcore.model.support import check_supported, is_hashed, takes_topk_again
 from megatron_router_replay.mcore.model.upstream import check_version
 from megatron_router_replay.mcore.sessions.meeting import Meeting
 from megatron_router_replay.mcore.sessions.report import Decisions, SessionReport, log_began, log_ended, log_failed
@@ -480,6 +480,11 @@ class Session:
                 f"rank {self._rank}: {wrong} of {report.decisions['verified']} decisions left their router "
                 "with other experts than were decided"
             )
+        if zero := sum(each.counter["zero"] for each in self._held.values()):
+            problems.append(
+                f"rank {self._rank}: {zero} decisions gave a chosen expert the probability 0. This model's dispatcher "
+                "(DeepEP, NCCL EP) takes a top-k of the probabilities, and may have sent these tokens to different experts"
+            )
         if self.queued and self._chunks and not report.forwards and strangers:
             problems.append(
                 f"rank {self._rank}: no router of this session's model ran, but other routers ran {strangers} forwards in "
@@ -562,7 +567,12 @@ class Session:
                 )
             self._held[found.router] = HeldRouter(
                 found=found,
-                counter=Counter(flips=flips, verify=self._verify, verify_seam=self._verify_seam),
+                counter=Counter(
+                    flips=flips,
+                    verify=self._verify,
+                    verify_seam=self._verify_seam,
+                    topk_again=takes_topk_again(getattr(found.router, "config", None)),
+                ),
                 chunk_index=index,
                 chunk=chunk,
                 position=taking_part.index(found) if found in taking_part else -1,

@@ -132,3 +132,24 @@ def test_a_session_whose_forward_failed_behind_its_routing_is_freed():
     del session
     gc.collect()
     assert freed() is None
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "backend", "scale", "raises"),
+    [
+        ("flex", "deepep", 500.0, True),
+        ("flex", "deepep", 1.0, False),
+        ("flex", "hybridep", 500.0, False),
+        ("alltoall", "deepep", 500.0, False),
+    ],
+)
+def test_a_probability_of_0_raises_where_the_dispatcher_takes_a_topk_again(dispatcher, backend, scale, raises):
+    chunk = Chunk(moe_token_dispatcher_type=dispatcher, moe_flex_dispatcher_backend=backend)
+    chunk.routers[1].weight.data *= scale
+    session = mrr.replay(chunk, random_trace(8))
+    forward(chunk, session).backward()
+    if raises:
+        with pytest.raises(ReplayStateError, match=r"rank 0: [1-8] decisions gave a chosen expert the probability 0"):
+            session.close()
+    else:
+        session.close()
