@@ -11,12 +11,15 @@ import numpy as np
 from megatron_router_replay import engines
 from megatron_router_replay.cli.json_files import load_payload, load_token_ids
 from megatron_router_replay.diagnostics.source import open_source
+from megatron_router_replay.engines.registry import registered
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store import load_trace
 from megatron_router_replay.trace import RoutingTrace
 
-ENGINES = (*("vllm", "sglang", "sglang_jax", "megatron", "tensorrt_llm", "lmdeploy", "nemo_gym", "array"),)
-"""Whose payload a file may hold."""
+
+def engine_names() -> list[str]:
+    """Return whose payload a file may hold."""
+    return [*(decoder.name for decoder in registered() if decoder.reads_files), "array"]
 
 
 def read_any(
@@ -45,8 +48,8 @@ def read_any(
     """
     if not path.exists():
         raise StoreError(f"MRR902: cannot read {path}: there is no such file or folder.")
-    if engine and engine not in ENGINES:
-        raise StoreError(f"MRR901: --engine {engine} is none of {', '.join(ENGINES)}.")
+    if engine and engine not in engine_names():
+        raise StoreError(f"MRR901: --engine {engine} is none of {', '.join(engine_names())}.")
     if path.suffix in (".npy", ".json") and path.is_file():
         return _from_payload(path, engine, model, key, token_ids, axes)
     given = {"--engine": engine, "--model": model, "--key": key, "--token-ids": token_ids}
@@ -78,7 +81,7 @@ def _from_payload(
     ids = None if token_ids is None else load_token_ids(token_ids)
     if engine == "array":
         return _decode_array(content, path, found, ids, axes)
-    if is_array or (engine == "megatron" and not isinstance(content, list)):
+    if is_array:
         content = [content]
     decoded: RoutingTrace = getattr(engines, engine).decode_batch(content, model=found, token_ids=ids)
     return decoded

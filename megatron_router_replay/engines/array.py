@@ -55,10 +55,10 @@ def decode(
     def read(result: Any, *, batch: bool) -> list[Reply]:
         # The caller's border is compared with his token ids as if a reply had stated it.
         border = () if num_prompt_tokens is None else (StatedCount("num_prompt_tokens", "prompt", num_prompt_tokens),)
-        return [Reply(source=_SOURCE, routed_experts=result, counts=border)]
+        return [Reply(source=_SOURCE, fields={"routed_experts": result}, counts=border)]
 
     def rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-        array = _token_major(as_array(reply.routed_experts, source=_SOURCE), axes, names)
+        array = _token_major(as_array(reply["routed_experts"], source=_SOURCE), axes, names)
         columns, filler = (None, None) if layer_numbers is None else _columns(array.shape[1], layer_numbers, model)
         return RowLayout(
             parts=(array,),
@@ -68,7 +68,7 @@ def decode(
             explain_layers="layer_numbers= names the layer of each column of an array that does not hold all of them.",
         )
 
-    decoder = Decoder(name="array", read=read, rows=rows, if_missing="Pass the array.")
+    decoder = Decoder(name="array", title="array", read=read, rows=rows, start="Pass the array.")
     return decoder.decode(result, model=model, allocate=allocate, **options)
 
 

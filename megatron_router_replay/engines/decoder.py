@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Unpack
 
 import numpy as np
@@ -42,18 +42,32 @@ class Decoder:
     """What one engine returns -> RoutingTrace.
 
     Args:
-        name: of the engine; messages begin with it.
+        name: of the engine in code, on the command line and as a file; `title`: in messages and documents.
         read: a result -> its replies.
         rows: a reply -> its arrays.
-        if_missing: what to do about a reply without routes.
+        start: how to start the engine and what to ask it for; a reply without routes is refused with it.
+        request: an example that brings routes and the ids of their tokens.
+        sends: what comes back.
+        versions, tested: which releases are read, and how that was tested.
+        routes: the fields of a reply of which one has routes.
+        counted: what the engine counts otherwise than its ids say; all replies of a result -> the same with right counts.
         reads_version: the payloads of some release do not say that they are of it, so that `version` must.
+        reads_files: a payload may stand in a file; False: it exists in a process alone.
     """
 
     name: str
+    title: str
     read: ReadReplies
     rows: LayRows
-    if_missing: str
+    start: str
+    request: str = ""
+    sends: str = ""
+    versions: str = ""
+    tested: str = ""
+    routes: tuple[str, ...] = ("routed_experts",)
+    counted: Callable[[list[Reply], ModelRoutingInfo], list[Reply]] | None = None
     reads_version: bool = False
+    reads_files: bool = True
 
     def decode(
         self,
@@ -64,10 +78,12 @@ class Decoder:
         allocate: Allocate | None = None,
         **options: Unpack[SampleOptions],
     ) -> RoutingTrace:
-        """Return the routes of one sample: S rows for its S tokens, the last one (and those before `start`) without a route.
+        """Return the routes of one sample, a row for each of its S tokens.
+
+        The last row, and those before `start`, have no route.
 
         Args:
-            result: what the engine returned, in any of the forms that `engines.servers` lists.
+            result: what the engine returned, in any of the forms that its file in `engines/decoders` lists.
             model: ModelRoutingInfo, or the Hugging Face config as a dict, object or path.
             choice: the index of the choice to take of several.
             allocate: where the memory of topk_indices comes from, such as a pool of your own; None: new
@@ -85,10 +101,10 @@ class Decoder:
         replies = self._read(result, batch=False)
         # True would be choice 1.
         if choice is not None and (isinstance(choice, bool) or not 0 <= choice < len(replies)):
-            raise PayloadError(f"MRR312: {self.name}: choice={choice!r} of a response with {len(replies)} choices.")
+            raise PayloadError(f"MRR312: {self.title}: choice={choice!r} of a response with {len(replies)} choices.")
         if choice is None and len(replies) != 1:
             raise PayloadError(
-                f"MRR312: {self.name}: the response holds {len(replies)} choices, decode reads one: pass choice=... or use "
+                f"MRR312: {self.title}: the response holds {len(replies)} choices, decode reads one: pass choice=... or use "
                 "decode_batch."
             )
         return self._trace(replies, {choice or 0: DecodeOptions(**options)}, info, allocate)
@@ -107,7 +123,7 @@ class Decoder:
         allocate: Allocate | None = None,
         **options: Unpack[SharedOptions],
     ) -> RoutingTrace:
-        """Return the routes of all samples of a result, or of a list of results, in order.
+        """Return the routes of all samples of a result, or of a list of results.
 
         Args:
             result: as for `decode`, with several samples (n > 1, several prompts), or a list of such results.
@@ -138,19 +154,19 @@ class Decoder:
         for name, values in given.items():
             if len(values) != len(replies):
                 raise PayloadError(
-                    f"MRR312: {self.name}: {len(values)} {name} for {len(replies)} choices: give one a choice."
+                    f"MRR312: {self.title}: {len(values)} {name} for {len(replies)} choices: give one a choice."
                 )
         given["sample_id"] = given.pop("sample_ids", [None] * len(replies))
         each = {i: DecodeOptions(**{n: v[i] for n, v in given.items()}, **options) for i in range(len(replies))}
         trace = self._trace(replies, each, info, allocate)
         if not allow_unlike_prompts:
             names = [reply.source.sample for reply in replies]
-            check_samples(trace, trace.sequence_lengths or (), source=self.name, names=names)
+            check_samples(trace, trace.sequence_lengths or (), source=self.title, names=names)
         return trace
 
     def _read(self, result: Any, *, batch: bool) -> list[Reply]:
         for item in [result, *(result if batch and isinstance(result, (list, tuple)) else ())]:
-            refuse_non_reply(item, self.name)
+            refuse_non_reply(item, self.title)
         return self.read(result, batch=batch)
 
     def _trace(
@@ -164,6 +180,7 @@ class Decoder:
         # Before the tokens: a reply without routes has no ids either, most of the time, and to ask for those would mislead.
         for i in options:
             self._check_routes(replies[i], may_be_empty=replies[i].aborted)
+        replies = list(replies) if self.counted is None else self.counted(list(replies), model)
         tokens = {i: resolve_tokens(replies[i], options[i]) for i in options}
         check_usages(replies, tokens)
         samples = [self._sample(replies[i], model, tokens[i], options[i]) for i in options]
@@ -172,13 +189,16 @@ class Decoder:
             warn_without_ids()
         if _LOG.isEnabledFor(logging.INFO):
             rows = [len(samples), trace.num_tokens, int(trace.replay_mask.sum()), trace.num_layers]
-            _LOG.info("%s: decoded %d samples: %d tokens, %d with a route, %d MoE layers", self.name, *rows)
+            _LOG.info("%s: decoded %d samples: %d tokens, %d with a route, %d MoE layers", self.title, *rows)
         return trace
 
+    def _has_routes(self, reply: Reply) -> bool:
+        return any(reply[name] is not None for name in self.routes)
+
     def _check_routes(self, reply: Reply, *, may_be_empty: bool) -> None:
-        if not reply.has_routes and not may_be_empty:
+        if not self._has_routes(reply) and not may_be_empty:
             raise reply.source.error(
-                f"MRR302: missing, though the model has MoE layers: it would train on live routes. {self.if_missing}"
+                f"MRR302: missing, though the model has MoE layers: it would train on live routes. {self.start}"
             )
 
     def _sample(
@@ -191,9 +211,16 @@ class Decoder:
         # An aborted request that had generated tokens had routes for them: without these they are lost.
         aborted = reply.aborted and tokens.nothing_generated
         self._check_routes(reply, may_be_empty=aborted)
+        layout = self.rows(reply, model, tokens, options) if self._has_routes(reply) else RowLayout(parts=())
+        if layout.start is not None and layout.start != options.start:
+            if options.start:
+                raise reply.source.error(
+                    f"MRR305: its rows begin at token {layout.start}, not at start={options.start}: leave start out."
+                )
+            options = replace(options, start=layout.start)
         return SampleRows(
             source=reply.source,
-            layout=self.rows(reply, model, tokens, options) if reply.has_routes else RowLayout(parts=()),
+            layout=layout,
             tokens=tokens,
             options=options,
             may_be_empty=aborted,

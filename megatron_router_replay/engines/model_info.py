@@ -75,6 +75,7 @@ class ModelRoutingInfo:
         """
         values = _load(config)
         # A multimodal model's own type says nothing of its language model's layers; an omni model nests twice.
+        is_kimi_k3 = values.get("model_type") == "kimi_k3"
         for name in ("thinker_config", "text_config"):
             if values.get("model_type") not in FAMILIES and isinstance(values.get(name), Mapping):
                 values = values[name]
@@ -100,7 +101,8 @@ class ModelRoutingInfo:
             num_experts=agreed(values, family.num_experts) + integer(values, "zero_expert_num", 0),
             topk=agreed(values, family.topk),
             num_shared_experts=shared,
-            model_type=model_type,
+            # SGLang counts the tokens of this one otherwise than those of the Kimi Linear that it is inside.
+            model_type="kimi_k3" if is_kimi_k3 else model_type,
         )
 
 

@@ -5,6 +5,7 @@ for it. Arrays are returned as sent, in their own narrow dtype and without a cop
 
 - base64 of a `.npy` file, version 1.0, one integer array [rows, layers, topk] (vLLM 0.22 and later);
 - base64 of raw little-endian integers in C order, without a shape (SGLang, sglang-jax; NeMo Gym states it);
+- a dict of such base64, or bytes, with "shape", "dtype" (absent: uint8) and "start" (prime-rl, verifiers, dynamo);
 - nested lists [rows][layers][topk] (JSON of vLLM 0.21 and Megatron-Core);
 - numpy arrays, torch tensors, anything with `__array__` (python objects of every engine).
 """
@@ -24,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_router_replay.base64_text import decode_base64 as decode_strictly
+from megatron_router_replay.checks import shown
 from megatron_router_replay.errors import PayloadError
 
 Array = npt.NDArray[Any]
@@ -52,6 +54,9 @@ _NPY_HEADER = re.compile(
     rb"'shape': \(([0-9]{1,12}), ([0-9]{1,12}), ([0-9]{1,12})\), \} *\n"
 )
 MAX_NPY_HEADER = 1024
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+"""What a reply may say of the dtype of ids."""
 
 
 def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes:
@@ -94,17 +99,51 @@ def parse_npy(raw: bytes, *, source: Source) -> Array:
         )
     dtype = np.dtype(match[1].decode())
     shape = tuple(int(size) for size in match.groups()[2:])
-    # Integers of python, which do not wrap: sizes of twelve digits may not come out as the right number of bytes.
-    data_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
-    # One size of 0 would make any others agree with no data.
-    if max(shape) > len(raw) and not data_bytes:
-        raise source.error(f"MRR310: the .npy header promises the impossible shape {list(shape)}.")
-    if len(raw) - start != data_bytes:
-        raise source.error(
-            f"MRR310: the .npy header promises {list(shape)} {dtype} = {data_bytes} bytes, {len(raw) - start} follow. "
-            "Was the payload cut?"
-        )
+    _check_size("the .npy header", shape, dtype, len(raw) - start, source)
     return np.frombuffer(raw, dtype, offset=start).reshape(shape, order="F" if match[2] == b"True" else "C")
+
+
+def _check_size(what: str, shape: tuple[int, ...], dtype: np.dtype[Any], num_bytes: int, source: Source) -> None:
+    # Integers of python, which do not wrap: sizes of twelve digits may not come out as the right number of bytes.
+    expected = shape[0] * shape[1] * shape[2] * dtype.itemsize
+    # One size of 0 would make any others agree with no data.
+    if max(shape) > num_bytes + MAX_NPY_HEADER and not expected:
+        raise source.error(f"MRR310: {what} promises the impossible shape {list(shape)}.")
+    if num_bytes != expected:
+        raise source.error(
+            f"MRR310: {what} promises {list(shape)} {dtype} = {expected} bytes, {num_bytes} follow. Was the payload cut?"
+        )
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a dict of bytes and their shape."""
+    return isinstance(value, Mapping) and {"data", "shape"} <= set(value)
+
+
+def parse_tensor(value: Mapping[str, Any], *, source: Source, max_bytes: int) -> tuple[Array, int | None]:
+    """Return the array [rows, layers, topk] of a dict of bytes, and the token of its first row or None.
+
+    Raises:
+        PayloadError: another dtype, shape or start than integers have, or the data do not fill the shape exactly.
+
+    Source: prime-rl, inference.vllm.routed_experts; verifiers, types.RoutedExpertsPayload; dynamo, vllm.handlers.
+    """
+    data, shape, start = value["data"], value["shape"], value.get("start")
+    name = "uint8" if value.get("dtype") is None else value["dtype"]
+    if not isinstance(name, str) or name not in INTEGERS:
+        raise source.error(f"MRR310: dtype is {shown(name)}, expected one of {', '.join(INTEGERS)}.")
+    sizes = list(shape) if isinstance(shape, (list, tuple)) else []
+    if len(sizes) != 3 or not all(type(size) is int and 0 <= size < 10**12 for size in sizes):
+        raise source.error(f"MRR310: has the shape {shown(shape)}, expected [rows, layers, topk].")
+    if start is not None and not (type(start) is int and 0 <= start < 10**12):
+        raise source.error(f"MRR305: start is {shown(start)}, it must be an integer of 0 or more.")
+    if isinstance(data, str):
+        data = decode_base64(data, source=source, max_bytes=max_bytes)
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise source.error(f"MRR310: data is {type(data).__name__}, expected base64 or bytes.")
+    raw, dtype = bytes(data), np.dtype(name).newbyteorder("<")
+    _check_size("the reply", tuple(sizes), dtype, len(raw), source)
+    return np.frombuffer(raw, dtype).reshape(sizes), start
 
 
 def parse_raw(raw: bytes, *, dtype: str, source: Source, num_columns: int, topk: int) -> Array:

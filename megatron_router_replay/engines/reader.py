@@ -12,14 +12,14 @@ before that show in the number of its ids, by the rule of rows and by the counts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from megatron_router_replay.checks import shown
-from megatron_router_replay.engines.payload import Source, as_token_ids
+from megatron_router_replay.engines.payload import Source, as_token_ids, is_tensor
 from megatron_router_replay.engines.reply import (
     Kind,
     Reply,
@@ -36,19 +36,36 @@ from megatron_router_replay.engines.tokens import read_spans
 _MAX_CHOICES = 1 << 20
 """No request asks for so many; an index beyond it is damaged."""
 
+FIELDS = {
+    "routed_experts": ("routed_experts",),
+    "prompt_token_ids": ("prompt_token_ids",),
+    "output_token_ids": ("token_ids",),
+}
+"""What is read of every engine, and the names that most give it."""
+
 _Key = TypeVar("_Key")
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Response:
-    """What one response says of all its choices; `holders` are those of its chunks, the last one first."""
+    """What one response says of all its choices.
+
+    Args:
+        holders: where it may have fields: its chunks, the last one first, and what they hold.
+        prompt_ids: the prompt, or None.
+        output_ids: the output of each choice, wherever the response states it.
+    """
 
     counts: Sequence[StatedCount] = ()
     usage: Usage | None = None
     holders: Sequence[Any] = ()
     prompt_ids: Any = None
-    has_one_choice: bool = True
+    output_ids: Sequence[Sequence[Any]] = ((),)
+
+    @property
+    def has_one_choice(self) -> bool:
+        return len(self.output_ids) == 1
 
 
 _NO_RESPONSE = _Response()
@@ -60,27 +77,33 @@ class ReplyReader:
 
     Args:
         engine: for messages.
-        routes, prompt_ids, output_ids: the names of these fields of a choice, or of what it holds (`meta_info`, `message`,
-            `sglext`).
-        counts: fields there that count the choice's tokens, and what they count.
+        fields: our name of a field -> the names that the engine gives it, on a choice or on what `inside` names. Those of
+            `FIELDS` are read of every engine, the others are for its own `rows`.
+        inside: what a response or a choice may hold fields in.
+        shared: fields of a response that are of all its choices.
+        listed: fields of a response that have an entry for each choice, by the names that the engine gives them.
+        counts: fields that count the choice's tokens, and what they count.
         abort: the finish reason of a request that the engine gave up.
-        stream: what the chunks of a stream have of the ids: the "new" ones, "all" so far, either as the counts tell that each
-            chunk "states"; None: the engine does not stream routes.
-        first_only: the routes of a response are those of its first result alone, so one with several choices is refused.
+        stream: what the chunks of a stream have of the ids: the "new" ones, or, as the "counted" tokens tell, new ones or all
+            so far; None: the last chunk has all, or the engine does not stream routes.
         largest_prompt: as of `Usage`.
+        keep_all: what to ask the engine for, where a response of several choices has the routes of the first alone.
         unwrap: what is done with routes and ids first.
+        prove: what is left to show of the replies of one response.
     """
 
     engine: str
-    routes: tuple[str, ...] = ("routed_experts",)
-    prompt_ids: tuple[str, ...] = ("prompt_token_ids",)
-    output_ids: tuple[str, ...] = ("token_ids",)
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FIELDS)
+    inside: tuple[str, ...] = ("message", "metadata")
+    shared: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
     counts: tuple[tuple[str, Kind], ...] = ()
     abort: str = "abort"
-    stream: Literal["new", "all", "states"] | None = "new"
-    first_only: bool = False
+    stream: Literal["new", "counted"] | None = None
     largest_prompt: bool = False
+    keep_all: str = "Send one request a choice."
     unwrap: Callable[[Any, Source], Any] | None = None
+    prove: Callable[[list[Reply]], list[Reply]] | None = None
 
     def read(self, result: Any, *, batch: bool) -> list[Reply]:
         """Return the generated sequences of a result; `batch`: a list may hold any results, in order.
@@ -89,7 +112,7 @@ class ReplyReader:
             PayloadError: there is no choice, one is lost or there twice, a stream is broken, or its chunks have no id.
         """
         source = self._source()
-        responses = _find_responses(result, replace(source, field="the choices"))
+        responses = self._find_responses(result, replace(source, field="the choices"))
         if responses is not None:
             groups = [self._of_response(chunks, choices) for chunks, choices in responses]
         elif self._is_choice(result):
@@ -99,7 +122,8 @@ class ReplyReader:
         elif _is_filled(result) and batch:
             groups = [self.read(item, batch=False) for item in result]
         else:
-            return [Reply(source=replace(source, sample="the array"), routed_experts=self._unwrapped(result, source))]
+            fields = {"routed_experts": self._unwrapped(result, source)}
+            return [Reply(source=replace(source, sample="the array"), fields=fields)]
         if len(groups) == 1:
             return groups[0]
         replies = [reply for group in groups for reply in group]
@@ -111,59 +135,114 @@ class ReplyReader:
         ]
 
     def _source(self, *labels: str) -> Source:
-        return Source(engine=self.engine, field=self.routes[0], sample=", ".join(filter(None, labels)))
+        name = self.fields["routed_experts"][0]
+        return Source(engine=self.engine, field=name, sample=", ".join(filter(None, labels)))
 
     def _unwrapped(self, value: Any, source: Source) -> Any:
         return value if self.unwrap is None else self.unwrap(value, source)
 
     def _is_choice(self, item: Any) -> bool:
-        return isinstance(item, Mapping) or any(hasattr(item, name) for name in self.routes)
+        if isinstance(item, Mapping):
+            return not is_tensor(item)
+        return any(hasattr(item, name) for name in self.fields["routed_experts"])
+
+    def _holders(self, item: Any) -> list[Any]:
+        """Return where a choice, a chunk or a response may have its fields: itself and, two deep, what `inside` names."""
+        holders = [item]
+        for _ in range(2):
+            inside = (get_field(holder, name) for holder in holders for name in self.inside)
+            holders += [
+                holder for holder in inside if holder is not None and not any(holder is known for known in holders)
+            ]
+        return holders
+
+    def _values(self, name: str, holders: Iterable[Any]) -> list[Any]:
+        """Return the values of a field, at most one of each holder."""
+        found = (first_known(*(get_field(holder, known) for known in self.fields[name])) for holder in holders)
+        return [value for value in found if value is not None]
 
     def _of_response(self, chunks: Sequence[Any], choices: Sequence[Sequence[Any]]) -> list[Reply]:
         """Return the replies of one response; one that was not streamed is one chunk."""
-        name = _request_label(chunks[0])
+        name = self._request_label(chunks[0])
         source = replace(self._source(name), field="the response")
         if self.stream is None and len(chunks) > 1:
-            raise source.error("MRR311: the server does not stream routes: send the request without stream.")
-        if self.first_only and len(choices) != 1:
             raise source.error(
-                f"MRR312: with {len(choices)} choices it holds the routes of the first result only, the others are lost. Use "
-                "/generate for n > 1 and for several prompts. Is this a reply of another engine?"
+                "MRR311: chunks of this engine are not joined: pass the last one, if it has all, or send the request without "
+                "stream."
             )
+        holders = [holder for chunk in reversed(chunks) for holder in self._holders(chunk)]
+        if len(choices) > 1 and self._values("routed_experts", holders):
+            own = [self._values("routed_experts", self._holders(parts[-1])) for parts in choices]
+            if not any(own):
+                raise source.error(
+                    f"MRR312: with {len(choices)} choices it holds the routes of the first result only, the others are lost. "
+                    f"{self.keep_all} Is this a reply of another engine?"
+                )
         # A stream states its usage in the last chunk, or in none.
         counted = next((c for c in reversed(chunks) if get_field(c, "usage") is not None), None)
         counts, usage = read_usage(counted, source=source, num_choices=len(choices), largest_prompt=self.largest_prompt)
-        holders = [holder for chunk in reversed(chunks) for holder in _holders(chunk)]
         response = _Response(
             counts=counts,
             usage=usage,
             holders=holders,
-            prompt_ids=self._one_prompt(self._values(self.prompt_ids, holders), source),
-            has_one_choice=len(choices) == 1,
+            prompt_ids=_agreed_ids(self._unwrapped_all("prompt_token_ids", holders, source), "prompts", source),
+            output_ids=self._outputs_of_response(holders, len(choices), source),
         )
-        replies = [self._of_choice(parts, f"choice {i}", name, response=response) for i, parts in enumerate(choices)]
-        return _prove_prompts(replies)
+        replies = [self._of_choice(parts, name, number=i, response=response) for i, parts in enumerate(choices)]
+        return replies if self.prove is None else self.prove(replies)
 
-    def _of_choice(self, parts: Sequence[Any], *labels: str, response: _Response = _NO_RESPONSE) -> Reply:
+    def _unwrapped_all(self, name: str, holders: Iterable[Any], source: Source) -> list[Any]:
+        return [self._unwrapped(value, source) for value in self._values(name, holders)]
+
+    def _outputs_of_response(self, holders: Iterable[Any], num_choices: int, source: Source) -> list[list[Any]]:
+        """Return what a response states, beside its choices, of the output of each."""
+        outputs: list[list[Any]] = [[] for _ in range(num_choices)]
+        for holder in holders:
+            for name in self.fields["output_token_ids"]:
+                value = get_field(holder, name)
+                if value is not None and name in self.listed:
+                    if not isinstance(value, (list, tuple)) or len(value) != num_choices:
+                        size = len(value) if hasattr(value, "__len__") else shown(value)
+                        raise source.error(f"MRR312: has {size} {name} for {num_choices} choices.")
+                    for output, ids in zip(outputs, value):
+                        output.append(ids)
+                elif value is not None and num_choices == 1:
+                    outputs[0].append(value)
+        return outputs
+
+    def _of_choice(
+        self, parts: Sequence[Any], *labels: str, number: int = 0, response: _Response = _NO_RESPONSE
+    ) -> Reply:
         """Return the reply of one choice; `parts`: the chunks of a stream, or the whole choice."""
-        if not labels:
+        if response is _NO_RESPONSE:
             index = _index(parts[0])
-            labels = ("" if index is None else f"choice {index}", _request_label(parts[0]))
+            labels = ("" if index is None else f"choice {index}", self._request_label(parts[0]))
+        else:
+            labels = (f"choice {number}", *labels)
         source = self._source(*labels)
         last = parts[-1]
         # The last chunk comes first: it has the counts and the spans of all the output.
-        own = [holder for part in reversed(parts) for holder in _holders(part)]
+        own = [holder for part in reversed(parts) for holder in self._holders(part)]
         # What a response says of several choices could be of any of them, but for the prompt.
         known = [*own, *response.holders] if response.has_one_choice else own
-        prompts = self._values(self.prompt_ids, own)
-        if response.has_one_choice or not prompts:
+        fields = {name: first_known(*self._values(name, known)) for name in self.fields}
+        fields |= {name: first_known(*self._values(name, [*own, *response.holders])) for name in self.shared}
+        routes = self._values("routed_experts", known)
+        if any(not _is_same(value, routes[0]) for value in routes):
+            raise source.error(
+                "MRR311: two parts of it carry routes, and different ones: expected the last chunk alone."
+            )
+        fields["routed_experts"] = self._unwrapped(routes[0], source) if routes else None
+        prompts = self._unwrapped_all("prompt_token_ids", own, source)
+        if (response.has_one_choice or not prompts) and response.prompt_ids is not None:
             prompts.append(response.prompt_ids)
-        routes = self._values(self.routes, known)
-        if len(routes) > 1 and self.stream != "all":
-            raise source.error("MRR311: two chunks of the stream carry routes, expected only the last one.")
-        reason = self._find(("finish_reason",), _holders(last))
+        fields["prompt_token_ids"] = _agreed_ids(prompts, "prompts", source)
+        outputs = [self._output_ids(parts, source, has_routes=bool(routes)), *response.output_ids[number]]
+        fields["output_token_ids"] = _agreed_ids([ids for ids in outputs if ids is not None], "outputs", source)
+        reason = first_known(*(get_field(holder, "finish_reason") for holder in self._holders(last)))
         is_dict = isinstance(reason, Mapping)
-        word, name = reason.get("type") if is_dict else reason, self._find(("weight_version",), known)
+        word = reason.get("type") if is_dict else reason
+        name = first_known(*(get_field(holder, "weight_version") for holder in known))
         stated = [*response.counts, *self._stated(last, dict(self.counts), source)]
         if is_dict:
             stated += read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source)
@@ -171,82 +250,56 @@ class ReplyReader:
             stated += self._stated(part, {n: kind for n, kind in self.counts if kind == "prompt"}, source)
         return Reply(
             source=source,
-            routed_experts=self._unwrapped(routes[0], source) if routes else None,
-            prompt_routed_experts=self._find(("prompt_routed_experts",), [*own, *response.holders]),
-            prompt_token_ids=self._one_prompt(prompts, source),
-            output_token_ids=self._output_ids(parts, source, has_routes=bool(routes)),
-            raw_dtype=self._find(("routed_experts_dtype",), known),
+            fields=fields,
             aborted=isinstance(word, str) and word == self.abort,
             counts=tuple(stated),
             usage=response.usage,
-            weight_spans=read_spans(self._find(("weight_versions",), known), source=source),
+            weight_spans=read_spans(first_known(*(get_field(h, "weight_versions") for h in known)), source=source),
             weight_name=name if isinstance(name, str) else None,
         )
-
-    def _find(self, names: Sequence[str], holders: Iterable[Any]) -> Any:
-        for holder in holders:
-            for name in names:
-                if (value := get_field(holder, name)) is not None:
-                    return value
-        return None
-
-    def _values(self, names: Sequence[str], holders: Iterable[Any]) -> list[Any]:
-        return [value for holder in holders if (value := self._find(names, [holder])) is not None]
-
-    def _one_prompt(self, values: Sequence[Any], source: Source) -> Any:
-        """Return the prompt's ids, which must be the same wherever they stand; None where they stand nowhere."""
-        prompts = [self._unwrapped(value, source) for value in values if value is not None] or [None]
-        if others := [prompt for prompt in prompts if prompt is not prompts[0]]:
-            ids = as_token_ids(prompts[0], source=source)
-            for other in (as_token_ids(prompt, source=source) for prompt in others):
-                if not np.array_equal(ids, other):
-                    raise source.error(
-                        f"MRR311: states different prompts, of {len(other)} and {len(ids)} ids: is a chunk of another "
-                        "request?"
-                    )
-        return prompts[0]
 
     def _stated(self, part: Any, names: Mapping[str, Kind], source: Source) -> Iterator[StatedCount]:
         if names:
             yield from read_counts(part, names, prefix="the choice", source=source)
-            yield from read_counts(get_field(part, "meta_info"), names, prefix="meta_info", source=source)
+            for place in self.inside:
+                yield from read_counts(get_field(part, place), names, prefix=place, source=source)
 
     def _output_ids(self, parts: Sequence[Any], source: Source, *, has_routes: bool) -> Any:
         """Return the ids of the output; those of the chunks of a stream follow one another, or are all so far."""
-        ids = [self._find(self.output_ids, _holders(part)) for part in parts]
-        if len(ids) == 1 or self.stream == "all" or all(value is None for value in ids):
-            return self._unwrapped(ids[-1], source)
-        if not has_routes:
-            return None  # a completions or chat stream, some of whose chunks have no ids and none has routes
+        if len(parts) == 1:
+            return _agreed_ids(
+                self._unwrapped_all("output_token_ids", self._holders(parts[0]), source), "outputs", source
+            )
+        ids = [first_known(*self._values("output_token_ids", self._holders(part))) for part in parts]
+        # Of a completions or chat stream some chunks have no ids and none has routes.
+        if not has_routes or all(value is None for value in ids):
+            return None
         for i, value in enumerate(ids):
             if not isinstance(value, (list, tuple)):
                 raise source.error(
                     f"MRR311: chunk {i} of the stream has the ids {shown(value)} while others have a list: it is broken."
                 )
-        if self.stream == "new":
-            return [token for value in ids for token in value]
+        joined = [token for value in ids for token in value]
+        if self.stream != "counted":
+            return joined
         output = {name: kind for name, kind in self.counts if kind == "output"}
         stated = [next((c.value for c in self._stated(part, output, source)), None) for part in parts]
-        # Two forms, which only the stated counts tell apart: each chunk has all ids so far, or the new ones alone.
-        sizes = [len(value) for value in ids]
-        is_all, is_new = (
-            stated[-1] is not None and all(count in (None, size) for count, size in zip(stated, known))
-            for known in (sizes, accumulate(sizes))
-        )
-        if is_all and any(list(later[: len(earlier)]) != list(earlier) for earlier, later in pairwise(ids)):
-            raise source.error("MRR311: a chunk of the stream does not begin with the ids of the one before it.")
-        if not (is_all or is_new):
+        # The last chunk of a stream that repeats itself has all that the earlier ones had.
+        if stated[-1] == len(ids[-1]):
+            return list(ids[-1])
+        sizes = list(accumulate(map(len, ids)))
+        if stated[-1] is None or any(count not in (None, size) for count, size in zip(stated, sizes)):
             raise source.error(
-                f"MRR311: the chunks of the stream have {sizes[:8]} ids and state {stated[:8]} of them: neither all so "
-                "far nor the new ones. A chunk is lost or came twice."
+                f"MRR311: the chunks of the stream have {list(map(len, ids))[:8]} ids and state {stated[:8]} of them: "
+                "neither all so far nor the new ones. A chunk is lost or came twice."
             )
-        return list(ids[-1]) if is_all else [token for value in ids for token in value]
+        return joined
 
     def _bare_choices(self, items: Sequence[Any]) -> list[Sequence[Any]]:
         """Return the parts of each choice of a list of choices, results or chunks without a response around them."""
         source = self._source("the list")
         indexes = [get_field(item, "index") for item in items]
-        if self.stream != "states":
+        if self.stream != "counted":
             known = [index for index in indexes if isinstance(index, int)]
             # In order they are taken as they stand. Indexes that repeat are of several responses, in the caller's order.
             if len(set(known)) > 1 and len(set(known)) == len(known) and known != sorted(known):
@@ -263,30 +316,103 @@ class ReplyReader:
         keys: list[Any] = indexes
         if not has_index:
             # Whole results may share an id, which says nothing then.
-            names = [_request(item) if any(map(_is_unfinished, items)) else None for item in items]
+            names = [self._request(item) if any(map(self._is_unfinished, items)) else None for item in items]
             keys = [name if isinstance(name, str) else i for i, name in enumerate(names)]
-        streams = _join_chunks(zip(keys, items), source)
+        streams = self._join_chunks(zip(keys, items), source)
         for key, chunks in streams.items():
             # As texts: an id may be anything, and arrays do not compare to one truth.
-            if len({shown(_request(chunk), 200) for chunk in chunks}) > 1:
+            if len({shown(self._request(chunk), 200) for chunk in chunks}) > 1:
                 raise source.error(f"MRR311: index {key} is of several requests: decode each request by itself.")
         return list(streams.values()) if not has_index else _in_order(streams, list(streams), source)
 
+    def _request(self, item: Any) -> Any:
+        inside = (get_field(get_field(item, name), "id") for name in self.inside)
+        return first_known(get_field(item, "request_id"), get_field(item, "id"), *inside)
 
-def _holders(item: Any) -> list[Any]:
-    """Return where a choice, a chunk or a response may have its fields."""
-    inside = (get_field(item, name) for name in ("meta_info", "sglext", "message", "metadata"))
-    return [item, *(holder for holder in inside if holder is not None)]
+    def _request_label(self, item: Any) -> str:
+        request = self._request(item)
+        return f"request {str(request)[:60]}" if isinstance(request, str) or is_count(request) else ""
+
+    def _find_responses(self, result: Any, source: Source) -> list[tuple[Sequence[Any], list[Sequence[Any]]]] | None:
+        """Return (chunks, parts of each choice) of the responses of a result, in order of appearance; None: it is none."""
+        if _has_choices(result):
+            return [_whole(result, source)]
+        if not _is_filled(result) or not all(map(_has_choices, result)):
+            return None
+        # One chunk makes chunks of all: whether a finished reply among them is whole or the last chunk, its id tells.
+        if not any(self._is_chunk(item, source) for item in result):
+            return [_whole(item, source) for item in result]
+        streams: dict[Any, list[Any]] = {}
+        for item in result:
+            request = self._request(item)
+            streams.setdefault(request if isinstance(request, (str, int)) else None, []).append(item)
+        if None in streams and len(streams) > 1:
+            raise source.error(
+                f"MRR311: {len(streams[None])} of {len(result)} chunks have no request_id or id, so nothing tells them apart."
+            )
+        return [self._joined(chunks, source) for chunks in streams.values()]
+
+    def _is_chunk(self, response: Any, source: Source) -> bool:
+        choices = _choices(response, source)
+        kind = get_field(response, "object")
+        # The chunk with the usage has no choice, and vLLM's generate stream sends one choice at a time under its own index.
+        return (
+            any(self._is_unfinished(choice) or index >= len(choices) for index, choice in choices)
+            or not choices
+            or (isinstance(kind, str) and kind.endswith(".chunk"))
+        )
+
+    def _is_unfinished(self, choice: Any) -> bool:
+        """Return whether a choice says that it is not finished: it has the field, and nothing in it."""
+        for holder in self._holders(choice):
+            if "finish_reason" in holder if isinstance(holder, Mapping) else hasattr(holder, "finish_reason"):
+                return get_field(holder, "finish_reason") is None
+        return False
+
+    def _joined(self, chunks: Sequence[Any], source: Source) -> tuple[Sequence[Any], list[Sequence[Any]]]:
+        parts = self._join_chunks((pair for chunk in chunks for pair in _choices(chunk, source)), source)
+        if not parts:
+            raise source.error("MRR311: of the stream are none.")
+        return chunks, _in_order(parts, list(parts), source)
+
+    def _join_chunks(self, chunks: Iterable[tuple[_Key, Any]], source: Source) -> dict[_Key, Sequence[Any]]:
+        """Return the chunks of each stream, in order, from (stream, chunk) pairs in the order in which they came.
+
+        Raises:
+            PayloadError: a chunk came behind the one that finished its stream, or a stream is not finished.
+        """
+        streams: dict[_Key, list[Any]] = {}
+        for key, chunk in chunks:
+            stream = streams.setdefault(key, [])
+            if stream and not self._is_unfinished(stream[-1]):
+                raise source.error(
+                    f"MRR311: the stream has a chunk of index {shown(key)} behind the one that finished it: a chunk came "
+                    "twice, or replies that share an id or index lie among the chunks. Decode each stream by itself."
+                )
+            stream.append(chunk)
+        unfinished = [key for key, stream in streams.items() if self._is_unfinished(stream[-1])]
+        if unfinished:
+            raise source.error(
+                f"MRR311: the stream ends before index {unfinished[:8]} is finished: missing its last chunk."
+            )
+        return dict(streams)
 
 
-def _request(item: Any) -> Any:
-    inside = get_field(item, "meta_info")
-    return first_known(get_field(item, "request_id"), get_field(item, "id"), get_field(inside, "id"))
+def _is_same(value: Any, first: Any) -> bool:
+    """Return whether two texts are equal, or two values of another kind one object: arrays are not compared."""
+    return value is first or (isinstance(value, (str, bytes)) and type(value) is type(first) and value == first)
 
 
-def _request_label(item: Any) -> str:
-    request = _request(item)
-    return f"request {str(request)[:60]}" if isinstance(request, str) or is_count(request) else ""
+def _agreed_ids(values: Sequence[Any], what: str, source: Source) -> Any:
+    """Return ids that must be the same wherever they stand; None where they stand nowhere."""
+    if others := [value for value in values if value is not values[0]]:
+        ids = as_token_ids(values[0], source=source)
+        for other in (as_token_ids(value, source=source) for value in others):
+            if not np.array_equal(ids, other):
+                raise source.error(
+                    f"MRR311: states different {what}, of {len(other)} and {len(ids)} ids: is a chunk of another request?"
+                )
+    return values[0] if values else None
 
 
 def _index(choice: Any) -> int | None:
@@ -296,37 +422,6 @@ def _index(choice: Any) -> int | None:
 
 def _is_filled(result: Any) -> bool:
     return isinstance(result, (list, tuple)) and len(result) > 0
-
-
-def _prove_prompts(replies: list[Reply]) -> list[Reply]:
-    """Mark the choices whose prompt is that of the first one; only there do vLLM 0.21's prompt routes belong."""
-    if len(replies) == 1 or all(reply.prompt_routed_experts is None for reply in replies):
-        return replies
-    # Without ids, n samples of one prompt look like one sample of each of n prompts.
-    known = all(reply.prompt_token_ids is not None for reply in replies)
-    prompts = [as_token_ids(reply.prompt_token_ids, source=reply.source) for reply in replies] if known else []
-    is_first = [np.array_equal(prompt, prompts[0]) for prompt in prompts] or [False] * len(replies)
-    return [replace(reply, prompt_is_proven=proven) for reply, proven in zip(replies, is_first)]
-
-
-def _find_responses(result: Any, source: Source) -> list[tuple[Sequence[Any], list[Sequence[Any]]]] | None:
-    """Return (chunks, parts of each choice) of the responses that a result is, in order of appearance; None: it is none."""
-    if _has_choices(result):
-        return [_whole(result, source)]
-    if not _is_filled(result) or not all(map(_has_choices, result)):
-        return None
-    # One chunk makes chunks of all: whether a finished reply among them is whole or the last chunk of a stream, its id tells.
-    if not any(_is_chunk(item, source) for item in result):
-        return [_whole(item, source) for item in result]
-    streams: dict[Any, list[Any]] = {}
-    for item in result:
-        request = _request(item)
-        streams.setdefault(request if isinstance(request, (str, int)) else None, []).append(item)
-    if None in streams and len(streams) > 1:
-        raise source.error(
-            f"MRR311: {len(streams[None])} of {len(result)} chunks have no request_id or id, so they cannot be told apart."
-        )
-    return [_joined(chunks, source) for chunks in streams.values()]
 
 
 def _has_choices(item: Any) -> bool:
@@ -349,60 +444,11 @@ def _choices(response: Any, source: Source) -> list[tuple[int, Any]]:
     return list(zip(indexes, items))
 
 
-def _is_chunk(response: Any, source: Source) -> bool:
-    choices = _choices(response, source)
-    kind = get_field(response, "object")
-    # The chunk with the usage has no choice, and vLLM's generate stream sends one choice at a time under its own index.
-    return (
-        any(_is_unfinished(choice) or index >= len(choices) for index, choice in choices)
-        or not choices
-        or (isinstance(kind, str) and kind.endswith(".chunk"))
-    )
-
-
-def _is_unfinished(choice: Any) -> bool:
-    """Return whether a choice says that it is not finished: it has the field, and nothing in it."""
-    for holder in (choice, get_field(choice, "meta_info")):
-        if "finish_reason" in holder if isinstance(holder, Mapping) else hasattr(holder, "finish_reason"):
-            return get_field(holder, "finish_reason") is None
-    return False
-
-
 def _whole(response: Any, source: Source) -> tuple[Sequence[Any], list[Sequence[Any]]]:
     choices = _choices(response, source)
     if not choices:
         raise source.error("MRR301: of the response are none.")
     return [response], [[choice] for choice in _in_order(dict(choices), [index for index, _ in choices], source)]
-
-
-def _joined(chunks: Sequence[Any], source: Source) -> tuple[Sequence[Any], list[Sequence[Any]]]:
-    parts = _join_chunks((pair for chunk in chunks for pair in _choices(chunk, source)), source)
-    if not parts:
-        raise source.error("MRR311: of the stream are none.")
-    return chunks, _in_order(parts, list(parts), source)
-
-
-def _join_chunks(chunks: Iterable[tuple[_Key, Any]], source: Source) -> dict[_Key, Sequence[Any]]:
-    """Return the chunks of each stream, in order, from (stream, chunk) pairs in the order in which they came.
-
-    Raises:
-        PayloadError: a chunk came behind the one that finished its stream, or a stream is not finished.
-    """
-    streams: dict[_Key, list[Any]] = {}
-    for key, chunk in chunks:
-        stream = streams.setdefault(key, [])
-        if stream and not _is_unfinished(stream[-1]):
-            raise source.error(
-                f"MRR311: the stream has a chunk of index {shown(key)} behind the one that finished it: a chunk came "
-                "twice, or replies that share an id or index lie among the chunks. Decode each stream by itself."
-            )
-        stream.append(chunk)
-    unfinished = [key for key, stream in streams.items() if _is_unfinished(stream[-1])]
-    if unfinished:
-        raise source.error(
-            f"MRR311: the stream ends before index {unfinished[:8]} is finished: missing its last chunk."
-        )
-    return dict(streams)
 
 
 def _in_order(items: Mapping[int, _Item], indexes: Sequence[int], source: Source) -> list[_Item]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from megatron_router_replay.checks import shown
@@ -50,10 +50,8 @@ class Reply:
     """One generated sequence.
 
     Args:
-        routed_experts: in whatever form the engine sends it; None where the response has none.
-        prompt_routed_experts: of vLLM 0.21, which sends the prompt's routes apart.
-        prompt_is_proven: False: the response's prompt routes are not proven to be of this sequence's prompt.
-        raw_dtype: what the reply says of routed experts that are sent as bytes, or None.
+        fields: what the reader found, by the names that `ReplyReader.fields` gives; an engine's `rows` know what is in them.
+            `reply[name]` is None where the response has none.
         aborted: the engine gave the request up; without any output it then has no routes.
         counts: what the response states of this sequence.
         usage: what it states of all its sequences together; the replies of one response share the object.
@@ -62,21 +60,15 @@ class Reply:
     """
 
     source: Source
-    routed_experts: Any
-    prompt_routed_experts: Any = None
-    prompt_is_proven: bool = True
-    prompt_token_ids: Any = None
-    output_token_ids: Any = None
-    raw_dtype: Any = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
     aborted: bool = False
     counts: tuple[StatedCount, ...] = ()
     usage: Usage | None = None
     weight_spans: tuple[WeightSpan, ...] = ()
     weight_name: str | None = None
 
-    @property
-    def has_routes(self) -> bool:
-        return self.routed_experts is not None or self.prompt_routed_experts is not None
+    def __getitem__(self, name: str) -> Any:
+        return self.fields.get(name)
 
 
 def get_field(item: Any, name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +18,8 @@ import torch
 
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import Allocate, DecodeOptions
-from megatron_router_replay.engines.payload import Array, Source
+from megatron_router_replay.engines.payload import Array, Source, as_array
+from megatron_router_replay.engines.reply import Reply
 from megatron_router_replay.engines.row_check import RowCheck
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.trace import RoutingTrace
@@ -48,6 +49,8 @@ class RowLayout:
         may_end_early: with missing="live" rows of the last tokens may be missing, for the first are known to be the prompt's.
         explain_layers: what another number of columns means.
         explain_surplus: what more rows than are legal mean; they are then refused, whatever is allowed.
+        explain_lost: what fewer rows may mean.
+        start: the token of the first row, where the reply says it.
     """
 
     parts: tuple[Array, ...]
@@ -57,6 +60,8 @@ class RowLayout:
     may_end_early: bool = False
     explain_layers: str = "Is this the config of the served model?"
     explain_surplus: str = ""
+    explain_lost: str = ""
+    start: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +272,7 @@ def _check_row_count(sample: SampleRows) -> None:
     elif start and rows in (num_tokens - 1, num_tokens):
         cause = "The server ignored start and sent every row: decode with start=0."
     elif surplus < 0:
-        cause = "Are these the token ids (prompt and output) of this very sample? Was start passed on?"
+        cause = f"Are these the token ids (prompt and output) of this very sample? Was start passed on? {layout.explain_lost}"
     elif surplus == 1:
         cause = (
             "One more is what a lost token of a stream, ids without their BOS token or a start that is off by one look "
@@ -277,7 +282,9 @@ def _check_row_count(sample: SampleRows) -> None:
         cause = "Are these the ids of prompt and output? Ids of the output alone are as many too few as the prompt has."
         cause = f"{cause} {drop}" if surplus <= MAX_SURPLUS_ROWS else cause
     legal = f"{expected} (the last token has no route)" + (f" or {with_last}" if may_have_last else "")
-    raise source.error(f"MRR305: has {rows} rows for tokens {start}..{num_tokens - 1}: expected {legal}. {cause}")
+    raise source.error(
+        f"MRR305: has {rows} rows for tokens {start}..{num_tokens - 1}: expected {legal}. {cause.rstrip()}"
+    )
 
 
 def _check_filler(sample: SampleRows, part: Array, filler: tuple[int, ...], first_row: int) -> None:
@@ -317,6 +324,16 @@ def find_columns(
             f"{layout.explain_layers}"
         )
     return columns, filler
+
+
+def all_layers(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+    """Return an array with a column for each hidden layer."""
+    return RowLayout(parts=(as_array(reply["routed_experts"], source=reply.source),))
+
+
+def moe_layers(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+    """Return an array with a column for each MoE layer."""
+    return replace(all_layers(reply, model, tokens, options), columns=tuple(range(len(model.moe_layer_numbers))))
 
 
 def most_ids(model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> int:

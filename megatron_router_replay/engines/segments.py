@@ -257,26 +257,26 @@ def join_prefill_decode(
     replies = [engine.read(reply, batch=False) for reply in (prefill_reply, decode_reply)]
     if [len(of_reply) for of_reply in replies] != [1, 1]:
         raise PayloadError(
-            f"MRR312: {engine.name}: each reply must hold one choice, these hold {[len(r) for r in replies]}."
+            f"MRR312: {engine.title}: each reply must hold one choice, these hold {[len(r) for r in replies]}."
         )
     given = DecodeOptions(prompt_token_ids=prompt_token_ids, **options)
     prefill, decode = (resolve_tokens(of_reply[0], given) for of_reply in replies)
     length = prefill.num_prompt_tokens
     if length is None or prefill.token_ids is None or decode.token_ids is None:
         raise PayloadError(
-            f"MRR315: {engine.name}: nothing proves that the two replies are of one request: have both return token "
+            f"MRR315: {engine.title}: nothing proves that the two replies are of one request: have both return token "
             "ids, or pass prompt_token_ids=..."
         )
     if length != decode.num_prompt_tokens:
         raise PayloadError(
-            f"MRR315: {engine.name}: the prefill reply has a prompt of {length} tokens, the decode reply of "
+            f"MRR315: {engine.title}: the prefill reply has a prompt of {length} tokens, the decode reply of "
             f"{decode.num_prompt_tokens}: they are of different requests."
         )
     first = engine.decode(prefill_reply, model=model, prompt_token_ids=prompt_token_ids, **options)[:length]
     missing = (~first.replay_mask).nonzero()
     if len(missing) and given.missing != "live":
         raise PayloadError(
-            f"MRR315: {engine.name}: the prefill reply has no route of prompt token {int(missing[0])}: ask the prefill "
+            f"MRR315: {engine.title}: the prefill reply has no route of prompt token {int(missing[0])}: ask the prefill "
             "server for one output token (max_tokens=1), so that it sends the prompt's last row too."
         )
     segments = RoutingSegments()

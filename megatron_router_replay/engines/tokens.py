@@ -84,8 +84,8 @@ def _token_ids(reply: Reply, options: DecodeOptions) -> tuple[Array | None, Arra
         None if value is None else as_token_ids(value, source=source)
         for value in (
             options.prompt_token_ids,
-            reply.prompt_token_ids,
-            reply.output_token_ids,
+            reply["prompt_token_ids"],
+            reply["output_token_ids"],
             options.token_ids,
         )
     )
@@ -159,7 +159,7 @@ def check_usages(replies: Sequence[Reply], tokens: Mapping[int, SampleTokens]) -
         for i in members:
             prompt, output = (
                 len(ids) if hasattr(ids, "__len__") else None
-                for ids in (replies[i].prompt_token_ids, replies[i].output_token_ids)
+                for ids in (replies[i]["prompt_token_ids"], replies[i]["output_token_ids"])
             )
             total = None
             if i in tokens:

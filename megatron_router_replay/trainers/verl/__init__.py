@@ -110,7 +110,7 @@ class _WhenImported(MetaPathFinder, Loader):
 
 
 def register() -> None:
-    """Put the choosing engine into verl's registry; verl's Megatron engine is imported already.
+    """Put the choosing engine into verl's registry, once verl's engine is imported.
 
     Raises:
         VerlError: another plug-in has registered a Megatron engine for the same device and vendor.

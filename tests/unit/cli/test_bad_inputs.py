@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import megatron_router_replay as mrr
+from megatron_router_replay.cli.files import engine_names
 from tests.unit.cli.runner import run_command
 from tests.unit.store.store_traces import make_trace
 
@@ -92,7 +93,7 @@ JSON = {
     "a config of nulls": '{"model_type": null, "text_config": null}',
     "a config of lists": '{"model_type": [], "num_experts": []}',
 }
-ENGINES = ("vllm", "sglang", "sglang_jax", "megatron", "tensorrt_llm", "array")
+ENGINES = engine_names()
 
 
 def commands_for(file: str) -> list[list[str]]:

@@ -125,12 +125,29 @@ def sglang_stream(rows, num_prompt, output, *, index=None, request="r", incremen
     return chunks
 
 
+def tensor(rows, dtype="uint16", **more):
+    """The dict of bytes of prime-rl, verifiers and dynamo."""
+    rows = np.ascontiguousarray(rows).astype(dtype)
+    return {
+        "data": base64.b64encode(rows.tobytes()).decode(),
+        "shape": list(rows.shape),
+        "start": 0,
+        "dtype": dtype,
+    } | more
+
+
+def dynamo_reply(routed_experts, prompt, output, request="r"):
+    data = {"prompt_token_ids": prompt, "completion_token_ids": output, "routed_experts": routed_experts}
+    return response(prompt, output, request, ids=False, shared={"nvext": {"engine_data": data}})
+
+
 FORMS = {
     "vllm object": vllm_object,
     "vllm completions": lambda rows, p, o, request="r": response(p, o, request, routed_experts=npy_base64(rows)),
     "vllm without ids": lambda rows, p, o, request="r": response(
         p, o, request, ids=False, routed_experts=npy_base64(rows)
     ),
+    "vllm prime-rl": lambda rows, p, o, request="r": response(p, o, request, routed_experts=tensor(rows, start=None)),
     "vllm array": lambda rows, p, o: rows,
     "vllm npy text": lambda rows, p, o: npy_base64(rows),
     "sglang generate": lambda rows, p, o, request="r": sglang_result(rows, len(p), o, request=request),
@@ -143,6 +160,10 @@ FORMS = {
     "sglang_jax completions": lambda rows, p, o, request="r": response(
         p, o, request, ids=False, routed_experts=int32_base64(rows)
     ),
+    "sglang meta_info": lambda rows, p, o, request="r": response(
+        p, o, request, message={}, response_token_ids=o, meta_info={"routed_experts": int32_base64(rows)}
+    ),
+    "dynamo reply": lambda rows, p, o, request="r": dynamo_reply(tensor(rows, start=None), p, o, request),
     "megatron request": lambda rows, p, o: {"prompt_tokens": p, "generated_tokens": o, "routing_indices": rows},
     "megatron array": lambda rows, p, o: rows,
     "tensorrt_llm object": vllm_object,

@@ -44,6 +44,18 @@ def of(form, rows, **choice):
     return reply
 
 
+def sglang_chat_stream():
+    """Text, the end, and behind them sglext and the usage."""
+    whole = {
+        "sglext": {"routed_experts": int32_base64(FULL), "input_ids": PROMPT, "output_ids": [OUTPUT]},
+        "usage": usage(6, 5),
+    }
+    ends = [{"index": 0, "delta": {}, "finish_reason": reason} for reason in (None, "length")]
+    return [{"id": "r", "choices": [end]} for end in ends] + [
+        {"id": "r", "choices": [], n: v} for n, v in whole.items()
+    ]
+
+
 def responses():
     """(engine, result of one or two samples of which every value may be mutated)."""
     words, counts = FULL.astype(np.uint16), {"input_token_len": 6, "generate_token_len": 5}
@@ -72,6 +84,10 @@ def responses():
     narrow["meta_info"] |= {"routed_experts": raw, "routed_experts_dtype": "uint16"}
     yield "sglang", narrow
     yield "nemo_gym", of("nemo_gym item", FULL)
+    yield "dynamo", of("dynamo reply", FULL)
+    yield "vllm", of("vllm prime-rl", FULL)
+    yield "sglang", of("sglang meta_info", FULL)
+    yield "sglang", sglang_chat_stream()
 
 
 def structures():
@@ -92,6 +108,11 @@ def structures():
         sglang_stream(rows, size, output, index=i, request=f"r{i}", incremental=True) for i, rows, size, output in sent
     ]
     yield "sglang", [chunk for stream in streams for chunk in stream], prompts
+    choices = [
+        {"index": i, "message": {}, "response_token_ids": output, "meta_info": {"routed_experts": int32_base64(rows)}}
+        for i, rows, _, output in sent
+    ]
+    yield "sglang", {"id": "r", "choices": choices, "usage": usage(21, 12)}, prompts
     jax = [{"index": i, "finish_reason": "stop", "routed_experts": int32_base64(rows)} for i, rows, *_ in sent]
     yield "sglang_jax", {"id": "r", "choices": jax}, {"token_ids": [p + o for p, o in SAMPLES]}
     megatron = [
@@ -153,7 +174,8 @@ def change_anything(parent, key, rng):
 
 
 # Ids and routes: what is mutated is the structure outside of them; those fields may be dropped as a whole.
-KEPT = {"token_ids", "output_ids", "prompt_token_ids", "generation_token_ids", "routed_experts", "moe_topk_indices"}
+KEPT = {"token_ids", "output_ids", "prompt_token_ids", "generation_token_ids", "response_token_ids"}
+KEPT |= {"routed_experts", "moe_topk_indices"}
 
 
 def change_structure(parent, key, rng):
@@ -173,7 +195,8 @@ def change_structure(parent, key, rng):
 
 KEYS = [
     "choices", "routed_experts", "token_ids", "meta_info", "sglext", "prompt_token_ids", "usage", "id", "index", "x",
-    "outputs", "finish_reason", "output_ids", "moe_topk_indices", "weight_versions", "routing_indices", "metadata",
+    "outputs", "finish_reason", "output_ids", "moe_topk_indices", "weight_versions", "routing_indices", "metadata", "data",
+    "shape", "dtype", "start", "nvext", "engine_data", "response_token_ids", "message",
 ]  # fmt: skip
 
 

@@ -9,11 +9,12 @@ import torch
 
 from megatron_router_replay import engines
 from megatron_router_replay.engines import options
+from megatron_router_replay.engines.registry import registered
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import choice_of, routes, tokens
 
 MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
-ENGINES = ("vllm", "sglang", "sglang_jax", "megatron", "tensorrt_llm", "transformers")
+ENGINES = [decoder.name for decoder in registered()]
 S = 9
 IDS = tokens(S)
 ROWS = routes(S - 1, 3, num_experts=16, topk=2).astype(np.int32)
@@ -60,10 +61,10 @@ def test_start_is_an_integer_of_0_or_more(value):
     assert engines.vllm.decode(ROWS[1:], model=MODEL, token_ids=IDS, start=np.int64(1)).replay_mask.sum() == 7
 
 
-@pytest.mark.parametrize("engine", ["sglang", "sglang_jax", "megatron", "tensorrt_llm"])
+@pytest.mark.parametrize("engine", [decoder.name for decoder in registered() if not decoder.reads_version])
 def test_a_version_that_would_be_ignored_is_refused(engine):
     with pytest.raises(PayloadError, match=r"version='0\.21' means nothing here"):
-        getattr(engines, engine).decode(ROWS, model=MODEL, token_ids=IDS, version="0.21")
+        getattr(engines, engine).decode(array_of(engine), model=MODEL, token_ids=IDS, version="0.21")
 
 
 @pytest.mark.parametrize("choice", [2, -1, True])
@@ -130,7 +131,7 @@ def test_an_aborted_reply_without_output_has_no_routes_and_one_with_output_must(
         engines.vllm.decode({"choices": [aborted_reply([]) | {"finish_reason": "length"}]}, model=MODEL)
 
 
-@pytest.mark.parametrize("engine", ENGINES[:-1])
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "transformers"])
 def test_a_list_of_the_rows_of_one_sample_is_one_array(engine):
     trace = getattr(engines, engine).decode(list(ROWS), model=MODEL, token_ids=IDS)
     assert trace.topk_indices[:-1].tolist() == ROWS.tolist()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from megatron_router_replay import engines
+from megatron_router_replay.engines.registry import registered
 from megatron_router_replay.errors import RouterReplayError
 from tests.unit.engines.engine_payloads import npy_base64, read_npy
 from tests.unit.engines.fuzz_inputs import (
@@ -173,16 +174,15 @@ def test_mutated_structures_never_give_a_sample_the_routes_of_another():
 
 def test_arbitrary_values():
     rng, refused = random.Random(9), 0
-    names = ["vllm", "sglang", "sglang_jax", "megatron", "tensorrt_llm", "transformers"]
-    names += ["lmdeploy", "nemo_gym"]
+    decoders = registered()
     for _ in range(ANY):
-        module, value = getattr(engines, rng.choice(names)), arbitrary(rng)
+        decoder, value = rng.choice(decoders), arbitrary(rng)
         refused += 1
         with bounded_case():
             if rng.random() < 0.5:
-                trace = module.decode_batch(value, model=MODEL)
+                trace = decoder.decode_batch(value, model=MODEL)
             else:
-                trace = module.decode(value, model=MODEL, token_ids=rng.choice([None, [], [1], 5]))
+                trace = decoder.decode(value, model=MODEL, token_ids=rng.choice([None, [], [1], 5]))
             refused -= 1
             assert len(trace) == len(trace.replay_mask)
     assert refused > ANY // 2

@@ -24,7 +24,7 @@ SOURCE = Source(engine="E", field="f")
 def resolve(options, *, counts=(), spans=(), **reply):
     stated = tuple(StatedCount(f"n_{kind}", kind, value) for kind, value in counts)
     spans = tuple(WeightSpan("1", *bounds) for bounds in spans)
-    one = Reply(source=SOURCE, routed_experts=None, counts=stated, weight_spans=spans, **reply)
+    one = Reply(source=SOURCE, fields=reply, counts=stated, weight_spans=spans)
     return resolve_tokens(one, DecodeOptions(**options))
 
 
@@ -128,8 +128,7 @@ def check(stated, prompts, outputs, totals=None, *, largest=False, decoded=True)
     usage = Usage(source=SOURCE, counts=counts, largest_prompt=largest)
     ids = [[None if n is None else [0] * n for n in sizes] for sizes in (prompts, outputs)]
     replies = [
-        Reply(source=SOURCE, routed_experts=None, usage=usage, prompt_token_ids=p, output_token_ids=o)
-        for p, o in zip(*ids)
+        Reply(source=SOURCE, usage=usage, fields={"prompt_token_ids": p, "output_token_ids": o}) for p, o in zip(*ids)
     ]
     known = {}
     if decoded:

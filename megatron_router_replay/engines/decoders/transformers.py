@@ -33,6 +33,7 @@ from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import Array, Source, as_array
+from megatron_router_replay.engines.registry import register
 from megatron_router_replay.engines.reply import Reply
 from megatron_router_replay.engines.rows import RowLayout
 from megatron_router_replay.engines.tokens import SampleTokens
@@ -43,11 +44,14 @@ def _read(result: Any, *, batch: bool) -> list[Reply]:
     samples = result if batch and isinstance(result, (list, tuple)) else [result]
     names = [f"sample {i}" if len(samples) > 1 else "" for i in range(len(samples))]
     source = Source(engine="transformers", field="router indices")
-    return [Reply(source=replace(source, sample=name), routed_experts=item) for name, item in zip(names, samples)]
+    return [
+        Reply(source=replace(source, sample=name), fields={"routed_experts": item})
+        for name, item in zip(names, samples)
+    ]
 
 
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    seen, source = reply.routed_experts, reply.source
+    seen, source = reply["routed_experts"], reply.source
     if not isinstance(seen, Mapping):
         raise source.error(f"MRR310: expected a dict by layer_number, got {type(seen).__name__}.")
     missing = [number for number in model.moe_layer_numbers if number not in seen]
@@ -112,5 +116,19 @@ def _is_output(item: Any) -> bool:
     return isinstance(item, tuple) and len(item) == 3 and all(hasattr(part, "shape") for part in item)
 
 
-transformers = Decoder(name="transformers", read=_read, rows=_rows, if_missing="Register the hooks before the forward.")
+transformers = register(
+    Decoder(
+        name="transformers",
+        title="transformers",
+        read=_read,
+        rows=_rows,
+        start="Register forward hooks on the routers before the forward.",
+        request="""\
+module.register_forward_hook(lambda m, args, out, n=layer_number: seen.__setitem__(n, out))""",
+        sends="A dict by layer number of what the routers returned, or their indices; a list of several forwards is joined.",
+        versions="5.x, modules whose class name ends in TopKRouter",
+        tested="5.23 run: Qwen3-MoE, Mixtral, gpt-oss",
+        reads_files=False,
+    )
+)
 """Forward hooks on the routers of a `transformers` model; see the module."""

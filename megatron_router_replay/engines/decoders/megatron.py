@@ -1,0 +1,87 @@
+"""Megatron-Core's own inference: [S - 1, Lm, topk], without dense layers.
+
+- A finished request (`DynamicInferenceRequest`, or its serialised dict): `routing_indices`.
+- The text generation server (completions, chat): `moe_topk_indices` with each choice, as nested lists (0.17) or as
+  `["ndarray", {"data": lists, "dtype": name}]` (0.18 and later), with `prompt_token_ids` and `generation_token_ids` (chat;
+  completions from 0.18 on). `prompt_moe_topk_indices` is the first rows of the same array in 0.17; from 0.18 on the wrapper
+  is cut instead of the array, so it is never read. `usage.prompt_tokens` of several choices is the largest of their prompts.
+
+A request that was suspended and resumed is served in parts, and merging them concatenates the routes of every part, each of
+which starts at the first token again: it has more rows than S - 1 and is refused.
+
+Source: Megatron-Core 0.16 to 0.19, core.inference.inference_request and text_generation_server endpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_router_replay.checks import shown
+from megatron_router_replay.engines.decoder import Decoder
+from megatron_router_replay.engines.model_info import ModelRoutingInfo
+from megatron_router_replay.engines.options import DecodeOptions
+from megatron_router_replay.engines.payload import INTEGERS, Source, as_array
+from megatron_router_replay.engines.reader import ReplyReader
+from megatron_router_replay.engines.registry import register
+from megatron_router_replay.engines.reply import Reply
+from megatron_router_replay.engines.rows import RowLayout, moe_layers
+from megatron_router_replay.engines.tokens import SampleTokens
+
+
+def _unwrapped(value: Any, source: Source) -> Any:
+    """Return what `DynamicInferenceRequest.serialize` wrapped: ("tensor", lists) or ("ndarray", {data, dtype})."""
+    if not (isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)):
+        return value
+    kind, content = value
+    if kind == "tensor":
+        return content
+    if kind != "ndarray" or not isinstance(content, Mapping) or not {"data", "dtype"} <= set(content):
+        raise source.error(
+            f"MRR310: is wrapped as {shown(kind)}, expected 'tensor', or 'ndarray' with its data and dtype."
+        )
+    if not isinstance(content["dtype"], str) or content["dtype"] not in INTEGERS:
+        raise source.error(f"MRR310: is an ndarray of dtype {shown(content['dtype'])}, expected integers.")
+    # The dtype is a promise about the data: ids beyond it mean that the payload was put together by something else.
+    array, limits = as_array(content["data"], source=source), np.iinfo(content["dtype"])
+    if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
+        raise source.error(f"MRR310: holds ids that {content['dtype']}, its dtype, does not.")
+    return array
+
+
+def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+    return replace(
+        moe_layers(reply, model, tokens, options),
+        explain_layers="Each pipeline stage records its own layers only: join them first.",
+        explain_surplus="Are these the ids of this very request? Megatron sends no surplus rows; the parts of a request that "
+        "was suspended are concatenated, each from its first token on: decode each part by itself.",
+    )
+
+
+megatron = register(
+    Decoder(
+        name="megatron",
+        title="Megatron",
+        read=ReplyReader(
+            engine="Megatron",
+            fields={
+                "routed_experts": ("routing_indices", "moe_topk_indices"),
+                "prompt_token_ids": ("prompt_token_ids", "prompt_tokens"),
+                "output_token_ids": ("generation_token_ids", "generated_tokens"),
+            },
+            largest_prompt=True,
+            unwrap=_unwrapped,
+        ).read,
+        rows=_rows,
+        start="Set moe_enable_routing_replay=True in the engine's config; prompt_moe_topk_indices alone has no routes of the "
+        "generation.",
+        request='{"model": "MODEL", "messages": [...], "max_tokens": 16}',
+        sends="`routing_indices` of a finished request, or `moe_topk_indices` of each choice of a server: MoE layers only.",
+        versions="inference of 0.16 to 0.19: requests and the server's responses, both forms",
+        tested="written; the server's wrapper compared with 0.18.2's",
+    )
+)
+"""Megatron-Core's inference; see the module."""

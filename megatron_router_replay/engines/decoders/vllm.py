@@ -1,0 +1,182 @@
+"""vLLM 0.14 and later, started with `--enable-return-routed-experts`.
+
+S tokens are P of the prompt and G generated, L hidden layers, Lm of them MoE.
+
+- 0.14 to 0.20: python objects only, `CompletionOutput.routed_experts` int32 [S - 1, L, topk].
+- 0.21: `prompt_routed_experts` [P, Lm, topk] on the response and `routed_experts` [G - 1, or G with MTP, Lm, topk] on each
+  choice, int16 or nested lists. Models with first_k_dense_replace have L columns, of which the first Lm are the MoE layers
+  in order and the rest are zero.
+- 0.22 and later: [S - 1 - start, L, topk], uint8 up to 256 experts, else uint16; over HTTP (completions, chat,
+  /inference/v1/generate and its stream) base64 of a `.npy` file. Dense layers are zero. Completions and chat streams never
+  carry routes.
+- 0.32: `weight_versions`, which weights sampled which part of the output.
+- prime-rl's server sends a dict of raw bytes (`payload.parse_tensor`) in the same place, verifiers keeps it in each step.
+
+The block-keyed store of routes in shared memory (pull request 45635) changes no reply. With
+`--enable-omit-prefix-routed-experts` (pull request 57966, open) rows begin behind the cached prefix, wherever that ends:
+fewer rows than tokens raise, unless `start` says where they begin.
+
+What no check can see: ids of the right number that are not the engine's, where the reply has none of its own (a plain array;
+completions and chat without return_token_ids), and a chunk of a generate stream that was replaced by a copy of its neighbour
+or changed places with it, for its chunks carry neither a number nor a count.
+
+Source: vLLM 0.14 to 0.32, and captures of 0.30.0 (tests/unit/data/engine_captures).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_router_replay.engines.decoder import Decoder
+from megatron_router_replay.engines.model_info import ModelRoutingInfo
+from megatron_router_replay.engines.options import DecodeOptions
+from megatron_router_replay.engines.payload import (
+    MAX_NPY_HEADER,
+    Array,
+    Source,
+    as_array,
+    as_token_ids,
+    decode_base64,
+    is_tensor,
+    parse_npy,
+    parse_tensor,
+)
+from megatron_router_replay.engines.reader import FIELDS, ReplyReader
+from megatron_router_replay.engines.registry import register
+from megatron_router_replay.engines.reply import Reply
+from megatron_router_replay.engines.rows import RowLayout, most_ids
+from megatron_router_replay.engines.tokens import SampleTokens
+
+
+def rows_of_vllm(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+    """Return what any release sends; the arrays of 0.21 are told by their second field, or by `version`."""
+    num_moe = len(model.moe_layer_numbers)
+    if reply["prompt_routed_experts"] is not None:
+        layout = _compact(_joined_parts(reply, model, tokens, options), model)
+        # With multi-token prediction the generation has a row for its last token as well: padding, as far as is known.
+        return replace(layout, last_row="padding", may_end_early=True)
+    rows, start = _read(reply["routed_experts"], reply.source, model, tokens, options)
+    if options.version is not None and options.version.split(".")[:2] == ["0", "21"]:
+        return _compact([rows], model)
+    # Only the caller knows that an array is of vLLM 0.21: with a column for each layer it looks like one of a later release,
+    # whose columns are of other layers.
+    if rows.ndim == 3 and rows.shape[0] and rows.shape[1] == num_moe != model.num_layers:
+        raise reply.source.error(
+            f"MRR306: has {num_moe} layers, as many as the model has MoE layers, not all {model.num_layers}: vLLM 0.21 "
+            'sends these. Pass version="0.21" if it did.'
+        )
+    return RowLayout(
+        parts=(rows,),
+        start=start,
+        explain_lost="vLLM with --enable-omit-prefix-routed-experts leaves out the rows of a cached prefix: give the token "
+        "of the first row that it sent as start, and join the turns with RoutingSegments.",
+    )
+
+
+def _joined_parts(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> list[Array]:
+    """Return the prompt's and the generation's routes of vLLM 0.21."""
+    source = replace(reply.source, field="prompt_routed_experts")
+    if options.start:
+        raise source.error(f"MRR305: start={options.start}, but vLLM 0.21 always sends every row: decode with start=0.")
+    if reply["has_another_prompt"]:
+        raise source.error(
+            "MRR302: vLLM 0.21 sends the prompt's routes for the first prompt of a request only, and this choice is "
+            "not proven to have that prompt. Send one prompt a request; return_token_ids=true lets choices prove theirs."
+        )
+    prompt, _ = _read(reply["prompt_routed_experts"], source, model, tokens, options)
+    if tokens.num_prompt_tokens is None:
+        raise source.error(
+            f"MRR309: has {prompt.shape[0]} rows, and nothing says how many tokens the prompt has: pass "
+            "prompt_token_ids=..., or have the response return ids or counts."
+        )
+    if prompt.shape[0] != tokens.num_prompt_tokens:
+        raise source.error(f"MRR305: has {prompt.shape[0]} rows for {tokens.num_prompt_tokens} prompt tokens.")
+    parts = [prompt]
+    if reply["routed_experts"] is not None:
+        parts.append(_read(reply["routed_experts"], reply.source, model, tokens, options)[0])
+    # No rows may have any shape: an empty list has none.
+    parts = [part for part in parts if part.shape[0]]
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise source.error(f"MRR306: prompt and generation differ in shape: {[list(part.shape) for part in parts]}.")
+    return parts
+
+
+def _compact(parts: list[Array], model: ModelRoutingInfo) -> RowLayout:
+    """Return vLLM 0.21's layout: the MoE layers in order, and behind them zeros if there is a column for each layer."""
+    num_moe = len(model.moe_layer_numbers)
+    is_padded = any(part.ndim == 3 and part.shape[1] == model.num_layers for part in parts)
+    return RowLayout(
+        parts=tuple(parts),
+        columns=tuple(range(num_moe)),
+        filler=tuple(range(num_moe, model.num_layers)) if is_padded else (),
+        explain_layers=f"vLLM 0.21 sends the {num_moe} MoE layers or, padded, all {model.num_layers}.",
+    )
+
+
+def _read(
+    value: Any, source: Source, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions
+) -> tuple[Array, int | None]:
+    """Return routes of any form, and where they start if they say it."""
+    # 8 bytes an id is the widest dtype there is.
+    most = 8 * most_ids(model, tokens, options) + MAX_NPY_HEADER
+    if is_tensor(value):
+        return parse_tensor(value, source=source, max_bytes=most)
+    if isinstance(value, (bytearray, memoryview)):
+        value = bytes(value)
+    if isinstance(value, str) or (isinstance(value, bytes) and not value.startswith(b"\x93")):
+        value = decode_base64(value, source=source, max_bytes=most)
+    return parse_npy(value, source=source) if isinstance(value, bytes) else as_array(value, source=source), None
+
+
+def _prove_prompts(replies: list[Reply]) -> list[Reply]:
+    """Mark the choices whose prompt is not proven to be the first one's, the only one with routes in vLLM 0.21."""
+    if len(replies) == 1 or all(reply["prompt_routed_experts"] is None for reply in replies):
+        return replies
+    # Without ids, n samples of one prompt look like one sample of each of n prompts.
+    known = all(reply["prompt_token_ids"] is not None for reply in replies)
+    prompts = [as_token_ids(reply["prompt_token_ids"], source=reply.source) for reply in replies] if known else []
+    is_first = [np.array_equal(prompt, prompts[0]) for prompt in prompts] or [False] * len(replies)
+    return [
+        replace(reply, fields={**reply.fields, "has_another_prompt": not first})
+        for reply, first in zip(replies, is_first)
+    ]
+
+
+READER = ReplyReader(
+    engine="vLLM",
+    fields=FIELDS
+    | {
+        "prompt_routed_experts": ("prompt_routed_experts",),
+        "prompt_token_ids": ("prompt_token_ids", "prompt_ids"),
+        "output_token_ids": ("token_ids", "completion_ids"),
+    },
+    shared=("prompt_routed_experts",),
+    stream="new",
+    prove=_prove_prompts,
+)
+
+vllm = register(
+    Decoder(
+        name="vllm",
+        title="vLLM",
+        read=READER.read,
+        rows=rows_of_vllm,
+        routes=("routed_experts", "prompt_routed_experts"),
+        start="Start vLLM with --enable-return-routed-experts; completions and chat streams never carry it (use "
+        "stream=False or /inference/v1/generate), nor does HTTP before 0.21.",
+        request="""\
+POST /v1/completions
+{"model": "MODEL", "prompt": "The capital of France is", "max_tokens": 16, "logprobs": 1, "return_token_ids": true}""",
+        sends="`choices[i].routed_experts`, base64 of a `.npy` file with a row for each token but the last, all layers. "
+        "`routed_experts_prompt_start` leaves rows out: give it as `start`. prime-rl and verifiers send a dict of bytes that "
+        "says where it starts. Read Python's `RequestOutput`, any response, or all chunks of a generate stream.",
+        versions="0.22 and later; 0.21 (prompt and generation apart); 0.14 to 0.20 (Python objects); prime-rl's server",
+        tested="0.30.0 run on a CPU: Python, completions, chat, generate and its stream, n > 1, prefix hits, aborts, TP2, "
+        "bf16; others written",
+        reads_version=True,
+    )
+)
+"""vLLM; see the module."""
