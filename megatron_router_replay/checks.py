@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_router_replay.errors import TraceError
+from megatron_router_replay.errors import LayoutError, TraceError
 
 Check = Callable[[Tensor, str], None]
 """(failed, message): raises now if the host knows that `failed` holds, else when the session ends."""
@@ -51,3 +51,39 @@ def shown(value: Any, length: int = 80) -> str:
         return repr(value)[:length]
     except Exception:  # Python refuses to write integers of thousands of digits; a caller's class may do anything
         return f"a {type(value).__name__} that cannot be written out"
+
+
+def as_integers(values: Any, name: str) -> Tensor:
+    """Return integers given as a tensor, a numpy array or a list.
+
+    Raises:
+        LayoutError: they are no integers.
+    """
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LayoutError(
+            f"MRR201: {name} must be integers in a tensor or an array, got {type(values).__name__}: {error}"
+        ) from error
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        raise LayoutError(f"MRR201: {name} must be integers, got {list(tensor.shape)} {tensor.dtype}.")
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+        raise LayoutError(
+            f"MRR201: {name} must be a plain tensor, got a {'nested' if tensor.is_nested else tensor.layout} one on "
+            f"{tensor.device}: give [b, s], or [1, total] of a packed batch (nested.values().unsqueeze(0))."
+        )
+    return tensor
+
+
+def as_mask(values: Any, name: str) -> Tensor:
+    """Return a mask given as a tensor, a numpy array or a list, True where it is not zero.
+
+    Raises:
+        LayoutError: it is none of these.
+    """
+    try:
+        return torch.as_tensor(values) != 0
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LayoutError(
+            f"MRR201: {name} must be a mask in a tensor or an array, got {type(values).__name__}: {error}"
+        ) from error

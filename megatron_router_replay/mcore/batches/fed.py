@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_router_replay.checks import Check
+from megatron_router_replay.checks import Check, as_integers, as_mask
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.rows import LaidOut, as_integers, as_mask, check_trained
+from megatron_router_replay.mcore.batches.rows import LaidOut, check_trained
 from megatron_router_replay.mcore.batches.upload import take_layers
 from megatron_router_replay.mcore.heart.streams import to_device
 from megatron_router_replay.mcore.model.find import FoundRouter

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_router_replay.checks import Check
+from megatron_router_replay.checks import Check, as_integers, as_mask
 from megatron_router_replay.errors import LayoutError
 
 
@@ -141,39 +141,3 @@ class RowInputs:
             dtype = torch.int64 if name == "token_ids" else torch.bool
             beside[name] = values.reshape(as_2d).to(rows.device, dtype, copy=True)
         return cls(rows=rows.reshape(as_2d).to(torch.int64, copy=True), **beside)
-
-
-def as_integers(values: Any, name: str) -> Tensor:
-    """Return integers given as a tensor, a numpy array or a list.
-
-    Raises:
-        LayoutError: they are no integers.
-    """
-    try:
-        tensor = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise LayoutError(
-            f"MRR201: {name} must be integers in a tensor or an array, got {type(values).__name__}: {error}"
-        ) from error
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
-        raise LayoutError(f"MRR201: {name} must be integers, got {list(tensor.shape)} {tensor.dtype}.")
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
-        raise LayoutError(
-            f"MRR201: {name} must be a plain tensor, got a {'nested' if tensor.is_nested else tensor.layout} one on "
-            f"{tensor.device}: give [b, s], or [1, total] of a packed batch (nested.values().unsqueeze(0))."
-        )
-    return tensor
-
-
-def as_mask(values: Any, name: str) -> Tensor:
-    """Return a mask given as a tensor, a numpy array or a list, True where it is not zero.
-
-    Raises:
-        LayoutError: it is none of these.
-    """
-    try:
-        return torch.as_tensor(values) != 0
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise LayoutError(
-            f"MRR201: {name} must be a mask in a tensor or an array, got {type(values).__name__}: {error}"
-        ) from error

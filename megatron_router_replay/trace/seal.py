@@ -1,0 +1,508 @@
+"""The seal: a row of routes carries its token, and itself, from the place where it enters to the router that uses it.
+
+    sealed = stamp(routes, tokens, num_experts=128)    once a sample, where the rollout enters the trainer: every id is checked
+    rows = prove(batch, num_experts=128)               a micro-batch, whatever happened in between: one pass over the rows
+
+A seal is some layers more on the layer axis, so a trainer's own code lays it out as it lays out routes. Its format, version 1:
+
+    row      the ids of all layers, in bytes (up to 256 experts; 255 at topk=1, where 255 is filler) or little-endian 16-bit words
+    sum      the row's little-endian 64-bit words, zeros behind the last, each times an odd number of its own, and a start that
+             names num_experts, layers and topk; modulo 2**64
+    seal     seal_layers(topk) * topk values below 256, whatever dtype carries them: 0xB0 + bytes of an id, then up to seven
+             bytes, lowest first: the highest ones of the sum xor the lowest 24 bits of the token's id; zeros behind these
+
+So 32 bits (topk 1 and 5) to 56 bits (topk 8 and more) tell a row that was changed, and every other token below 2**24 is told
+for sure. A cast to a wider dtype changes no value. A row without a route holds the same value everywhere, the seal included:
+-1, or the 255 that -1 becomes in uint8; no seal begins with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron_router_replay.checks import as_integer, as_integers
+from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.trace.ids import MAX_EXPERTS, find_invalid_routes, index_dtype, narrow_ids
+from megatron_router_replay.trace.runs import as_slice
+
+if TYPE_CHECKING:
+    from megatron_router_replay.engines.model_info import ModelRoutingInfo
+
+_VERSION = 0xB0
+_TOKEN = (1 << 24) - 1
+_WORD = (1 << 64) - 1
+_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def seal_layers(topk: int) -> int:
+    """Return how many layers a seal takes: 5 at topk=1, 3 at 2, 2 at 3 and 4, else 1."""
+    return -(-5 // topk)
+
+
+def stamp(
+    routes: Any,
+    tokens: Any,
+    *,
+    num_experts: int | None = None,
+    model: ModelRoutingInfo | None = None,
+    dtype: torch.dtype | None = None,
+    filler: Any = None,
+    missing: str = "raise",
+) -> Tensor:
+    """Check a sample's routes and seal each row with its token. Call it where the rollout's routes enter the trainer.
+
+    What a row holds is settled here: ids that no router can have chosen raise, and are not looked for again. A layer of -1,
+    or of zeros where topk is above 1, may be a dense one; without `model` that is settled at the micro-batch.
+
+    Args:
+        routes: [..., layers, topk] integers, a row for each of the first tokens; all layers that the engine sends. A row of
+            -1 has no route.
+        tokens: [...] or longer in its last dimension: the ids of the tokens.
+        num_experts: of the model.
+        model: in its place, what `engines.ModelRoutingInfo.from_hf_config` or `mcore.routing_info` reads off the model; it
+            also says which layers hold routes and which are dense.
+        dtype: of the result, signed where the trainer pads with -1. None: uint8 up to 256 experts, else int16.
+        filler: [topk] ids that the trainer wrote in every layer of a row without a route, as `range(topk)`.
+        missing: "raise", or "live": a row that no router can have chosen has no route, so the live router decides it.
+
+    Returns:
+        [..., layers + seal_layers(topk), topk]. A row without a route is -1 everywhere, 255 in uint8.
+
+    Raises:
+        LayoutError: an id is no expert's, or an expert is named twice (MRR103); shapes do not fit, or an argument is unknown
+            (MRR411). On a GPU an assertion of the device fails for the first, without a wait here.
+    """
+    routes, tokens = as_integers(routes, "routes"), as_integers(tokens, "tokens")
+    tokens = tokens[..., : routes.shape[-3]] if routes.dim() >= 3 else tokens
+    if routes.dim() < 3 or not routes.shape[-2] or not routes.shape[-1] or tokens.shape != routes.shape[:-2]:
+        raise LayoutError(
+            f"MRR411: cannot stamp routes {list(routes.shape)} with tokens {list(tokens.shape)}: give [..., layers, "
+            "topk] routes and one token a row."
+        )
+    layers, topk = int(routes.shape[-2]), int(routes.shape[-1])
+    experts = _num_experts(num_experts, model, topk)
+    width, routed = _id_bytes(experts, topk), _routed_columns(model, layers)
+    dtype = _carrier(dtype, width)
+    if missing not in ("raise", "live"):
+        raise LayoutError(f"MRR411: cannot stamp with missing={missing!r}: it is 'raise' or 'live'.")
+    rows = as_stored(routes).reshape(-1, layers, topk)
+    judged = judge(rows, num_experts=experts, filler=filler, routed=routed)
+    if missing == "raise":
+        _refuse_broken(judged.broken, rows, experts, routed)
+    packed = _packed(judged.ids.view(len(rows), -1), width)
+    seal = _seals(packed, tokens.reshape(-1).to(routes.device), layers=layers, topk=topk, num_experts=experts)
+    sealed = torch.empty(len(rows), layers + seal_layers(topk), topk, dtype=dtype, device=routes.device)
+    sealed[:, :layers] = packed[:, : layers * topk].view(judged.ids.shape)
+    sealed[:, layers:] = seal.view(len(rows), -1, topk)
+    no_route = judged.absent | judged.broken
+    if routes.is_cuda or bool(no_route.any()):
+        sealed.masked_fill_(no_route.view(-1, 1, 1), 255 if dtype is torch.uint8 else -1)
+    return sealed.view(*routes.shape[:-2], -1, topk)
+
+
+def stamp_batch(routes: Sequence[Any], tokens: Sequence[Any], **options: Any) -> list[Tensor]:
+    """Stamp all samples of a rollout; see `stamp`.
+
+    A sample of T tokens has T rows or T - 1, for nobody read its last token. With T rows, a route in the last one raises: rows
+    that are one too late put one there. T - 1 rows cannot show that they are late, and no rows show that two samples were
+    exchanged before they were stamped; only the live router tells that, by how often it agrees.
+
+    Args:
+        routes: [T or T - 1, layers, topk] of each sample. In a last row, zeros are no route where topk is above 1.
+        tokens: [T] of each sample.
+        options: as of `stamp`.
+
+    Raises:
+        LayoutError: as `stamp`; there is another number of samples or of rows (MRR411), or a last token has a route (MRR103).
+    """
+    if len(routes) != len(tokens):
+        raise LayoutError(f"MRR411: cannot stamp routes of {len(routes)} samples with tokens of {len(tokens)}.")
+    stamped = []
+    for i, (values, ids) in enumerate(zip(routes, tokens)):
+        rows, ids = as_integers(values, f"routes of sample {i}"), as_integers(ids, f"tokens of sample {i}")
+        if rows.dim() != 3 or ids.dim() != 1 or len(ids) - len(rows) not in (0, 1):
+            raise LayoutError(
+                f"MRR411: sample {i} has routes {list(rows.shape)} and tokens {list(ids.shape)}: give [T or T - 1, layers, "
+                "topk] and [T]."
+            )
+        try:
+            if len(rows) == len(ids) and len(ids):
+                rows = _without_a_last_route(rows, options.get("filler"))
+            stamped.append(stamp(rows, ids, **options))
+        except LayoutError as error:
+            raise LayoutError(f"cannot stamp sample {i}: {error}") from error
+    return stamped
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Rows of routes, and what is known of each; copies.
+
+    Args:
+        ids: [n, layers, topk] in the dtype that ids of the model need: legal experts, or filler in some layers of a row.
+            Rows that are absent or broken hold experts 0, 1, ...
+        absent: [n] bool, True: the row has no route.
+        broken: [n] bool, True: the row is neither a route nor absent.
+        tokens: [n] int64, the lowest 24 bits of the token that each row was sealed with, if it is neither absent nor broken;
+            None: rows without a seal.
+    """
+
+    ids: Tensor
+    absent: Tensor
+    broken: Tensor
+    tokens: Tensor | None = None
+
+    def of_other_tokens(self, token_ids: Tensor) -> Tensor:
+        """Return [n] bool on the device of token_ids, [n]: the row is broken, or was sealed with another token."""
+        assert self.tokens is not None, "sealed rows"
+        on_device = (_to(each, token_ids.device) for each in (self.tokens, self.broken, ~self.absent))
+        tokens, broken, present = on_device
+        return (tokens != (token_ids.to(torch.int64) & _TOKEN)) & present | broken
+
+
+def prove(batch: Tensor, *, num_experts: int, filler: Any = None) -> Rows:
+    """Tell rows that are as `stamp` sealed them from those that are absent or broken, and for which token; nobody waits.
+
+    Args:
+        batch: [n, layers and seal, topk], any integer dtype.
+        num_experts: of the model.
+        filler: [topk] ids that the trainer wrote in every layer, the seal's too, of a row without a route.
+
+    Raises:
+        LayoutError: there are no more layers than a seal takes.
+    """
+    num_rows, both, topk = batch.shape
+    layers, width = both - seal_layers(topk), _id_bytes(num_experts, topk)
+    if layers < 1:
+        raise LayoutError(
+            f"MRR411: routes of {both} layers hold no seal, which takes {seal_layers(topk)} at topk={topk}: stamp them where "
+            "the rollout enters the trainer, with mrr.stamp, and feed all layers."
+        )
+    flat = as_stored(batch).reshape(num_rows, -1)
+    packed = _packed(flat[:, : layers * topk], width)
+    tag, stored, bits = _opened(flat[:, layers * topk :])
+    tokens = stored ^ _high_bits(packed, bits, layers=layers, topk=topk, num_experts=num_experts)
+    broken = (tokens > _TOKEN) | (tag != _VERSION + width)
+    if flat.element_size() > width:
+        broken |= _changed_by_cast(flat, layers * topk, packed)
+    absent = _absent(flat, layers * topk, (-1, 255), filler, layers=both)
+    ids = packed[:, : layers * topk].view(num_rows, layers, topk).to(index_dtype(num_experts))
+    return Rows(ids=_legal_where(broken | absent, ids), absent=absent, broken=broken & ~absent, tokens=tokens)
+
+
+def explain(batch: Tensor, rows: Rows, token_ids: Tensor, *, num_experts: int) -> str:
+    """Say what is wrong with the first row that is broken or another token's, and what to do; for values that the host has.
+
+    Args:
+        batch: as `prove` got it, and `rows` as it said.
+        token_ids: [n].
+    """
+    wrong = rows.of_other_tokens(token_ids)
+    first, topk = int(wrong.nonzero()[0]), batch.shape[2]
+    assert rows.tokens is not None, "sealed rows"
+    head, token = f"row {first} ({int(wrong.sum())} in all)", int(token_ids[first])
+    if not rows.broken[first]:
+        return (
+            f"{head} is the row of token {int(rows.tokens[first])}, the model gets token {token} there: routes are of other "
+            "tokens than the model gets at their positions. The trainer lays them out in another order than tokens (context "
+            "parallelism, padding side, [s, b]), or cut one of the two."
+        )
+    layers, width = batch.shape[1] - seal_layers(topk), _id_bytes(num_experts, topk)
+    row = as_stored(batch[first]).reshape(1, -1)
+    tag, stored, bits = _opened(row[:, layers * topk :])
+    if int(tag) & ~0xF != _VERSION:
+        return (
+            f"{head} bears no seal: stamp routes where the rollout enters the trainer, with mrr.stamp of this release, and "
+            "feed all layers; the chunk selects its own. Name what stands in rows without a route: padding=, filler=."
+        )
+    if int(tag) != _VERSION + width:
+        return (
+            f"{head} was sealed with {int(tag) - _VERSION} bytes an id, the model's {num_experts} experts take {width}: say "
+            "the model's num_experts where routes are stamped."
+        )
+    packed = _packed(row[:, : layers * topk], width)
+    for experts in range(1, MAX_EXPERTS + 1):
+        if int(stored ^ _high_bits(packed, bits, layers=layers, topk=topk, num_experts=experts)) == token & _TOKEN:
+            return f"{head} was sealed for a model of {experts} experts, this one has {num_experts}."
+    return (
+        f"{head} is not as it was stamped: ids were changed, or layers cut or exchanged. Feed all layers that were stamped; "
+        "the chunk selects its own."
+    )
+
+
+def judge(routes: Tensor, *, num_experts: int, filler: Any = None, routed: Sequence[int] | None = None) -> Rows:
+    """Tell rows that a router can have chosen from those that are absent or broken, for routes without a seal.
+
+    Args:
+        routes: [n, layers, topk], any integer dtype.
+        num_experts: of the model.
+        filler: [topk] ids that the trainer wrote in every layer of a row without a route.
+        routed: the layers that must hold routes, while all others hold filler. None: each layer of a row may be filler (-1,
+            or zeros where topk is above 1), and one must not be.
+    """
+    if routes.device.type == "cpu":
+        rows = _judged_fast(routes.numpy(), num_experts=num_experts, filler=filler, routed=routed)
+        if rows is not None:
+            return rows
+    num_rows, layers, topk = routes.shape
+    fillers = _filler_values(routes.dtype, num_experts, topk)
+    absent = _absent(routes.reshape(num_rows, -1), 0, fillers, filler, layers=layers)
+    ordered = routes.to(torch.int64).sort(2).values  # torch takes 255 for -1 where it compares uint8 with a number
+    lowest, highest = ordered[:, :, 0], ordered[:, :, -1]
+    is_route = (lowest >= 0) & (highest < num_experts) & ~(ordered[:, :, 1:] == ordered[:, :, :-1]).any(2)
+    is_filler = (lowest == highest) & sum(lowest == value for value in (0, *fillers)).bool()
+    if routed is None:
+        is_filler &= ~is_route
+        broken = ~(is_route | is_filler).all(1) | is_filler.all(1)
+    else:
+        must = torch.tensor([place in routed for place in range(layers)])
+        broken = ~torch.where(_to(must, routes.device), is_route, is_filler).all(1)
+    ids = routes.to(index_dtype(num_experts), copy=True)
+    return Rows(ids=_legal_where(absent | broken, ids), absent=absent, broken=broken & ~absent)
+
+
+def as_stored(values: Tensor) -> Tensor:
+    """Return integers in a dtype that torch computes with; narrow ones stay narrow, for widening costs more than a check."""
+    return values if values.dtype in _DTYPES else values.to(torch.int64)
+
+
+# ---- the format
+
+
+def _id_bytes(num_experts: int, topk: int) -> int:
+    """Return how many bytes of an id the sum takes; 255 is no expert's where one id is a whole route."""
+    return 1 if num_experts + (topk == 1) <= 256 else 2
+
+
+def _packed(flat: Tensor, width: int) -> Tensor:
+    """Return a copy of rows, [n, ids], in as many bytes an id, with zeros up to a multiple of 8 bytes."""
+    num_rows, count = flat.shape
+    per_word = 8 // width
+    packed = torch.empty(
+        num_rows, -(-count // per_word) * per_word, dtype=torch.uint8 if width == 1 else torch.int16, device=flat.device
+    )
+    packed[:, :count] = flat
+    packed[:, count:] = 0
+    return packed
+
+
+def _high_bits(packed: Tensor, bits: int, *, layers: int, topk: int, num_experts: int) -> Tensor:
+    """Return the highest bits of each row's sum, [n] int64."""
+    words = packed.view(torch.int64)
+    weights = _to(_weights(words.shape[1]), words.device)
+    # A GPU has no product of int64 matrices.
+    sums = words.mv(weights) if words.device.type == "cpu" else (words * weights).sum(1)
+    return ((sums + _start(num_experts, layers, topk)) >> (64 - bits)) & ((1 << bits) - 1)
+
+
+def _seals(packed: Tensor, tokens: Tensor, *, layers: int, topk: int, num_experts: int) -> Tensor:
+    """Return the seals of rows, [n, seal_layers(topk) * topk] uint8."""
+    count = seal_layers(topk) * topk
+    stored = _high_bits(packed, 8 * min(7, count - 1), layers=layers, topk=topk, num_experts=num_experts)
+    stored = (stored ^ (tokens.to(torch.int64) & _TOKEN)) << 8 | _VERSION + packed.element_size()
+    seals = torch.zeros(len(packed), max(8, count), dtype=torch.uint8, device=packed.device)
+    seals[:, :8] = stored.unsqueeze(1).view(torch.uint8)
+    return seals[:, :count]
+
+
+def _opened(seals: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return what seals hold, [n, values]: their first byte and the bits behind it, [n] int64 each, and how many these are."""
+    count = min(8, seals.shape[1])
+    as_bytes = torch.zeros(len(seals), 8, dtype=torch.uint8, device=seals.device)
+    as_bytes[:, :count] = seals[:, :count]
+    stored = as_bytes.view(torch.int64).squeeze(1)
+    bits = 8 * (count - 1)
+    return stored & 255, (stored >> 8) & ((1 << bits) - 1), bits
+
+
+def _mixed(number: int) -> int:
+    """Return 64 bits that depend on all bits of a number, as a signed one. Source: splitmix64's finalizer."""
+    z = (number + 1) * 0x9E3779B97F4A7C15 & _WORD
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _WORD
+    z ^= z >> 31
+    return z - (z >> 63 << 64)
+
+
+def _start(num_experts: int, layers: int, topk: int) -> int:
+    return _mixed(1 << 63 | num_experts << 40 | layers << 20 | topk)
+
+
+@lru_cache(maxsize=16)
+def _weights(count: int) -> Tensor:
+    return torch.tensor([_mixed(i) | 1 for i in range(count)], dtype=torch.int64)
+
+
+# ---- which rows are what
+
+
+def _filler_values(dtype: torch.dtype, num_experts: int, topk: int) -> tuple[int, ...]:
+    """Return what an id is where an engine, or a cast, says that there is no route."""
+    return (-1,) if dtype.is_signed else (255,) if _id_bytes(num_experts, topk) == 1 else ()
+
+
+def _absent(flat: Tensor, at: int, fillers: Sequence[int], named: Any, *, layers: int) -> Tensor:
+    """Return [n] bool, True: the row holds filler everywhere.
+
+    Args:
+        flat: [n, values].
+        at: the value of a row that tells most: behind ids, the seal's first.
+        fillers: one of these stands everywhere; or
+        named: [topk] the trainer's own, in each of `layers`; None: it has none.
+    """
+    if named is not None:
+        named = _to(torch.as_tensor(named, dtype=torch.int64), flat.device).to(flat.dtype).repeat(layers)
+
+    def is_absent(rows: Tensor, *, whole: bool) -> Tensor:
+        first = rows[:, at]
+        is_filler = torch.zeros_like(first, dtype=torch.bool)
+        for value in fillers:
+            is_filler |= first == value
+        if whole:
+            is_filler &= (rows == first.unsqueeze(1)).all(1)
+        if named is not None:
+            is_filler |= (rows == named).all(1) if whole else first == named[at]
+        return is_filler
+
+    if flat.device.type != "cpu":
+        return is_absent(flat, whole=True)
+    # Few rows begin like filler, and the rest of a row is read of these alone.
+    absent = is_absent(flat, whole=False)
+    places = absent.nonzero().squeeze(1)
+    return absent.index_copy_(0, places, is_absent(flat[places], whole=True)) if len(places) else absent
+
+
+def _changed_by_cast(flat: Tensor, num_ids: int, packed: Tensor) -> Tensor:
+    """Return [n] bool, True: an id of the row does not fit into the bytes that the sum takes of it, or a value into the seal."""
+    limit = 256 if packed.dtype is torch.uint8 else 32768
+    if flat.device.type == "cpu":
+        unsigned = flat.numpy().view(f"u{flat.element_size()}")  # as which a -1 is the highest
+        if int(unsigned.max(initial=0)) < limit:
+            return torch.zeros(len(flat), dtype=torch.bool)
+        if limit == 256:
+            return torch.from_numpy(unsigned.max(axis=1) >= limit)
+    return (packed[:, :num_ids] != flat[:, :num_ids]).any(1) | ((flat[:, num_ids:] & ~255) != 0).any(1)
+
+
+def _legal_where(mask: Tensor, ids: Tensor) -> Tensor:
+    """Return rows with experts 0, 1, ... where the mask is True; on a CPU in place."""
+    legal = torch.arange(ids.shape[2], dtype=ids.dtype, device=ids.device)
+    if ids.device.type != "cpu":
+        return torch.where(mask.view(-1, 1, 1), legal, ids)
+    places = mask.nonzero().squeeze(1)
+    return ids.index_copy_(0, places, legal.expand(len(places), *ids.shape[1:])) if len(places) else ids
+
+
+def _judged_fast(rows: npt.NDArray[Any], *, num_experts: int, filler: Any, routed: Sequence[int] | None) -> Rows | None:
+    """Judge rows on the host if all of them are sound: one pass, and some layers hold filler in all rows; else None."""
+    num_rows, layers, topk = rows.shape
+    fillers = _filler_values(torch.from_numpy(rows).dtype, num_experts, topk)
+    absent = _absent(torch.from_numpy(rows).reshape(num_rows, -1), 0, fillers, filler, layers=layers)
+    known = ~absent.numpy()
+    if routed is None:
+        first = rows[int(known.argmax())] if num_rows else rows.reshape(-1, topk)
+        dense = [i for i, ids in enumerate(first) if (ids == ids[0]).all() and ids[0] in (*fillers, *[0][: topk - 1])]
+    else:
+        dense = [place for place in range(layers) if place not in routed]
+    is_filler = np.isin(rows[:, dense], (0, *fillers)).all(axis=(1, 2))
+    routed = [place for place in range(layers) if place not in dense]
+    if not routed or not bool((is_filler | ~known).all()):
+        return None
+    span = as_slice(routed)
+    narrow, fault = narrow_ids(rows[:, span], known, num_experts=num_experts)
+    if fault is not None:
+        return None
+    ids = narrow
+    if dense:
+        ids = np.empty(rows.shape, narrow.dtype)
+        ids[:, routed], ids[:, dense] = narrow, rows[:, dense]
+        ids[~known] = np.arange(topk)
+    return Rows(ids=torch.from_numpy(ids), absent=absent, broken=torch.zeros(num_rows, dtype=torch.bool))
+
+
+def _to(values: Tensor, device: torch.device) -> Tensor:
+    """Return values of the host on a device, without a wait: from page-locked memory."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+# ---- what a caller says
+
+
+def _num_experts(num_experts: int | None, model: ModelRoutingInfo | None, topk: int) -> int:
+    if (num_experts is None) == (model is None):
+        raise LayoutError(
+            "MRR411: to stamp routes, say num_experts=, or model= (mrr.engines.ModelRoutingInfo.from_hf_config(...))."
+        )
+    if model is not None and model.topk != topk:
+        raise LayoutError(f"MRR411: routes name {topk} experts a token, the model's topk is {model.topk}.")
+    count: Any = num_experts if model is None else model.num_experts
+    return as_integer("num_experts", count, least=1, most=MAX_EXPERTS, error=LayoutError)
+
+
+def _routed_columns(model: ModelRoutingInfo | None, layers: int) -> list[int] | None:
+    """Return the columns of MoE layers where the model is known."""
+    if model is None:
+        return None
+    if layers not in (model.num_layers, len(model.moe_layer_numbers)):
+        raise LayoutError(
+            f"MRR411: routes have {layers} layers; the model has {model.num_layers}, of which "
+            f"{len(model.moe_layer_numbers)} route. Stamp all layers of the engine's reply; if those of multi-token "
+            "prediction are among them, say num_experts= in place of model=."
+        )
+    return [n - 1 for n in model.moe_layer_numbers] if layers == model.num_layers else list(range(layers))
+
+
+def _carrier(dtype: torch.dtype | None, width: int) -> torch.dtype:
+    if dtype is None:
+        return torch.uint8 if width == 1 else torch.int16
+    if dtype not in _DTYPES or dtype.itemsize < width:
+        raise LayoutError(
+            f"MRR411: cannot stamp as {dtype}: give {'torch.uint8, ' * (width == 1)}int16, int32 or int64."
+        )
+    return dtype
+
+
+def _refuse_broken(broken: Tensor, rows: Tensor, num_experts: int, routed: Sequence[int] | None) -> None:
+    if broken.device.type != "cpu":
+        torch._assert_async(~broken.any(), "MRR103: routes that were stamped are none that a router can have chosen.")
+        return
+    if not bool(broken.any()):
+        return
+    first = int(broken.nonzero()[0])
+    columns = list(range(rows.shape[1])) if routed is None else list(routed)
+    if routed is None:  # which may hold filler, but not all of them
+        columns = [
+            i for i in columns if len(rows[first, i].unique()) > 1 or int(rows[first, i, 0]) not in (0, -1)
+        ] or columns
+    fault = find_invalid_routes(rows[first : first + 1, columns].numpy(), num_experts=num_experts)
+    where = "dense layers hold routes." if fault is None else fault.describe([i + 1 for i in columns], first_row=first)
+    raise LayoutError(
+        f"MRR103: cannot stamp routes that no router can have chosen ({int(broken.sum())} rows): {where} Zeros are lost data; "
+        "name the trainer's filler with filler=, or say missing='live' to leave such rows to the live router."
+    )
+
+
+def _without_a_last_route(rows: Tensor, filler: Any) -> Tensor:
+    """Return the T - 1 first of T rows; the last one must hold no route."""
+    last = rows[-1].to(torch.int64)
+    topk = last.shape[1]
+    is_filler = (last == last[:1, :1]).all() & ((last[0, 0] < int(topk > 1)) | (last[0, 0] == 255))
+    if filler is not None:
+        is_filler |= (last == torch.as_tensor(filler, device=last.device)).all()
+    message = (
+        "MRR103: the row of the last token holds a route: an engine has none for it, so all rows are one too late, or it is a "
+        "copy. Stamp the engine's own rows."
+    )
+    if rows.is_cuda:
+        torch._assert_async(is_filler, message)
+    elif not bool(is_filler):
+        raise LayoutError(message)
+    return rows[:-1]
