@@ -1,13 +1,13 @@
 """The seal: a row of routes carries its token, and itself, from the place where it enters to the router that uses it.
 
-    sealed = stamp(routes, tokens, num_experts=128)    once a sample, where the rollout enters the trainer: every id is checked
-    rows = prove(batch, num_experts=128)               a micro-batch, whatever happened in between: one pass over the rows
+    sealed = stamp(routes, tokens, num_experts=128)    once a sample, where the rollout enters: every id is checked
+    rows = prove(batch, num_experts=128)               a micro-batch, whatever happened in between: one pass
 
-A seal is some layers more on the layer axis, so a trainer's own code lays it out as it lays out routes. Its format, version 1:
+A seal is some layers more on the layer axis, so a trainer's own code lays it out as it does routes. Its format, version 1:
 
-    row      the ids of all layers, in bytes (up to 256 experts; 255 at topk=1, where 255 is filler) or little-endian 16-bit words
-    sum      the row's little-endian 64-bit words, zeros behind the last, each times an odd number of its own, and a start that
-             names num_experts, layers and topk; modulo 2**64
+    row      the ids of all layers, a byte each up to 256 experts (255 at topk=1, where 255 is filler), else two
+    sum      the row's 64-bit words, zeros behind the last, each times an odd number of its own, and a start that names
+             num_experts, layers and topk; modulo 2**64, all words little-endian
     seal     seal_layers(topk) * topk values below 256, whatever dtype carries them: 0xB0 + bytes of an id, then up to seven
              bytes, lowest first: the highest ones of the sum xor the lowest 24 bits of the token's id; zeros behind these
 
@@ -111,9 +111,9 @@ def stamp(
 def stamp_batch(routes: Sequence[Any], tokens: Sequence[Any], **options: Any) -> list[Tensor]:
     """Stamp all samples of a rollout; see `stamp`.
 
-    A sample of T tokens has T rows or T - 1, for nobody read its last token. With T rows, a route in the last one raises: rows
-    that are one too late put one there. T - 1 rows cannot show that they are late, and no rows show that two samples were
-    exchanged before they were stamped; only the live router tells that, by how often it agrees.
+    A sample of T tokens has T rows or T - 1, for nobody read its last token. With T rows, a route in the last one raises,
+    because rows that are one too late put one there. T - 1 rows cannot show that they are late, and no rows show that two
+    samples were exchanged before they were stamped; only the live router tells that, by how often it agrees.
 
     Args:
         routes: [T or T - 1, layers, topk] of each sample. In a last row, zeros are no route where topk is above 1.
@@ -138,7 +138,7 @@ def stamp_batch(routes: Sequence[Any], tokens: Sequence[Any], **options: Any) ->
                 rows = _without_a_last_route(rows, options.get("filler"))
             stamped.append(stamp(rows, ids, **options))
         except LayoutError as error:
-            raise LayoutError(f"cannot stamp sample {i}: {error}") from error
+            raise LayoutError(f"MRR411: cannot stamp sample {i}: {error}") from error
     return stamped
 
 
@@ -258,7 +258,7 @@ def judge(routes: Tensor, *, num_experts: int, filler: Any = None, routed: Seque
     ordered = routes.to(torch.int64).sort(2).values  # torch takes 255 for -1 where it compares uint8 with a number
     lowest, highest = ordered[:, :, 0], ordered[:, :, -1]
     is_route = (lowest >= 0) & (highest < num_experts) & ~(ordered[:, :, 1:] == ordered[:, :, :-1]).any(2)
-    is_filler = (lowest == highest) & sum(lowest == value for value in (0, *fillers)).bool()
+    is_filler = (lowest == highest) & torch.stack([lowest == value for value in (0, *fillers)]).any(0)
     if routed is None:
         is_filler &= ~is_route
         broken = ~(is_route | is_filler).all(1) | is_filler.all(1)
@@ -314,7 +314,7 @@ def _seals(packed: Tensor, tokens: Tensor, *, layers: int, topk: int, num_expert
 
 
 def _opened(seals: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return what seals hold, [n, values]: their first byte and the bits behind it, [n] int64 each, and how many these are."""
+    """Return the first byte of seals [n, values] and the bits behind it, [n] int64 each, and how many bits these are."""
     count = min(8, seals.shape[1])
     as_bytes = torch.zeros(len(seals), 8, dtype=torch.uint8, device=seals.device)
     as_bytes[:, :count] = seals[:, :count]
@@ -381,7 +381,7 @@ def _absent(flat: Tensor, at: int, fillers: Sequence[int], named: Any, *, layers
 
 
 def _changed_by_cast(flat: Tensor, num_ids: int, packed: Tensor) -> Tensor:
-    """Return [n] bool, True: an id of the row does not fit into the bytes that the sum takes of it, or a value into the seal."""
+    """Return [n] bool, True: an id of the row does not fit into the bytes that the sum takes of it, or a seal's into one."""
     limit = 256 if packed.dtype is torch.uint8 else 32768
     if flat.device.type == "cpu":
         unsigned = flat.numpy().view(f"u{flat.element_size()}")  # as which a -1 is the highest
@@ -479,14 +479,13 @@ def _refuse_broken(broken: Tensor, rows: Tensor, num_experts: int, routed: Seque
     first = int(broken.nonzero()[0])
     columns = list(range(rows.shape[1])) if routed is None else list(routed)
     if routed is None:  # which may hold filler, but not all of them
-        columns = [
-            i for i in columns if len(rows[first, i].unique()) > 1 or int(rows[first, i, 0]) not in (0, -1)
-        ] or columns
+        row = rows[first].tolist()
+        columns = [i for i in columns if set(row[i]) not in ({0}, {-1})] or columns
     fault = find_invalid_routes(rows[first : first + 1, columns].numpy(), num_experts=num_experts)
     where = "dense layers hold routes." if fault is None else fault.describe([i + 1 for i in columns], first_row=first)
     raise LayoutError(
-        f"MRR103: cannot stamp routes that no router can have chosen ({int(broken.sum())} rows): {where} Zeros are lost data; "
-        "name the trainer's filler with filler=, or say missing='live' to leave such rows to the live router."
+        f"MRR103: cannot stamp routes that no router can have chosen ({int(broken.sum())} rows): {where} Zeros are lost "
+        "data; name the trainer's filler with filler=, or say missing='live' to leave such rows to the live router."
     )
 
 
@@ -498,8 +497,8 @@ def _without_a_last_route(rows: Tensor, filler: Any) -> Tensor:
     if filler is not None:
         is_filler |= (last == torch.as_tensor(filler, device=last.device)).all()
     message = (
-        "MRR103: the row of the last token holds a route: an engine has none for it, so all rows are one too late, or it is a "
-        "copy. Stamp the engine's own rows."
+        "MRR103: the row of the last token holds a route: an engine has none for it, so all rows are one too late, or it is "
+        "a copy. Stamp the engine's own rows."
     )
     if rows.is_cuda:
         torch._assert_async(is_filler, message)

@@ -135,7 +135,7 @@ def test_every_damaged_row_is_told_and_every_sound_one_passes(shape, num_rows):
     damaged = 0
     for rows in carried(seal.stamp(routes, tokens, num_experts=shape[2])):
         proved = seal.prove(rows, num_experts=shape[2])
-        assert not proved.of_other_tokens(tokens).any() and not proved.absent.any()
+        assert not (proved.of_other_tokens(tokens) | proved.absent).any()
         assert torch.equal(proved.ids.long(), routes)
         for name, change in DAMAGE.items():
             if rows.dtype is torch.uint8 and name in ("an id that a cast hides", "-1 in one layer"):
@@ -172,8 +172,9 @@ def on_a_gpu(shapes):
             assert torch.equal(wrong.cpu(), expected.of_other_tokens(tokens.roll(1)))
 
 
+@pytest.mark.slow
 def test_a_gpu_seals_and_proves_the_same_without_a_wait(gpu_worker):
-    gpu_worker.run(on_a_gpu, [SHAPES[i] for i in (2, 3, 8, 9)])
+    gpu_worker.run(on_a_gpu, [SHAPES[i] for i in (3, 8)])
 
 
 INFO = ModelRoutingInfo(num_layers=3, moe_layer_numbers=(2, 3), num_experts=8, topk=2)
