@@ -68,7 +68,7 @@ def of_slime(folder: str, *, edited: bool) -> Preparation:
                 replay.record(layers[:, layer])
 
         def fed() -> None:
-            stamped = [mrr.stamp(r, t, dtype=torch.int16) for r, t in zip(routes, tokens)]
+            stamped = mrr.stamp_batch(routes, tokens, num_experts=EXPERTS)
             model._feed_routes(args, batch.chunk, laid_out | {"rollout_routed_experts": stamped})
 
         return fed if edited else own
@@ -111,7 +111,7 @@ def of_miles(folder: str, *, edited: bool) -> Preparation:
             )
 
         def fed() -> None:
-            stamped = [mrr.stamp(r, t, dtype=torch.int16) for r, t in zip(batch.routes[:, :-1], batch.tokens)]
+            stamped = mrr.stamp_batch(batch.routes[:, :-1], batch.tokens, num_experts=EXPERTS, dtype=torch.int16)
             model._feed_routes(batch.chunk, get_batch(stamped, field)[1])
 
         return fed if edited else own
@@ -130,7 +130,7 @@ def of_nemo_rl(folder: str, *, edited: bool) -> Preparation:
         def fed() -> None:  # the lines of the page; there they stand in the midst of longer functions
             mrr.microbatch(
                 batch.chunk,
-                routes=mrr.stamp(routes, tokens),
+                routes=mrr.stamp(routes, tokens, num_experts=EXPERTS, dtype=torch.int16),
                 filler=range(routes.shape[-1]),
                 stamped=True,
                 token_ids=tokens,

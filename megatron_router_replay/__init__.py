@@ -19,14 +19,13 @@ if TYPE_CHECKING:
         microbatch,
         record,
         replay,
-        stamp,
         uninstall,
     )
     from megatron_router_replay.mcore.batches.attach import attach
     from megatron_router_replay.mcore.heart.driven import RouterReplay, RouterReplayAction
     from megatron_router_replay.mcore.sessions.explain import explain
     from megatron_router_replay.store import load_trace, save_trace
-    from megatron_router_replay.trace import RoutingTrace, concat_traces, merge_traces
+    from megatron_router_replay.trace import RoutingTrace, concat_traces, merge_traces, stamp, stamp_batch
 
 __version__ = "0.3.0.dev0"
 
@@ -57,6 +56,7 @@ __all__ = [
     "replay",
     "save_trace",
     "stamp",
+    "stamp_batch",
     "store",
     "trainers",
     "transport",
@@ -80,7 +80,8 @@ _MODULES = {
     "record": "mcore",
     "replay": "mcore",
     "save_trace": "store",
-    "stamp": "mcore",
+    "stamp": "trace",
+    "stamp_batch": "trace",
     "uninstall": "mcore",
 }
 """Public name -> the module that has it; every other public name is a module itself."""

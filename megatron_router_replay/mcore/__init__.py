@@ -1,7 +1,6 @@
 """Routing replay in Megatron-Core models; of the core, the only part that imports megatron.core."""
 
 from megatron_router_replay.mcore.batches.attach import attach, broadcast_routing_rows
-from megatron_router_replay.mcore.batches.fed import stamp
 from megatron_router_replay.mcore.heart import seam
 from megatron_router_replay.mcore.heart.driven import RouterReplay, RouterReplayAction, install, uninstall
 from megatron_router_replay.mcore.heart.tape import Tape
@@ -35,6 +34,5 @@ __all__ = [
     "record",
     "replay",
     "routing_info",
-    "stamp",
     "uninstall",
 ]

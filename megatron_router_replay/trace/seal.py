@@ -19,7 +19,7 @@ for sure. A cast to a wider dtype changes no value. A row without a route holds 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_router_replay.checks import as_integer, as_integers
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.trace.ids import MAX_EXPERTS, find_invalid_routes, index_dtype, narrow_ids
+from megatron_router_replay.trace.ids import MAX_EXPERTS, find_invalid_routes, narrow_ids
 from megatron_router_replay.trace.runs import as_slice
 
 if TYPE_CHECKING:
@@ -97,15 +97,15 @@ def stamp(
     judged = judge(rows, num_experts=experts, filler=filler, routed=routed)
     if missing == "raise":
         _refuse_broken(judged.broken, rows, experts, routed)
-    packed = _packed(judged.ids.view(len(rows), -1), width)
+    packed = _packed(judged.ids.flatten(1), width)
     seal = _seals(packed, tokens.reshape(-1).to(routes.device), layers=layers, topk=topk, num_experts=experts)
     sealed = torch.empty(len(rows), layers + seal_layers(topk), topk, dtype=dtype, device=routes.device)
     sealed[:, :layers] = packed[:, : layers * topk].view(judged.ids.shape)
-    sealed[:, layers:] = seal.view(len(rows), -1, topk)
+    sealed[:, layers:] = seal.view(len(rows), seal_layers(topk), topk)
     no_route = judged.absent | judged.broken
     if routes.is_cuda or bool(no_route.any()):
         sealed.masked_fill_(no_route.view(-1, 1, 1), 255 if dtype is torch.uint8 else -1)
-    return sealed.view(*routes.shape[:-2], -1, topk)
+    return sealed.view(*routes.shape[:-2], layers + seal_layers(topk), topk)
 
 
 def stamp_batch(routes: Sequence[Any], tokens: Sequence[Any], **options: Any) -> list[Tensor]:
@@ -128,9 +128,9 @@ def stamp_batch(routes: Sequence[Any], tokens: Sequence[Any], **options: Any) ->
     stamped = []
     for i, (values, ids) in enumerate(zip(routes, tokens)):
         rows, ids = as_integers(values, f"routes of sample {i}"), as_integers(ids, f"tokens of sample {i}")
-        if rows.dim() != 3 or ids.dim() != 1 or len(ids) - len(rows) not in (0, 1):
+        if rows.dim() != 3 or ids.dim() != 1 or len(rows) > len(ids):
             raise LayoutError(
-                f"MRR411: sample {i} has routes {list(rows.shape)} and tokens {list(ids.shape)}: give [T or T - 1, layers, "
+                f"MRR411: sample {i} has routes {list(rows.shape)} and tokens {list(ids.shape)}: give [T or fewer, layers, "
                 "topk] and [T]."
             )
         try:
@@ -147,7 +147,7 @@ class Rows:
     """Rows of routes, and what is known of each; copies.
 
     Args:
-        ids: [n, layers, topk] in the dtype that ids of the model need: legal experts, or filler in some layers of a row.
+        ids: [n, layers, topk] uint8 or int16: legal experts, or filler in some layers of a row.
             Rows that are absent or broken hold experts 0, 1, ...
         absent: [n] bool, True: the row has no route.
         broken: [n] bool, True: the row is neither a route nor absent.
@@ -166,6 +166,16 @@ class Rows:
         on_device = (_to(each, token_ids.device) for each in (self.tokens, self.broken, ~self.absent))
         tokens, broken, present = on_device
         return (tokens != (token_ids.to(torch.int64) & _TOKEN)) & present | broken
+
+    def lack_a_layer(self, num_experts: int) -> Tensor:
+        """Return [n] bool, True: a sealed row holds filler in one of its layers."""
+        first, last = self.ids[:, :, 0], self.ids[:, :, -1]
+        is_filler = first == last if self.ids.shape[2] > 1 else (first < 0) | (first.to(torch.int16) >= num_experts)
+        return is_filler.any(1) & ~(self.absent | self.broken)
+
+    def without(self, mask: Tensor) -> Rows:
+        """Return them with the rows where the mask is True absent."""
+        return replace(self, ids=_legal_where(mask, self.ids), absent=self.absent | mask)
 
 
 def prove(batch: Tensor, *, num_experts: int, filler: Any = None) -> Rows:
@@ -186,7 +196,7 @@ def prove(batch: Tensor, *, num_experts: int, filler: Any = None) -> Rows:
             f"MRR411: routes of {both} layers hold no seal, which takes {seal_layers(topk)} at topk={topk}: stamp them where "
             "the rollout enters the trainer, with mrr.stamp, and feed all layers."
         )
-    flat = as_stored(batch).reshape(num_rows, -1)
+    flat = as_stored(batch).flatten(1)
     packed = _packed(flat[:, : layers * topk], width)
     tag, stored, bits = _opened(flat[:, layers * topk :])
     tokens = stored ^ _high_bits(packed, bits, layers=layers, topk=topk, num_experts=num_experts)
@@ -194,27 +204,30 @@ def prove(batch: Tensor, *, num_experts: int, filler: Any = None) -> Rows:
     if flat.element_size() > width:
         broken |= _changed_by_cast(flat, layers * topk, packed)
     absent = _absent(flat, layers * topk, (-1, 255), filler, layers=both)
-    ids = packed[:, : layers * topk].view(num_rows, layers, topk).to(index_dtype(num_experts))
+    ids = packed[:, : layers * topk].view(num_rows, layers, topk)
     return Rows(ids=_legal_where(broken | absent, ids), absent=absent, broken=broken & ~absent, tokens=tokens)
 
 
-def explain(batch: Tensor, rows: Rows, token_ids: Tensor, *, num_experts: int) -> str:
-    """Say what is wrong with the first row that is broken or another token's, and what to do; for values that the host has.
+OTHER_TOKENS = (
+    "routes are of other tokens than the model gets at their positions: the trainer lays routes out in another order than "
+    "tokens (context parallelism, padding side, [s, b]), or cut one of the two; or they are not as they were stamped."
+)
+"""What is wrong with a row, where the host cannot look."""
+
+
+def explain(batch: Tensor, rows: Rows, wrong: Tensor, token_ids: Tensor, *, num_experts: int) -> str:
+    """Say what is wrong with the first row that is not its token's, and what to do.
 
     Args:
         batch: as `prove` got it, and `rows` as it said.
+        wrong: [n] bool on the host; the rows that are one of the two and no padding.
         token_ids: [n].
     """
-    wrong = rows.of_other_tokens(token_ids)
     first, topk = int(wrong.nonzero()[0]), batch.shape[2]
     assert rows.tokens is not None, "sealed rows"
     head, token = f"row {first} ({int(wrong.sum())} in all)", int(token_ids[first])
     if not rows.broken[first]:
-        return (
-            f"{head} is the row of token {int(rows.tokens[first])}, the model gets token {token} there: routes are of other "
-            "tokens than the model gets at their positions. The trainer lays them out in another order than tokens (context "
-            "parallelism, padding side, [s, b]), or cut one of the two."
-        )
+        return f"{head} is the row of token {int(rows.tokens[first])}, the model gets {token} there: {OTHER_TOKENS}"
     layers, width = batch.shape[1] - seal_layers(topk), _id_bytes(num_experts, topk)
     row = as_stored(batch[first]).reshape(1, -1)
     tag, stored, bits = _opened(row[:, layers * topk :])
@@ -254,7 +267,7 @@ def judge(routes: Tensor, *, num_experts: int, filler: Any = None, routed: Seque
             return rows
     num_rows, layers, topk = routes.shape
     fillers = _filler_values(routes.dtype, num_experts, topk)
-    absent = _absent(routes.reshape(num_rows, -1), 0, fillers, filler, layers=layers)
+    absent = _absent(routes.flatten(1), 0, fillers, filler, layers=layers)
     ordered = routes.to(torch.int64).sort(2).values  # torch takes 255 for -1 where it compares uint8 with a number
     lowest, highest = ordered[:, :, 0], ordered[:, :, -1]
     is_route = (lowest >= 0) & (highest < num_experts) & ~(ordered[:, :, 1:] == ordered[:, :, :-1]).any(2)
@@ -265,7 +278,7 @@ def judge(routes: Tensor, *, num_experts: int, filler: Any = None, routed: Seque
     else:
         must = torch.tensor([place in routed for place in range(layers)])
         broken = ~torch.where(_to(must, routes.device), is_route, is_filler).all(1)
-    ids = routes.to(index_dtype(num_experts), copy=True)
+    ids = routes.to(_ids_dtype(_id_bytes(num_experts, topk)), copy=True)
     return Rows(ids=_legal_where(absent | broken, ids), absent=absent, broken=broken & ~absent)
 
 
@@ -282,13 +295,15 @@ def _id_bytes(num_experts: int, topk: int) -> int:
     return 1 if num_experts + (topk == 1) <= 256 else 2
 
 
+def _ids_dtype(width: int) -> torch.dtype:
+    return torch.uint8 if width == 1 else torch.int16
+
+
 def _packed(flat: Tensor, width: int) -> Tensor:
     """Return a copy of rows, [n, ids], in as many bytes an id, with zeros up to a multiple of 8 bytes."""
     num_rows, count = flat.shape
     per_word = 8 // width
-    packed = torch.empty(
-        num_rows, -(-count // per_word) * per_word, dtype=torch.uint8 if width == 1 else torch.int16, device=flat.device
-    )
+    packed = torch.empty(num_rows, -(-count // per_word) * per_word, dtype=_ids_dtype(width), device=flat.device)
     packed[:, :count] = flat
     packed[:, count:] = 0
     return packed
@@ -405,7 +420,7 @@ def _judged_fast(rows: npt.NDArray[Any], *, num_experts: int, filler: Any, route
     """Judge rows on the host if all of them are sound: one pass, and some layers hold filler in all rows; else None."""
     num_rows, layers, topk = rows.shape
     fillers = _filler_values(torch.from_numpy(rows).dtype, num_experts, topk)
-    absent = _absent(torch.from_numpy(rows).reshape(num_rows, -1), 0, fillers, filler, layers=layers)
+    absent = _absent(torch.from_numpy(rows).flatten(1), 0, fillers, filler, layers=layers)
     known = ~absent.numpy()
     if routed is None:
         first = rows[int(known.argmax())] if num_rows else rows.reshape(-1, topk)
@@ -422,7 +437,7 @@ def _judged_fast(rows: npt.NDArray[Any], *, num_experts: int, filler: Any, route
         return None
     ids = narrow
     if dense:
-        ids = np.empty(rows.shape, narrow.dtype)
+        ids = np.empty(rows.shape, np.uint8 if _id_bytes(num_experts, topk) == 1 else np.int16)
         ids[:, routed], ids[:, dense] = narrow, rows[:, dense]
         ids[~known] = np.arange(topk)
     return Rows(ids=torch.from_numpy(ids), absent=absent, broken=torch.zeros(num_rows, dtype=torch.bool))
@@ -462,7 +477,7 @@ def _routed_columns(model: ModelRoutingInfo | None, layers: int) -> list[int] | 
 
 def _carrier(dtype: torch.dtype | None, width: int) -> torch.dtype:
     if dtype is None:
-        return torch.uint8 if width == 1 else torch.int16
+        return _ids_dtype(width)
     if dtype not in _DTYPES or dtype.itemsize < width:
         raise LayoutError(
             f"MRR411: cannot stamp as {dtype}: give {'torch.uint8, ' * (width == 1)}int16, int32 or int64."

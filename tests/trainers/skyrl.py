@@ -15,6 +15,15 @@ from tests.trainers.stand_ins import trainer_imports
 
 SOURCE = Source(name="skyrl", packages=("skyrl",))
 SERVICES = ("pydantic", "ray", "transformers", "wandb")
+HF_CONFIG = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": oracle.LAYERS,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_routed_experts": oracle.EXPERTS,
+    "num_experts_per_tok": oracle.TOPK,
+    "n_shared_experts": None,
+}
 
 
 class Config(SimpleNamespace):
@@ -52,39 +61,39 @@ def config(packs: bool, max_tokens: int) -> Config:
 
 
 def batch(seed: int) -> Any:
-    """SkyRL's own tensors of a rollout: prompts padded on the left; the worker gets what the trainer would send."""
-    from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
-    from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors, make_router_padding_mask
+    """SkyRL's own tensors of a rollout, from the generator's reply by its trainer: prompts padded on the left."""
+    from skyrl.train import trainer
 
     ids, routes = oracle.rollout(seed)
-    lengths = [len(part) - prompt for part, prompt in zip(ids, oracle.PROMPTS)]
-    experts = [part.numpy().astype(np.uint8) for part in routes]
-    sequences, attention_mask, response_mask, rewards, loss_mask, log_probs, indices = (
-        convert_prompts_responses_to_batch_tensors(
-            0,
-            [part[:prompt].tolist() for part, prompt in zip(ids, oracle.PROMPTS)],
-            [part[prompt:].tolist() for part, prompt in zip(ids, oracle.PROMPTS)],
-            [[0.0] * length for length in lengths],
-            [[1] * length for length in lengths],
-            [[-1.0] * length for length in lengths],
-            experts,
-        )
+    prompts = [part[:prompt].tolist() for part, prompt in zip(ids, oracle.PROMPTS)]
+    responses = [part[prompt:].tolist() for part, prompt in zip(ids, oracle.PROMPTS)]
+    me = object.__new__(trainer.RayPPOTrainer)
+    me.cfg = Config(
+        trainer=Config(
+            algorithm=Config(off_policy_correction=Config()),
+            critic=Config(model=Config()),
+            policy=Config(model=Config()),
+            train_batch_size=len(ids),
+            policy_mini_batch_size=len(ids),
+        ),
+        generator=Config(n_samples_per_prompt=1, step_wise_trajectories=False),
     )
-    made = TrainingInputBatch(
-        {
-            "sequences": sequences,
-            "attention_mask": attention_mask,
-            "response_mask": response_mask,
-            "loss_mask": loss_mask,
-            "rollout_logprobs": log_probs,
-            "rollout_expert_indices": indices,
-            "router_padding_mask": make_router_padding_mask(attention_mask, [len(part) for part in experts]),
-            "action_log_probs": torch.full_like(log_probs, -1.0),
-            "base_action_log_probs": torch.full_like(log_probs, -1.0),
-            "advantages": torch.ones_like(log_probs),
-        }
-    )
-    made.metadata = {"response_length": response_mask.shape[1]}
+    me.tokenizer, me.all_metrics = SimpleNamespace(pad_token_id=0), {}
+    me.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: 1)
+    trainer.AutoConfig = SimpleNamespace(from_pretrained=lambda path: HF_CONFIG)
+    reply = {
+        "prompt_token_ids": prompts,
+        "response_ids": responses,
+        "rewards": [[0.0] * len(part) for part in responses],
+        "loss_masks": [[1] * len(part) for part in responses],
+        "rollout_logprobs": [[-1.0] * len(part) for part in responses],
+        "rollout_expert_indices": [part.numpy().astype(np.uint8) for part in routes],
+    }
+    made = me.convert_to_training_input(reply, [str(i) for i in range(len(ids))])
+    log_probs = made["rollout_logprobs"]
+    for name in ("action_log_probs", "base_action_log_probs"):
+        made[name] = torch.full_like(log_probs, -1.0)
+    made["advantages"] = torch.ones_like(log_probs)
     return made
 
 

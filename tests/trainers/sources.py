@@ -1,4 +1,4 @@
-"""A trainer's code from a folder that an environment variable names, with the edits of its documented page applied.
+"""A trainer's code from a folder that an environment variable names, with its file of examples/trainers applied.
 
 Nothing of a trainer is part of this project: without the variable its tests are skipped.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs" / "trainers"
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Source:
     """One trainer.
 
     Args:
-        name: of its page, docs/trainers/<name>.md.
+        name: of its page, docs/trainers/<name>.md, and its edits, examples/trainers/<name>.patch.
         packages: the folders of its repository that are copied and imported.
     """
 
@@ -34,15 +34,14 @@ class Source:
     def variable(self) -> str:
         return f"{self.name.upper()}_DIR"
 
-    def diff(self) -> str:
-        """Return the unified diff of the page."""
-        found = re.findall(r"^```diff\n(.*?)^```$", (DOCS / f"{self.name}.md").read_text(), re.DOTALL | re.MULTILINE)
-        assert found, f"docs/trainers/{self.name}.md has no diff"
-        return "".join(found)
+    @property
+    def patch(self) -> Path:
+        return ROOT / "examples" / "trainers" / f"{self.name}.patch"
 
     def commit(self) -> str:
         """Return the commit that the page names."""
-        found = re.search(r"commit `([0-9a-f]{8,40})`", (DOCS / f"{self.name}.md").read_text())
+        page = ROOT / "docs" / "trainers" / f"{self.name}.md"
+        found = re.search(r"commit `([0-9a-f]{8,40})`", page.read_text())
         assert found, f"docs/trainers/{self.name}.md names no commit"
         return found[1]
 
@@ -56,27 +55,25 @@ class Source:
         return to
 
     def edited(self, to: Path, *, without: Sequence[str] = ()) -> Path:
-        """Copy the trainer to `to` and apply the page's diff there.
+        """Copy the trainer to `to` and apply the patch there.
 
         Args:
             to: a folder that is not there yet.
             without: texts, each of one added line: this edit is left out. "#2 text" is the second line that holds it.
         """
         self.unedited(to)
-        diff = self.diff()
-        for text in without:
-            diff = without_edit(diff, text)
-        subprocess.run(
-            ["git", "init", "-q", "."], cwd=to, check=True
-        )  # else an enclosing repository decides what is applied
-        done = subprocess.run(
-            ["git", "apply", "--recount", "--whitespace=nowarn", "-"],
-            cwd=to,
-            input=diff,
-            text=True,
-            capture_output=True,
-        )
-        assert done.returncode == 0, f"the diff of docs/trainers/{self.name}.md does not apply:\n{done.stderr}"
+        patch = self.patch
+        if without:
+            diff = patch.read_text()
+            for text in without:
+                diff = without_edit(diff, text)
+            patch = to / "edited.patch"
+            patch.write_text(diff)
+        # Else an enclosing repository decides what is applied.
+        subprocess.run(["git", "init", "-q", "."], cwd=to, check=True)
+        counts = ["--recount"] if without else []
+        done = subprocess.run(["git", "apply", *counts, str(patch)], cwd=to, text=True, capture_output=True)
+        assert done.returncode == 0, f"{self.patch} does not apply:\n{done.stderr}"
         return to
 
 

@@ -1,4 +1,4 @@
-"""miles, with the edits of docs/trainers/miles.md and no others."""
+"""miles, with examples/trainers/miles.patch and no other edits."""
 
 import re
 
@@ -25,7 +25,7 @@ CASES = {
 }
 
 FORGOTTEN = {
-    "the stamp": (("routes = map(torch",), "routes name an expert twice in one row"),
+    "the stamp": (("mrr.stamp_batch(",), "must be Tensor, not numpy.ndarray"),
     "the session of log-probs": (("replays = ",), "no session holds this DistributedDataParallel"),
     "the session of training": (('timer("actor_train")',), "no session holds this DistributedDataParallel"),
     "the routes of log-probs": (

@@ -1,4 +1,4 @@
-"""NeMo-RL, with the edits of docs/trainers/nemo_rl.md and no others."""
+"""NeMo-RL, with examples/trainers/nemo_rl.patch and no other edits."""
 
 import re
 
@@ -24,10 +24,12 @@ CASES = {
 }
 
 FORGOTTEN = {
-    "the stamp": (('if "routed_experts" in data', "mrr.stamp("), "routes name an expert twice in one row"),
+    "the stamp": (("mrr.stamp(",), "were they stamped?"),
     "the routes": (("mrr.microbatch(",), "routed_experts layer axis does not match a supported payload layout"),
-    "the filler": (("filler=range",), "routes of the dense layers [1] are not filler"),
-    "the tokens of the stamp": (("token_ids=",), "stamped=True compares the stamp with the tokens: give token_ids="),
+    "the experts of training": (("#1 num_experts=self",), "say num_experts=, or model="),
+    "the experts of log-probs": (("#3 num_experts=self",), "say num_experts=, or model="),
+    "the filler": (("filler=range",), "bears no seal"),
+    "the tokens of the stamp": (("token_ids=",), "stamped=True compares the seal with the tokens: give token_ids="),
     "the word of the stamp": (("stamped=True",), "say stamped=True with token_ids="),
     "the session": (("    with (",), "no session holds this DistributedDataParallel"),
 }

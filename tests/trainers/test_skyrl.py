@@ -1,4 +1,4 @@
-"""SkyRL, with the edits of docs/trainers/skyrl.md and no others."""
+"""SkyRL, with examples/trainers/skyrl.patch and no other edits."""
 
 import re
 
@@ -24,12 +24,13 @@ CASES = {
 FORGOTTEN = {
     "the session of log-probs": (("#1 mrr.replay(",), "no session holds this DistributedDataParallel"),
     "the session of training": (("#2 mrr.replay(",), "no session holds this DistributedDataParallel"),
-    "the filler": (("filler=route_padding",), "routes of the dense layers [1] are not filler"),
+    "the stamp": (("mrr.stamp_batch(", "routes.numpy()"), "were they stamped?"),
+    "the filler": (("filler=route_padding",), "bears no seal"),
     "the tokens of log-probs": (("#2 sequences,",), "missing 1 required positional argument: 'sequences'"),
     "the tokens of training": (("#3 sequences,",), "missing 1 required positional argument: 'sequences'"),
     "the tokens of the stamp": (
         ("token_ids=align",),
-        "stamped=True compares the stamp with the tokens: give token_ids=",
+        "stamped=True compares the seal with the tokens: give token_ids=",
     ),
     "the word of the stamp": (("stamped=True",), "say stamped=True with token_ids="),
 }

@@ -1,4 +1,4 @@
-"""slime, with the edits of docs/trainers/slime.md and no others."""
+"""slime, with examples/trainers/slime.patch and no other edits."""
 
 import re
 
@@ -22,8 +22,8 @@ CASES = {
 }
 
 FORGOTTEN = {
-    "the stamp": (("mrr.stamp(",), "routes name an expert twice in one row"),
-    "the filler": (("new_full",), "routes of the dense layers [1] are not filler"),
+    "the stamp": (("mrr.stamp_batch(",), "were they stamped?"),
+    "the filler": (("new_full",), "bears no seal"),
     "the session of log-probs": (("replays = ",), "no session holds this DistributedDataParallel"),
     "the session of training": (('timer("actor_train")',), "no session holds this DistributedDataParallel"),
     "the routes of log-probs": (

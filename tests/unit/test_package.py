@@ -10,7 +10,6 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.store import TraceStore, encode_envelope, load_trace
-from megatron_router_replay.trace import stale_rows
 from tests.unit.store.store_traces import make_trace
 
 PUBLIC = (
@@ -77,7 +76,6 @@ CALLS = {
     "capture(model)": (lambda p: mrr.capture(torch.nn.Linear(1, 1)), "mrr.capture.watch(model)"),
     "concat_traces(trace)": (lambda p: mrr.concat_traces(TRACE), "cannot concatenate one trace by itself: give a list"),
     "merge_traces(tensors)": (lambda p: mrr.merge_traces([TENSOR]), "cannot merge Tensor (number 0)"),
-    "stale_rows(tensor)": (lambda p: stale_rows(TENSOR, max_age=1, trainer_version=1), "Tensor (number 0)"),
     "append(tensor)": (lambda p: mrr.engines.RoutingSegments().append(TENSOR), "cannot append a Tensor"),
     "decode(model=trace)": (lambda p: mrr.engines.vllm.decode(TENSOR, model=TRACE), "a model config is a dict, a path"),
 }

@@ -45,6 +45,7 @@ class LaidOut:
     Args:
         compact: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
         live: [num_tokens] bool, rows without a route; None: there is none.
+        left_out: [num_tokens] bool, those of them that have a route, left out by choice; None: there is none.
         padding: [b, s] bool, known to be padding; None: nothing is known.
         batch_shape: (b, s).
         token_ids: [b, s] int64; None: not known.
@@ -57,6 +58,7 @@ class LaidOut:
     batch_shape: tuple[int, int]
     token_ids: Tensor | None
     split: bool = False
+    left_out: Tensor | None = None
 
 
 def count_rows(num_rows: int, live: Tensor | None, padding: Tensor | None) -> dict[str, Tensor | int]:
@@ -66,13 +68,13 @@ def count_rows(num_rows: int, live: Tensor | None, padding: Tensor | None) -> di
     }
 
 
-def check_padding(rows: Tensor, padding: Tensor | None, check: Check) -> None:
-    """Check that padding has no rows."""
+def check_padding(has_row: Tensor, padding: Tensor | None, check: Check) -> None:
+    """Check that padding has no rows: no mask overrules a row of the trace, or one that is sealed for the token there."""
     if padding is not None:
         check(
-            (padding & (rows >= 0)).any(),
-            "MRR203: a position that padding= says is padding has a routing row: mask and rows moved apart, or the mask is "
-            "inverted (True is padding).",
+            (padding & has_row).any(),
+            "MRR203: a position that padding= says is padding has a routing row, or routes that are sealed for its token: "
+            "mask and rows moved apart, or the mask is inverted (True is padding) or a loss mask.",
         )
 
 

@@ -178,17 +178,19 @@ def route_columns(model: nn.Module, config: Any, count: int, layer_numbers: Sequ
         model: the innermost model of a chunk.
         config: of one of its routers.
         count: columns of the routes.
-        layer_numbers: of the columns; None: all layers of the model or its MoE layers.
+        layer_numbers: of the columns, 0 for one that is left out; None: all layers of the model or its MoE layers.
 
     Raises:
         LayoutError: there are as many columns as nothing has.
     """
     if layer_numbers is not None:
-        if len(set(layer_numbers)) != count:
+        named = [number for number in layer_numbers if number]
+        if len(layer_numbers) != count or len(set(named)) != len(named) or min(named, default=1) < 1:
             raise LayoutError(
-                f"MRR411: routes have {count} layers, layer_numbers={list(layer_numbers)} names {len(layer_numbers)}."
+                f"MRR411: routes have {count} layers, layer_numbers={list(layer_numbers)} does not name each once, by a "
+                "number from 1, or 0 for one that is left out."
             )
-        return {int(number): column for column, number in enumerate(layer_numbers)}
+        return {int(number): column for column, number in enumerate(layer_numbers) if number}
     source: Any = model if getattr(model, "config", None) is not None else SimpleNamespace(config=config)
     total, routing = num_decoder_layers(source), _moe_layers(source)
     if count == len(routing):
@@ -196,8 +198,8 @@ def route_columns(model: nn.Module, config: Any, count: int, layer_numbers: Sequ
     if count != total:
         raise LayoutError(
             f"MRR411: routes have {count} layers; the model has {total}, of which {len(routing)} route: say layer_numbers=, "
-            "Megatron's number of each (never the count of this pipeline stage). stamped=True takes one layer off, which "
-            "mrr.stamp adds: were they stamped?"
+            "Megatron's number of each. Feed all layers on every pipeline stage, the chunk selects its own. stamped=True "
+            "takes off the layers that mrr.stamp adds: were they stamped?"
         )
     return {number: number - 1 for number in routing}
 

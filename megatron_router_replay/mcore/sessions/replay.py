@@ -203,7 +203,7 @@ class ReplaySession(Session):
         rows, padding = inputs.rows, inputs.padding
         # Of the whole batch, not of this rank's part: what is wrong with it raises on every rank.
         unrouted = self._may_be_unrouted(rows, trace.num_tokens)
-        check_padding(rows, padding, self._check)
+        check_padding(rows >= 0, padding, self._check)
         self._count_repeated(rows, trace.num_tokens)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
         live = left_out = None
@@ -221,11 +221,11 @@ class ReplaySession(Session):
         else:
             compact = chunk.router_view(routes.layers(trace.layer_numbers))
         shape = rows.shape[0], rows.shape[1]
-        laid_out = LaidOut(compact=compact, live=live, padding=padding, batch_shape=shape, token_ids=expected)
-        made = self._microbatch(chunk, laid_out)
-        if left_out is not None and trace.left_out is not None:
-            made.counts |= {"left_out": left_out.sum()}
-        chunk.queue.queue(made)
+        left_out = None if trace.left_out is None else left_out
+        laid_out = LaidOut(
+            compact=compact, live=live, left_out=left_out, padding=padding, batch_shape=shape, token_ids=expected
+        )
+        chunk.queue.queue(self._microbatch(chunk, laid_out))
 
     def _at_the_trace(self, inputs: RowInputs, device: torch.device) -> RowInputs:
         """Return them on the trace's device; the routers' rows of it alone go to theirs."""
@@ -253,6 +253,8 @@ class ReplaySession(Session):
             masks = to_device(padding, chunk.device), to_device(ordinals, chunk.device)
             compact = spread_padding(compact, *masks, int(chunk.taking_part[0].router.num_experts))
         counts = count_rows(num_tokens, live, padding)
+        if routes.left_out is not None:
+            counts["left_out"] = routes.left_out.sum()
         replayed = None
         if self._comparison is not None or self._choose is not None:
             replayed = torch.ones(num_tokens, dtype=torch.bool, device=chunk.device)
@@ -389,14 +391,14 @@ def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:
     batch.
 
     It is `session.microbatch(routes=...)` of the innermost `mrr.replay(model)` that holds the chunk. Say how the layout is
-    proved: `stamped=True` with `token_ids`, where `mrr.stamp` was called on the rollout's routes, or `trust_layout=True`.
+    proved: `stamped=True` with `token_ids`, where `mrr.stamp` sealed the rollout's routes, or `trust_layout=True`.
 
     Args:
         model: the chunk, wrapped or not.
         routes: [b, s, layers, topk] of this context-parallel rank's tokens, sample by sample, before sequence parallelism;
             [t, layers, topk] or [1, t, layers, topk] for one packed row; uint8, int16, int32 or int64. A row of -1 is live.
-        layout: see `fed.lay_out`: token_ids, stamped, trust_layout, padding, filler, layer_numbers, split; and
-            ahead=True queues behind micro-batches that wait.
+        layout: see `fed.lay_out`: token_ids, stamped, trust_layout, padding, trained, stale, filler, missing, layer_numbers,
+            split; and ahead=True queues behind micro-batches that wait.
 
     Raises:
         ReplayStateError: no open session holds this model, or a micro-batch waits for its forward already.

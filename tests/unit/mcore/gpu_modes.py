@@ -166,7 +166,7 @@ def other_stream(chunk: Chunk) -> Iterator[Queue]:
 
 def _feed(session: Any, chunk: Chunk, number: int, *, device: str, stamped: bool) -> None:
     with _unlogged():
-        routes = mrr.stamp(ROUTES[number], IDS[number]) if stamped else ROUTES[number].clone()
+        routes = mrr.stamp(ROUTES[number], IDS[number], num_experts=EXPERTS) if stamped else ROUTES[number].clone()
         routes = routes.pin_memory() if device == "page-locked" else routes.to(device)
         ids = IDS[number].to("cuda")
     if stamped:

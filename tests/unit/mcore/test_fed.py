@@ -1,14 +1,12 @@
 """Routes that a trainer lays out and feeds at its micro-batch: exact, proved by a stamp, or refused."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.mcore.batches import fed
+from megatron_router_replay.trace import stale_rows
 from tests.unit.mcore.tiny_chunk import (
     Chunk,
     as_map,
@@ -37,7 +35,7 @@ def wrong(seen, routes=ROUTES, live=None):
 
 
 def stamped(routes=ROUTES, ids=IDS):
-    return mrr.stamp(routes, ids)
+    return mrr.stamp(routes, ids, num_experts=8)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
@@ -66,7 +64,7 @@ def test_another_layout_than_the_tokens_is_told_by_the_stamp(order):
 
 def test_square_batches_that_were_transposed_are_told_by_the_stamp():
     ids = torch.arange(16).view(4, 4)
-    routes = mrr.stamp(random_routes(16).view(4, 4, 3, 2), ids).transpose(0, 1)
+    routes = mrr.stamp(random_routes(16).view(4, 4, 3, 2), ids, num_experts=8).transpose(0, 1)
     chunk = Chunk()
     session = mrr.replay(chunk)
     with pytest.raises(LayoutError, match="in another order than tokens"):
@@ -86,50 +84,6 @@ def test_a_layout_is_proved_or_trusted_by_word():
         chunk(IDS)
     assert not session.report.layout_proved
     assert "layout of routes" in str(session.report)
-
-
-def test_the_stamp_is_a_layer_of_the_tokens_digits():
-    routes = torch.zeros(2, 1, 3, dtype=torch.int16)
-    assert mrr.stamp(routes, torch.tensor([5, 131, 9]))[:, 1].tolist() == [[5, 0, 0], [3, 1, 0]]
-    with pytest.raises(LayoutError, match="one token a row"):
-        mrr.stamp(routes, torch.tensor([5]))
-
-
-@pytest.mark.parametrize("given", [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_a_stamp_narrows_ids_that_fit_and_no_others(given):
-    routes = torch.tensor([[[3, 200]], [[torch.iinfo(given).min < 0 and -1, 7]]]).to(given)
-    ids = torch.tensor([5, 131])
-    narrow = mrr.stamp(routes, ids, dtype=torch.int16)
-    assert narrow.dtype is torch.int16
-    assert torch.equal(narrow.long(), mrr.stamp(routes, ids).long())
-    assert mrr.stamp(routes[:0], ids[:0], dtype=torch.int16).shape == (0, 2, 2)
-    for wrong in (32768, -32769, 65541) if given in (torch.int32, torch.int64) else ():
-        routes[0, 0, 1] = wrong  # a cast would make 65541 expert 5
-        with pytest.raises(LayoutError, match=r"^MRR103: routes hold ids from .*, which torch.int16 does not"):
-            mrr.stamp(routes, ids, dtype=torch.int16)
-    with pytest.raises(LayoutError, match=r"ids from 65535 to 65535"):  # a -1 that was cast
-        mrr.stamp(torch.full((2, 1, 2), 65535, dtype=torch.uint16), ids, dtype=torch.int16)
-    for dtype in (torch.uint8, torch.float32):
-        with pytest.raises(LayoutError, match=f"cannot stamp routes as {dtype}"):
-            mrr.stamp(routes, ids, dtype=dtype)
-
-
-@pytest.mark.parametrize("wrong", [-32769, 32768, None])
-def test_a_gpus_ids_are_narrowed_without_a_wait_and_checked_all_the_same(wrong):
-    """On a CPU the same operations assert at once."""
-    routes = torch.tensor([[[3, 7 if wrong is None else wrong]]])
-    with contextlib.nullcontext() if wrong is None else pytest.raises(RuntimeError, match="MRR103: routes hold ids"):
-        assert fed._narrowed(routes, torch.int16, waits=False).tolist() == routes.tolist()
-
-
-@pytest.mark.parametrize("topk", [1, 2])
-def test_stamps_of_few_digits_tell_most_tokens_apart(topk):
-    ids = torch.arange(150_000)
-    digits = mrr.stamp(torch.zeros(150_000, 1, topk, dtype=torch.uint8), ids)[:, 1].long()
-    number = sum(digits[:, place] << 7 * place for place in range(topk))
-    alike = int((number[1:] == number[:-1]).sum())
-    assert alike <= 150_000 / 128**topk * 2 + 1
-    assert len(number.unique()) == 128**topk
 
 
 @pytest.mark.parametrize("shape", [(8, 3, 2), (1, 8, 3, 2)])
@@ -179,7 +133,7 @@ def test_a_share_is_not_judged_where_nobody_said_what_is_padding():
 BROKEN = {
     "outside": (lambda r: r.masked_fill(r == 3, 8), "outside 0..7"),
     "twice": (lambda r: r[..., :1].expand(-1, -1, -1, 2), "an expert twice"),
-    "some layers": (lambda r: torch.cat([r[:, :, :2], r[:, :, 2:] * 0 - 1], 2), "miss some layers of a row"),
+    "some layers": (lambda r: torch.cat([r[:, :, :2], r[:, :, 2:] * 0 - 1], 2), "some layers without a route"),
     "topk": (lambda r: torch.cat([r, r], 3), "name 4 experts a token, the model's topk is 2"),
     "layers": (lambda r: r[:, :, :2], "routes have 2 layers; the model has 3"),
     "rank": (lambda r: r[0, 0], r"must be \[b, s, layers, topk\]"),
@@ -222,7 +176,7 @@ def test_a_stage_judges_rows_by_all_layers_of_the_model():
     assert (wrong(seen, routes), session.report.rows_live) == (0, 0)
     routes[0, 0, 0] = -1
     session = mrr.replay(chunk)
-    with pytest.raises(LayoutError, match="miss some layers of a row"):
+    with pytest.raises(LayoutError, match="some layers without a route"):
         mrr.microbatch(chunk, routes=routes, trust_layout=True)
     session.close(verify=False)
 
@@ -403,13 +357,6 @@ def test_the_routers_config_counts_the_layers_where_the_model_has_none(columns):
         assert torch.equal(routing_map, as_map(routes[:, :, layer - 1].transpose(0, 1).reshape(8, 2)))
 
 
-def test_255_in_a_dense_layer_is_no_filler():
-    """torch takes 255 for -1 where it compares uint8 with a number."""
-    chunk = layers_2_and_3(moe_layer_freq=[0, 1, 1])
-    with pytest.raises(LayoutError, match=r"dense layers \[1\] are not filler"), mrr.replay(chunk):
-        mrr.microbatch(chunk, routes=routes_behind(0).to(torch.uint8).index_fill(2, ZERO, 255), trust_layout=True)
-
-
 ZERO = torch.tensor([0])
 FAULTS = {
     "none": lambda rows: rows,
@@ -440,3 +387,134 @@ def test_each_row_is_replayed_live_or_refused_as_a_plain_reading_of_it_says(faul
         return
     live = [(1, 2)] if is_live and not is_padding else []
     check_replay(Chunk(), routes.to(dtype), live=live, padding=padding, filler=FILLER)
+
+
+PADDING = torch.tensor([[False, False, False, True], [False, False, True, True]])
+MASKS = {
+    "inverted": ~PADDING,
+    "inverted, where nothing is padded": torch.ones(2, 4, dtype=torch.bool),
+    "a loss mask": torch.tensor([[True, True, False, True], [True, False, True, True]]),
+    "the other side's": PADDING.flip(1),
+    "one position early": PADDING.roll(-1, 1) | PADDING,
+    "read as [s, b, 1]": PADDING.t().unsqueeze(2),
+}
+
+
+def padded():
+    """[2, 4, 3 and seal, 2] sealed routes with -1 on padding; rows into their trace."""
+    routes = mrr.stamp(ROUTES, IDS, num_experts=8, dtype=torch.int16)
+    routes[PADDING] = -1
+    return routes, torch.arange(8).view(2, 4).masked_fill(PADDING, -1)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_no_mask_overrules_a_seal_or_a_row(mask):
+    chunk, (routes, rows) = Chunk(), padded()
+    session = mrr.replay(chunk)
+    with pytest.raises(LayoutError, match="MRR203: a position that padding= says is padding"):
+        mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=IDS, padding=MASKS[mask])
+    session.close(verify=False)
+    trace = mrr.RoutingTrace(topk_indices=ROUTES.view(8, 3, 2), layer_numbers=[1, 2, 3], num_experts=8)
+    with (
+        mrr.replay(chunk, trace, min_replayed=0) as session,
+        pytest.raises(LayoutError, match=r"MRR203: .*is padding|MRR201"),
+    ):
+        session.microbatch(rows, padding=MASKS[mask])
+
+
+@pytest.mark.parametrize("filler", [None, -1, 0, 7, [0, 1]], ids=str)
+def test_a_sound_mask_takes_whatever_stands_on_padding(filler):
+    chunk, (routes, _) = Chunk(), padded()
+    if filler is not None:
+        routes[PADDING] = torch.tensor(filler, dtype=torch.int16)
+    with watched(chunk) as seen, mrr.replay(chunk) as session:
+        mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=IDS, padding=PADDING)
+        chunk(IDS)
+    assert wrong(seen, live=PADDING) == 0
+    assert (session.report.rows_replayed, session.report.rows_padding) == (5, 3)
+
+
+CHANGED = {
+    "layers exchanged": (lambda r: r[:, :, [1, 0, 2, *range(3, r.shape[2])]], {}, "is not as it was stamped"),
+    "layers exchanged, by their numbers": (lambda r: r.flip(2), {"layer_numbers": [3, 2, 1]}, "MRR203"),
+    "a layer cut": (lambda r: r[:, :, 1:], {"layer_numbers": [2, 3]}, "Feed all layers"),
+    "an id changed": (lambda r: torch.where(r == 3, 4, r), {}, "is not as it was stamped"),
+    "never stamped": (lambda r: torch.cat([ROUTES, ROUTES], 2), {}, "bears no seal"),
+    "stamped for another model": (
+        lambda r: mrr.stamp(ROUTES, IDS, num_experts=16),
+        {},
+        "of 16 experts, this one has 8",
+    ),
+    "rows one too late": (lambda r: r.roll(1, 1), {}, "is the row of token"),
+    "zeros where a row was": (lambda r: r.index_fill(1, ZERO, 0), {}, "bears no seal"),
+}
+
+
+@pytest.mark.parametrize("missing", ["raise", "live"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_row_that_is_not_as_it_was_stamped_raises_whatever_may_be_missing(name, missing):
+    change, options, message = CHANGED[name]
+    chunk = Chunk()
+    if name.startswith("a layer cut"):
+        chunk.layers = chunk.layers[1:]
+    session = mrr.replay(chunk)
+    with pytest.raises(LayoutError, match=message):
+        mrr.microbatch(chunk, routes=change(stamped()), stamped=True, token_ids=IDS, missing=missing, **options)
+    session.close(verify=False)
+
+
+@pytest.mark.parametrize("is_stamped", [True, False])
+def test_a_row_that_lacks_a_layer_raises_or_is_live_by_word(is_stamped):
+    routes = ROUTES.clone()
+    routes[1, 2, 1] = 0
+    given = {"routes": stamped(routes) if is_stamped else routes, "token_ids": IDS}
+    given |= {"stamped": True} if is_stamped else {"trust_layout": True}
+    chunk = Chunk()
+    session = mrr.replay(chunk)
+    with pytest.raises(LayoutError, match=r"MRR103: .*some layers without a route"):
+        mrr.microbatch(chunk, **given)
+    session.close(verify=False)
+    live = torch.zeros(2, 4, dtype=torch.bool)
+    live[1, 2] = True
+    with watched(chunk) as seen, mrr.replay(chunk) as session:
+        mrr.microbatch(chunk, **given, missing="live")
+        chunk(IDS)
+    assert (wrong(seen, live=live), session.report.rows_live) == (0, 1)
+    with pytest.raises(LayoutError, match="a trained position has no route"), mrr.replay(chunk):
+        mrr.microbatch(chunk, **given, missing="live", trained=live)
+    mrr.close_sessions(chunk)
+    with mrr.replay(chunk, min_replayed=0), pytest.raises(LayoutError, match="MRR411: missing='skip' is neither"):
+        mrr.microbatch(chunk, **given, missing="skip")
+
+
+def test_stale_rows_are_left_to_the_live_router_and_counted_as_left_out():
+    versions = torch.tensor([[3, 3, 2, 1], [3, 1, -1, -1]])
+    routes, _ = padded()
+    stale = stale_rows(versions, max_age=1, trainer_version=3)
+    assert stale.tolist() == [[False, False, False, True], [False, True, False, False]]
+    chunk = Chunk()
+    with watched(chunk) as live:
+        chunk(IDS)
+    with watched(chunk) as seen, mrr.replay(chunk, min_replayed=0.7) as session:
+        mrr.microbatch(
+            chunk, routes=routes, stamped=True, token_ids=IDS, padding=PADDING, stale=stale, trained=~PADDING
+        )
+        chunk(IDS)
+    assert wrong(seen, live=PADDING | stale) == 0
+    at = (stale & ~PADDING).t().reshape(-1)
+    assert torch.equal(seen[0, 2][0][at], live[0, 2][0][at])
+    report = session.report
+    assert (report.rows_replayed, report.rows_live, report.rows_left_out, report.rows_padding) == (4, 1, 1, 3)
+
+
+def test_layer_numbers_of_0_are_left_out_unread():
+    chunk = Chunk()
+    chunk.layers = chunk.layers[1:]
+    routes = torch.cat([ROUTES[:, :, :1] * 0 + 99, ROUTES[:, :, 1:], ROUTES[:, :, :1] * 0 + 99], 2)
+    with watched(chunk) as seen, mrr.replay(chunk):
+        mrr.microbatch(chunk, routes=routes, trust_layout=True, layer_numbers=[0, 2, 3, 0])
+        chunk(IDS)
+    assert wrong(seen) == 0
+    for numbers in ([2, 2, 3, 0], [2, 3], [-1, 2, 3, 0]):
+        with mrr.replay(chunk, min_replayed=0), pytest.raises(LayoutError, match="does not name each once"):
+            mrr.microbatch(chunk, routes=routes, trust_layout=True, layer_numbers=numbers)

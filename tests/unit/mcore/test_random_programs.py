@@ -216,7 +216,7 @@ class Program:
         routed = (rows >= 0) & trace.replay_mask[rows.clamp(min=0)]
         routes = torch.where(routed[..., None, None], trace.topk_indices[rows.clamp(min=0)].long(), -1)
         if self.random.random() < 0.5:
-            routes = mrr.stamp(routes, input_ids)
+            routes = mrr.stamp(routes, input_ids, num_experts=trace.num_experts)
             mrr.microbatch(self.wrapper, routes, stamped=True, token_ids=input_ids, ahead=True)
         else:
             mrr.microbatch(self.wrapper, routes, trust_layout=True, ahead=True)

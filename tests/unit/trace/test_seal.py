@@ -274,7 +274,7 @@ def test_what_is_no_route_is_refused_at_the_stamp(name):
 
 
 EXPLAINED = {
-    "another token": (lambda r: r.flip(0), 8, "row 0 (2 in all) is the row of token 18, the model gets token 17 there"),
+    "another token": (lambda r: r.flip(0), 8, "row 0 (2 in all) is the row of token 18, the model gets 17 there"),
     "no seal": (lambda r: r[:, [0, 1, 2] * 2], 8, "row 0 (2 in all) bears no seal"),
     "another count of experts": (
         lambda r: r,
@@ -295,7 +295,7 @@ def test_a_wrong_row_says_what_is_wrong_with_it(name):
     change, experts, message = EXPLAINED[name]
     batch = change(seal.stamp(ROUTES, TOKENS, num_experts=8))
     rows = seal.prove(batch, num_experts=experts)
-    assert message in seal.explain(batch, rows, TOKENS, num_experts=experts)
+    assert message in seal.explain(batch, rows, rows.of_other_tokens(TOKENS), TOKENS, num_experts=experts)
 
 
 def test_filler_behind_the_stamp_is_told_from_sealed_rows():
@@ -313,7 +313,7 @@ BATCHES = {
     "255 in the last row": (lambda r: _put(r, 1, -1).byte(), None),
     "filler in the last row": (lambda r: _put(r, 1, torch.tensor([0, 1])), None),
     "a route in the last row": (lambda r: r, r"MRR103: cannot stamp sample 1: the row of the last token holds a route"),
-    "two rows less": (lambda r: r[:0], "MRR411: sample 1 has routes"),
+    "more rows than tokens": (lambda r: torch.cat([r, r]), "MRR411: cannot stamp sample|MRR411: sample 1 has routes"),
 }
 
 
@@ -333,3 +333,9 @@ def test_a_batch_is_stamped_sample_by_sample_and_a_last_token_has_no_route(name)
 def test_a_batch_has_as_many_routes_as_samples():
     with pytest.raises(LayoutError, match="MRR411: cannot stamp routes of 1 samples with tokens of 2"):
         seal.stamp_batch([ROUTES], [TOKENS, TOKENS], num_experts=8)
+
+
+def test_a_sample_without_rows_is_sealed_and_proved():
+    sealed = seal.stamp(ROUTES[:0], TOKENS[:0], num_experts=8)
+    assert sealed.shape == (0, 6, 2)
+    assert seal.prove(sealed, num_experts=8).ids.shape == (0, 3, 2)
