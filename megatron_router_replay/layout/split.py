@@ -108,28 +108,28 @@ def rows_for_router(rows: Tensor, *, tp_rank: int = 0, tp_size: int = 1, sequenc
     """Return rows in the order in which this rank's routers see the tokens.
 
     Args:
-        rows: [b, s], any dtype: one value a token, as `input_ids` enters the model on this context-parallel rank;
-            [1, total] for packed sequences.
+        rows: [b, s, ...], any dtype: one entry a token, as `input_ids` enters the model on this context-parallel rank;
+            [1, total, ...] for packed sequences.
         tp_rank, tp_size: this rank's place in the tensor-parallel group; without sequence_parallel every rank sees all.
 
     Returns:
-        [b * s], or [b * s // tp_size] under sequence_parallel.
+        [b * s, ...], or [b * s // tp_size, ...] under sequence_parallel.
 
     Raises:
-        LayoutError: rows is not [b, s], or s is not a multiple of tp_size under sequence_parallel.
+        LayoutError: rows has no [b, s], or s is not a multiple of tp_size under sequence_parallel.
 
     Source: Megatron-Core 0.16.1, LanguageModelEmbedding.forward (transpose, then scatter) and TopKRouter.routing
     (`logits.view(-1, num_experts)`).
     """
-    if rows.dim() != 2:
+    if rows.dim() < 2:
         raise LayoutError(
-            f"MRR201: cannot order rows of shape {list(rows.shape)}: they must be [b, s], shaped as input_ids."
+            f"MRR201: cannot order rows of shape {list(rows.shape)}: they must be [b, s, ...], with input_ids [b, s]."
         )
     # Before the split, as in Megatron: a rank gets a run of positions of every sequence, not a run of sequences.
     by_position = rows.transpose(0, 1)
     if sequence_parallel:
         by_position = split_sequence_parallel(by_position, tp_rank=tp_rank, tp_size=tp_size)
-    return by_position.reshape(-1)
+    return by_position.flatten(0, 1)
 
 
 def split_sequence_parallel(values: Tensor, *, tp_rank: int, tp_size: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.layout.split import split_sequence_parallel
+from megatron_router_replay.layout.split import rows_for_router
 from megatron_router_replay.mcore.batches.queue import Queue
 from megatron_router_replay.mcore.heart import tape
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
@@ -58,10 +58,8 @@ class Chunk:
         Args:
             split: the values are this part already.
         """
-        by_position = values.transpose(0, 1)
-        if self._sequence_parallel and not split:
-            by_position = split_sequence_parallel(by_position, tp_rank=self._tp_rank, tp_size=self._tp_size)
-        return by_position.flatten(0, 1)
+        splits = self._sequence_parallel and not split
+        return rows_for_router(values, tp_rank=self._tp_rank, tp_size=self._tp_size, sequence_parallel=splits)
 
     def router_shape(self, batch_shape: tuple[int, int], *, split: bool = False) -> tuple[int, int]:
         """Return (positions, sequences) of what this rank's routers get for [b, s] tokens."""

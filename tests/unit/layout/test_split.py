@@ -31,6 +31,8 @@ def test_each_tp_rank_gets_its_own_consecutive_rows():
 )
 def test_a_router_sees_position_0_of_every_sequence_first_or_its_share_of_them(options, rows):
     assert rows_for_router(ROWS, **options).tolist() == rows
+    routes = torch.stack([ROWS, ROWS + 100], dim=2)  # what sessions order: several values a token
+    assert rows_for_router(routes, **options).tolist() == [[row, row + 100] for row in rows]
 
 
 @settings(deadline=None)
@@ -50,7 +52,7 @@ def test_sizes_that_do_not_divide_raise_and_all_others_are_split_without_loss(s,
     [
         # 2 * 3 = 6 tokens divide by 2, but Megatron splits the 3 positions.
         (lambda: rows_for_router(ROWS[:, :3], tp_size=2, sequence_parallel=True), "3 positions over tp_size=2"),
-        (lambda: rows_for_router(torch.zeros(3)), r"must be \[b, s\]"),
+        (lambda: rows_for_router(torch.zeros(3)), r"must be \[b, s, \.\.\.\]"),
         (lambda: split_sequence_parallel(torch.zeros(4), tp_rank=2, tp_size=2), "tp_rank=2"),
         (lambda: split_sequence_parallel(torch.zeros(4), tp_rank=-1, tp_size=2), "tp_rank=-1"),
     ],
