@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,13 @@ def new_file(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a new file in the same folder that takes the name `path` at the end, or vanishes on errors."""
+    """Yield the path of a new file that takes the name `path` at the end, or vanishes on errors.
+
+    Raises:
+        StoreError: `path` is, or a link leads to, something that is no file; there is no such folder.
+    """
+    path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
+    check_no_special_file(path)
     with new_file(path.parent) as temporary:
         yield temporary
         # Its bytes first: after a power failure the name must not lead to a file that is still empty.
@@ -44,6 +51,20 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_no_special_file(path: str | os.PathLike[str]) -> None:
+    """Raise StoreError for a folder, and for a device, pipe or socket, which would be destroyed or waited for."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise StoreError("MRR501: it is a folder: TraceStore(folder).load_step(step) loads what ranks saved in a step.")
+    if not stat.S_ISREG(mode):
+        raise StoreError(
+            "MRR501: it is no file but a device, a pipe or a socket: a trace is saved and loaded as a file."
+        )
 
 
 def as_path(value: Any) -> Path:

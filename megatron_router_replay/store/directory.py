@@ -26,7 +26,7 @@ import torch
 from megatron_router_replay.checks import shown
 from megatron_router_replay.errors import StoreError, TraceError, listed
 from megatron_router_replay.store.atomic import as_path, naming, new_file, sync
-from megatron_router_replay.store.file import file_pieces, write_pieces
+from megatron_router_replay.store.file import TraceBytes
 from megatron_router_replay.store.format import SavedBy, as_number
 from megatron_router_replay.store.reader import Reader
 from megatron_router_replay.trace.merge import merge_traces
@@ -91,11 +91,11 @@ class TraceStore:
         number = None if part is None else as_number("part", part)
         folder = self._folder(saved_by.step)
         with naming(folder, "save to"):
-            pieces = file_pieces(trace, saved_by=saved_by)
+            content = TraceBytes.of(trace, saved_by=saved_by)
             folder.mkdir(parents=True, exist_ok=True)
             sync(folder.parent)  # a folder's own name is kept by its parent
             with new_file(folder) as temporary:
-                write_pieces(pieces, temporary)
+                content.write_file(temporary)
                 sync(temporary)
                 # The number is taken when the file is complete: until then nobody can see that a part is missing.
                 if number is None:

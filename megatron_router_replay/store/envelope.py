@@ -16,7 +16,7 @@ from typing import Any
 from megatron_router_replay.base64_text import decode_base64, encode_base64
 from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.store.file import file_pieces
+from megatron_router_replay.store.file import TraceBytes
 from megatron_router_replay.store.reader import Reader
 from megatron_router_replay.trace.routing_trace import RoutingTrace
 
@@ -35,9 +35,10 @@ def encode_envelope(trace: RoutingTrace) -> dict[str, Any]:
         StoreError: it is no trace; rows were left out by choice.
     """
     try:
-        data = b"".join(file_pieces(trace))
+        content = TraceBytes.of(trace)
     except (StoreError, TraceError) as error:
         raise StoreError(f"MRR501: cannot encode an envelope: {error}") from error
+    data = content.to_memory().data
     return {"format": FORMAT, "version": VERSION, "nbytes": len(data), "data": encode_base64(data)}
 
 

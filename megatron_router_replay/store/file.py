@@ -4,34 +4,48 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store.atomic import as_path, naming, replacing
-from megatron_router_replay.store.format import FileHeader, SavedBy, encode_container
+from megatron_router_replay.store.format import FileHeader, SavedBy, as_words, encode_container, run_blocks
 from megatron_router_replay.store.reader import Reader
 from megatron_router_replay.trace.header import TraceHeader
 from megatron_router_replay.trace.routing_trace import RoutingTrace
+
+_OTHER_FORMATS = set(".bin .ckpt .csv .gz .h5 .hdf5 .json .jsonl .npy .npz .parquet .pickle .pkl .pt .pth .zip".split())
+"""Suffixes that somebody would read by something else."""
 
 
 def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
     """Write the trace to one file, complete or not at all; return its path.
 
-    The bytes go to a temporary file in the same folder, which then takes the name `path`; a file that was there before
-    is replaced. Takes the memory of one more copy of the routes, layer by layer as the file has them.
+    The bytes go to a temporary file in the same folder, which then takes the name `path`. A file that was there before is
+    replaced; a link stays, and the file that it leads to is replaced. Takes the memory of one block of 4096 rows.
+
+    Args:
+        path: with the suffix `.safetensors`, or any that promises no different format, as `.pt` does.
 
     Raises:
-        StoreError: the file cannot be written; nothing is left of it.
+        StoreError: the file cannot be written, and nothing is left of it; `path` is a folder, a device or a pipe.
     """
     path = as_path(path)
     with naming(path, "save"):
-        pieces = file_pieces(trace)
+        if path.suffix.lower() in _OTHER_FORMATS:
+            raise StoreError(
+                f"MRR501: a trace is saved as safetensors, and {path.suffix} promises a different format: name it "
+                f"{path.stem}.safetensors."
+            )
+        content = TraceBytes.of(trace)
         with replacing(path) as temporary:
-            write_pieces(pieces, temporary)
+            content.write_file(temporary)
     return path
 
 
@@ -58,41 +72,74 @@ def load_trace(
     return trace.to(device)
 
 
-def write_pieces(pieces: Sequence[bytes | memoryview], path: Path) -> None:
-    """Write over a new file, without the care that `save_trace` takes."""
-    with path.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceBytes:
+    """The bytes of a trace file, made while they are written: a block of rows is copied at a time."""
 
+    trace: RoutingTrace
+    header: FileHeader
+    start: bytes
+    places: dict[str, slice]
 
-def file_pieces(trace: RoutingTrace, *, saved_by: SavedBy | None = None) -> list[bytes | memoryview]:
-    """Return the bytes of a trace file, in order.
+    @classmethod
+    def of(cls, trace: RoutingTrace, *, saved_by: SavedBy | None = None) -> Self:
+        """Return what will be written.
 
-    Raises:
-        StoreError: what was given is no trace; its header is too long.
-        TraceError: rows were left out by choice, or the trace was changed in place.
-    """
-    if not isinstance(trace, RoutingTrace):
-        raise StoreError(
-            f"MRR501: {type(trace).__name__} is no RoutingTrace: the trace comes first, as in save_trace(trace, path)."
-        )
-    trace.check_unchanged()
-    header = FileHeader(**TraceHeader.of(trace).to_json(), saved_by=saved_by)
-    metadata = header.encode()
-    routes = trace.topk_indices.cpu().transpose(0, 1).contiguous()
-    values = {f"topk_indices.{number}": routes[i] for i, number in enumerate(trace.layer_numbers)}
-    values |= {name: getattr(trace, name).cpu().contiguous() for name in header.per_token}
-    content = {name: tensor.numpy().reshape(-1).view(np.uint8).data for name, tensor in values.items()}
-    table = [zlib.crc32(block) for name in header.tensors() for block in _blocks(content[name], header)]
-    # The first checksum proves the others and the metadata, so that a slice needs no byte of what it leaves out.
-    crc = np.array([0, *table], dtype="<u4")
-    crc[0] = zlib.crc32(crc[1:].data, zlib.crc32(metadata.encode("ascii")))
-    content["crc32"] = crc.view(np.uint8).data
-    tensors = header.all_tensors()
-    return [encode_container(metadata, tensors), *(content[name] for name in tensors)]
+        Raises:
+            StoreError: what was given is no trace; its header is too long.
+            TraceError: rows were left out by choice, or the trace was changed in place.
+        """
+        if not isinstance(trace, RoutingTrace):
+            raise StoreError(
+                f"MRR501: {type(trace).__name__} is no RoutingTrace: the trace comes first, as in save_trace(trace, path)."
+            )
+        trace.check_unchanged()
+        header = FileHeader(**TraceHeader.of(trace).to_json(), saved_by=saved_by)
+        start, places = encode_container(header.encode(), header.all_tensors())
+        return cls(trace=trace, header=header, start=start, places=places)
 
+    def write_file(self, path: Path) -> None:
+        """Write over a new file, without the care that `save_trace` takes."""
+        with path.open("r+b", buffering=0) as file:
 
-def _blocks(content: memoryview, header: FileHeader) -> Iterator[memoryview]:
-    if header.num_tokens:
-        step = len(content) // header.num_tokens * header.block_rows
-        yield from (content[at : at + step] for at in range(0, len(content), step))
+            def write(at: int, data: memoryview) -> None:
+                while data:  # a disk that is nearly full takes a part, and refuses the next one
+                    count = os.pwrite(file.fileno(), data, at)
+                    data, at = data[count:], at + count
+
+            self.write(write)
+
+    def to_memory(self) -> npt.NDArray[np.uint8]:
+        """Return all bytes."""
+        content = np.empty(max(place.stop for place in self.places.values()), np.uint8)
+
+        def write(at: int, data: memoryview) -> None:
+            content.data[at : at + len(data)] = data
+
+        self.write(write)
+        return content
+
+    def write(self, write: Callable[[int, memoryview], None]) -> None:
+        """Call write(place, bytes) for all bytes, in several threads at once and in no order."""
+        header, trace = self.header, self.trace
+        names = header.tensors()
+        crc = np.zeros(1 + len(names) * header.num_blocks, dtype="<u4")
+        table = crc[1:].reshape(len(names), header.num_blocks)
+
+        def write_block(block: int) -> None:
+            first = block * header.block_rows
+            rows = slice(first, first + header.block_rows)
+            # Each layer's routes become contiguous while the block is in the cache.
+            routes = as_words(trace.topk_indices[rows].cpu())
+            values = [np.ascontiguousarray(routes[:, i]) for i in range(header.num_layers)]
+            values += [getattr(trace, name)[rows].cpu().contiguous().numpy() for name in header.per_token]
+            for i, (name, value) in enumerate(zip(names, values)):
+                data = value.view(np.uint8).data
+                table[i, block] = zlib.crc32(data)
+                write(self.places[name].start + first * value.itemsize, data)
+
+        run_blocks(write_block, range(header.num_blocks))
+        # The first checksum proves the others and the metadata, so that a slice needs no byte of what it leaves out.
+        crc[0] = zlib.crc32(table, zlib.crc32(header.encode().encode("ascii")))
+        write(0, memoryview(self.start))
+        write(self.places["crc32"].start, crc.view(np.uint8).data)

@@ -30,14 +30,19 @@ nothing that is read is unproven. CRC-32 finds accidents; against a forged file 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from mmap import mmap
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.errors import StoreError
@@ -181,8 +186,33 @@ class FileHeader(TraceHeader):
         return header
 
 
-def encode_container(metadata: str, tensors: Mapping[str, Kind]) -> bytes:
-    """Return what stands in a safetensors file before its tensors, which follow in this order without gaps."""
+def as_words(routes: Tensor) -> npt.NDArray[np.void]:
+    """Return routes [rows, layers, topk] on the host as [rows, layers], one word of topk ids each, a view where possible.
+
+    A block of words is transposed many times faster than one of ids, by numpy and layer by layer.
+    """
+    ids = routes.contiguous().numpy()
+    return ids.view(np.dtype((np.void, ids.shape[2] * ids.itemsize)))[..., 0]
+
+
+def run_blocks(function: Callable[[int], None], blocks: range) -> None:
+    """Call a function for each block, in as many threads as torch may use; raise the error of the first block that fails."""
+    # While the interpreter ends no thread can be started; a trace that is saved then is saved by one.
+    threads = min(len(blocks), torch.get_num_threads(), 8) if threading.main_thread().is_alive() else 1
+    if threads < 2:
+        for block in blocks:
+            function(block)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="routes-blocks") as pool:
+        for _ in pool.map(function, blocks):
+            pass
+
+
+def encode_container(metadata: str, tensors: Mapping[str, Kind]) -> tuple[bytes, dict[str, slice]]:
+    """Return what stands in a safetensors file before its tensors, and the bytes of the file that each tensor takes.
+
+    The tensors follow in this order without gaps.
+    """
     ends = list(accumulate(kind.num_bytes for kind in tensors.values()))
     entries = []
     for (name, kind), stop in zip(tensors.items(), ends):
@@ -191,7 +221,9 @@ def encode_container(metadata: str, tensors: Mapping[str, Kind]) -> bytes:
         entries.append(f',"{name}":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{offsets}]}}')
     header = f"{_START}{json.dumps(metadata)}}}{''.join(entries)}}}".encode("ascii")
     header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
+    start = len(header).to_bytes(8, "little") + header
+    stops = [len(start), *(len(start) + end for end in ends)]
+    return start, {name: slice(*bounds) for name, bounds in zip(tensors, pairwise(stops))}
 
 
 def decode_container(data: bytes | mmap) -> tuple[FileHeader, dict[str, slice]]:
@@ -203,26 +235,23 @@ def decode_container(data: bytes | mmap) -> tuple[FileHeader, dict[str, slice]]:
     length = int.from_bytes(data[:8], "little")
     if not 8 <= length <= min(_MAX_HEADER_BYTES, len(data) - 8):
         raise StoreError(
-            f"MRR502: its {len(data)} bytes cannot start with a header of {length} bytes: it is no trace file, or truncated."
+            f"MRR502: it is no trace file, or truncated: of its {len(data)} bytes the first 8 ask for a header of {length}."
         )
     text = data[8 : 8 + length].decode("latin-1").rstrip(" ")
     if not text.startswith(f'{_START}"'):
-        raise StoreError(f"MRR502: its metadata is not {FORMAT!r} alone: it is no trace file.")
+        raise StoreError(f"MRR502: it is no trace file: its metadata is not {FORMAT!r} alone.")
     try:
         metadata, end = json.JSONDecoder().raw_decode(text, len(_START))
     except ValueError as error:
         raise StoreError(f"MRR502: it has no header of a trace file ({error}).") from None
     header = FileHeader.decode(metadata)
-    tensors = header.all_tensors()
-    start = encode_container(metadata, tensors)
+    start, places = encode_container(metadata, header.all_tensors())
     if data[: len(start)] != start:
         raise StoreError("MRR503: its tensors are not those that its metadata asks for: it is truncated or altered.")
-    stops = list(accumulate((kind.num_bytes for kind in tensors.values()), initial=len(start)))
-    if stops[-1] != len(data):
-        raise StoreError(
-            f"MRR503: it has {len(data)} bytes, its header asks for {stops[-1]}: it is truncated or altered."
-        )
-    return header, {name: slice(*bounds) for name, bounds in zip(tensors, pairwise(stops))}
+    size = max(place.stop for place in places.values())  # of crc32, if there are no other tensors
+    if size != len(data):
+        raise StoreError(f"MRR503: it has {len(data)} bytes, its header asks for {size}: it is truncated or altered.")
+    return header, places
 
 
 def as_number(name: str, value: Any) -> int:

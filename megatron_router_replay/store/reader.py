@@ -7,16 +7,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.store.format import FileHeader, decode_container
-from megatron_router_replay.trace.header import TraceHeader
+from megatron_router_replay.errors import StoreError
+from megatron_router_replay.store.atomic import check_no_special_file
+from megatron_router_replay.store.format import FileHeader, as_words, decode_container, run_blocks
 from megatron_router_replay.trace.ids import check_topk_indices
 from megatron_router_replay.trace.routing_trace import RoutingTrace
 
@@ -47,10 +44,7 @@ class Reader:
             StoreError: not a trace file, truncated, or its header was altered.
             OSError: there is no such file.
         """
-        if Path(path).is_dir():
-            raise StoreError(
-                "MRR501: it is a folder: TraceStore(folder).load_step(step) loads what ranks saved in a step."
-            )
+        check_no_special_file(path)
         with open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
                 raise StoreError("MRR502: it is empty: it is no trace file, or truncated.")
@@ -74,71 +68,56 @@ class Reader:
         return cls(header=header, tensors=tensors, checksums=dict(zip(names, table)), crc32=int(crc[0]))
 
     def load(self, *, layer_numbers: Sequence[int] | None = None, rows: slice | None = None) -> RoutingTrace:
-        """Return the trace, or a slice of it; see `load_trace`."""
-        start, stop = _row_bounds(rows, self.header.num_tokens)
-        numbers = self.header.layer_numbers
-        if layer_numbers is not None:
-            numbers = self.header.select_layers(sorted(set(layer_numbers))).layer_numbers
-        topk_indices, per_token = self.read(numbers, start, stop)
-        return checked_trace(self.header, numbers, topk_indices, per_token, whole=rows is None)
+        """Return the trace, or a slice of it; see `load_trace`. It is proven and checked in one pass.
 
-    def read(self, layer_numbers: tuple[int, ...], start: int, stop: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return rows start..stop-1: topk_indices [rows, layers, topk] and the other tensors by name, [rows] each."""
-        header, rows = self.header, stop - start
-        per_token = header.empty(rows, len(layer_numbers))
-        indices = per_token.pop("topk_indices")
-        for block in range(start // header.block_rows, -(-stop // header.block_rows) if rows else 0):
+        Raises:
+            StoreError: a checksum is wrong; there are no such layers or rows.
+            TraceError: an id is no expert's, or a row names an expert twice.
+        """
+        header = self.header
+        start, stop = _row_bounds(rows, header.num_tokens)
+        numbers = header.layer_numbers
+        if layer_numbers is not None:
+            numbers = header.select_layers(sorted(set(layer_numbers))).layer_numbers
+        values = header.empty(stop - start, len(numbers))
+        indices = values["topk_indices"]
+        words = as_words(indices)
+
+        def read_block(block: int) -> None:
             at = block * header.block_rows
             taken = slice(max(start - at, 0), min(stop - at, header.block_rows))
             place = slice(at + taken.start - start, at + taken.stop - start)
-            for name, values in per_token.items():
-                values[place] = self._block(name, block, values.dtype)[taken]
-            if layer_numbers:
-                # Whole blocks become token-major while they are in the cache.
-                layers = [self._block(f"topk_indices.{number}", block, indices.dtype) for number in layer_numbers]
-                routes = torch.stack(layers).view(len(layers), -1, header.topk)
-                indices[place] = routes[:, taken].transpose(0, 1)
-        return indices, per_token
+            for name in header.per_token:
+                target = values[name].numpy()
+                target[place] = self._block(name, block).view(target.dtype)[taken]
+            for i, number in enumerate(numbers):
+                words[place, i] = self._block(f"topk_indices.{number}", block).view(words.dtype)[taken]
+            # While the block is in the cache.
+            check_topk_indices(
+                indices[place], num_experts=header.num_experts, layer_numbers=numbers, first_row=at + taken.start
+            )
 
-    def _block(self, name: str, block: int, dtype: torch.dtype) -> Tensor:
+        run_blocks(read_block, range(start // header.block_rows, -(-stop // header.block_rows) if stop > start else 0))
+        return RoutingTrace.from_checked(
+            **values,
+            layer_numbers=numbers,
+            num_experts=header.num_experts,
+            sequence_lengths=header.sequence_lengths if rows is None else None,
+            sample_ids=header.sample_ids if rows is None else None,
+        )
+
+    def _block(self, name: str, block: int) -> Bytes:
         rows, num_tokens = self.header.block_rows, self.header.num_tokens
         first, stop = block * rows, min((block + 1) * rows, num_tokens)
         width = len(self.tensors[name]) // num_tokens
         # A copy, so that what is returned is what the checksum is of, whatever is written into the file meanwhile.
         data = self.tensors[name][first * width : stop * width].copy()
-        if zlib.crc32(data.data) != int(self.checksums[name][block]):
+        if zlib.crc32(data) != int(self.checksums[name][block]):
             raise StoreError(f"MRR503: the checksum of {name}, rows {first}..{stop - 1}, is wrong: it was altered.")
         # A byte that is neither 0 nor 1 would make a bool with two kinds of True.
-        if dtype is torch.bool and (most := int(data.max())) > 1:
+        if name == "replay_mask" and (most := int(data.max())) > 1:
             raise StoreError(f"MRR503: {name} holds {most}, not 0 or 1.")
-        return torch.from_numpy(data).view(dtype)
-
-
-def checked_trace(
-    header: TraceHeader,
-    layer_numbers: tuple[int, ...],
-    topk_indices: Tensor,
-    per_token: dict[str, Tensor],
-    *,
-    whole: bool,
-) -> RoutingTrace:
-    """Return the trace of values whose shapes and dtypes follow from a checked header, after checking the ids.
-
-    Raises:
-        StoreError: an id is no expert's, or a row names an expert twice.
-    """
-    try:
-        check_topk_indices(topk_indices, num_experts=header.num_experts, layer_numbers=layer_numbers)
-    except TraceError as error:
-        raise StoreError(str(error)) from None
-    return RoutingTrace.from_checked(
-        topk_indices=topk_indices,
-        layer_numbers=layer_numbers,
-        num_experts=header.num_experts,
-        sequence_lengths=header.sequence_lengths if whole else None,
-        sample_ids=header.sample_ids if whole else None,
-        **per_token,
-    )
+        return data
 
 
 def _row_bounds(rows: slice | None, num_tokens: int) -> tuple[int, int]:

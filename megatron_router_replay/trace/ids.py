@@ -195,9 +195,17 @@ def first_invalid(
 
 
 def check_topk_indices(
-    indices: Tensor, *, num_experts: int, layer_numbers: Sequence[int], replay_mask: Tensor | None = None
+    indices: Tensor,
+    *,
+    num_experts: int,
+    layer_numbers: Sequence[int],
+    replay_mask: Tensor | None = None,
+    first_row: int = 0,
 ) -> None:
     """Raise unless every id is an expert's and no row names an expert twice; arguments as of `first_invalid`.
+
+    Args:
+        first_row: the number of row 0, for the message.
 
     Raises:
         TraceError: names the first layer and row at fault.
@@ -217,4 +225,6 @@ def check_topk_indices(
             "is -1 in every layer."
         )
     # Masked rows are left out of `rows`, so the distance to the row's own place differs from row to row.
-    raise TraceError(f"MRR103: {fault.describe(layer_numbers, first_row=int(place[first]) - first)} {advice}")
+    raise TraceError(
+        f"MRR103: {fault.describe(layer_numbers, first_row=first_row + int(place[first]) - first)} {advice}"
+    )

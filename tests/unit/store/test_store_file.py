@@ -2,7 +2,10 @@
 
 import json
 import os
+import stat
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zlib
 
@@ -336,6 +339,109 @@ def test_who_reads_the_old_file_while_it_is_replaced_reads_all_of_it(tmp_path):
     assert_same(load_trace(path), make_trace(5))
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path, there):
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "x", tmp_path / "x"
+    if there:
+        target.write_bytes(b"old")
+    link.symlink_to(target)
+    assert save_trace(make_trace(), link) == link
+    assert link.is_symlink()
+    assert target.is_file()
+    assert_same(load_trace(target), make_trace())
+    assert os.listdir(target.parent) == ["x"]
+
+
+def make_socket(path):
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, make_socket, os.mkdir])
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_what_is_no_file_is_neither_replaced_nor_waited_for(tmp_path, make, through_a_link):
+    path = tmp_path / "special"
+    make(path)
+    before = path.stat()
+    if through_a_link:
+        (tmp_path / "link").symlink_to(path)
+        path = tmp_path / "link"
+    for verb, act in (("save", lambda: save_trace(make_trace(), path)), ("load", lambda: load_trace(path))):
+        with pytest.raises(StoreError, match=rf"^MRR501: cannot {verb} {path}: it is (no file but|a folder)"):
+            act()
+    after = (tmp_path / "special").stat()
+    assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino)
+
+
+def test_links_that_lead_to_each_other_are_refused(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(StoreError, match=r"cannot save .*a: .*symbolic links"):
+        save_trace(make_trace(), tmp_path / "a")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_a_name_that_promises_a_different_format_is_refused(tmp_path):
+    for name in ("x.pt", "x.PTH", "x.json", "x.npz"):
+        with pytest.raises(StoreError, match=rf"cannot save .*{name}: .* name it x\.safetensors\."):
+            save_trace(make_trace(), tmp_path / name)
+    assert os.listdir(tmp_path) == []
+    for name in ("x", "x.safetensors", "of step.12", "x.trace"):
+        save_trace(make_trace(), tmp_path / name)
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 6, 8, 10])
+@pytest.mark.parametrize("num_experts", [64, 300])
+def test_several_blocks_come_back_for_any_width_of_a_route(tmp_path, topk, num_experts):
+    trace = make_trace(2 * 4096 + 5, topk=topk, num_experts=num_experts)
+    assert_same(load_trace(save_trace(trace, tmp_path / "x")), trace)
+    assert_same(
+        load_trace(tmp_path / "x", layer_numbers=[7], rows=slice(4000, 8194)), trace.select_layers([7])[4000:8194]
+    )
+
+
+def test_neither_saving_nor_loading_copies_the_routes_a_second_time(tmp_path):
+    trace = make_trace(64 * 4096, layer_numbers=(1, 2, 3, 4), topk=4)
+    path = save_trace(trace, tmp_path / "x")
+    size = trace.topk_indices.nbytes
+    for act, most in ((lambda: save_trace(trace, path), size / 4), (lambda: load_trace(path), size / 4)):
+        tracemalloc.start()  # of Python and numpy; what is returned is torch's
+        act()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < most
+
+
+def test_an_invalid_id_in_a_later_block_is_named_by_its_row(tmp_path):
+    indices = torch.tensor([0, 1]).expand(9000, 1, 2).clone()
+    path = save_trace(RoutingTrace(topk_indices=indices, layer_numbers=(1,), num_experts=4), tmp_path / "x")
+    data = bytearray(path.read_bytes())
+    base, offsets = places(bytes(data))
+    first = base + offsets["topk_indices.1"][0]
+    data[first + 2 * 8500] = 1
+    crc = base + offsets["crc32"][0]
+    table = bytearray(data[crc + 4 : base + offsets["crc32"][1]])
+    struct.pack_into("<I", table, 4 * 2, zlib.crc32(data[first + 2 * 8192 : first + 2 * 9000]))
+    metadata = json.loads(data[8:base])["__metadata__"]["megatron_router_replay.trace"].encode()
+    data[crc : crc + 4 + len(table)] = struct.pack("<I", zlib.crc32(metadata + table)) + table
+    path.write_bytes(data)
+    for rows in (None, slice(8400, 8600)):
+        with pytest.raises(StoreError, match=r"row 8500, layer 1 .*named twice"):
+            load_trace(path, rows=rows)
+
+
+def test_a_trace_can_be_saved_while_the_interpreter_ends(tmp_path):
+    script = (
+        "import atexit, sys, torch, megatron_router_replay as mrr\n"
+        "torch.set_num_threads(2)\n"
+        "ids = torch.tensor([0, 1]).expand(9000, 1, 2)\n"
+        "trace = mrr.RoutingTrace(topk_indices=ids, layer_numbers=(1,), num_experts=4)\n"
+        "atexit.register(lambda: mrr.save_trace(trace, sys.argv[1]))\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "x")], check=True)
+    assert load_trace(tmp_path / "x").num_tokens == 9000
+
+
 def test_a_saved_file_has_the_permissions_of_any_new_file(tmp_path):
     save_trace(make_trace(), tmp_path / "x")
     (tmp_path / "y").touch()
@@ -346,5 +452,5 @@ def test_a_giant_header_is_refused_before_it_is_parsed(tmp_path):
     path = tmp_path / "x"
     header = b'{"a":{"dtype":"U8","shape":[' + b"1," * 10_000_000 + b'1],"data_offsets":[0,1]}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
-    with pytest.raises(StoreError, match=r"cannot start with a header of 200000\d\d bytes"):
+    with pytest.raises(StoreError, match=r"x: it is no trace file, .* the first 8 ask for a header of 200000\d\d\."):
         load_trace(path)
