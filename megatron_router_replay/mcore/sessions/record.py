@@ -47,7 +47,7 @@ class RecordSession(Session):
                 "MRR423: prefetched routes are for a replay of their trace; a recording takes routing_rows."
             )
         rows = inputs.rows
-        check_padding(rows, inputs.padding, self._check)
+        check_padding(rows >= 0, inputs.padding, self._check)
         if inputs.trained is not None:
             self._check(
                 (inputs.trained & (rows < 0)).any(),
