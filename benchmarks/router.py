@@ -149,7 +149,7 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
 
         add("replay", lambda model: mrr.replay(model, trace))
         add("replay, live rows", lambda model: mrr.replay(model, with_live_rows))
-        add("replay, compare_live", lambda model: mrr.replay(model, trace, compare_live=True))
+        add("replay, every layer asked", lambda model: mrr.replay(model, trace, ask_every_layer=True, min_agreement=0))
         add("record", mrr.record)
         sessions.enter_context(mrr.freeze_recompute(frozen))
         forward: list[Tensor] = []
@@ -177,7 +177,7 @@ def measure(*, aim_repeats: int = AIM_REPEATS, repeats: int = REPEATS) -> list[d
 
 def render(raw: list[dict[str, Any]]) -> str:
     """Return the table, and the targets under it."""
-    names = ["Megatron's replay", "replay", "replay, live rows", "replay, compare_live"]
+    names = ["Megatron's replay", "replay", "replay, live rows", "replay, every layer asked"]
     names += ["record", "freeze, recompute"]
     rows = []
     for case in raw:

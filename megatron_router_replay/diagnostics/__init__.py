@@ -1,4 +1,4 @@
-"""Traces -> what differs, by how much, and where it comes from: diff, page, metrics; a live comparison too.
+"""Traces -> what differs, by how much, and where it comes from: diff, page, metrics.
 
 The words of all of them: a *decision* is what the router of one layer chose for one row (token). Two traces *agree* on a
 decision if both name the same set of experts, in whatever order; otherwise the decision *differs*. The *agreement* is the

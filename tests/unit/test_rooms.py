@@ -17,9 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_router_replay"
 
-WAIT_IN_A_FUNCTION = {
-    ("mcore", "diagnostics"),  # replay(compare_live=True)
-}
+WAIT_IN_A_FUNCTION: set[tuple[str, str]] = set()
 """Imports that would go up or stay on a line of the drawing, so they run when somebody needs them."""
 
 THIRD_PARTY = {

@@ -35,10 +35,11 @@ class Microbatch:
         routes: what they replay; None: they route live, for a recording.
         live: the rows that the live router decides, on the routers' device: [num_live] int64 positions where the host knows
             them, else [num_tokens] bool; None: there are none.
-        replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: not asked for.
+        replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: all are.
         rows: [num_tokens] int64, trace rows as this rank's routers see them; None: a replay does not keep them.
         token_ids: [b, s] integers, what tokens its forward must get, below 0 where that is not known; None: nothing is.
         is_token: [num_tokens] bool on the routers' device, False: known to be padding; None: nothing is known of padding.
+        asked: position of the layer that is asked for its live top-k, -1: all are; None: none is.
     """
 
     shape: tuple[int, int]
@@ -51,6 +52,7 @@ class Microbatch:
     rows: Tensor | None = None
     token_ids: Tensor | None = None
     is_token: Tensor | None = None
+    asked: int | None = None
     packed: bool = False
     failed: bool = False
     number: int = -1

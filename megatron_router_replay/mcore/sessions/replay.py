@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +36,12 @@ from megatron_router_replay.mcore.heart.decision import Decision
 from megatron_router_replay.mcore.heart.streams import to_device, to_host
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_hashed_routes, check_trace_layers
+from megatron_router_replay.mcore.sessions import agreement
+from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
 from megatron_router_replay.mcore.sessions.hold import HeldRouter, Session, open_session
 from megatron_router_replay.mcore.sessions.judging import judge
 from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.trace import RoutingTrace
-
-if TYPE_CHECKING:
-    from megatron_router_replay.diagnostics.live import LiveComparison, LiveReport
 
 ChooseDecisions = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer_number, routes, own, scores) -> [num_tokens] bool, True: replay this decision, False: the router's own."""
@@ -64,7 +63,8 @@ class ReplaySession(Session):
         trace: RoutingTrace | None,
         *,
         mtp: bool,
-        compare_live: bool | int,
+        min_agreement: float,
+        ask_every_layer: bool,
         min_replayed: float | None,
         choose: ChooseDecisions | None,
         **options: Any,
@@ -80,27 +80,23 @@ class ReplaySession(Session):
         if trace is not None:
             self._take_trace(trace, mtp=mtp)
         self._warned = False  # that something on a GPU is read by the host
-        self._comparison = self._compare(int(compare_live)) if compare_live and self._enabled else None
-
-    def live_report(self, *groups: dist.ProcessGroup | None) -> LiveReport:
-        """Return how the live router and the replayed routes agree. Groups of ranks with the same layers are added up.
-
-        Args:
-            groups: as for `diagnostics.live.LiveComparison.report`; every rank of a group calls it. None given: this
-                rank alone.
-
-        Raises:
-            ReplayStateError: the session does not compare: replay(..., compare_live=True).
-        """
-        if self._comparison is None:
-            raise ReplayStateError(
-                "MRR407: this session does not compare with the live router: replay(..., compare_live=True)."
+        self._min_agreement = min_agreement
+        self._agreement: Agreement | None = None
+        routers = [found.router for chunk in self._chunks for found in chunk.taking_part]
+        if routers and (min_agreement or ask_every_layer):
+            self._agreement = Agreement(
+                topk=int(routers[0].topk),
+                num_experts=int(routers[0].num_experts),
+                num_layers=len(routers),
+                least=min_agreement,
+                every_layer=ask_every_layer,
+                rank=self._rank,
+                source="the routes that were fed" if trace is None else "the trace's routes",
             )
-        return self._comparison.report(*groups)
 
     @property
     def report(self) -> SessionReport:
-        """The report of every session, and the comparison with the live router if any."""
+        """The report of every session, and how the live router agrees."""
         report = super().report
         decisions = report.decisions.copy()
         if self._choose is not None:
@@ -111,7 +107,7 @@ class ReplaySession(Session):
             rows_repeated=self._rows["repeated"],
             decisions=decisions,
             layout_proved=None if self._trace is not None or not self._enabled else not self._unproved,
-            live=None if self._comparison is None else self._comparison.report(),
+            agreement=None if self._agreement is None else self._agreement.report(),
         )
 
     def _choices(self) -> list[int]:
@@ -129,10 +125,10 @@ class ReplaySession(Session):
         used = microbatch.routes.layer(position)
         if used.shape != (decision.scores.shape[0], decision.topk):
             return used  # refused behind this
-        if self._comparison is not None and self._comparison.wants(microbatch.number):
-            self._compare_decision(decision, microbatch, used)
         if self._choose is not None:
             return self._choose_some(decision, microbatch, used)
+        if microbatch.asked is not None and microbatch.asked in (position, ALL):
+            self._ask(decision, microbatch, decision.live(), microbatch.replayed)
         live = microbatch.live
         if live is None:
             if decision.is_written:
@@ -142,20 +138,13 @@ class ReplaySession(Session):
             return torch.where(live.unsqueeze(1), decision.live(), used)
         return used.index_copy(0, live, decision.live_of(live))
 
-    def _compare_decision(self, decision: Decision, microbatch: Microbatch, used: Tensor) -> None:
-        assert self._comparison is not None, "asked by it"
+    def _ask(self, decision: Decision, microbatch: Microbatch, live: Tensor, counts: Tensor | None) -> None:
+        """Keep what a router that is asked would choose; of the rows that count."""
+        assert self._agreement is not None, "it asks"
+        assert microbatch.routes is not None, "a replayed micro-batch has routes"
         held = self._held[decision.router]
-        config = decision.router.config
-        is_logits = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
-        self._comparison.add(
-            held.found.layer_number,
-            decision.scores.detach(),
-            live=decision.live(),
-            replayed=used,
-            mask=microbatch.replayed,
-            kind="logits" if is_logits else "probabilities",
-            key=held.chunk_index,
-        )
+        replayed = microbatch.routes.compact[:, held.position]
+        self._agreement.add(microbatch, held.chunk_index, held.found.layer_number, live, replayed, counts)
 
     def _choose_some(self, decision: Decision, microbatch: Microbatch, used: Tensor) -> Tensor:
         """Ask `choose=` which decisions are replayed, and count those that are not."""
@@ -171,6 +160,8 @@ class ReplaySession(Session):
         chosen = chosen & microbatch.replayed
         left = microbatch.replayed & ~chosen
         decision.counter.add(asked=microbatch.replayed.sum(), left_live=left.sum())
+        if microbatch.asked is not None and microbatch.asked in (self._held[decision.router].position, ALL):
+            self._ask(decision, microbatch, own, chosen)
         return torch.where(chosen.unsqueeze(1), used, own)
 
     # ---- rows into the trace
@@ -255,12 +246,12 @@ class ReplaySession(Session):
         counts = count_rows(num_tokens, live, padding)
         if routes.left_out is not None:
             counts["left_out"] = routes.left_out.sum()
-        replayed = None
-        if self._comparison is not None or self._choose is not None:
+        is_token = None if padding is None else to_device(~padding, chunk.device)
+        replayed = is_token
+        if live is not None:
+            replayed = to_device(~live if padding is None else ~(live | padding), chunk.device)
+        if replayed is None and self._choose is not None:
             replayed = torch.ones(num_tokens, dtype=torch.bool, device=chunk.device)
-            for mask in (live, padding):
-                if mask is not None:
-                    replayed &= ~to_device(mask, chunk.device)
         if live is not None and live.device.type == "cpu":
             live = live.nonzero().squeeze(1)  # on a GPU, asking which rows are live would wait for it
         elif self._min_replayed == 1:
@@ -275,7 +266,8 @@ class ReplaySession(Session):
             live=to_device(live, chunk.device) if live is not None and live.numel() else None,
             replayed=replayed,
             token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
-            is_token=None if padding is None else to_device(~padding, chunk.device),
+            is_token=is_token,
+            asked=None if self._agreement is None else self._agreement.next_layer(chunk),
         )
 
     def _queue_fed(self, chunk: Chunk, **given: Any) -> None:
@@ -292,8 +284,6 @@ class ReplaySession(Session):
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         super().on_done(chunk, microbatch)
         self._digest = (self._digest * 1_000_003 + 1 + (microbatch.is_token is not None)) % _PRIME
-        if self._comparison is not None and self._comparison.wants(microbatch.number):
-            self._comparison.end_microbatch(chunk.index)
 
     # ---- checks of one micro-batch
     def _count_repeated(self, rows: Tensor, num_rows: int) -> None:
@@ -367,23 +357,15 @@ class ReplaySession(Session):
             "loss_group": shared,  # the lowest rank of the group that shares an auxiliary loss; -1: none does
             "padding_digest": self._digest,
             "padding_known": self._padding_known,
+            "agreement": None if self._agreement is None else self._agreement.numbers(),
         }
 
     def _judge(self, everyone: dict[int, dict[str, Any]]) -> list[str]:
-        return judge(everyone, least=self._min_replayed)
-
-    def _compare(self, every_n: int) -> LiveComparison:
-        from megatron_router_replay.diagnostics.live import LiveComparison  # a room, loaded by those who ask for it
-
-        routers = [found for chunk in self._chunks for found in chunk.taking_part]
-        first = routers[0].router if routers else None
-        return LiveComparison(
-            sorted(found.layer_number for found in routers),
-            num_experts=int(first.num_experts) if first is not None else 1,
-            topk=int(first.topk) if first is not None else 1,
-            device=first.weight.device if first is not None else "cpu",
-            every_n=every_n,
-        )
+        asked = [numbers["agreement"] for numbers in everyone.values() if numbers["agreement"]]
+        problems = judge(everyone, least=self._min_replayed) + agreement.problems(asked, self._min_agreement)
+        if not problems and (text := agreement.warning(asked)):
+            _LOG.warning(text)
+        return problems
 
 
 def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:
@@ -421,8 +403,9 @@ def replay(
     mtp: bool = False,
     choose: ChooseDecisions | None = None,
     verify: bool = False,
-    compare_live: bool | int = False,
     min_replayed: float | None = None,
+    min_agreement: float = 0.25,
+    ask_every_layer: bool = False,
     group: dist.ProcessGroup | None = None,
     expert_bias: ExpertBias = "replayed",
     aux_loss: AuxLoss = "live",
@@ -447,13 +430,15 @@ def replay(
 
     Checks:
         verify: compare every routing map that leaves a router with what was decided; the report counts, a difference raises.
-        compare_live: take the live top-k beside the replayed routes, in every micro-batch (True) or every n-th: agreement,
-            probability mass and expert load by layer, and layers whose capture looks wrong. No host sync.
         min_replayed: the least share of tokens (padding left out) that must have been replayed, over all ranks of the
             group together; less raises on every rank when the session is left. Tokens that were left out by choice
             (`trace.keep`) are not replayed. None: at least one token. 0: none is also right where all were left out.
             1 also spares routes that are on a GPU the live top-k, which every router takes where the host cannot see
             whether a row has a route.
+        min_agreement: how far the live router must agree with the replayed routes: 1 the same experts, 0 no more of them than
+            by chance. One layer of each micro-batch is asked, in turn, without a host sync. The group judges layers and
+            samples when the session is left. 0.5 is strict; 0 asks nothing, for routes that are another model's on purpose.
+        ask_every_layer: ask all layers in every micro-batch.
         group: the ranks that judge together when the session is left; all of them must have such a session. None: every
             rank of the job. A rank that raised inside its block is not waited for.
 
@@ -471,13 +456,15 @@ def replay(
     """
 
     def make() -> ReplaySession:
-        _check_share(min_replayed, compare_live)
+        _check_share("min_replayed", min_replayed)
+        _check_share("min_agreement", min_agreement)
         return ReplaySession(
             model_chunks,
             _loaded(trace, model_chunks) if enabled else None,
             mtp=mtp,
             verify=verify,
-            compare_live=compare_live,
+            min_agreement=min_agreement,
+            ask_every_layer=ask_every_layer,
             min_replayed=min_replayed,
             choose=choose,
             choice=Balance(expert_bias=expert_bias, aux_loss=aux_loss),
@@ -508,13 +495,9 @@ def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace | None:
     return trace
 
 
-def _check_share(min_replayed: Any, compare_live: Any) -> None:
-    if min_replayed is not None and not (isinstance(min_replayed, int | float) and 0 <= min_replayed <= 1):
-        raise TraceError(f"MRR101: min_replayed={min_replayed!r} must be a share, 0 to 1.")
-    if not isinstance(compare_live, int):
-        raise TraceError(
-            f"MRR101: compare_live={compare_live!r} must be a bool, or an int n for every n-th micro-batch."
-        )
+def _check_share(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, int | float) and 0 <= value <= 1):
+        raise TraceError(f"MRR101: {name}={value!r} must be a share, 0 to 1.")
 
 
 def _at_rows(mask: Tensor | None, rows: Tensor) -> Tensor:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from html import escape
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch.distributed as dist
 
+from megatron_router_replay.mcore.sessions.agreement import LiveAgreement
 from megatron_router_replay.tables import Table
-
-if TYPE_CHECKING:  # a room, which the core does not load
-    from megatron_router_replay.diagnostics.live import LiveReport
-
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,7 +56,7 @@ class SessionReport:
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
         flips_of_layer: layer number -> those of its recomputed decisions that would have been another set of experts.
         indexer_recomputes: recomputes of sparse attention that a freeze holds; None: it holds none.
-        live: the live router beside the replayed routes; with compare_live.
+        agreement: of the live router with the replayed routes; None: it was not asked.
     """
 
     kind: str
@@ -76,7 +73,7 @@ class SessionReport:
     decisions: Decisions = field(default_factory=Decisions)
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
     indexer_recomputes: int | None = None
-    live: LiveReport | None = None
+    agreement: LiveAgreement | None = None
 
     @property
     def tokens(self) -> int:
@@ -113,12 +110,12 @@ class SessionReport:
         """Return one report for all ranks of these groups, the same on each of them.
 
         A collective: every rank of each group calls it. Counts are added up, so rows that several ranks route (tensor,
-        pipeline parallelism) count once for each; shares stay shares. `live` is left out: `session.live_report` adds it up.
+        pipeline parallelism) count once for each; shares stay shares.
 
         Args:
             groups: process groups that do not overlap but in this rank; none given: all ranks of the job.
         """
-        summed = replace(self, live=None)
+        summed = self
         if not dist.is_initialized():
             return summed
         # In turn: once a group's ranks hold its sum, the next group, across it, adds up sums.
@@ -129,14 +126,14 @@ class SessionReport:
         return summed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field and property as a dict. `live` is a dict too, where there is one."""
+        """Return every field and property as a dict. `agreement` is three numbers, where it was asked."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        live = values.pop("live")
+        agreement = values.pop("agreement")
         values |= {f"decisions_{name}": count for name, count in values.pop("decisions").items()}
         values["flips_of_layer"] = dict(self.flips_of_layer)
         for name in ("tokens", "recompute_flips", "replayed_share", "padding_share", "rows_without_route"):
             values[name] = getattr(self, name)
-        return values if live is None else {**values, "live": live.to_dict()}
+        return values if agreement is None else values | agreement.to_dict()
 
     def metrics(self, prefix: str = "router_replay/") -> dict[str, float]:
         """Return the measured numbers for a training logger. Keys begin with `prefix`; layer n has flips/layer_n."""
@@ -144,8 +141,7 @@ class SessionReport:
         if self.kind == "freeze_recompute":  # which sees no rows, so their counts are not measured
             numbers = {name: value for name, value in numbers.items() if not name.startswith(("rows_", "tokens"))}
         by_layer = {f"flips/layer_{layer}": count for layer, count in self.flips_of_layer.items()}
-        live = {} if self.live is None else self.live.metrics(f"{prefix}live/")
-        return {prefix + name: float(value) for name, value in (numbers | by_layer).items()} | live
+        return {prefix + name: float(value) for name, value in (numbers | by_layer).items()}
 
     def table(self) -> Table:
         """Return the counts that `print(report)` shows, each with a remark."""
@@ -185,17 +181,16 @@ class SessionReport:
         return f"({self.rows_without_route or 0:,} without a route, {self.rows_left_out:,} left out)"
 
     def _headline(self) -> str:
-        return f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches"
+        head = f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches"
+        return head if self.agreement is None else f"{head}; {self.agreement}"
 
     def __str__(self) -> str:
-        lines = [self._headline(), self.table().text()]
-        return "\n".join([*lines, *([str(self.live)] if self.live is not None else [])])
+        return "\n".join([self._headline(), self.table().text()])
 
     __repr__ = __str__  # what a notebook or a debugger shows; `to_dict` has every field
 
     def _repr_html_(self) -> str:
-        live = "" if self.live is None else self.live._repr_html_()
-        return f"<div><b>{escape(self._headline())}</b>{self.table().html()}{live}</div>"
+        return f"<div><b>{escape(self._headline())}</b>{self.table().html()}</div>"
 
 
 def share_of(rows_replayed: int, rows_live: int, asked: int | None, left_live: int | None) -> float | None:
@@ -218,6 +213,8 @@ def _add_up(reports: list[SessionReport]) -> SessionReport:
         if each.name in ("decisions", "flips_of_layer"):
             names = sorted({name for counts in measured for name in counts})
             totals[each.name] = {name: sum(counts.get(name, 0) for counts in measured) for name in names}
+        elif each.name == "agreement":
+            totals[each.name] = LiveAgreement.add_up(measured) if measured else None
         elif each.name == "layout_proved":
             totals[each.name] = all(measured) if measured else None
         elif measured and isinstance(measured[0], int):

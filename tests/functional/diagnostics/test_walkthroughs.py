@@ -49,20 +49,22 @@ def test_without_noise_no_recompute_flips(walk):
     assert "verdict: every recompute used its forward's experts" in walk("recompute_flips", "--no-noise", code=0)
 
 
-def test_each_wrong_capture_is_named_by_diff_and_by_the_live_comparison(walk):
+def test_each_wrong_capture_is_named_by_diff_and_refused_by_the_replay(walk):
     shown = walk("wrong_capture", code=1)
     planted = dict(re.findall(r"^planted: (.+)\n((?:  .+\n)+)", shown, re.M))
     rows, zeroed, swapped = planted.values()
     assert "of the engine hold the trainer's rows 0..254 (1 row earlier), in all layers" in rows
-    assert "live: in every layer" in rows
+    assert "replay raised: the live router agrees with the replayed routes by" in rows
+    assert "in every layer that was judged" in rows
     assert "diff: all 256 rows of the engine repeat experts [0, 1] in layer 4: 256 of 256 decisions." in zeroed
-    assert re.findall(r"live: layer (\d)", zeroed) == ["4"]
+    assert re.search(r"in 1 of \d layers: 4 \(", zeroed)
     assert "diff: layers 3, 5 of the engine hold layers 5, 3 of the trainer, in all 256 rows" in swapped
-    assert re.findall(r"live: layer (\d)", swapped) == ["3", "5"]
+    assert re.search(r"in 2 of \d layers: (3 .*, 5|5 .*, 3) \(", swapped)
 
 
 def test_the_right_capture_is_not_accused(walk):
     shown = walk("wrong_capture", "--right", code=0)
     assert "verdict: nothing wrong with the capture" in shown
+    assert "the live router agrees with 100.0% of the trace's routes" in shown
     assert "diff:" not in shown
     assert "fact" not in shown

@@ -14,6 +14,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import (
+    DRAWN,
     FULL,
     MEGATRON,
     MOE,
@@ -75,7 +76,7 @@ def replay_balanced(case: Case) -> dict[str, Any]:
         router.gating = gating
     for name in ("load_balancing_loss", "seq_load_balancing_loss"):
         logged(name)
-    with mrr.replay(chunks, random_trace(case)) as session:
+    with mrr.replay(chunks, random_trace(case), **DRAWN) as session:
         run(chunks, case, microbatches, session)
     return {
         "counted": {router.layer_number: router.local_tokens_per_expert.tolist() for router in moe_routers(chunks)},
@@ -157,7 +158,7 @@ def bias_updates(choice: str) -> dict[int, list[float]]:
     case = CASES["cp2-full"]
     config, chunks, microbatches = build_padded(case)
     group = () if MEGATRON < (0, 19) else (moe_routers(chunks)[0].tp_dp_cp_group,)
-    with mrr.replay(chunks, random_trace(case), expert_bias=choice) as session:
+    with mrr.replay(chunks, random_trace(case), expert_bias=choice, **DRAWN) as session:
         for _ in range(2):
             run(chunks, case, microbatches, session)
             _update_router_expert_bias(chunks, config, *group)
@@ -179,7 +180,7 @@ def test_layers_of_multi_token_prediction_leave_padding_out_too(megatron):
     """MTP layers that stay live under a replay know the padding of the micro-batch beside which they run."""
     case = Case(config=BALANCED | {"mtp_num_layers": 1, "num_layers": 2} | MTP_RECOMPUTE, num_microbatches=2)
     _, chunks, microbatches = build_padded(case)
-    with mrr.replay(chunks, random_trace(case, (1, 2))) as session:
+    with mrr.replay(chunks, random_trace(case, (1, 2)), **DRAWN) as session:
         run(chunks, case, microbatches, session)
     routers = moe_routers(chunks) + moe_routers(chunks, mtp=True)
     num_tokens = int((~is_padding(torch.arange(32))).sum())
@@ -196,7 +197,10 @@ def disagreeing_ranks() -> None:
         if dist.get_rank() == 0:
             microbatch["padding"] = torch.zeros_like(microbatch["routing_rows"], dtype=torch.bool)
     not_told = r"ranks that share an auxiliary loss \(those of rank 0\) were not told of padding in the same"
-    with pytest.raises(mrr.RouterReplayError, match=not_told), mrr.replay(chunks, random_trace(case)) as session:
+    with (
+        pytest.raises(mrr.RouterReplayError, match=not_told),
+        mrr.replay(chunks, random_trace(case), **DRAWN) as session,
+    ):
         run(chunks, case, microbatches, session)
 
 
@@ -213,6 +217,6 @@ def test_a_loss_of_sequences_refuses_packed_ones_in_a_real_model(megatron):
     packed = pack_microbatch([torch.arange(6), torch.arange(4)]) | {"routing_rows": torch.arange(8).unsqueeze(0)}
     with (
         pytest.raises(mrr.RouterReplayError, match="seq_aux_loss balances each sequence"),
-        mrr.replay(chunks, random_trace(case)) as session,
+        mrr.replay(chunks, random_trace(case), **DRAWN) as session,
     ):
         run(chunks, case, [packed], session)

@@ -15,6 +15,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.testing import build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import (
+    DRAWN,
     FULL,
     MOE,
     Case,
@@ -102,10 +103,10 @@ def test_a_compiled_model_under_sessions_is_the_eager_one(compile_parts, recompu
     for seed in (7, 8):
         mask = torch.arange(case.num_tokens) % 5 != 0
         trace = random_trace(case, (1, 2), seed=seed, replay_mask=mask)
-        with mrr.replay(eager, trace) as session:
+        with mrr.replay(eager, trace, **DRAWN) as session:
             expected = step(eager, microbatches, session)
         assert max(float((a - b).abs().max()) for a, b in zip(expected, live)) > 1e-3
-        with mrr.replay(model, trace, verify=True) as session:
+        with mrr.replay(model, trace, **DRAWN, verify=True) as session:
             if inside and seed == 7:
                 model = compile_parts(compiled, backend)
             check(expected, step(model, microbatches, session))

@@ -12,6 +12,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.mcore import layer_numbers_of
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import (
+    DRAWN,
     FULL,
     MOE,
     MTP_RECOMPUTE,
@@ -116,7 +117,7 @@ def test_an_mtp_router_is_replayed_behind_the_last_layer_if_asked_else_frozen(mt
     for router in routers:
         router.register_forward_hook(lambda router, args, output: maps[router].append(output[1].clone()))
     trace = random_trace(case, (2, 3, 4))
-    with mrr.replay(model, trace, mtp=mtp, verify=True) as session:
+    with mrr.replay(model, trace, **DRAWN, mtp=mtp, verify=True) as session:
         run([model], case, microbatches, session)
     rows = rows_seen(case, microbatches[0])
     for router, layer in zip(routers, (2, 3, 4)):

@@ -8,7 +8,7 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.layout import collate_packed, split_batch
 from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, run_schedule, tiny_gpt_config
-from tests.functional.mcore.cases import FULL, Case, random_routes, watched, wrong_replays
+from tests.functional.mcore.cases import DRAWN, FULL, Case, random_routes, watched, wrong_replays
 from tests.support.gradients import gradients, merge_by_name
 
 pytestmark = pytest.mark.version
@@ -62,7 +62,7 @@ def train_packed(layout: ParallelSizes, rows_are_split: bool = True) -> dict[str
         # collate_packed fills what it pads with row -1, and every token of these samples has a row.
         session.microbatch(rows, model, token_ids=microbatch["tokens"], padding=rows < 0)
 
-    with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True) as session:
+    with watched(chunks) as seen, mrr.replay(chunks, trace, **DRAWN, verify=True) as session:
         losses = run_schedule(chunks, layout, [microbatch], before_forward=queue)
     assert wrong_replays(Case(layout=layout), seen, trace, [microbatch]) == 0
     report = session.report

@@ -14,6 +14,7 @@ from megatron_router_replay.mcore.batches.prefetch import prefetch_batches
 from megatron_router_replay.testing import ParallelSizes, run_schedule
 from megatron_router_replay.testing.schedule import default_forward_step, masked_mean_loss
 from tests.functional.mcore.cases import (
+    DRAWN,
     FULL,
     MOE,
     Case,
@@ -81,7 +82,7 @@ def attached_schedule(case: Case) -> None:
     """A schedule whose forward step knows of no session, on an attached model, beside one that queues by hand."""
     _, chunks, microbatches = build(case)
     trace = random_trace(case)
-    with mrr.replay(chunks, trace) as session:
+    with mrr.replay(chunks, trace, **DRAWN) as session:
         by_hand = run(chunks, case, microbatches, session)
     mrr.attach(chunks)
 
@@ -90,7 +91,7 @@ def attached_schedule(case: Case) -> None:
         output = model(**model_inputs(batch), routing_rows=batch["routing_rows"])
         return output, partial(masked_mean_loss, batch["loss_mask"])
 
-    with mrr.replay(chunks, trace, verify=True, min_replayed=1.0) as session:
+    with mrr.replay(chunks, trace, **DRAWN, verify=True, min_replayed=1.0) as session:
         attached = run(chunks, case, microbatches, forward_step=forward_step)
     assert same(by_hand, attached)
     assert not same(attached, run(chunks, case, microbatches, forward_step=forward_step))
@@ -116,7 +117,7 @@ def prefetched(case: Case, token_ids: bool) -> None:
     for microbatch in microbatches:
         microbatch["routing_rows"][0, -1] = -1
     microbatches[2]["routing_rows"].fill_(-1)  # a micro-batch without a row at all
-    with mrr.replay(chunks, trace, verify=True) as session:
+    with mrr.replay(chunks, trace, **DRAWN, verify=True) as session:
         plain = run(chunks, case, microbatches, session)
 
     seen: list[weakref.ref[torch.Tensor]] = []
@@ -126,7 +127,7 @@ def prefetched(case: Case, token_ids: bool) -> None:
         seen.append(weakref.ref(routes.topk_indices))
         prefetching.microbatch(routes, model, token_ids=microbatch["tokens"] if token_ids else None)
 
-    with mrr.replay(chunks, trace, verify=True) as prefetching:
+    with mrr.replay(chunks, trace, **DRAWN, verify=True) as prefetching:
         # Iterators that the schedule never asks for more than its micro-batches, each with the layers of its chunk.
         layers = [[router.layer_number for router in moe_routers([chunk])] for chunk in chunks]
         iterators = [prefetch_batches(trace, microbatches, layer_numbers=numbers) for numbers in layers]
@@ -178,7 +179,7 @@ def trained_and_evaluated() -> None:
         call = model.build_schedule_plan if return_schedule_plan else model
         return call(**model_inputs(batch)), partial(masked_mean_loss, batch["loss_mask"])
 
-    with mrr.replay(chunks, trace, verify=True) as opened:
+    with mrr.replay(chunks, trace, **DRAWN, verify=True) as opened:
         session = opened
         for forward_only in (False, True):
             with watched(chunks) as seen:

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 import megatron_router_replay as mrr
-from tests.functional.mcore.cases import MEGATRON, Case, as_map, build, moe_routers, random_routes
+from tests.functional.mcore.cases import DRAWN, MEGATRON, Case, as_map, build, moe_routers, random_routes
 
 NUM_TOKENS, NUM_EXPERTS, TOPK = 6, 8, 3
 
@@ -70,7 +70,9 @@ def check_against_reference(mode: dict, dtype: torch.dtype, tolerance: float) ->
     logits = (3 * torch.randn(NUM_TOKENS, 1, NUM_EXPERTS, generator=generator)).to(dtype).requires_grad_()
     weights = torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator)
 
-    session = mrr.replay(model, mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=NUM_EXPERTS))
+    session = mrr.replay(
+        model, mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=NUM_EXPERTS), **DRAWN
+    )
     session.microbatch(torch.arange(NUM_TOKENS)[None])
     router.gating = lambda hidden: logits
     probs, routing_map = router(torch.zeros(NUM_TOKENS, 1, 64))

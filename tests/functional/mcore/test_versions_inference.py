@@ -11,7 +11,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import PayloadError, UnsupportedRouterError
-from tests.functional.mcore.cases import MEGATRON, Case, build, moe_routers, random_trace, run, same, watched
+from tests.functional.mcore.cases import DRAWN, MEGATRON, Case, build, moe_routers, random_trace, run, same, watched
 
 pytestmark = [
     pytest.mark.version,
@@ -144,7 +144,7 @@ def test_inference_mode_that_is_switched_on_inside_a_session_raises_or_is_live(k
         plain = router(hidden)[1]
     model.train()
     trace = random_trace(CASE)
-    starts = {"record": mrr.record, "replay": lambda m: mrr.replay(m, trace), "freeze": mrr.freeze_recompute}
+    starts = {"record": mrr.record, "replay": lambda m: mrr.replay(m, trace, **DRAWN), "freeze": mrr.freeze_recompute}
     session = starts[kind](model)
     if session.queued:
         session.microbatch(torch.arange(6).view(1, 6), model)

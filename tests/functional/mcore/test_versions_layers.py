@@ -12,6 +12,7 @@ from megatron_router_replay.mcore import layer_numbers_of
 from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
 from tests.functional.mcore.cases import (
+    DRAWN,
     FULL,
     MEGATRON,
     MOE,
@@ -84,7 +85,7 @@ def test_each_moe_layer_of_an_mtp_block_has_its_own_number(megatron):
     maps: list[torch.Tensor] = []
     for router in moe_routers([model]) + moe_routers([model], mtp=True):
         router.register_forward_hook(lambda module, args, output: maps.append(output[1].clone()))
-    with mrr.replay(model, trace, mtp=True, verify=True) as session:
+    with mrr.replay(model, trace, **DRAWN, mtp=True, verify=True) as session:
         run([model], case, microbatches, session)
     rows = rows_seen(case, microbatches[0])
     targets = {number: as_map(trace.layer(number)[rows]) for number in trace.layer_numbers}

@@ -113,9 +113,9 @@ def test_rows_of_a_recording_that_were_left_out_are_known():
 
 
 def test_shares_count_what_was_left_live_as_not_replayed_and_say_why():
-    report = one_step(chosen(), min_replayed=0.5, compare_live=True)
+    report = one_step(chosen(), min_replayed=0.5, ask_every_layer=True)
     assert report.rows_replayed == 4
-    assert report.live.rows.tolist() == [4, 4, 4]
+    assert [unit.rows for unit in report.agreement.layers.values()] == [4, 4, 4]
     with pytest.raises(
         ReplayStateError, match=r"50\.0000% of 8 .* min_replayed=0\.51 \(3 were left out by trace\.keep"
     ):

@@ -403,12 +403,10 @@ def test_what_is_no_trace_or_no_share_is_refused_and_a_path_is_read(tmp_path):
     chunk, trace = Chunk(), random_trace(8)
     with pytest.raises(TraceError, match="cannot replay a dict"):
         mrr.replay(chunk, {})
-    for least in (-0.1, 1.1, "0.9"):
-        with pytest.raises(TraceError, match=r"min_replayed=.* must be a share"):
-            mrr.replay(chunk, trace, min_replayed=least)
-    for every in (1.5, "x", None):
-        with pytest.raises(TraceError, match=r"compare_live=.* must be a bool, or an int n"):
-            mrr.replay(chunk, trace, compare_live=every)
+    for name in ("min_replayed", "min_agreement"):
+        for least in (-0.1, 1.1, "0.9"):
+            with pytest.raises(TraceError, match=rf"{name}=.* must be a share"):
+                mrr.replay(chunk, trace, **{name: least})
     mrr.save_trace(trace, tmp_path / "routes.safetensors")
     seen, _ = replayed(chunk, tmp_path / "routes.safetensors")
     assert wrong(seen, trace) == 0

@@ -161,7 +161,7 @@ SELECTED = {
     "replay": lambda chunk: mrr.replay(
         chunk, random_trace(replay_mask=torch.arange(16) % 3 != 0), choose=lambda *given: given[1][:, 0] > 3
     ),
-    "compare": lambda chunk: mrr.replay(chunk, random_trace(replay_mask=torch.arange(16) % 3 != 0), compare_live=True),
+    "ask": lambda chunk: mrr.replay(chunk, random_trace(replay_mask=torch.arange(16) % 3 != 0), ask_every_layer=True),
 }
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.mcore.batches.prefetch import prefetch
 from megatron_router_replay.mcore.heart.seam import holders_of
 from tests.unit.mcore.balanced_chunk import one_rank
@@ -174,34 +174,6 @@ def test_a_trace_of_other_experts_is_refused(options, message):
     with pytest.raises(TraceError, match=message):
         mrr.replay(chunk, mrr.RoutingTrace(**values))
     assert not any(map(holders_of, chunk.routers))
-
-
-def test_a_session_that_does_not_compare_has_no_live_report():
-    chunk = Chunk()
-    with mrr.replay(chunk, random_trace(8)) as session:
-        session.microbatch(ROWS)
-        chunk(tokens())
-        with pytest.raises(ReplayStateError, match="does not compare with the live router"):
-            session.live_report()
-
-
-def test_the_comparison_takes_every_nth_micro_batch():
-    chunk, trace = Chunk(), random_trace(24)
-    with mrr.replay(chunk, trace, compare_live=2) as session:
-        for number in range(3):
-            session.microbatch(ROWS + 8 * number)
-            chunk(tokens(), number)
-    assert session.live_report().rows.tolist() == session.report.live.rows.tolist() == [16, 16, 16]
-
-
-def test_the_comparison_takes_probabilities_before_and_behind_the_selection():
-    means = []
-    for chunk in (Chunk(), Chunk(moe_router_pre_softmax=True)):  # layer 1 has the same logits in both
-        with mrr.replay(chunk, random_trace(8), compare_live=True) as session:
-            session.microbatch(ROWS)
-            chunk(tokens())
-        means.append(float(session.report.live.probability_live[0]))
-    assert means[0] == pytest.approx(means[1])
 
 
 def test_rows_that_were_refused_do_not_lengthen_the_recording():

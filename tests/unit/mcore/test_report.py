@@ -2,10 +2,9 @@
 
 from dataclasses import fields, replace
 
-import torch
 import torch.distributed as dist
 
-from megatron_router_replay.diagnostics.live import LiveReport
+from megatron_router_replay.mcore.sessions.agreement import LiveAgreement, Unit
 from megatron_router_replay.mcore.sessions.report import SessionReport, _add_up
 from tests.unit.mcore.balanced_chunk import one_rank
 
@@ -78,18 +77,11 @@ CHOSEN = SessionReport(
     decisions={"asked": 12, "left_live": 3, "counted": 18},
     forwards=2,
 )
-LIVE = LiveReport(
-    layer_numbers=(1,),
-    num_experts=2,
-    topk=1,
-    rows=torch.tensor([4]),
-    probability_live=torch.tensor([0.9]).double(),
-    probability_replayed=torch.tensor([0.8]).double(),
-    overlap_counts=torch.tensor([[1, 3]]),
-    load_live=torch.tensor([[2, 2]]),
-    load_replayed=torch.tensor([[1, 3]]),
-    tokens=4,
-    tokens_agree=3,
+AGREEMENT = LiveAgreement(
+    layers={1: Unit(90, 170, 40, 180, 60), 2: Unit(90, 180, 40, 180, 60), 3: Unit(3, 6, 1, 6, 5)},
+    num_layers=4,
+    least_sample=0.875,
+    source="the trace's routes",
 )
 
 
@@ -144,14 +136,35 @@ def test_what_was_not_measured_has_no_number():
     assert none_of_three.replayed_share == 0.0, "which is not nothing measured"
 
 
-def test_the_live_router_is_shown_with_the_counts():
-    report = replace(REPLAY, live=LIVE)
-    lines = str(report).splitlines()
-    assert lines[:6] == str(REPLAY).splitlines()
-    assert lines[6:] == str(LIVE).splitlines()
-    assert report._repr_html_().endswith(f"{LIVE._repr_html_()}</div>")
-    assert report.to_dict()["live"] == LIVE.to_dict()
-    assert LIVE.metrics("router_replay/live/").items() <= report.metrics().items()
+def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
+    report = replace(REPLAY, agreement=AGREEMENT)
+    assert str(report).splitlines()[0] == (
+        f"{str(REPLAY).splitlines()[0]}; the live router agrees with 96.5% of the trace's routes "
+        "(least layer 93%, least sample 88%; 2 of 4 layers judged)"
+    )
+    assert str(report).splitlines()[1:] == str(REPLAY).splitlines()[1:]
+    numbers = {name: value for name, value in report.metrics("r/").items() if name not in REPLAY.metrics("r/")}
+    assert numbers == {
+        "r/agreement": 275 / 285,
+        "r/agreement_least_layer": 130 / 140,
+        "r/agreement_least_sample": 0.875,
+    }
+    asked_nothing = replace(AGREEMENT, layers={}, least_sample=None)
+    assert "was asked about no row" in str(asked_nothing)
+    assert replace(REPLAY, agreement=asked_nothing).metrics() == REPLAY.metrics()
+
+
+def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():
+    other = LiveAgreement(
+        layers={1: Unit(90, 40, 40, 180, 60), 9: Unit(9, 9, 0, 9, 9)},
+        num_layers=2,
+        least_sample=None,
+        source="the routes that were fed",
+    )
+    total = LiveAgreement.add_up([AGREEMENT, other])
+    assert total.layers[1] == Unit(180, 210, 80, 360, 120)
+    assert (sorted(total.layers), total.num_layers, total.least_sample) == ([1, 2, 3, 9], 4, 0.875)
+    assert total.judged == {1: 130 / 280, 2: 1.0}
 
 
 def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_nothing():
@@ -159,7 +172,7 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
         each.name: 10 + i for i, each in enumerate(fields(SessionReport)) if str(each.type) in ("int", "int | None")
     }
     assert len(numbers) == 10
-    one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, decisions={"verified": 7}, live=None)
+    one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, decisions={"verified": 7})
     other = SessionReport(
         kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "counted": 3}, layout_proved=False
     )
@@ -174,13 +187,13 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
     assert (neither.decisions, neither.rows_padding) == ({}, 0)
 
 
-def test_a_report_of_one_process_is_its_own_sum_without_what_is_a_ranks_own():
-    assert replace(REPLAY, live=LIVE).reduce() == REPLAY
+def test_a_report_of_one_process_is_its_own_sum():
+    assert replace(REPLAY, agreement=AGREEMENT).reduce() == replace(REPLAY, agreement=AGREEMENT)
 
 
 def test_a_report_is_gathered_over_the_groups_that_are_named_or_the_whole_job(one_rank):
     for groups in ((), (dist.group.WORLD,), (dist.group.WORLD, None)):
-        assert replace(REPLAY, live=LIVE).reduce(*groups) == REPLAY
+        assert replace(REPLAY, agreement=AGREEMENT).reduce(*groups).agreement == AGREEMENT
 
 
 def test_a_freeze_leaves_rows_out_and_says_that_nothing_was_frozen():

@@ -1,0 +1,258 @@
+"""What the live router's opinion of replayed routes comes to: counted by hand, folded, and judged."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.mcore.sessions import agreement
+from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement, Pairs, Unit, blocks_of, count_rows
+from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
+
+LAYERS = 4
+
+
+def module(num_layers=LAYERS):
+    return SimpleNamespace(index=0, module=torch.nn.Identity(), taking_part=range(num_layers))
+
+
+def asking(chunk=None, *, experts=8, topk=2, rank=0):
+    made = Agreement(
+        topk=topk, num_experts=experts, num_layers=LAYERS, least=0.25, every_layer=False, rank=rank, source="routes"
+    )
+    made.next_layer(chunk or module())
+    return made
+
+
+def ask(asks, live, used, *, number=0, layer=1, sequences=1, packed=False, counts=None):
+    shape = (len(live) // sequences, sequences)
+    microbatch = SimpleNamespace(number=number, shape=shape, packed=packed)
+    asks.add(microbatch, 0, layer, live, used.to(torch.uint8), counts)
+
+
+def routes(rows, seed=0, *, experts=8, topk=2, noise=0.1):
+    """The live top-k of random scores, and that of scores that differ a little."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(rows, experts, generator=generator)
+    other = scores + noise * torch.randn(rows, experts, generator=generator)
+    return scores.topk(topk, dim=1).indices, other.topk(topk, dim=1).indices
+
+
+def problems(*asks, least=0.25):
+    return agreement.problems([each.numbers() for each in asks], least)
+
+
+def test_rows_are_counted_as_by_hand_and_those_that_do_not_count_load_no_expert():
+    live, used = routes(40)
+    counts = torch.arange(40) % 3 != 0
+    table = torch.randint(1 << 16, (16,), generator=torch.Generator().manual_seed(0))
+    overlap, chance, _, counted = count_rows(torch.cat([live, used], 1).to(torch.uint8), counts, table)
+    load = torch.bincount(live[counts].flatten(), minlength=8) / counts.sum()
+    assert overlap.tolist() == [len({*one} & {*other}) for one, other in zip(live.tolist(), used.tolist())]
+    assert torch.allclose(chance.view(torch.float16).float(), load[used].sum(1), atol=1e-3)
+    assert counted.tolist() == counts.tolist()
+
+
+def test_pairs_of_routes_are_told_apart_whatever_the_order_of_their_experts():
+    ids = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [0, 1, 2, 4]], dtype=torch.uint8)
+    codes = count_rows(ids, None, torch.arange(16) ** 3 * 7919)[2].tolist()
+    assert codes[0] == codes[1]
+    assert len(set(codes)) == 3
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(20, [20]), (191, [191]), (192, [96, 96]), (400, [100] * 4), (0, [])])
+def test_a_sequence_is_cut_into_blocks_of_the_rows_that_count(rows, sizes):
+    counted = np.zeros((2, 500), dtype=bool)
+    counted[1, 500 - rows :] = True  # padded on the left
+    sequence, block = blocks_of(counted)
+    assert set(sequence.tolist()) == ({1} if rows else set())
+    assert np.bincount(block).tolist() == sizes
+
+
+# ---- what raises, what warns, what neither does
+
+
+def right(live, used):
+    return used
+
+
+def one_late(live, used):
+    return used.roll(1, 0)
+
+
+def constant(live, used):
+    return torch.arange(used.shape[1]).expand_as(used)
+
+
+def permuted(live, used):
+    return (used + 3) % 8
+
+
+WRONG = {
+    # what was done to routes -> in which layers, in which micro-batches, what is said
+    "right": (right, {}, {}, None),
+    "every layer one late": (one_late, {1, 2, 3, 4}, {0, 1, 2}, "in every layer that was judged"),
+    "a constant layer": (constant, {3}, {0, 1, 2}, "in 1 of 4 layers: 3 "),
+    "a layer with other ids": (permuted, {2}, {0, 1, 2}, "in 1 of 4 layers: 2 "),
+    "a micro-batch one late": (one_late, {1, 2, 3, 4}, {1}, r"in 8 of 24 parts of samples, 4 of them in rank 0, .* 1,"),
+    "a lone block": (one_late, {1}, {1}, None),
+}
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_routes_raise_and_name_their_place(case, topk):
+    damage, layers, numbers, message = WRONG[case]
+    asks = asking(topk=topk)
+    for number in range(3):
+        for layer in range(1, LAYERS + 1):
+            live, used = routes(200, 10 * number + layer, topk=topk)
+            if layer in layers and number in numbers:
+                used = damage(live, used)
+                if case == "a lone block":
+                    used[1::2] = live[1::2]
+            ask(asks, live, used, number=number, layer=layer, sequences=2)
+    told = [asks.numbers()]
+    found = agreement.problems(told, 0.25)
+    assert bool(found) == bool(message)
+    assert not agreement.problems(told, 0), "min_agreement=0 is off"
+    if message:
+        assert len(found) == 1
+        assert "min_agreement=0 says it" in found[0]
+        assert re.search(message, found[0]), found[0]
+    assert bool(agreement.warning(told)) == (case != "right")
+
+
+def test_a_run_of_one_token_at_a_near_tie_is_no_evidence():
+    asks = asking(topk=1)
+    ask(asks, torch.zeros(4000, 1, dtype=torch.int64), torch.ones(4000, 1, dtype=torch.int64))
+    assert problems(asks) == []
+    assert asks.report().judged == {}
+    live, used = routes(96, topk=1)  # and no run drowns the rows around it
+    used[20:], live[20:] = 1, 0
+    asks = asking(topk=1)
+    ask(asks, live, used)
+    assert (problems(asks), asks.numbers()["low"]) == ([], 0)
+
+
+def test_rows_that_do_not_count_are_not_judged():
+    live, used = routes(200)
+    counts = torch.arange(200) < 100
+    used[~counts] = used[~counts].roll(1, 0)
+    asks = asking()
+    ask(asks, live, used, counts=counts)
+    assert asks.report().all_layers > 0.85
+    assert asks.report().layers[1].rows == 100
+
+
+def test_a_layer_with_too_few_rows_is_judged_with_those_of_the_sessions_before_and_then_they_are_forgotten():
+    chunk, judged = module(), []
+    for session in range(8):
+        asks = asking(chunk)
+        live, used = routes(16, session)
+        ask(asks, live, one_late(live, used) if session < 3 else used, layer=2)
+        judged.append([Unit(*sums).rows for sums in asks.numbers()["layers"].values()])
+    assert judged == [[], [], [48], [], [], [48], [], []]
+    assert asking(module()).numbers()["layers"] == {}, "another chunk has nothing of it"
+
+
+def test_the_rotation_goes_on_from_session_to_session_and_is_a_chunks_own():
+    chunk, other = module(), module()
+    asked = []
+    for _ in range(2):
+        asks = Agreement(topk=2, num_experts=8, num_layers=4, least=0.25, every_layer=False, rank=0, source="")
+        asked += [asks.next_layer(chunk) for _ in range(3)]
+    assert asked == [ALL, 0, 1, 2, 3, 0]
+    assert asks.next_layer(other) == ALL
+
+
+def test_a_long_session_folds_what_it_holds_and_says_the_same(monkeypatch):
+    told = []
+    for limit in (1 << 20, 300):
+        monkeypatch.setattr(agreement, "FOLD_ROWS", limit)
+        asks, waiting = asking(), []
+        for number in range(12):
+            live, used = routes(200, number)
+            ask(asks, live, one_late(live, used) if number == 7 else used, number=number, layer=number % 4 + 1)
+            waiting.append(len(asks._asked))
+        told.append(asks.numbers())
+        assert max(waiting) == (12 if limit > 300 else 2)
+    for layer, sums in told[0]["layers"].items():
+        assert told[1]["layers"][layer] == pytest.approx(sums)
+    assert {**told[0], "layers": None} == {**told[1], "layers": None}
+
+
+def test_layers_add_up_over_ranks_and_failing_parts_of_all_of_them_raise_together():
+    ranks = []
+    for rank in range(4):
+        asks = asking(rank=rank)
+        for number in range(2):
+            live, used = routes(100, 10 * rank + number)
+            ask(asks, live, one_late(live, used) if rank < 3 and number else used, number=number, layer=1 + rank // 2)
+        ranks.append(asks)
+    (problem,) = problems(*ranks)
+    assert "in 3 of 8 parts of samples, 1 of them in rank" in problem
+
+
+def test_a_layer_of_one_rank_that_is_wrong_raises_on_all():
+    everyone = [{"layers": {str(layer): [100, 150, 50, 200, 99]}, "units": 1, "low": 0, "worst": ["", 0], "least": [1.0, ""]}
+                for layer in (1, 2)]  # fmt: skip
+    everyone[1]["layers"]["3"] = [100, 60, 50, 200, 99]
+    (problem,) = agreement.problems(everyone, 0.25)
+    assert "in 1 of 3 layers: 3 (7%)" in problem
+
+
+# ---- in a session
+
+
+def test_every_session_asks_one_layer_a_micro_batch_and_all_in_the_first():
+    chunk = Chunk()
+    counted = []
+    for _ in range(2):
+        with mrr.replay(chunk, random_trace(24)) as session:
+            for number in range(3):
+                session.microbatch(ROWS + 8 * number)
+                chunk(tokens(), number)
+        counted.append({layer: unit.rows for layer, unit in session.report.agreement.layers.items()})
+    assert counted == [{1: 16, 2: 16, 3: 8}, {1: 8, 2: 8, 3: 8}]
+    with mrr.replay(chunk, random_trace(8), ask_every_layer=True) as session:
+        session.microbatch(ROWS)
+        chunk(tokens())
+    assert {layer: unit.rows for layer, unit in session.report.agreement.layers.items()} == {1: 8, 2: 8, 3: 8}
+    with mrr.replay(chunk, random_trace(8), min_agreement=0) as session:
+        session.microbatch(ROWS)
+        chunk(tokens())
+    assert session.report.agreement is None
+
+
+def recorded(chunk, number):
+    with mrr.record(chunk) as recording:
+        for i in range(number):
+            recording.microbatch(torch.arange(48).view(2, 24) + 48 * i)
+            chunk(tokens(2, 24, seed=i), i)
+    return recording.trace()
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_recording_agrees_and_one_of_other_weights_raises_unless_that_was_meant(fed):
+    right, wrong = recorded(Chunk(), 4), recorded(Chunk(seed=1), 4)
+    for trace, least in ((right, 0.5), (wrong, 0.25), (wrong, 0)):
+        chunk = Chunk()
+        session = mrr.replay(chunk, None if fed else trace, min_agreement=least)
+        for number in range(4):
+            rows = torch.arange(48).view(2, 24) + 48 * number
+            if fed:
+                mrr.microbatch(chunk, routes=trace.topk_indices[rows], trust_layout=True)
+            else:
+                session.microbatch(rows)
+            chunk(tokens(2, 24, seed=number), number)
+        if trace is wrong and least:
+            with pytest.raises(mrr.RouterReplayError, match=r"in every layer that was judged .*weight_versions="):
+                session.close()
+        else:
+            session.close()
+    assert Unit(2, 3.0, 1.0, 4.0).agreement == pytest.approx(2 / 3)
+    assert Pairs().measure(2) == {}
