@@ -35,7 +35,7 @@ PARTS: dict[str, Any] = {
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 
 NO_GPU = (
-    "Empty: nothing was run on a GPU so far. `python benchmarks/gpu.py` on one, then `python -m benchmarks --render`, and "
+    "Empty: nothing was run on a GPU so far. `python -m benchmarks.gpu` on one, then `python -m benchmarks --render`, and "
     "its report stands here."
 )
 

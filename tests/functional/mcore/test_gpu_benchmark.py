@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py runs where no GPU is: its parts on a CPU, its counts on a GPU made of software."""
+"""benchmarks/gpu runs to its end on a GPU made of software, and finds the faults that are planted."""
 
 import subprocess
 import sys
@@ -7,28 +7,51 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
+ROOT = Path(__file__).parents[3]
 
 
-def run(*arguments, folder):
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+def run(*arguments):
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+
+
+def parts():
+    return [line.split(":")[0] for line in run("--list").stdout.splitlines()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("device", "titles"), [("cpu", 9), ("soft", 2)])
-def test_it_runs_where_no_gpu_is_and_finds_everything_exact(tmp_path, device, titles):
-    done = run("--device", device, "--quick", folder=tmp_path)
+def test_every_part_runs_to_its_end_and_is_as_promised(tmp_path):
+    report = tmp_path / "gpu.md"
+    done = run("--device", "soft", "--out", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("### (") == titles
-    assert done.stdout.count("\n| none | ") == 9 * (2 if device == "cpu" else 1)
-    assert done.stdout.count(" | 4 | 0 |") >= 2, "torch's checkpoints: two routers, forward and recompute, none wrong"
-    assert "Exact, and no wait of ours: all of it" in done.stdout
+    rows = [line.split(" | ") for line in report.read_text().splitlines() if line.startswith("| ")][2:]
+    assert list(dict.fromkeys(row[0].removeprefix("| ") for row in rows)) == parts()
+    assert {len(row) for row in rows} == {10}
+    replays = [row for row in rows if row[0] == "| step" and row[1].startswith("replay")]
+    assert [row[-1] for row in replays] == ["exact |"] * 5
+    assert "All of it is as promised." in report.read_text()
+
+
+@pytest.mark.slow
+def test_planted_faults_are_found_and_end_no_other_part(tmp_path):
+    plants = ["wait", "pageable", "layer", "exception", "hang"]
+    wanted = ["step", "step, full recompute", "checkpoints", "columns"]
+    report = tmp_path / "gpu.md"
+    done = run("--device", "soft", "--out", str(report), "--limit-s", "60", "--plant", *plants, "--parts", *wanted)
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = report.read_text()
+    (row,) = (line for line in said.splitlines() if line.startswith("| step | replay, rows |"))
+    for problem in ("decisions are not those of the trace", "2 waits more than", "2 pageable uploads more than"):
+        assert problem in row
+    empty = " |  |  |  |  |  |  |  |  | **wrong**: "
+    assert f"| step, full recompute{empty}RuntimeError: a planted exception" in said
+    assert f"| checkpoints{empty}no answer in 60 s" in said
+    assert said.count("| columns | top-4") == said.count("  | exact |") == 6
+    assert "step, full recompute: RuntimeError: a planted exception" in said.splitlines()[-1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA GPU is here")
-def test_without_a_gpu_it_says_so(tmp_path):
-    done = run(folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
+def test_without_a_gpu_it_says_so():
+    done = run()
+    assert (done.returncode, done.stdout) == (2, "")
     assert "no CUDA GPU is available" in done.stderr
