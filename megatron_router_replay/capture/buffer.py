@@ -26,17 +26,26 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, tor
 
 
 class RoutingBuffer:
-    """The routes, stamps and token ids of one forward, as int32: an id that is no expert's is still seen as such.
+    """The routes, stamps and token ids of one forward.
+
+    Routes have the narrowest dtype that holds every expert and one value more: what is no expert's id becomes that value, or
+    -1, before it is narrowed, and is still seen as such.
 
     Args:
-        num_layers, max_num_tokens, topk: L, N, K.
+        num_layers, max_num_tokens, topk, num_experts: L, N, K, E.
         device: where the routers run.
     """
 
-    def __init__(self, *, num_layers: int, max_num_tokens: int, topk: int, device: torch.device) -> None:
-        self.max_num_tokens, self.topk = max_num_tokens, topk
+    def __init__(
+        self, *, num_layers: int, max_num_tokens: int, topk: int, num_experts: int, device: torch.device
+    ) -> None:
+        self.max_num_tokens, self.topk, self._num_experts = max_num_tokens, topk, num_experts
+        dtypes = (torch.uint8, torch.int16, torch.int32)
+        dtype = next(dtype for dtype in dtypes if num_experts <= torch.iinfo(dtype).max)
         with torch.inference_mode(False):  # what is created in inference mode cannot be written outside
-            self.routes = torch.zeros((num_layers, max_num_tokens, topk), dtype=torch.int32, device=device)
+            self.routes = torch.zeros((num_layers, max_num_tokens, topk), dtype=dtype, device=device)
+            # As tensors: with numbers, clamp writes no other dtype than it reads.
+            self._bounds = (torch.tensor(-1, device=device), torch.tensor(num_experts, device=device))
             self.head = torch.zeros(num_layers + max_num_tokens, dtype=torch.int32, device=device)
             self.stamps, self.token_ids = self.head[:num_layers], self.head[num_layers:]
             self._layers = self._slots = self.routes.unbind()
@@ -73,16 +82,23 @@ class RoutingBuffer:
         self.num_announced = None
 
     def step_size(self, num_tokens: int) -> int:
-        """Return how many int32 `gather` writes."""
+        """Return how many bytes `gather` writes: a multiple of four, because the next step begins with int32."""
         num_layers = len(self._layers)
-        return num_layers + num_tokens + num_layers * num_tokens * self.topk
+        num_bytes = num_layers * num_tokens * self.topk * self.routes.element_size()
+        return 4 * (num_layers + num_tokens + -(-num_bytes // 4))
+
+    def split_step(self, step: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return views of a step's bytes: stamps and token ids [L + num_tokens] int32, routes [L, num_tokens, K]."""
+        num_layers = len(self._layers)
+        end, size = 4 * (num_layers + num_tokens), num_layers * num_tokens * self.topk
+        routes = step[end:].view(self.routes.dtype)[:size]
+        return step[:end].view(torch.int32), routes.view(num_layers, num_tokens, self.topk)
 
     def gather(self, destination: Tensor, num_tokens: int) -> None:
-        """Write a step side by side: stamps [L], token ids [num_tokens], routes [L, num_tokens, K]."""
-        num_layers = len(self._layers)
-        end = num_layers + num_tokens
-        destination[:end].copy_(self.head[:end])
-        destination[end:].view(num_layers, num_tokens, self.topk).copy_(self.routes[:, :num_tokens])
+        """Write a step to `step_size` bytes, as `split_step` reads it."""
+        head, routes = self.split_step(destination, num_tokens)
+        head.copy_(self.head[: len(head)])
+        routes.copy_(self.routes[:, :num_tokens])
 
     def _is_graph(self) -> bool:
         return is_compiling() or (self._on_gpu and torch.cuda.is_current_stream_capturing())
@@ -102,6 +118,8 @@ class RoutingBuffer:
                 f"MRR701: layer_number {site.layer_number} handed over {topk_indices.dtype}: expected integer expert ids."
             )
         rows = topk_indices if topk_indices.dim() == 2 else topk_indices.flatten(0, -2)
+        # -1 is no value of an unsigned dtype, and other narrow ones may not hold num_experts.
+        rows = rows if rows.dtype in (torch.int64, torch.int32) else rows.long()
         num_rows, is_graph = rows.shape[0], self._is_graph()
         if rows.shape[1] != self.topk or not (is_graph or num_rows == self.num_announced):
             raise CaptureError(
@@ -111,10 +129,10 @@ class RoutingBuffer:
             )
         if not is_graph:
             # Between two matrix products each operation takes 30 us and more, so eager calls are counted in Python.
-            self._slots[layer_index].copy_(rows)
+            torch.clamp(rows, *self._bounds, out=self._slots[layer_index])
             self.eager_stamps[layer_index] += CALL + num_rows
             return
         # A larger forward is none that was announced (that raises): training on the same model, say.
         if num_rows <= self.max_num_tokens:
-            self._layers[layer_index][:num_rows].copy_(rows)
+            self._layers[layer_index][:num_rows].copy_(rows.clamp(-1, self._num_experts))
         self._layer_stamps[layer_index].add_(CALL + num_rows)

@@ -60,6 +60,7 @@ class Capturer:
             num_layers=len(sites),
             max_num_tokens=max_num_tokens,
             topk=topk,
+            num_experts=self._num_experts,
             device=_device(sites[0].module),
         )
         self._log = StepLog(self._buffer, self._layer_numbers, self._num_experts) if tp_rank == 0 else None

@@ -90,7 +90,8 @@ class StepLog:
         self._layer_numbers = np.asarray(layer_numbers)
         self._num_experts = num_experts
         shape = (len(layer_numbers), buffer.topk)
-        fields = [("number", np.int64), ("position", np.int64), ("token_id", np.int32), ("routes", np.int32, shape)]
+        ids = torch.empty(0, dtype=buffer.routes.dtype).numpy().dtype
+        fields = [("number", np.int64), ("position", np.int64), ("token_id", np.int32), ("routes", ids, shape)]
         self._token_dtype = np.dtype(fields)
         self._steps: list[tuple[Forward, Tensor]] = []
         self._used = 0
@@ -98,9 +99,9 @@ class StepLog:
         self._on_gpu = device.type == "cuda"
         with torch.inference_mode(False):
             size = buffer.step_size(max(max_num_tokens, _MIN_TOKENS))
-            self._memory = torch.empty(size, dtype=torch.int32, pin_memory=self._on_gpu)
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
             if self._on_gpu:
-                self._staging = torch.empty(buffer.step_size(max_num_tokens), dtype=torch.int32, device=device)
+                self._staging = torch.empty(buffer.step_size(max_num_tokens), dtype=torch.uint8, device=device)
                 self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -145,11 +146,12 @@ class StepLog:
         parts = [np.zeros(0, self._token_dtype)]
         for forward, memory in self.clear():
             num_tokens = len(forward.numbers)
-            stamps, token_ids, routes = np.split(memory.numpy(), np.cumsum([len(self._layer_numbers), num_tokens]))
+            head, routes = (part.numpy() for part in self._buffer.split_step(memory, num_tokens))
+            stamps, token_ids = np.split(head, [len(self._layer_numbers)])
             tokens = np.zeros(num_tokens, self._token_dtype)
             tokens["number"], tokens["position"] = forward.numbers, forward.positions
             tokens["token_id"] = token_ids if forward.has_token_ids else UNSEEN
-            tokens["routes"] = routes.reshape(len(stamps), num_tokens, -1).swapaxes(0, 1)
+            tokens["routes"] = routes.swapaxes(0, 1)
             tokens = tokens[np.isin(tokens["number"], list(requests))]
             stamps = stamps + np.asarray(forward.eager_stamps)
             wrong = np.flatnonzero(stamps != CALL + num_tokens)
@@ -187,9 +189,9 @@ class StepLog:
                 f"MRR702: request {name!r}: attention_mask hides {num_masked} tokens that were announced. Announce a "
                 "padded batch with token_positions(attention_mask)."
             )
-        layer, slot = np.argwhere(~is_expert[0])[0]
+        layer = int((~is_expert[0]).any(axis=1).argmax())
         return CaptureError(
-            f"MRR103: request {name!r}: expert id {tokens['routes'][0, layer, slot]} in layer_number "
-            f"{self._layer_numbers[layer]}, position {tokens['position'][0]}: num_experts is {self._num_experts}. Read "
-            "the ids before the dispatch side changes them."
+            f"MRR103: request {name!r}: an expert id outside of 0..{self._num_experts - 1} in layer_number "
+            f"{self._layer_numbers[layer]}, position {tokens['position'][0]}. Read the ids before the dispatch side changes "
+            "them."
         )

@@ -117,9 +117,7 @@ def test_ids_that_are_no_experts_are_refused_before_they_wrap():
         capturer.add_request("a", num_prompt_tokens=2)
         with capturer.forward(["a"], [[0, 1]]):
             forward([*rows(0), [[0, 1], [7, expert_id]]])
-        with pytest.raises(
-            CaptureError, match=f"'a': expert id {expert_id} in layer_number 2, position 1: num_experts is 8"
-        ):
+        with pytest.raises(CaptureError, match=r"'a': an expert id outside of 0\.\.7 in layer_number 2, position 1"):
             capturer.drain()
 
 

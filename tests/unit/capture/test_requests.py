@@ -4,6 +4,7 @@ import gc
 import tracemalloc
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +46,36 @@ def test_ids_are_kept_in_the_smallest_dtype_that_holds_them(num_experts, id_byte
     with capturer.forward(["a"], [0]):
         forward([[[top, 0], [0, top]]])
     assert routes_of(capturer, "a", 2) == [[[top, 0], [0, top]]]
+
+
+@pytest.mark.parametrize(("num_experts", "id_bytes"), [(8, 1), (255, 1), (256, 2), (512, 2), (32767, 2), (32768, 4)])
+@pytest.mark.parametrize("wrong", [-1, 0, 1, 2**8, 2**16, 2**32])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_the_buffer_is_the_narrowest_that_holds_all_experts_and_an_id_that_is_none(num_experts, id_bytes, wrong, dtype):
+    """An id that a cast would wrap to an expert's is told all the same."""
+    top = num_experts - 1
+    unheard = top + wrong if wrong > 0 else wrong
+    holds = torch.iinfo(dtype)
+    capturer, forward = make(num_experts=num_experts)
+    assert capturer._buffer.routes.element_size() == id_bytes
+    for request, ids in (("right", [min(top, holds.max), 0]), ("wrong", [unheard, 1 if unheard == 0 else 0])):
+        if not holds.min <= ids[0] <= holds.max:
+            continue
+        capturer.add_request(request, num_prompt_tokens=1)
+        with capturer.forward([request], [0]):
+            forward(torch.tensor([[ids, ids[::-1]]], dtype=dtype))
+        if 0 <= ids[0] <= top:
+            assert routes_of(capturer, request, 2) == [[ids, ids[::-1]]]
+            continue
+        with pytest.raises(CaptureError, match=f"outside of 0..{top} in layer_number 1, position 0"):
+            capturer.finish(request, [9, 9])
+        capturer.abort(request)
+
+
+def test_forty_layers_of_8192_tokens_take_half_of_what_int32_did():
+    capturer, _ = make(num_layers=40, num_experts=512, topk=22, max_num_tokens=8192)
+    assert capturer._buffer.routes.nbytes == 40 * 8192 * 22 * 2  # 14.4 MB
+    assert capturer._log._memory.nbytes <= 40 * 8192 * 22 * 2 + 4 * (40 + 8192)
 
 
 def test_rejected_speculative_tokens_are_overwritten_and_surplus_is_trimmed():
@@ -101,8 +132,8 @@ def test_steps_wait_for_a_full_log_and_rows_grow_geometrically():
         if position in (0, 1, 32, 33):
             capturer.drain()
         sizes.append(host_bytes(capturer))
-    # Behind position 33 the log holds 1463 steps: 2 stamps, a token and 4 ids each, in the memory of 2048 tokens at once.
-    expected = [token] + [33 * token] * 32 + [65 * token] * (1 + 1463) + [2049 * token] * 3
+    # Behind position 33 the log holds 1024 steps: 2 stamps, a token and 4 ids each, in the memory of 2048 tokens at once.
+    expected = [token] + [33 * token] * 32 + [65 * token] * (1 + 1024) + [2049 * token] * 442
     assert sizes == expected
     assert routes_of(capturer, "a", 1501) == rows(*range(1500))
     assert host_bytes(capturer) == 0
