@@ -76,9 +76,17 @@ class Table:
         return f' style="text-align:{"left" if column in self.words else "right"}"'
 
 
+def percent(value: float) -> str:
+    """Return a share as "1.84 %"; what is not all or nothing does not round to it."""
+    for limit, words in ((0.0001, "< 0.01 %"), (0.9999, "> 99.99 %")):
+        if 0 < value < 1 and (value < limit if limit < 0.5 else value > limit):
+            return words
+    return f"{value:.2%}".replace("%", " %")
+
+
 def share(count: int | float, total: int | float) -> str:
     """Return count / total in per cent, "-" of nothing."""
-    return f"{count / total:.2%}" if total else "-"
+    return percent(count / total) if total else "-"
 
 
 def number_words(numbers: Iterable[int], most: int = 8) -> str:

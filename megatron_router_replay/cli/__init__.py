@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 __all__ = ["run"]
@@ -18,6 +19,11 @@ INTERRUPTED = 130
 def run() -> None:
     """Run the command that the program's arguments name; leaves by SystemExit."""
     signal.signal(signal.SIGINT, _interrupt)
+    if sys.stdout is None:
+        # The next file that is opened would get its number. Exit code 1 would mean that two traces differ.
+        if sys.stderr is not None:
+            print("error: MRR501: cannot write the result: stdout is closed.", file=sys.stderr)
+        raise SystemExit(2)
     try:
         from megatron_router_replay.cli.commands import app
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from inspect import getdoc
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import megatron_router_replay
 from megatron_router_replay.cli.convert import convert
@@ -14,7 +15,31 @@ from megatron_router_replay.cli.diff import diff
 from megatron_router_replay.cli.doctor import doctor
 from megatron_router_replay.cli.inspect import inspect
 
+
+
+class _Plain:
+    """A command whose usage names arguments without braces, and whose --help has no type."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        return [piece.strip("{}") for piece in pieces]
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        option.metavar = ""
+        return option
+
+
+class _Command(_Plain, TyperCommand):
+    pass
+
+
+class _Group(_Plain, TyperGroup):
+    pass
+
+
 app = typer.Typer(
+    cls=_Group,
     help="Record and replay which experts a Mixture-of-Experts model uses.",
     no_args_is_help=True,
     add_completion=False,
@@ -32,7 +57,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.", metavar="")
     ] = False,
 ) -> None:
     """Record and replay which experts a Mixture-of-Experts model uses."""
@@ -41,4 +66,4 @@ def main(
 for command in (demo, doctor, inspect, diff, convert):
     # Lines of a docstring's paragraph are joined: typer would keep each break.
     paragraphs = (getdoc(command) or "").split("\n\n")
-    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+    app.command(cls=_Command, help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)

@@ -31,7 +31,7 @@ def convert(
         str, typer.Option(help="Of an array: its axes, of token, layer, expert and batch.", metavar="NAMES")
     ] = "token,layer,expert",
     step: Step = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.", metavar="")] = False,
     as_json: Json = False,
     out: Out = None,
 ) -> None:

@@ -33,10 +33,10 @@ def diff(
         int | None, typer.Option(help="The step of B, if it is a folder of several.", metavar="N")
     ] = None,
     common: Annotated[
-        bool, typer.Option("--common", help="Rows and layers that only one has do not count as different.")
+        bool, typer.Option("--common", help="Rows and layers that only one has do not count as different.", metavar="")
     ] = False,
     layers: Annotated[
-        bool, typer.Option("--layers", help="List every layer, not only those that differ most.")
+        bool, typer.Option("--layers", help="List every layer, not only those that differ most.", metavar="")
     ] = False,
     as_json: Json = False,
     out: Out = None,
@@ -65,7 +65,7 @@ def diff(
             say(f"wrote {html}")
     # Where nothing could be compared, nothing was found to be the same, whatever --common leaves out.
     same = found.same_in_common and bool(found.decisions) if common else found.same
-    text = diff_text(found, max_layers=None) if layers else diff_text(found)
+    text = diff_text(found, max_layers=None if layers else 10, hint=" (--layers lists all)")
     emit(text, found.to_dict() | {"same": same}, as_json=as_json, out=out)
     raise typer.Exit(0 if same else 1)
 

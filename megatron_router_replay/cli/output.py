@@ -17,7 +17,7 @@ from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.tables import printable, replace_text
 
 BAD_INPUT = 2
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.", metavar="")]
 Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", metavar="FILE")]
 Step = Annotated[int | None, typer.Option(help="The step, if the folder holds several.", metavar="N")]
 

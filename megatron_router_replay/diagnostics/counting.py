@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.diagnostics.source import TraceSource
+from megatron_router_replay.tables import printable
 from megatron_router_replay.trace import RoutingTrace
 
 Array = npt.NDArray[Any]
@@ -144,10 +145,15 @@ class Difference:
     token_b: int | None = None
 
     def __str__(self) -> str:
+        return self.text("a", "b")
+
+    def text(self, name_a: str, name_b: str) -> str:
+        """Return the place and both sets of experts, under the names of the traces."""
         place = "" if self.sample is None else f" (sample {self.sample}, position {self.position})"
         return (
             f"layer {self.layer_number}, row {self.row}{place}\n"
-            f"    a: experts {list(self.experts_a)}\n    b: experts {list(self.experts_b)}"
+            f"    {printable(name_a)}: experts {list(self.experts_a)}\n"
+            f"    {printable(name_b)}: experts {list(self.experts_b)}"
         )
 
 

@@ -18,16 +18,16 @@ class Fact:
     """A fact about two traces, or about replayed routes beside the live router.
 
     Args:
-        kind: what it says. "row": b holds other rows of a; "layer": other layers; "constant": one route; "row_order": rows of
-            a in another order; "names": experts of a under other ids; "expert_order": the same experts in another order;
-            "nothing": no more of a than unrelated rows do; "samples", "layers", "tokens": what the traces cover. Of a live
-            comparison "layer_constant" or "layer_outlier".
+        kind: what it says. "row": b holds different rows of a; "sample_order": samples of a in a different order; "layer":
+            different layers; "constant": one route; "names": experts of a under different ids; "expert_order": the same
+            experts in a different order; "nothing": no more of a than unrelated rows do; "unused": b never names an expert;
+            "samples", "layers", "tokens": what the traces cover. Of a live comparison "layer_constant" or "layer_outlier".
         text: one plain sentence.
         layer_numbers: layers of b that it is about; empty: all, or none.
         rows: first and last row of b that it is about; None: it is not about rows.
         samples: samples of b that these rows lie in; empty: unknown, or not about rows.
         offset: row r of b holds a's row r + offset; None: it is not one number.
-        source_layers: the layers of a that `layer_numbers` hold.
+        source_layers, source_samples: the layers and samples of a that `layer_numbers` and `samples` hold.
         held, decisions: how many of how many decisions in these rows and layers are as it says.
     """
 
@@ -38,6 +38,7 @@ class Fact:
     samples: tuple[int, ...] = ()
     offset: int | None = None
     source_layers: tuple[int, ...] = ()
+    source_samples: tuple[int, ...] = ()
     held: int = 0
     decisions: int = 0
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_router_replay.diagnostics.counting import Array, Counter, Samples
+from megatron_router_replay.diagnostics.counting import Counter, Samples
 from megatron_router_replay.diagnostics.evidence import Evidence
 from megatron_router_replay.diagnostics.fact import Fact
 from megatron_router_replay.diagnostics.where import Claim, search
-from megatron_router_replay.tables import number_words
+from megatron_router_replay.tables import number_words, percent
 
 
 def find_facts(counts: Counter) -> list[Fact]:
@@ -22,9 +22,9 @@ def find_facts(counts: Counter) -> list[Fact]:
         return covered
     evidence = Evidence(counts)
     words = _Words(evidence)
-    held = sorted((words.fact(claim) for claim in _joined(search(evidence))), key=lambda fact: -fact.decisions)
-    # One line says which rows are missing or come twice; that lengths differ follows from it.
-    if any(" missing in " in fact.text or " twice in " in fact.text for fact in held):
+    held = sorted((words.fact(claim) for claim in search(evidence)), key=lambda fact: -fact.decisions)
+    # One line says which rows moved, are missing or come twice; that lengths differ follows from it.
+    if any(" missing in " in fact.text or " twice in " in fact.text or fact.source_samples for fact in held):
         covered = [fact for fact in covered if fact.kind != "samples" or fact.samples]
     return covered + held
 
@@ -93,40 +93,6 @@ def _length_words(a: Sequence[int], b: Sequence[int], name_a: str, name_b: str) 
     return f"{len(other):,} of {len(a):,} samples have another length, in {name_a} and in {name_b}: {shown} rows."
 
 
-def _joined(claims: list[Claim]) -> list[Claim]:
-    """Join layers that say the same of the same rows."""
-    result: list[Claim] = []
-    for claim in claims:
-        for i, other in enumerate(result):
-            if _alike(claim, other):
-                order = np.argsort(np.append(other.layers, claim.layers))
-                sources = other.source_layers + claim.source_layers
-                result[i] = replace(
-                    other,
-                    layers=np.append(other.layers, claim.layers)[order],
-                    source_layers=tuple(sources[j] for j in order) if sources else (),
-                    holds=np.concatenate([other.holds, claim.holds], axis=1)[:, order],
-                    first=min(claim.first, other.first),
-                    last=max(claim.last, other.last),
-                )
-                break
-        else:
-            result.append(claim)
-    return result
-
-
-def _alike(one: Claim, other: Claim) -> bool:
-    if one.kind == "row_order" or (one.kind, one.offset, one.scattered) != (other.kind, other.offset, other.scattered):
-        return False
-    if abs(one.first - other.first) > 2 or abs(one.last - other.last) > 2 or set(one.layers) & set(other.layers):
-        return False
-    if one.names is None or other.names is None:
-        return True
-    known = (one.names >= 0) & (other.names >= 0)
-    # A rare expert may be mistaken in one layer.
-    return bool(known.any()) and float(np.mean((one.names == other.names)[known])) > 0.95
-
-
 class _Words:
     """Puts what was found into sentences."""
 
@@ -138,38 +104,36 @@ class _Words:
     def fact(self, claim: Claim) -> Fact:
         """Return a claim with its counts and its sentence."""
         evidence = self.evidence
-        rows = (int(evidence.rows[claim.first]), int(evidence.rows[claim.last]))
-        counted = evidence.comparable if claim.kind == "nothing" else evidence.routed
-        inside = np.arange(claim.first, claim.last + 1)[counted[claim.first : claim.last + 1]]
+        at = claim.at[(evidence.comparable if claim.kind == "nothing" else evidence.routed)[claim.at]]
+        rows = (int(evidence.rows[claim.at[0]]), int(evidence.rows[claim.at[-1]]))
+        moved = () if claim.order is None else np.flatnonzero(claim.order != np.arange(len(claim.order))).tolist()
         fact = Fact(
             kind=claim.kind,
             text="",
             layer_numbers=tuple(self.b.layer_numbers[layer] for layer in claim.layers),
             rows=rows,
-            samples=self._samples_in(rows),
+            samples=tuple(moved) or self._samples_in(rows),
+            source_samples=() if claim.order is None else tuple(claim.order[moved].tolist()),
             offset=claim.offset,
-            source_layers=claim.source_layers,
-            held=int(claim.holds[inside].sum()),
-            decisions=len(inside) * len(claim.layers),
+            source_layers=() if claim.source_layers is None else tuple(claim.source_layers.tolist()),
+            held=int(claim.holds[at].sum()),
+            decisions=len(at) * len(claim.layers),
         )
         return replace(fact, text=self._sentence(claim, fact))
 
     def _sentence(self, claim: Claim, fact: Fact) -> str:
-        a, b, rows = self.a.name, self.b.name, self._row_words(fact)
+        a, b = self.a.name, self.b.name
+        rows = self._scattered_words(claim) if claim.scattered else self._row_words(fact)
         layers = layer_words(fact.layer_numbers)
         where = "in all layers" if fact.layer_numbers == self.b.layer_numbers else f"in {layers}"
         counted = f"{fact.held:,} of {fact.decisions:,} decisions"
         if not self.evidence.complete:
             counted += " that were looked at"
+        if fact.kind == "sample_order":
+            return f"{self._order_words(fact)}, {where}: {counted}."
         if fact.kind == "row":
-            skipped = self._skipped_words(claim, fact)
-            said = f"{skipped}: {rows}" if skipped else f"{rows} of {b}"
-            return f"{said} hold {self._source_words(fact)}, {where}: {counted}."
-        if claim.scattered:
-            return (
-                f"{fact.held:,} of the {fact.decisions:,} decisions of {layers} in {rows} of {b} hold "
-                f"{layer_words(fact.source_layers)} of {a}, the others are in place."
-            )
+            missing = "" if claim.scattered else self._missing_words(claim, fact)
+            return f"{missing or f'{rows} of {b}'} hold {self._source_words(claim, fact)}, {where}: {counted}."
         if fact.kind == "layer":
             moved = f", {_step_words(fact.offset)}" if fact.offset else ""
             hold = "hold" if len(fact.layer_numbers) > 1 else "holds"
@@ -177,14 +141,18 @@ class _Words:
         if fact.kind == "constant":
             route = f"experts {self._route(claim)}" if len(fact.layer_numbers) == 1 else "one route"
             return f"{rows} of {b} repeat {route} {where}: {counted}."
-        if fact.kind == "row_order":
-            return f"{rows} of {b} hold rows of {a} in another order, {where}: {self._pairs(claim)}; {counted}."
         if fact.kind == "names":
-            return f"{rows} of {b} name {_name_words(claim.names)}, {where}: so named, {counted} are near those of {a}."
+            return f"{b} names {_name_words(claim)}, {where}: so named, {counted} are near those of {a}."
+        if fact.kind == "unused":
+            return f"{b} never names {_expert_words(claim, fact)}: {a} does in {fact.held:,} decisions."
         return (
-            f"{rows} of {b} have nothing to do with those of {a}, {where}: {counted} are near, of unrelated rows "
-            f"{self.evidence.by_chance[claim.layers].mean():.1%} are."
+            f"{rows} of {b} are as unlike {a}'s as unrelated rows, {where}: {counted} are near, of unrelated rows "
+            f"{percent(self.evidence.by_chance[claim.layers].mean())}."
         )
+
+    def _scattered_words(self, claim: Claim) -> str:
+        shown = ", ".join(f"{row:,}" for row in self.evidence.rows[claim.at[:3]])
+        return f"{len(claim.at):,} rows ({shown}, ...)"
 
     def _row_words(self, fact: Fact) -> str:
         assert fact.rows is not None
@@ -197,34 +165,44 @@ class _Words:
         inside = f", from position {position}" if len(fact.samples) == 1 and position else ""
         return f"rows {first}..{last} ({sample_words(fact.samples)}{inside})"
 
-    def _source_words(self, fact: Fact) -> str:
+    def _source_words(self, claim: Claim, fact: Fact) -> str:
         assert fact.rows is not None
         assert fact.offset is not None
+        if claim.scattered:
+            return f"{self.a.name}'s rows beside them ({_step_words(fact.offset)})"
         first, last = fact.rows[0] + fact.offset, fact.rows[1] + fact.offset
         whole = _whole_samples(self.samples_a, first, last)
         if whole and _whole_samples(self.samples, *fact.rows) and abs(fact.offset) > 1:
             return f"{self.a.name}'s {sample_words(whole)} (rows {first}..{last})"
         return f"{self.a.name}'s rows {first}..{last} ({_step_words(fact.offset)})"
 
-    def _skipped_words(self, claim: Claim, fact: Fact) -> str:
+    def _missing_words(self, claim: Claim, fact: Fact) -> str:
         """Say which rows of a b lacks or has twice, where all rows behind a place are moved and those before it are not."""
         assert fact.rows is not None
         assert fact.offset is not None
         to_the_end = fact.rows[1] == self.b.num_tokens - 1 and fact.layer_numbers == self.b.layer_numbers
-        before = self.evidence.near_in_place[: claim.first]
+        before = self.evidence.near_in_place[: claim.at[0]]
         if not to_the_end or fact.rows[0] <= max(0, -fact.offset) or not len(before):
             return ""
         if before.mean() < 0.5 or before[-1].mean() < 0.5:
             return ""
         first, last = sorted((fact.rows[0], fact.rows[0] + fact.offset))
         whole = _whole_samples(self.samples_a, first, last - 1)
-        of_samples = f" ({sample_words(whole)})" if whole else ""
+        in_samples = f" ({sample_words(whole)})" if whole else ""
         rows, verbs = (
             (f"row {first}", ("is missing", "comes twice"))
             if last - first == 1
             else (f"rows {first}..{last - 1}", ("are missing", "come twice"))
         )
-        return f"{self.a.name}'s {rows}{of_samples} {verbs[fact.offset < 0]} in {self.b.name}"
+        return (
+            f"{self.a.name}'s {rows}{in_samples} {verbs[fact.offset < 0]} in {self.b.name}: {self._row_words(fact)}"
+        )
+
+    def _order_words(self, fact: Fact) -> str:
+        moved = f"{sample_words(fact.samples)} of {self.b.name}"
+        if len(fact.samples) == 2:
+            return f"samples {fact.samples[0]} and {fact.samples[1]} of {self.b.name} changed places"
+        return f"{moved} hold {sample_words(fact.source_samples)} of {self.a.name}"
 
     def _samples_in(self, rows: tuple[int, int]) -> tuple[int, ...]:
         if not self.samples.known:
@@ -233,22 +211,8 @@ class _Words:
         return tuple(range(int(sample[0]), min(int(sample[1]) + 1, self.samples.count)))
 
     def _route(self, claim: Claim) -> list[int]:
-        first = claim.first + int(claim.holds[claim.first : claim.last + 1, 0].argmax())
-        ids: list[int] = self.evidence.ids[first, claim.layers[0]].tolist()
+        ids: list[int] = self.evidence.ids[claim.at[claim.holds[claim.at, 0].argmax()], claim.layers[0]].tolist()
         return ids
-
-    def _pairs(self, claim: Claim) -> str:
-        assert claim.source_rows is not None
-        rows = np.arange(claim.first, claim.last + 1)
-        rows = rows[claim.holds[rows].mean(axis=1) > 0.5]
-        sources, numbers = claim.source_rows[rows], self.evidence.rows[rows]
-        steps, counts = np.unique(np.diff(sources)[np.diff(numbers) == 1], return_counts=True)
-        moved = np.flatnonzero(sources != numbers)[:3]
-        shown = ", ".join(f"{numbers[i]} holds {sources[i]}" for i in moved)
-        if len(steps) and counts.max() >= 0.5 * counts.sum():
-            step = int(steps[counts.argmax()])
-            shown += f"; {counts.max():,} of {counts.sum():,} steps to the next row are {step:+d}"
-        return f"row {shown}"
 
 
 def _whole_samples(samples: Samples, first: int, last: int) -> list[int]:
@@ -260,15 +224,23 @@ def _whole_samples(samples: Samples, first: int, last: int) -> list[int]:
     return list(range(one, other + 1)) if whole else []
 
 
-def _name_words(names: Array | None) -> str:
-    assert names is not None
-    experts = np.arange(len(names))
-    moved = experts[(names >= 0) & (names != experts)]
-    offsets = (names[moved] - moved) % len(names)
-    if len(moved) > 2 and np.all(offsets == offsets[0]):
-        return f"each expert by its id plus {offsets[0]} (modulo {len(names)})"
-    shown = ", ".join(f"{expert} as {names[expert]}" for expert in moved[:4]) + (", ..." if len(moved) > 4 else "")
-    return f"experts by other ids ({shown})"
+def _name_words(claim: Claim) -> str:
+    assert claim.names is not None
+    experts = np.arange(claim.names.shape[1])
+    offsets = (claim.names - experts) % len(experts)
+    if np.all(offsets == offsets[0, 0]):
+        return f"each expert by its id plus {offsets[0, 0]} (modulo {len(experts)})"
+    moved = np.flatnonzero(claim.names[0] != experts)
+    shown = ", ".join(f"{expert} as {claim.names[0, expert]}" for expert in moved[:4].tolist())
+    return f"experts by other ids ({shown}{', ...' if len(moved) > 4 or len(claim.names) > 1 else ''})"
+
+
+def _expert_words(claim: Claim, fact: Fact) -> str:
+    assert claim.experts is not None
+    if len(set(claim.experts.tolist())) == 1:
+        return f"expert {claim.experts[0]} in {layer_words(fact.layer_numbers)}"
+    shown = [f"expert {expert} in layer {layer}" for expert, layer in zip(claim.experts, fact.layer_numbers)]
+    return ", ".join(shown[:4]) + (", ..." if len(shown) > 4 else "")
 
 
 def _step_words(offset: int) -> str:

@@ -29,6 +29,7 @@ from megatron_router_replay.diagnostics.trace_diff import (
     summary_table,
     verdict,
 )
+from megatron_router_replay.errors import TraceError
 from megatron_router_replay.tables import Table, replace_text
 
 TokenText = Callable[[int], str]
@@ -47,8 +48,14 @@ def save_page(
         token_text: shows tokens as text, where the traces know token ids.
 
     Raises:
+        TraceError: the two are exchanged.
         OSError: the file cannot be written; one that was there stays as it is.
     """
+    if not isinstance(diff, TraceDiff):
+        raise TraceError(
+            f"MRR101: save_page takes a diff and then a path, got {type(diff).__name__} and {type(path).__name__}: "
+            'save_page(mrr.diff_traces(a, b), "diff.html").'
+        )
     first = "".join(f"<pre>{escape(line)}</pre>" for line in first_differences(diff))
     noise = noise_words(diff)
     parts = {

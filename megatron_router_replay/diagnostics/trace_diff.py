@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_router_replay.diagnostics.counting import Difference
 from megatron_router_replay.diagnostics.fact import Fact, fact_lines, plain
 from megatron_router_replay.diagnostics.source import Provenance
-from megatron_router_replay.tables import Table, printable, share
+from megatron_router_replay.tables import Table, percent, printable, share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -122,13 +122,14 @@ class TraceDiff:
     __repr__ = __str__
 
 
-def diff_text(diff: TraceDiff, *, max_layers: int | None = 10) -> str:
+def diff_text(diff: TraceDiff, *, max_layers: int | None = 10, hint: str = "") -> str:
     """Return what `print(diff)` says.
 
     Args:
         max_layers: how many of the layers that differ to list, those that differ most; None: list every layer.
+        hint: follows the count of layers that are not listed: how to see them.
     """
-    layers = layers_table(diff, max_layers=max_layers)
+    layers = layers_table(diff, max_layers=max_layers, hint=hint)
     lines = [
         *source_lines(diff),
         headline(diff),
@@ -164,34 +165,55 @@ def noise_words(diff: TraceDiff) -> str:
     different = diff.overlap_counts[:, :-1].sum(dim=1).tolist()
     if not sum(different) or any(fact.rows is not None for fact in diff.facts):
         return ""
-    first = next(i for i, count in enumerate(different) if count)
-    rates = [count / diff.rows_compared for count in different[first:]]
-    mean, third = sum(rates) / len(rates), max(1, len(rates) // 3)
-    low, high = sum(rates[:third]) / third, sum(rates[-third:]) / third
-    trend = ", growing with depth" if high > 1.5 * low else ", falling with depth" if low > 1.5 * high else ""
-    exchanged_one = int(diff.overlap_counts[:, -2].sum()) / sum(different)
+    one_expert = int(diff.overlap_counts[:, -2].sum()) / sum(different)
     # Near-ties flip one expert; whatever flips whole sets, or most decisions, is not rounding.
-    as_arithmetic = exchanged_one >= 0.8 and mean <= 0.5
+    rounding = one_expert >= 0.8 and sum(different) <= 0.5 * diff.decisions
     return (
-        f"{'differs as arithmetic does' if as_arithmetic else 'no rows or layers stand out'}: from layer "
-        f"{diff.layer_numbers[first]} on, {mean:.2%} of decisions{trend}; {exchanged_one:.0%} of these exchange one expert."
+        f"{'looks like rounding' if rounding else 'no rows or layers stand out'}: "
+        f"{share(sum(different), diff.decisions)} of decisions{_depth_words(diff.layer_numbers, different)}; "
+        f"{'all exchange' if one_expert == 1 else f'{percent(one_expert)} of these exchange'} one expert."
     )
+
+
+def _depth_words(layer_numbers: tuple[int, ...], different: list[int]) -> str:
+    """Return in which layers decisions differ, and how that grows with depth."""
+    differing = [number for number, count in zip(layer_numbers, different) if count]
+    if len(layer_numbers) > 1 and len(differing) == 1:
+        return f", only in layer {differing[0]}"
+    counts = different[layer_numbers.index(differing[0]) :]
+    words = f"{'' if differing[0] == layer_numbers[0] else ','} from layer {differing[0]} on"
+    if sum(counts) < 20:  # a few decisions show no trend
+        return words
+    if 2 * max(counts) > sum(counts) and len(counts) > 2:
+        return f"{words}, most in layer {layer_numbers[different.index(max(counts))]}"
+    # One noisy layer at an end is no trend: most pairs of layers must say the same.
+    pairs = [(one > two) - (one < two) for i, two in enumerate(counts) for one in counts[i + 1 :]]
+    third = max(1, len(counts) // 3)
+    low, high = sum(counts[:third]), sum(counts[-third:])
+    if 2 * sum(pairs) >= len(pairs) > 0 and high > 1.5 * low:
+        return f"{words}, more with depth"
+    return f"{words}, less with depth" if -2 * sum(pairs) >= len(pairs) > 0 and low > 1.5 * high else words
 
 
 def first_differences(diff: TraceDiff) -> list[str]:
     """Return where the traces part, once along the layers and once along the rows."""
-    found = (("lowest layer that differs", diff.first_by_layer), ("first row that differs", diff.first_by_row))
-    return [f"{where}: {difference}" for where, difference in found if difference is not None]
+    if diff.first_by_layer is None or diff.first_by_row is None:
+        return []
+    if diff.first_by_layer == diff.first_by_row:
+        return [f"first that differs: {diff.first_by_layer.text(diff.name_a, diff.name_b)}"]
+    return [
+        f"lowest layer that differs: {diff.first_by_layer.text(diff.name_a, diff.name_b)}",
+        f"first row that differs: {diff.first_by_row.text(diff.name_a, diff.name_b)}",
+    ]
 
 
 def source_lines(diff: TraceDiff) -> list[str]:
-    """Return where both traces come from: "a: runs/7 (trainer), step 7, written 2026-03-01 12:30 UTC, weights 6"."""
-    return [_source("a", diff.name_a, diff.provenance_a), _source("b", diff.name_b, diff.provenance_b)]
+    """Return where both traces come from: "trainer: runs/7, step 7, written 2026-03-01 12:30 UTC, weights 6"."""
+    return [_source(diff.name_a, diff.provenance_a), _source(diff.name_b, diff.provenance_b)]
 
 
-def _source(letter: str, name: str, provenance: Provenance) -> str:
-    # A name that says no more than the letter is left out.
-    words = [f"{provenance.path} ({name})" if provenance.path and name != letter else provenance.path or name]
+def _source(name: str, provenance: Provenance) -> str:
+    words = [provenance.path or ("in memory" if not provenance.files else "parts")]
     if provenance.step is not None:
         words.append(f"step {provenance.step}")
     if len(provenance.files) > 1:
@@ -202,15 +224,15 @@ def _source(letter: str, name: str, provenance: Provenance) -> str:
         # A trace of an asynchronous run may hold many; they count up.
         shown = ", ".join(map(str, versions)) if len(versions) <= 4 else f"{versions[0]}..{versions[-1]}"
         words.append(f"weights {shown}")
-    return printable(f"{letter}: {', '.join(words)}")
+    return printable(f"{name}: {', '.join(words)}")
 
 
 def summary_table(diff: TraceDiff) -> Table:
     """Counts over all layers; what is 0 in nearly every comparison has a row only where it is not."""
     rows = []
     for name, count, layers in (
-        ("a", diff.rows_only_a, diff.layers_only_a),
-        ("b", diff.rows_only_b, diff.layers_only_b),
+        (diff.name_a, diff.rows_only_a, diff.layers_only_a),
+        (diff.name_b, diff.rows_only_b, diff.layers_only_b),
     ):
         if count:
             rows.append((f"rows with a route in {name} only", f"{count:,}", ""))
@@ -219,20 +241,21 @@ def summary_table(diff: TraceDiff) -> Table:
     if diff.rows_other_token:
         rows.append(("rows with another token", f"{diff.rows_other_token:,}", ""))
     if diff.decisions:
-        different, agreeing = diff.decisions_different, share(diff.rows_all_same, diff.rows_compared)
+        different, same = diff.decisions_different, diff.rows_all_same
         rows += [
-            ("decisions that differ", f"{different:,}", f"({different / diff.decisions:.3%} of {diff.decisions:,})"),
-            ("same experts, other order", f"{diff.decisions_other_order:,}", ""),
-            ("rows that agree in every layer", f"{diff.rows_all_same:,}", f"({agreeing})"),
+            ("decisions that differ", f"{different:,}", f"({share(different, diff.decisions)} of {diff.decisions:,})"),
+            ("same experts, different order", f"{diff.decisions_other_order:,}", ""),
+            ("rows that agree in every layer", f"{same:,}", f"({share(same, diff.rows_compared)})"),
         ]
     return Table(name="summary", words=(0, 2), rows=rows or [("decisions compared", "0", "")])
 
 
-def layers_table(diff: TraceDiff, *, max_layers: int | None = None) -> Table:
+def layers_table(diff: TraceDiff, *, max_layers: int | None = None, hint: str = "") -> Table:
     """What differs layer by layer.
 
     Args:
         max_layers: of those that differ, list only so many, those that differ most; None: list every layer.
+        hint: follows the count of those that are not listed.
     """
     different = diff.overlap_counts[:, :-1].sum(dim=1).tolist()
     differing = [i for i, count in enumerate(different) if count]
@@ -248,12 +271,12 @@ def layers_table(diff: TraceDiff, *, max_layers: int | None = None) -> Table:
             (
                 f"{diff.layer_numbers[i]}",
                 f"{different[i]:,}",
-                *("-" if value != value else f"{value:.2%}" for value in (agreement[i], overlap[i])),
+                *("-" if value != value else percent(value) for value in (agreement[i], overlap[i])),
                 f"{int(diff.other_order[i]):,}",
             )
             for i in shown
         ],
-        left_out=f"{left_out} more layers differ less (--layers lists all)" if left_out else "",
+        left_out=f"{left_out} more layers differ less{hint}" if left_out else "",
     )
 
 

@@ -1,14 +1,15 @@
-"""Where b's routes come from in a: claims are proposed by what pieces of rows have in common, and proven by counting.
+"""Where b's routes come from in a: rules propose claims, and counting proves them.
 
-A claim says of every row and layer of b what it holds: another row of a, another layer, one route again and again. Decisions
-that are near what it says, and not near a's decision in place, speak for it; decisions that are not near what it says speak
-against it. The run of rows and the layers with the greatest sum are its place, and it stands if nine tenths of the decisions
-there are as it says. The claim that explains most comes first; what it explains is taken out, and the rest is looked at
-again.
+A claim says of each row and layer of b what it holds: a moved row or sample of a, another layer, one route. A decision that
+is near what the claim says, and not near a's decision in place, speaks for it. A decision that is not near what it says
+speaks against it. The run of rows and the layers with the greatest sum are its place, and it stands if nine tenths of the
+decisions there are as it says. The claim that explains most comes first; what it explains is taken out, and the rest is
+searched again. A claim that holds in no run is tried on the rows that differ in most of its layers, wherever they lie.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,9 +20,6 @@ from megatron_router_replay.diagnostics.evidence import Evidence, set_numbers
 MIN_ROWS = 6
 """Rows that a fact holds for at least: fewer look like another's by chance."""
 
-_NEARBY = 64
-"""Rows around a suspect row in which its route is looked for first, without reading the rest of a."""
-
 _SURE = 40.0
 """Bits by which a claim must be likelier than chance."""
 
@@ -31,6 +29,9 @@ _TRUE = 0.9
 _AGAINST = 4.0
 """Weight of a decision that speaks against a claim: less, and a run takes in too much; more, and noise breaks it up."""
 
+_OFTEN = 40
+"""Decisions of a that name an expert, from which on it is no chance that b names it never."""
+
 _MOST_FACTS = 40
 _MOST_OFFSETS = 24
 _MOST_LAYERS = 16  # in which rows are looked up in all of a: more take longer and say the same
@@ -38,33 +39,33 @@ _MOST_LAYERS = 16  # in which rows are looked up in all of a: more take longer a
 
 @dataclass(eq=False, kw_only=True)
 class Claim:
-    """What rows and layers of b hold; the search narrows `layers`, `first` and `last` to where it is so.
+    """What rows and layers of b hold; the search narrows `layers` and `at` to where it is so.
 
     Args:
-        kind: "row", "layer", "constant", "row_order", "names" or "nothing".
+        kind: a kind of `Fact`.
         layers: [m] indices of b's layers. holds: [n, m] bool, decisions of b that are as it says.
-        weights: [n, m] in favour of it, negative against it; None: from `holds` and what is explained already.
+        weights: [n, m] bits in favour of it, negative against it; None: from `holds` and what is explained already.
+        at: the rows that it is about, as indices of the evidence, in order.
+        scattered: whether `at` leaves out rows in between.
         offset: row r holds a's row r + offset; None: not one number.
-        source_rows: [n] rows of a, each row's own. source_layers: [m] layer numbers of a.
-        names: [num_experts] the expert of b that stands for each of a, -1 unknown.
-        silent: [n, m] bool, decisions that say nothing although they are as it says.
-        scattered: whether rows in between may hold what they should.
-        first, last: the rows it is true of, as indices of the evidence.
+        order: of each place of a sample in b, the sample of a that lies there.
+        source_layers: [m] layer numbers of a.
+        names: [m, num_experts] the expert of b that stands for each of a.
+        experts: [m] experts that b never names.
     """
 
     kind: str
     layers: Array
     holds: Array
     weights: Array | None = None
-    offset: int | None = None
-    source_rows: Array | None = None
-    source_layers: tuple[int, ...] = ()
-    names: Array | None = None
-    silent: Array | None = None
+    at: Array = field(default_factory=lambda: np.empty(0, np.int64))
     scattered: bool = False
-    first: int = 0
-    last: int = 0
-    gain: float = field(default=np.inf)  # at most; bits
+    offset: int | None = None
+    order: Array | None = None
+    source_layers: Array | None = None
+    names: Array | None = None
+    experts: Array | None = None
+    gain: float = np.inf  # at most; bits
 
 
 def search(evidence: Evidence) -> list[Claim]:
@@ -73,7 +74,7 @@ def search(evidence: Evidence) -> list[Claim]:
 
 
 class _Search:
-    """The rows and layers that are explained, and those that a claim was `taken` for."""
+    """The decisions that are explained, and those that a claim was `taken` for."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
@@ -83,14 +84,14 @@ class _Search:
 
     def run(self) -> list[Claim]:
         found: list[Claim] = []
-        for propose in (self._nearby, self._anywhere, self._reordered, self._renamed, self._unrelated):
+        # Moved rows are looked for twice: what one fault left in pieces may be another.
+        rules: tuple[Callable[[], list[Claim]], ...]
+        rules = (self._moved, self._moved, self._scattered, self._renamed, self._unrelated, self._unused)
+        for propose in rules:
             claims = propose()
             while len(found) < _MOST_FACTS and (best := self._best(claims)) is not None:
                 found.append(best)
-                rows = slice(best.first, best.last + 1)
-                for layer, holds in zip(best.layers, best.holds[rows].T):
-                    # A claim with rows in between explains only those that it holds for.
-                    self.taken[rows, layer] |= holds | (not best.scattered)
+                self.taken[np.ix_(best.at, best.layers)] = True
                 self.explained |= self.taken
         return found
 
@@ -109,83 +110,37 @@ class _Search:
 
     def _placed(self, claim: Claim) -> Claim | None:
         """Return a claim narrowed to the rows and layers that it gains most from, if nine tenths of them are as it says."""
-        evidence, place = self.evidence, self._best_place(claim, self._weights(claim))
-        rows = slice(place.first, place.last + 1)
-        if claim.kind == "constant":
-            place.holds = evidence.routed[:, None] & (evidence.sets[:, place.layers] == self._route(place))
-        held, counted, needed = place.holds[rows], evidence.routed[rows], _TRUE
+        evidence, weights = self.evidence, self._weights(claim)
+        rows = np.arange(len(weights))
+        if claim.scattered:
+            rows = np.flatnonzero(self.explained[:, claim.layers].mean(axis=1) <= 0.5)
+        if len(rows) < MIN_ROWS:
+            return None
+        segment = np.zeros(len(rows)) if claim.scattered else evidence.segment
+        gain, first, last, columns = _best_place(weights[rows], segment, whole=claim.kind in ("names", "unused"))
+        at, layers = rows[first : last + 1], claim.layers[columns]
+        held, counted, needed = claim.holds[at][:, columns], evidence.routed[at], _TRUE
         if claim.kind == "nothing":
-            held, counted = ~held, counted & evidence.comparable[rows]
-            needed = min(_TRUE, 1.0 - 1.25 * float(evidence.by_chance[place.layers].mean()))
-        shown = counted & held.any(axis=1)
-        as_said = held | self.explained[rows][:, place.layers] if claim.scattered else held
-        sure = place.gain >= _SURE and shown.sum() >= MIN_ROWS and as_said[counted].mean() >= needed
-        return place if sure else None
-
-    def _route(self, place: Claim) -> Array:
-        """Return the set that most rows of a place hold, [m]."""
-        columns = self.evidence.sets[place.first : place.last + 1][:, place.layers].T
-        counted = (np.unique(column, return_counts=True) for column in columns)
-        return np.array([values[counts.argmax()] for values, counts in counted])
-
-    def _best_place(self, claim: Claim, weights: Array) -> Claim:
-        every, segment = np.arange(weights.shape[1]), self.evidence.segment
-        gains, _, _ = best_runs(weights, segment)
-        joint, _, _ = best_runs(weights.sum(axis=1)[:, None], segment)
-        columns = every if joint[0] >= gains.max() else every[[gains.argmax()]]
-        for _ in range(4):
-            total = weights[:, columns].sum(axis=1)
-            gain, first, last = (value[0] for value in best_runs(total[:, None], segment))
-            in_run = weights[first : last + 1].sum(axis=0)
-            # A layer takes part if it gains a good part of what the best one does.
-            chosen = every[(in_run >= 0.3 * in_run.max()) & (in_run > 0)]
-            if np.array_equal(chosen, columns) or not len(chosen):
-                break
-            columns = chosen
-        first, last = int(first), int(last)
-        if claim.kind != "row_order":
-            silent = total == 0.0
-            if claim.kind == "nothing":
-                # A row or two at the end of a sample that agree do so by chance.
-                silent[max(0, first - 2) : last + 3] = True
-            first, last = self._to_sample_ends(silent, first, last)
-        return replace(
-            claim,
-            first=first,
-            last=last,
-            layers=claim.layers[columns],
-            holds=claim.holds[:, columns],
-            # Rows in between are less likely than none.
-            gain=float(gain) * (0.7 if claim.scattered else 1.0),
-        )
-
-    def _to_sample_ends(self, silent: Array, first: int, last: int) -> tuple[int, int]:
-        """Let a run grow over rows that say nothing, such as a shared prompt, where it then begins or ends with a sample."""
-        evidence = self.evidence
-        sample = evidence.samples.of_rows(evidence.rows)
-        start = int(np.searchsorted(sample, sample[first]))
-        stop = int(np.searchsorted(sample, sample[last], side="right"))
-        inside = evidence.segment == evidence.segment[first]
-        return (
-            start if inside[start] and silent[start:first].all() else first,
-            stop - 1 if inside[stop - 1] and silent[last + 1 : stop].all() else last,
-        )
+            held, counted = ~held, counted & evidence.comparable[at]
+            needed = min(_TRUE, 1.0 - 1.25 * float(evidence.by_chance[layers].mean()))
+        elif claim.kind == "unused":
+            needed = 0.0
+        if gain < _SURE or (counted & held.any(axis=1)).sum() < MIN_ROWS or held[counted].mean() < needed:
+            return None
+        narrowed = {
+            name: None if (values := getattr(claim, name)) is None else values[columns]
+            for name in ("source_layers", "names", "experts")
+        }
+        return replace(claim, at=at, layers=layers, holds=claim.holds[:, columns], gain=gain, **narrowed)
 
     def _weights(self, claim: Claim) -> Array:
         """Return the bits in favour of a claim, [n, m]."""
         evidence, layers = self.evidence, claim.layers
         if claim.weights is not None:
-            # Likelihoods weigh both sides already.
-            worse = _AGAINST if claim.kind == "names" else 1.0
-            weights = np.where(claim.weights < 0, worse * claim.weights, claim.weights)
-            return np.where(self.taken[:, layers], np.minimum(weights, 0.0), weights)
-        in_place, holds = self.explained[:, layers], claim.holds
-        says_nothing = in_place if claim.silent is None else in_place | claim.silent
-        weights = np.where(holds, np.where(says_nothing, 0.0, 1.0), -_AGAINST)
-        if claim.scattered:
-            weights[~holds & in_place] = 0.0
+            return np.where(self.taken[:, layers], np.minimum(claim.weights, 0.0), claim.weights)
+        weights = np.where(claim.holds, np.where(self.explained[:, layers], 0.0, 1.0), -_AGAINST)
         # A row that a does not have may be anything; a row without a route is nothing.
-        weights[~holds & ~evidence.comparable[:, None]] = 0.0
+        weights[~claim.holds & ~evidence.comparable[:, None]] = 0.0
         weights[~evidence.routed] = 0.0
         weighted: Array = weights * np.minimum(4.0, self.bits[layers])
         return weighted
@@ -196,31 +151,55 @@ class _Search:
         odd: Array = by_piece(~self.explained) >= np.maximum(4, 0.25 * by_piece(self.evidence.routed)[:, None])
         return odd
 
-    def _nearby(self) -> list[Claim]:
-        """Return shifts by a few rows, one route again and again, and other layers of the same or a shifted row."""
+    def _moved(self) -> list[Claim]:
+        """Return moved samples and rows, other layers of the same or of a moved row, and one route again and again."""
         if not self._odd_pieces().any():
             return []
-        shifted = self._offsets(everywhere=False)
-        layers = [
-            claim for offset in (0, *(each.offset or 0 for each in shifted[:2])) for claim in self._layers(offset)
+        row, source = self._lookup()
+        offsets = self._offsets(row, source)
+        layers = [claim for offset in (0, *(each.offset for each in offsets[:2])) for claim in self._layers(offset)]
+        return [*self._samples(row, source), *offsets, *layers, *self._constant()]
+
+    def _scattered(self) -> list[Claim]:
+        """Return what rows far apart may hold: a neighbour of the right row, another layer, one route."""
+        evidence = self.evidence
+        every = np.arange(len(evidence.column))
+        claims = [
+            Claim(kind="row", layers=every, holds=evidence.near(evidence.rows + offset, evidence.column), offset=offset)
+            for offset in (-2, -1, 1, 2)
         ]
-        return [*shifted, self._constant(), *layers]
+        return [replace(claim, scattered=True) for claim in (*claims, *self._layers(0), *self._constant())]
 
-    def _anywhere(self) -> list[Claim]:
-        """Return rows of b that hold neighbouring rows from anywhere in a."""
-        return self._offsets(everywhere=True)
+    def _samples(self, row: Array, source: Array) -> list[Claim]:
+        """Return the order in which samples of a lie in b, if all of them do and side by side."""
+        evidence, samples = self.evidence, self.evidence.samples_a
+        if samples.count < 2 or not len(row):
+            return []
+        sample = samples.of_rows(source)
+        starts, ends = samples.starts.numpy()[: samples.count], samples.ends.numpy()
+        begin = np.append(starts, 0)
+        seen, votes = np.unique(
+            np.stack([sample, evidence.rows[row] - (source - samples.starts.numpy()[sample])]),
+            axis=1,
+            return_counts=True,
+        )
+        # Neighbouring rows that look alike vote for any place. The place with most votes is written last.
+        order = np.argsort(votes, kind="stable")
+        order = order[votes[order] >= 0.25 * np.append(ends - starts, np.inf)[seen[0, order]]]
+        begin[seen[0, order]] = seen[1, order]
+        begin = begin[: samples.count]
+        order = np.lexsort((ends - starts, begin))
+        stops = begin[order] + (ends - starts)[order]
+        if begin[order[0]] != 0 or np.any(begin[order][1:] != stops[:-1]) or np.all(order == np.arange(len(order))):
+            return []
+        here = order[np.minimum(np.searchsorted(stops, evidence.rows, side="right"), len(order) - 1)]
+        holds = evidence.near(evidence.rows - begin[here] + starts[here], evidence.column)
+        return [Claim(kind="sample_order", layers=np.arange(holds.shape[1]), holds=holds, order=order)]
 
-    def _offsets(self, *, everywhere: bool) -> list[Claim]:
+    def _offsets(self, row: Array, source: Array) -> list[Claim]:
         """Return the offsets at which most rows of b are found in a, those found most often first."""
         evidence = self.evidence
-        unexplained = self._unexplained()
-        # Rows of one layer that follow each other make a key: all layers of a fault need not say the same.
-        height = int(np.ceil(self._needed() / max(1.0, float(self.bits.mean()))))
-        layers = np.sort(np.argsort(-unexplained.sum(axis=0), kind="stable")[:_MOST_LAYERS])
-        row, source, votes = self._lookup(unexplained, layers, 1, height, everywhere=everywhere)
-        found = evidence.rows[row] if len(row) else row
-        offsets, which = np.unique(source - found, return_inverse=True)
-        counts = np.bincount(which, weights=votes, minlength=len(offsets))
+        offsets, which, counts = np.unique(source - evidence.rows[row], return_inverse=True, return_counts=True)
         likely = np.lexsort((np.abs(offsets), -counts))
         likely = likely[(counts[likely] >= 4) & (offsets[likely] != 0)][:_MOST_OFFSETS]
         claims = []
@@ -234,105 +213,67 @@ class _Search:
             claims.append(Claim(kind="row", layers=np.arange(holds.shape[1]), holds=holds, offset=offset))
         return claims
 
-    def _constant(self) -> Claim:
-        """Return where rows of b repeat the row before or behind them, and those of a do not."""
-        evidence = self.evidence
-        silent = _still(evidence.sets_of_a(evidence.rows)[:, evidence.column])
-        holds = _still(evidence.sets) & evidence.routed[:, None]
-        return Claim(kind="constant", layers=np.arange(holds.shape[1]), holds=holds, silent=silent)
+    def _constant(self) -> list[Claim]:
+        """Return the set that most unexplained decisions of each layer name."""
+        evidence, claims = self.evidence, []
+        route = np.ones(evidence.sets.shape[1], dtype=np.uint64)
+        for layer in np.flatnonzero(~self.explained.all(axis=0)):
+            values, counts = np.unique(evidence.sets[~self.explained[:, layer], layer], return_counts=True)
+            route[layer] = values[counts.argmax()]
+        holds = (evidence.sets == route) & evidence.routed[:, None]
+        claims.append(Claim(kind="constant", layers=np.arange(holds.shape[1]), holds=holds))
+        return claims
 
     def _layers(self, offset: int) -> list[Claim]:
-        """Return for each layer of b the layer of a that explains most of it."""
-        evidence = self.evidence
-        odd = self._odd_pieces()
+        """Return for the layers of b the layers of a that explain most of them."""
+        evidence, odd = self.evidence, self._odd_pieces()
         sets_a = evidence.sets_of_a(evidence.rows + offset)
-        claims = []
+        columns = np.full(len(evidence.column), -1)
         for layer in np.flatnonzero(odd.any(axis=0)):
             same = (sets_a == evidence.sets[:, layer, None]) & ~self.explained[:, layer, None]
-            if 0 <= evidence.column[layer]:
+            if evidence.column[layer] >= 0:
                 same[:, evidence.column[layer]] = False
             share = evidence.by_piece(same) / np.maximum(1, evidence.by_piece(evidence.routed))[:, None]
             # Popular experts are chosen in every layer, so a layer must stand out from all others in some piece.
             stands_out = (share - np.median(share, axis=1, keepdims=True))[odd[:, layer]].max(axis=0)
-            source = int(stands_out.argmax())
-            if stands_out[source] < 0.2:
-                continue
-            columns = np.full(len(evidence.column), -1)
-            columns[layer] = source
-            claim = Claim(
-                kind="layer",
-                layers=np.array([layer]),
-                holds=evidence.near(evidence.rows + offset, columns)[:, [layer]],
-                offset=offset,
-                source_layers=(evidence.a.layer_numbers[source],),
-            )
-            claims += [claim, replace(claim, scattered=True)]
-        return claims
+            if stands_out.max() >= 0.2:
+                columns[layer] = stands_out.argmax()
+        layers = np.flatnonzero(columns >= 0)
+        if not len(layers):
+            return []
+        holds = evidence.near(evidence.rows + offset, columns)[:, layers]
+        numbers = np.array(evidence.a.layer_numbers)[columns[layers]]
+        return [Claim(kind="layer", layers=layers, holds=holds, offset=offset, source_layers=numbers)]
 
-    def _reordered(self) -> list[Claim]:
-        """Return where rows of b are found in a each for itself: neighbours need not come from neighbours."""
-        evidence = self.evidence
-        unexplained = self._unexplained()
-        share = unexplained.sum(axis=0)
-        layers = np.flatnonzero((share >= 0.5 * share.max()) & (share > 0))
-        if not len(layers) or self.bits[layers].sum() < self._needed() + 8:
-            return []  # any row would look like some row of so many
-        unexplained &= (unexplained[:, layers].mean(axis=1) >= 0.4)[:, None]
-        width = int(np.ceil(self._needed() / max(1.0, float(self.bits[layers].mean()))))
-        row, source, votes = self._lookup(unexplained, layers[:_MOST_LAYERS], width, 1, everywhere=True)
-        order = np.lexsort((-np.abs(source - evidence.rows[row]), votes, row)) if len(row) else row
-        last = order[np.append(np.diff(row[order]) != 0, True)] if len(row) else row
-        # Of a new order, some rows stay where they are.
-        sources = evidence.rows.copy()
-        sources[row[last]] = source[last]
-        holds = evidence.near(sources, evidence.column)[:, layers]
-        return [Claim(kind="row_order", layers=layers, holds=holds, source_rows=sources)] if len(row) else []
+    def _lookup(self) -> tuple[Array, Array]:
+        """Return where unexplained rows of b stand in a: index of the row of b, row of a, each [pairs].
 
-    def _needed(self) -> float:
-        """Return the bits that tell one row of a from all others."""
-        return float(np.log2(max(2, self.evidence.a.num_tokens)))
-
-    def _unexplained(self) -> Array:
-        """Return the decisions to look up: those of pieces that leave much unexplained, in layers that a has, too."""
-        odd = self.evidence.per_row(self._odd_pieces())
-        unexplained: Array = ~self.explained & odd & (self.evidence.column >= 0)
-        return unexplained
-
-    def _lookup(
-        self, wanted: Array, layers: Array, width: int, height: int, *, everywhere: bool
-    ) -> tuple[Array, Array, Array]:
-        """Return where windows of `width` layers and `height` rows of b stand in a.
-
-        Args:
-            wanted: [n, L] bool, decisions of b that windows begin with.
-            layers: [m] indices of b's layers; windows are made of neighbours in this list.
-            everywhere: whether all of a is read, or rows near the wanted ones only.
-
-        Returns:
-            (index of the row of b, row of a, how many windows say so), each [pairs].
+        Rows of one layer that follow each other make a key: all layers of a fault need not say the same.
         """
         evidence = self.evidence
-        keys_b = window_keys(evidence.sets[:, layers], width, height)
+        unexplained = ~self.explained & evidence.per_row(self._odd_pieces()) & (evidence.column >= 0)
+        layers = np.sort(np.argsort(-unexplained.sum(axis=0), kind="stable")[:_MOST_LAYERS])
+        # So many bits tell one row of a from all others.
+        height = int(np.ceil(np.log2(max(2, evidence.a.num_tokens)) / max(1.0, float(self.bits.mean()))))
+        keys_b = run_keys(evidence.sets[:, layers], height)
         follows = np.append(np.diff(evidence.rows) == 1, False) & np.append(evidence.routed[1:], False)
-        wanted = wanted[:, layers[: keys_b.shape[1]]] & evidence.routed[:, None]
+        wanted = unexplained[:, layers] & evidence.routed[:, None]
         for step in range(height - 1):
             wanted = wanted & np.append(follows[step:], np.zeros(step, dtype=bool))[:, None]
-        row, window = np.nonzero(wanted)
+        row, layer = np.nonzero(wanted)
         if not len(row):
-            return row, row, row
-        flat = keys_b[row, window]
+            return row, row
+        flat = keys_b[row, layer]
         known = np.unique(flat)
         hits: list[tuple[Array, Array]] = []
         step = max(1024, (4 << 20) // max(1, len(layers) * evidence.a.topk))
-        for begin, end in [(0, evidence.a.num_tokens)] if everywhere else self._around(row):
-            for start in range(begin, end, step):
-                block = evidence.a.read(start, min(start + step + height - 1, end))
-                ids = block.topk_indices.numpy()[:, evidence.column[layers]]
-                sets = set_numbers(ids, block.replay_mask.numpy(), evidence.numbers, nothing=0)
-                keys = window_keys(sets, width, height)[:step]
-                at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
-                rows_a, _ = hit = np.nonzero(known[at] == keys)
-                hits.append((at[hit], rows_a + start))
+        for start in range(0, evidence.a.num_tokens, step):
+            block = evidence.a.read(start, min(start + step + height - 1, evidence.a.num_tokens))
+            ids = block.topk_indices.numpy()[:, evidence.column[layers]]
+            keys = run_keys(set_numbers(ids, block.replay_mask.numpy(), evidence.numbers, nothing=0), height)[:step]
+            at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+            rows_a, _ = hit = np.nonzero(known[at] == keys)
+            hits.append((at[hit], rows_a + start))
         key, row_a = (np.concatenate(parts) for parts in zip(*hits))
         order = np.argsort(key, kind="stable")
         key, row_a = key[order], row_a[order]
@@ -341,45 +282,40 @@ class _Search:
         count = np.searchsorted(key, which, side="right") - first
         count[count > 64] = 0  # a key that stands everywhere, as that of a filler, says nothing
         at = np.repeat(first, count) + np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        pairs, votes = np.unique(np.stack([np.repeat(row, count), row_a[at]], axis=1), axis=0, return_counts=True)
-        return pairs[:, 0], pairs[:, 1], votes
-
-    def _around(self, row: Array) -> list[tuple[int, int]]:
-        """Return the runs of rows of a that are near these rows of b."""
-        rows = np.unique(self.evidence.rows[row])
-        runs = np.split(rows, np.flatnonzero(np.diff(rows) > 2 * _NEARBY) + 1)
-        stop = self.evidence.a.num_tokens
-        around = [(max(0, int(run[0]) - _NEARBY), min(stop, int(run[-1]) + _NEARBY + 1)) for run in runs]
-        return [(begin, end) for begin, end in around if begin < end] or [(0, min(stop, 1))]
+        return np.repeat(row, count), row_a[at]
 
     def _renamed(self) -> list[Claim]:
-        """Return names under which experts of b are those of a, layer by layer."""
+        """Return names under which experts of b are those of a, in whole layers."""
         evidence = self.evidence
-        claims = []
         of_a, _ = evidence.rows_a.read(evidence.rows)
-        experts = np.arange(evidence.b.num_experts)
+        experts, free = np.arange(evidence.b.num_experts), evidence.comparable
+        layers, all_names, all_holds, all_weights = [], [], [], []
         for layer in np.flatnonzero(evidence.column >= 0):
             ids_a, ids_b = of_a[:, evidence.column[layer]], evidence.ids[:, layer]
             shared = count_shared(ids_a, ids_b)
-            # Learned where nothing else was said, in pieces that differ.
-            free = evidence.comparable & (~self.explained[:, layer] | evidence.near_in_place[:, layer])
-            differs = evidence.by_piece((shared < evidence.b.topk) & free)
-            rows = free & evidence.per_row(differs >= 0.5 * np.maximum(1, evidence.by_piece(free)))
-            names = expert_names(ids_a[rows], ids_b[rows], len(experts))
+            if not np.any((shared < evidence.b.topk) & free):
+                continue
+            names = expert_names(ids_a[free], ids_b[free], len(experts))
             if names is None:
                 continue
+            offsets = (names - experts)[names >= 0] % len(experts)
+            if np.all(offsets == offsets[0]):
+                names = (experts + offsets[0]) % len(experts)
             # Experts that were seen too rarely keep their name if it is free, or get one that is left.
-            given = np.where((names < 0) & ~np.isin(experts, names), experts, names)
-            given[given < 0] = np.setdiff1d(experts, given)
-            renamed = count_shared(given[ids_a].astype(ids_a.dtype), ids_b)
+            names = np.where((names < 0) & ~np.isin(experts, names), experts, names)
+            names[names < 0] = np.setdiff1d(experts, names)
+            renamed = count_shared(names[ids_a].astype(ids_a.dtype), ids_b)
             holds = (2 * renamed > evidence.b.topk) & (renamed >= shared) & free
-            weights = np.where(holds, np.where(renamed > shared, 1.0, 0.0), -1.0)
-            weights[~free] = 0.0
-            layers = np.array([layer])
-            claims.append(
-                Claim(kind="names", layers=layers, holds=holds[:, None], weights=weights[:, None], names=names)
-            )
-        return claims
+            layers.append(layer)
+            all_names.append(names)
+            all_holds.append(holds)
+            all_weights.append(np.where(holds, np.where(renamed > shared, 1.0, 0.0), -_AGAINST) * free)
+        if not layers:
+            return []
+        holds, weights = np.stack(all_holds, axis=1), np.stack(all_weights, axis=1)
+        return [
+            Claim(kind="names", layers=np.array(layers), holds=holds, weights=weights, names=np.stack(all_names))
+        ]
 
     def _unrelated(self) -> list[Claim]:
         """Return the rows and layers that are near a in place no more often than unrelated rows are."""
@@ -395,6 +331,50 @@ class _Search:
         weights[:, evidence.column < 0] = 0.0
         return [Claim(kind="nothing", layers=np.arange(near.shape[1]), holds=near, weights=weights)]
 
+    def _unused(self) -> list[Claim]:
+        """Return an expert of each layer that a names often and b never."""
+        evidence = self.evidence
+        of_a, _ = evidence.rows_a.read(evidence.rows)
+        layers, experts, all_holds = [], [], []
+        for layer in np.flatnonzero((evidence.column >= 0) & (self.taken.mean(axis=0) < 0.5)):
+            ids_a = of_a[:, evidence.column[layer]]
+            named_a, named_b = (
+                np.bincount(ids[evidence.comparable].ravel(), minlength=evidence.b.num_experts)
+                for ids in (ids_a, evidence.ids[:, layer])
+            )
+            expert = int(np.where(named_b == 0, named_a, 0).argmax())
+            if named_b[expert] == 0 and named_a[expert] >= _OFTEN:
+                layers.append(layer)
+                experts.append(expert)
+                all_holds.append((ids_a == expert).any(axis=1) & evidence.comparable)
+        if not layers:
+            return []
+        holds = np.stack(all_holds, axis=1)
+        weights = holds.astype(np.float64)
+        return [
+            Claim(kind="unused", layers=np.array(layers), holds=holds, weights=weights, experts=np.array(experts))
+        ]
+
+
+def _best_place(weights: Array, segment: Array, *, whole: bool) -> tuple[float, int, int, Array]:
+    """Return the greatest sum of a run of rows in some columns: (sum, first row, last row, columns); whole: of all rows."""
+    every = np.arange(weights.shape[1])
+    if whole:
+        columns = np.flatnonzero(weights.sum(axis=0) > 0)
+        return float(weights[:, columns].sum()), 0, len(weights) - 1, columns
+    gains, _, _ = best_runs(weights, segment)
+    joint, _, _ = best_runs(weights.sum(axis=1)[:, None], segment)
+    columns = every if joint[0] >= gains.max() else every[[gains.argmax()]]
+    for _ in range(4):
+        gain, first, last = (value[0] for value in best_runs(weights[:, columns].sum(axis=1)[:, None], segment))
+        in_run = weights[first : last + 1].sum(axis=0)
+        # A layer takes part if it gains a good part of what the best one does.
+        chosen = every[(in_run >= 0.3 * in_run.max()) & (in_run > 0)]
+        if np.array_equal(chosen, columns) or not len(chosen):
+            break
+        columns = chosen
+    return float(gain), int(first), int(last), columns
+
 
 def best_runs(weights: Array, segment: Array) -> tuple[Array, Array, Array]:
     """Return the greatest sum of neighbouring rows of each column, and the first and the last of these rows, [m] each."""
@@ -409,25 +389,13 @@ def best_runs(weights: Array, segment: Array) -> tuple[Array, Array, Array]:
     return gains[last, np.arange(len(last))], np.array(first), last
 
 
-def window_keys(sets: Array, width: int, height: int) -> Array:
-    """Return one number for `height` rows of each window of `width` layers, [n, windows] uint64."""
+def run_keys(sets: Array, height: int) -> Array:
+    """Return one number for `height` rows of each layer, [n, layers] uint64; layers have numbers of their own."""
     odd = np.uint64(0x9E3779B97F4A7C15)
-    windows = max(0, sets.shape[1] - width + 1)
-    keys = np.zeros((len(sets), windows), dtype=np.uint64)
-    for column in range(width):
-        keys = (keys ^ sets[:, column : column + windows]) * odd
-    one = keys
+    keys = sets
     for step in range(1, height):
-        keys = keys * odd ^ np.append(one[step:], one[:step], axis=0)
-    # Windows have keys of their own, or a layer would be found in another.
-    return keys ^ np.arange(1, windows + 1, dtype=np.uint64) * odd
-
-
-def _still(sets: Array) -> Array:
-    """Return which rows hold the same set as the row before or behind them, [n, L] bool."""
-    same, none = sets[1:] == sets[:-1], np.zeros((1, sets.shape[1]), dtype=bool)
-    still: Array = np.append(none, same, axis=0) | np.append(same, none, axis=0)
-    return still
+        keys = keys * odd ^ np.append(sets[step:], sets[:step], axis=0)
+    return keys ^ np.arange(1, sets.shape[1] + 1, dtype=np.uint64) * odd
 
 
 def expert_names(a: Array, b: Array, num_experts: int) -> Array | None:

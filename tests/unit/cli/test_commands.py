@@ -23,6 +23,8 @@ def test_help_says_what_each_command_does_and_fits_80_columns():
         output = call(*([command] if command else []), "--help").output
         assert max(map(len, output.splitlines())) <= 80
         assert "Usage" in output
+        assert "{" not in output
+        assert "<bool>" not in output
 
 
 def test_it_runs_as_a_module_and_in_a_pipe_without_colours_or_bars(folder):
@@ -108,7 +110,7 @@ def test_diff_exit_codes(folder):
     assert "what both cover is the same" in call("diff", "good.safetensors", "shorter.safetensors", code=1).output
     call("diff", "good.safetensors", "shorter.safetensors", "--common")
     call("diff", "good.safetensors", "no_tokens.safetensors", "--common", code=1)
-    assert "rows with a route in a only" in call("diff", "good.safetensors", "no_tokens.safetensors", code=1).output
+    assert "rows with a route in good only" in call("diff", "good.safetensors", "no_tokens.safetensors", code=1).output
 
 
 def test_diff_as_json_and_as_text(folder):
@@ -116,7 +118,7 @@ def test_diff_as_json_and_as_text(folder):
     assert values["same"] is False
     assert values["facts"][0]["offset"] == -1
     text = call("diff", "good.safetensors", "shifted.safetensors", "--name-b", "engine", code=1).output
-    assert "b: shifted.safetensors (engine)" in text
+    assert "engine: shifted.safetensors, written" in text
     assert "of engine hold good's rows 0..598" in text
     assert max(len(line) for line in text.splitlines() if not line.startswith("fact: ")) <= 80
 
@@ -169,6 +171,15 @@ def test_a_closed_stdout_is_bad_input_and_no_difference(folder):
     said = "error: MRR501: cannot write the result to stdout: [Errno 32] Broken pipe.\n"
     assert run_with_stdout(writer, "inspect", "good.safetensors") == (2, said)
     os.close(writer)
+    for command in ("inspect good.safetensors", "diff good.safetensors good.safetensors"):
+        done = subprocess.run(
+            f"exec {sys.executable} -m megatron_router_replay.cli {command} >&-",
+            shell=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert (done.returncode, done.stderr) == (2, "error: MRR501: cannot write the result: stdout is closed.\n")
 
 
 def fail_to_write(*arguments):

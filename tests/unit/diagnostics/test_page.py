@@ -10,6 +10,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.diagnostics import page
+from megatron_router_replay.errors import TraceError
 from tests.unit.store.store_traces import make_trace
 
 
@@ -86,7 +87,12 @@ def test_a_page_that_was_there_stays_until_the_new_one_is_complete(tmp_path, mon
 def test_it_says_where_the_traces_come_from(tmp_path):
     diff = shifted_diff(tmp_path)
     written = diff.provenance_a.written
-    assert f"<p>a: {tmp_path / 'a.safetensors'} (engine), written {written} UTC, weights 3</p>" in page_of(diff)
+    assert f"<p>engine: {tmp_path / 'a.safetensors'}, written {written} UTC, weights 3</p>" in page_of(diff)
+
+
+def test_a_path_in_the_place_of_the_diff_is_refused_by_name(tmp_path):
+    with pytest.raises(TraceError, match=r"MRR101: save_page takes a diff and then a path, got PosixPath and TraceDiff"):
+        page.save_page(tmp_path / "diff.html", make_diff())
 
 
 def test_a_cell_holds_its_rows_both_expert_sets_and_the_token():

@@ -33,36 +33,42 @@ def is_said(fact, fault: Fault, pair: Pair) -> bool:
 
 
 def share_of_truth(fact, pair: Pair) -> float:
-    """Return the share of the named decisions, or of the named rows, that are as a fact says; 1.0 of what names none."""
+    """Return the share of the named decisions that are as a fact says; 1.0 of what names none."""
     if fact.rows is None:
         return 1.0
     first_b = pair.layers_b.start if pair.layers_b else FIRST_LAYER
-    rows = range(fact.rows[0], fact.rows[1] + 1)
-    layers = [number - first_b for number in fact.layer_numbers]
-    sources = [number - FIRST_LAYER for number in fact.source_layers] or layers
-    if fact.kind == "constant":
-        return sum(most_common(pair.b[fact.rows[0] : fact.rows[1] + 1, layer]) for layer in layers) / len(layers)
-    if fact.kind == "row_order":
-        # Some row of a has most of these layers' routes.
-        a = one_hot(pair.a[:, layers], pair.shape.num_experts)
-        b = one_hot(pair.b[rows.start : rows.stop, layers], pair.shape.num_experts)
-        shared = torch.einsum("rle,sle->rsl", b, a)
-        best = (2 * shared > pair.shape.topk).double().mean(dim=2).max(dim=1).values
-        return float((best > 0.5).double().mean())
+    layers = torch.tensor(fact.layer_numbers) - first_b
+    sources = torch.tensor(fact.source_layers) - FIRST_LAYER if fact.source_layers else layers
     if fact.kind == "names":
         return fact.held / fact.decisions  # counted by hand in test_where.py
-    near = [
-        2 * len(set(pair.b[row, layer].tolist()) & set(pair.a[row + (fact.offset or 0), source].tolist()))
-        > pair.shape.topk
-        for row in rows
-        for layer, source in zip(layers, sources)
-    ]
-    held = sum(near)
-    assert (held, len(near)) == (fact.held, fact.decisions), "what a fact counts is counted right"
-    if fact.kind == "nothing":
-        return 1 - held / len(near)
-    # Of a fact with others in between the named decisions are those that hold.
-    return 1.0 if "the others are in place" in fact.text else held / len(near)
+    if fact.kind == "unused":
+        named = [routes[:, layer].flatten().bincount(minlength=99) for routes in (pair.a, pair.b) for layer in layers]
+        lost = [int(torch.where(b == 0, a, 0).max()) for a, b in zip(named, named[len(layers) :])]
+        return float(min(lost) > 0 and sum(lost) == fact.held)
+    rows = torch.arange(fact.rows[0], fact.rows[1] + 1)
+    if " rows (" in fact.text and ", ...)" in fact.text:
+        # Far apart: the rows that differ in most of these layers.
+        differs = ~near(pair.b[rows][:, layers], pair.a[rows][:, layers])
+        rows = rows[differs.double().mean(dim=1) >= 0.5]
+    b = pair.b[rows][:, layers]
+    if fact.kind == "constant":
+        return sum(most_common(b[:, i]) for i in range(len(layers))) / len(layers)
+    source = rows + (fact.offset or 0)
+    if fact.kind == "sample_order":
+        order = list(range(len(pair.lengths)))
+        for place, moved in zip(fact.samples, fact.source_samples):
+            order[place] = moved
+        source = torch.cat([torch.arange(pair.starts[i], pair.starts[i + 1]) for i in order])[rows]
+    held = near(b, pair.a[source.clamp(0, len(pair.a) - 1)][:, sources])
+    held[(source < 0) | (source >= len(pair.a))] = False
+    assert (int(held.sum()), held.numel()) == (fact.held, fact.decisions), "what a fact counts is counted right"
+    share = float(held.double().mean())
+    return 1 - share if fact.kind == "nothing" else share
+
+
+def near(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """Return which decisions share more than half of their experts, [n, layers]."""
+    return 2 * (b.unsqueeze(3) == a.unsqueeze(2)).any(dim=3).sum(dim=2) > b.shape[2]
 
 
 def most_common(routes: torch.Tensor) -> float:
@@ -71,21 +77,18 @@ def most_common(routes: torch.Tensor) -> float:
     return float(counts.max() / len(routes))
 
 
-def one_hot(routes: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return torch.zeros(*routes.shape[:2], num_experts).scatter_(2, routes.long(), 1.0)
-
-
 def shown(facts) -> str:
     return "\n".join(f"  {fact.kind} {fact.layer_numbers} {fact.rows} {fact.samples} {fact}" for fact in facts)
 
 
 def check_fault(fault: Fault, different: float, sizes: dict[str, int], **said) -> None:
-    """Plant a fault; it must be said, but for what `said` gives instead, and nothing untrue."""
+    """Plant a fault; the first fact must say it, but for what `said` gives instead, and no fact anything untrue."""
     pair = noisy_pair(replace(fault.shape, **sizes), different=different)
     words = (fault.plant(pair) or fault.words).replace("modulo 32", f"modulo {pair.shape.num_experts}")
     fault, facts = replace(fault, **({"words": words} | said)), pair.diff().facts
-    assert any(is_said(fact, fault, pair) for fact in facts), f"{fault}\n{shown(facts)}"
-    assert len(facts) <= 4, shown(facts)
+    assert facts, fault
+    assert is_said(facts[0], fault, pair), f"{fault}\n{shown(facts)}"
+    assert len(facts) <= 2, shown(facts)
     for fact in facts:
         assert share_of_truth(fact, pair) >= 0.9, (str(fact), share_of_truth(fact, pair))
 

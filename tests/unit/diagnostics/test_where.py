@@ -8,8 +8,8 @@ import megatron_router_replay as mrr
 from megatron_router_replay.diagnostics.counting import Counter
 from megatron_router_replay.diagnostics.evidence import ReadRows, _spread, set_numbers
 from megatron_router_replay.diagnostics.source import open_source
-from megatron_router_replay.diagnostics.where import best_runs, expert_names, window_keys
-from megatron_router_replay.tables import number_words
+from megatron_router_replay.diagnostics.where import best_runs, expert_names, run_keys
+from megatron_router_replay.tables import number_words, percent
 from tests.unit.store.store_traces import make_trace
 
 
@@ -66,15 +66,12 @@ def test_pieces_are_spread_over_all_of_them():
 
 
 def test_keys_tell_the_layers_and_the_rows_that_they_are_made_of():
-    sets = np.array([[1, 2, 1, 2], [1, 2, 3, 4], [1, 2, 1, 2]], dtype=np.uint64)
-    keys = window_keys(sets, 2, 1)
-    assert keys.shape == (3, 3)
-    assert keys[0].tolist() == keys[2].tolist()
-    assert keys[0, 0] == keys[1, 0]
-    assert keys[0, 1] != keys[1, 1]
-    assert keys[0, 0] != keys[0, 2]  # the same sets in other layers
-    assert window_keys(sets, 2, 2)[0, 0] == window_keys(sets, 2, 2)[1, 0]
-    assert window_keys(sets, 2, 2)[0, 2] != window_keys(sets, 2, 2)[1, 2]  # the rows behind them differ
+    sets = np.array([[1, 1], [2, 2], [1, 3], [2, 4]], dtype=np.uint64)
+    keys = run_keys(sets, 2)
+    assert keys[0, 0] == keys[2, 0]
+    assert keys[0, 1] != keys[2, 1]  # other sets
+    assert keys[0, 0] != keys[0, 1]  # the same sets in another layer
+    assert keys[0, 0] != run_keys(sets[[0, 2]], 2)[0, 0]  # the row behind it differs
 
 
 def test_names_of_experts_are_those_that_stand_where_they_stood():
@@ -108,7 +105,7 @@ def test_names_of_experts_are_counted_and_said():
     other[0] = a.topk_indices[0]
     (fact,) = mrr.diff_traces(a, a._with(topk_indices=other)).facts
     assert str(fact) == (
-        "rows 1..599 of b name each expert by its id plus 8 (modulo 16), in all layers: so named, 1,198 of 1,198 decisions "
+        "b names each expert by its id plus 8 (modulo 16), in all layers: so named, 1,198 of 1,200 decisions "
         "are near those of a."
     )
 
@@ -120,6 +117,11 @@ def test_a_pass_counts_rows_of_one_trace_by_sample():
     counts.add(0, 10)
     assert counts.by_sample("only_a").tolist() == [0, 0]
     assert counts.by_sample("only_b").tolist() == [1, 0]
+
+
+def test_per_cent_have_one_format_and_what_is_not_all_does_not_round_to_it():
+    shares = (0, 1e-6, 0.01842, 0.99999, 1)
+    assert [percent(value) for value in shares] == ["0.00 %", "< 0.01 %", "1.84 %", "> 99.99 %", "100.00 %"]
 
 
 def test_numbers_are_written_as_runs():

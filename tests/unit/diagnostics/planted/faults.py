@@ -135,6 +135,38 @@ def exchange_two_experts(pair: Pair) -> str:
     return f"{one} as {other}"
 
 
+def fillers(pair: Pair) -> None:
+    """The last three rows of each sample name the first experts."""
+    for stop in pair.starts[1:]:
+        pair.b[stop - 3 : stop] = torch.arange(pair.shape.topk)
+
+
+def masked(layers: Any) -> Plant:
+    """The second most frequent expert of each of these layers gives way to one that the decision does not name."""
+
+    def plant(pair: Pair) -> None:
+        for layer in layers:
+            part = pair.b[:, layer]
+            expert = int(part.flatten().bincount(minlength=pair.shape.num_experts).argsort()[-2])
+            scores = torch.rand(len(part), pair.shape.num_experts, generator=torch.Generator().manual_seed(4))
+            scores.scatter_(1, part, -1.0)[:, expert] = -1.0
+            pair.b[:, layer] = torch.where(part == expert, scores.argmax(dim=1, keepdim=True), part)
+
+    return plant
+
+
+def copy_rows(pair: Pair, step: int, offset: int) -> None:
+    """Every step-th row holds the row at this offset from it."""
+    rows = torch.arange(step, len(pair.b) - 1, step)
+    pair.b[rows] = pair.b[rows + offset]
+
+
+def exchanged_with_lengths(pair: Pair) -> None:
+    """Samples 4 and 5, as a batch in another order brings them."""
+    take(sample(4, to=5), sample(5), sample(4))(pair)
+    pair.lengths_b = [*pair.lengths[:4], pair.lengths[5], pair.lengths[4], *pair.lengths[6:]]
+
+
 def cut(index: int, position: int = 0, stop: int | None = None) -> Plant:
     """A sample without these positions of it."""
 
@@ -171,6 +203,7 @@ def numbered_from(first: int) -> Plant:
 
 ALL = tuple(range(2, 14))
 SWAPPED = "hold layers 11, 5 of a"
+UNLIKE = "as unlike a's as unrelated rows"
 FAULTS = {
     # Rows of b that are those of a further up or down: everywhere, in one sample, from a position on, in some layers.
     "all rows shifted down by one": Fault(change(rolled(1)), "row", (), offset=-1),
@@ -193,64 +226,53 @@ FAULTS = {
         in_turn(*(change(shifted(1), sample(i)) for i in range(16))), "row", (), offset=-1),
     "a lost chunk: one sample shifted from a position on": Fault(
         change(shifted(-7), sample(7, 25)), "row", (), (867, 946), (7,), 7, "from position 25"),
-    # Rows of b that hold rows from elsewhere in a.
+    "every eighth row is a copy of the one before": Fault(
+        lambda pair: copy_rows(pair, 8, -1), "row", (), offset=-1, words="(1 row earlier)"),
+    "every fifth row holds the row behind it": Fault(
+        lambda pair: copy_rows(pair, 5, 1), "row", (), offset=1, words="(1 row later)"),
+    # Samples of b that are other samples of a.
+    "samples 0 and 1 changed places": Fault(
+        take(sample(0, to=1), sample(1), sample(0)), "sample_order", (), None, (0, 1), None, "0 and 1 of b changed places"),
     "two samples of one length exchanged": Fault(
         take(sample(2, to=9), sample(9), sample(3, to=8), sample(2)),
-        "row", (), (192, 287), (2,), 672, "hold a's sample 9 (", EQUAL),
-    "two neighbouring samples of other lengths exchanged": Fault(
-        take(sample(4, to=5), sample(5), sample(4)), "row", (), (498, 642), None, 127),
+        "sample_order", (), (192, 959), (2, 9), None, "2 and 9 of b changed places", EQUAL),
+    "samples 2 and 7 of other lengths exchanged": Fault(
+        take(sample(2, to=7), sample(7), sample(3, to=6), sample(2)), "sample_order", (), None, (2, 7)),
+    "two samples exchanged with their lengths": Fault(exchanged_with_lengths, "sample_order", (), None, (4, 5)),
     "samples in order of arrival": Fault(
         take(sample(1, to=6), *map(sample, (3, 1, 2, 6, 4, 5))),
-        "row", (), None, (1,), None, "hold a's sample 3 (", EQUAL),
-    "one sample holds a copy of another": Fault(
-        take(sample(6), sample(13)), "row", (), None, (6,), None, "hold a's sample 13 (", EQUAL),
-    "two chunks of one sample exchanged": Fault(
-        take(sample(3, 10, 160), sample(3, 120, 160), sample(3, 50, 120), sample(3, 10, 50)),
-        "row", (), (685, 724), (3,), 110, shape=Shape(shortest=200, longest=260, samples=8)),
-    "context-parallel chunks left in zigzag order": Fault(
-        take(sample(2), sample(2, 0, 64), sample(2, 192, 256), sample(2, 64, 192)),
-        "row", (), (576, 639), (2,), 128, shape=Shape(shortest=256, longest=256, samples=4)),
-    "a long sample begins with a copy of a short one": Fault(
-        take(sample(12, 0, 72), sample(6)), "row", (), (1406, 1477), (12,), -636),
-    "rows shuffled in one data-parallel rank's part": Fault(
-        change(shuffled, sample(4, to=7)), "row_order", (), (498, 953), (4, 5, 6, 7)),
-    "rows shuffled in one pipeline rank's part": Fault(
-        change(shuffled, layers=slice(4, 8)), "row_order", ALL[4:8], (0, 1911), words="in layers 6..9"),
-    "rows shuffled within one sample": Fault(
-        change(shuffled, sample(10)), "row_order", (), (1220, 1331), (10,), words="(sample 10)"),
-    "one sample in reverse": Fault(
-        change(flipped(0), sample(10)), "row_order", (), (1220, 1331), (10,), words="steps to the next row are -1"),
-    "[b, s] read as [s, b]": Fault(
-        change(transposed), "row_order", (), words="steps to the next row are +96", shape=EQUAL),
-    "[b, s] read as [s, b] in one micro-batch": Fault(
-        change(transposed, sample(4, to=7)),
-        "row_order", (), (384, 767), (4, 5, 6, 7), None, "steps to the next row are +96", EQUAL),
-    # In groups of samples with one prompt.
+        "sample_order", (), None, tuple(range(1, 7)), None, "hold samples 3, 1..2, 6, 4..5 of a", EQUAL),
+    "all samples in another order": Fault(
+        take(sample(0, to=15), *map(sample, (3, 0, 12, 9, 1, 15, 7, 2, 6, 14, 4, 10, 13, 5, 11, 8))),
+        "sample_order", (), (0, 1911), words="hold samples 3, 0, 12, 9, 1, 15"),
     "two answers of a group exchanged": Fault(
-        take(sample(5, to=6), sample(6), sample(5)), "row", None, None, (5,), None, "a's sample 6", GROUPS),
+        take(sample(5, to=6), sample(6), sample(5)), "sample_order", None, None, (5, 6), shape=GROUPS),
     "answers of a group in order of arrival": Fault(
-        take(sample(8, to=11), *map(sample, (10, 8, 11, 9))), "row", None, None, (9,), None, "a's sample 8", GROUPS),
-    "an answer of a group copied over another": Fault(
-        take(sample(2), sample(3)), "row", None, None, (2,), None, "a's sample 3", GROUPS),
+        take(sample(8, to=11), *map(sample, (10, 8, 11, 9))),
+        "sample_order", None, None, (8, 9, 10, 11), None, "hold samples 10, 8, 11, 9", GROUPS),
     "two whole groups exchanged": Fault(
         take(sample(0, to=11), sample(8, to=11), sample(4, to=7), sample(0, to=3)),
-        "row", None, None, (0, 1, 2, 3), None, "a's samples 8..11", GROUPS),
+        "sample_order", None, None, (0, 1, 2, 3, 8, 9, 10, 11), None, "hold samples 8..11, 0..3", GROUPS),
+    # Rows of b that hold rows from elsewhere in a.
+    "one sample holds a copy of another": Fault(
+        take(sample(6), sample(13)), "row", (), None, (6,), None, "hold a's sample 13 (", EQUAL),
+    "an answer of a group copied over another": Fault(
+        take(sample(2), sample(3)), "row", None, (260, 329), (2,), 110, shape=GROUPS),
     "an answer of a group shifted behind its prompt": Fault(
         change(shifted(1), sample(7, 40)), "row", None, (810, 879), (7,), -1, shape=GROUPS),
-    "answers of a large group shuffled": Fault(
-        change(shuffled, sample(13, 40)), "row_order", None, (1470, 1539), (13,), shape=GROUPS),
-    "answers of unequal lengths exchanged in a group of eight": Fault(
-        take(sample(3, to=4), sample(4), sample(3)), "row", words="a's rows",
-        shape=Shape(group=8, shortest=80, longest=160)),
+    "two chunks of one sample exchanged": Fault(
+        take(sample(3, 10, 160), sample(3, 120, 160), sample(3, 50, 120), sample(3, 10, 50)),
+        "row", (), None, (3,), shape=Shape(shortest=200, longest=260, samples=8)),
+    "context-parallel chunks left in zigzag order": Fault(
+        take(sample(2), sample(2, 0, 64), sample(2, 192, 256), sample(2, 64, 192)),
+        "row", (), None, (2,), shape=Shape(shortest=256, longest=256, samples=4)),
+    "a long sample begins with a copy of a short one": Fault(
+        take(sample(12, 0, 72), sample(6)), "row", (), (1406, 1477), (12,), -636),
     # Layers of b that hold another layer's routes.
     "two layers swapped": Fault(
         change(flipped(1), layers=[3, 9]), "layer", (5, 11), words=f"layers 5, 11 of b {SWAPPED}"),
     "two layers swapped in every third token": Fault(
-        change(flipped(1), lambda pair: slice(None, None, 3), [3, 9]),
-        "layer", (5, 11), words=f"{SWAPPED}, the others are in place"),
-    "two layers swapped in a random third of the tokens": Fault(
-        change(flipped(1), lambda pair: torch.rand(1912, generator=torch.Generator().manual_seed(1)) < 1 / 3, [1, 2]),
-        "layer", (3, 4), words="hold layers 4, 3 of a, the others are in place"),
+        change(flipped(1), lambda pair: slice(None, None, 3), [3, 9]), "layer", (5, 11), words=SWAPPED),
     "two layers swapped in the first third of the tokens": Fault(
         change(flipped(1), lambda pair: slice(637), [3, 9]), "layer", (5, 11), (0, 636), words=SWAPPED),
     "two layers swapped in one sample": Fault(
@@ -259,12 +281,10 @@ FAULTS = {
     "one layer is a copy of another": Fault(
         change(lambda part: part[:, [0, 0]], layers=[2, 6]), "layer", (8,), words="layer 8 of b holds layer 4 of a"),
     "rows and layers shifted at once": Fault(
-        in_turn(change(rolled(1)), change(flipped(1), layers=[3, 9])), "layer", (5, 11), words=SWAPPED),
-    # Experts of b under other ids, or named in another order.
+        in_turn(change(rolled(1)), change(flipped(1), layers=[3, 9])), "row", offset=-1),
+    # Experts of b under other ids, named in another order, or never named.
     "expert ids permuted in every layer": Fault(permuted(), "names", (), words="by other ids"),
     "expert ids permuted in one layer": Fault(permuted(layers=[7]), "names", (9,), words="by other ids"),
-    "expert ids permuted in two samples": Fault(
-        permuted(sample(3, to=4)), "names", None, (364, 624), (3, 4), words="by other ids"),
     "two experts exchanged in one layer": Fault(exchange_two_experts, "names", (9,)),
     "expert ids with an offset in every layer": Fault(plus(8), "names", (), words="by its id plus 8 (modulo 32)"),
     "expert ids off by one in one layer": Fault(plus(1, [0]), "names", (2,), words="by its id plus 1 (modulo 32)"),
@@ -272,18 +292,29 @@ FAULTS = {
         change(flipped(2)), "expert_order", (), words="list their experts in another order"),
     "experts of one layer in another order": Fault(
         change(lambda part: part.sort(dim=2).values, layers=[4]), "expert_order", (6,), words="in layer 6."),
-    # Routes of b that have nothing to do with those of a, are stuck or constant.
+    "one expert is masked in one layer": Fault(masked([7]), "unused", (9,), words="b never names expert"),
+    "one expert is masked in every layer": Fault(masked(range(12)), "unused", (), words="in layer 2, expert"),
+    # Routes of b that have nothing to do with those of a, are shuffled or under other ids in some rows.
     "one layer of other weights": Fault(of_others(77, layers=slice(5, 6)), "nothing", (7,), words="in layer 7"),
     "one sample of another step": Fault(
         of_others(78, sample(6)), "nothing", (), (770, 841), (6,), words="(sample 6)"),
     "a stage is of another model": Fault(
         of_others(79, layers=slice(4, 8)), "nothing", ALL[4:8], (0, 1911), words="in layers 6..9"),
     "routes of another batch": Fault(of_others(80), "nothing", ALL, (0, 1911)),
+    "rows shuffled in one data-parallel rank's part": Fault(
+        change(shuffled, sample(4, to=7)), "nothing", (), (498, 953), (4, 5, 6, 7), words=UNLIKE),
+    "rows shuffled in one pipeline rank's part": Fault(
+        change(shuffled, layers=slice(4, 8)), "nothing", ALL[4:8], (0, 1911), words="in layers 6..9"),
+    "[b, s] read as [s, b]": Fault(change(transposed), "nothing", (), (0, 1535), words=UNLIKE, shape=EQUAL),
+    "expert ids permuted in two samples": Fault(
+        permuted(sample(3, to=4)), "nothing", None, (364, 624), (3, 4), words=UNLIKE),
+    # Routes of b that are stuck or constant.
     "a stuck row: one sample repeats it from a position on": Fault(
         change(lambda part: part[:1].expand_as(part), sample(8, 30)),
         "constant", (), (984, 1103), (8,), words="from position 31"),
     "constant rows: a stretch of fillers": Fault(
         change(constant, lambda pair: slice(400, 440)), "constant", (), (400, 439), words="repeat one route"),
+    "filler rows at the end of each sample": Fault(fillers, "constant", (), words="48 rows (73, 74, 75, ...) of b repeat"),
     "one layer constant": Fault(
         change(constant, layers=[3]), "constant", (5,), words="repeat experts [0, 1, 2, 3"),
     "one layer constant in one sample": Fault(
