@@ -16,7 +16,6 @@ from megatron_router_replay.cli.doctor import doctor
 from megatron_router_replay.cli.inspect import inspect
 
 
-
 class _Plain:
     """A command whose usage names arguments without braces, and whose --help has no type."""
 

@@ -194,9 +194,7 @@ class _Words:
             if last - first == 1
             else (f"rows {first}..{last - 1}", ("are missing", "come twice"))
         )
-        return (
-            f"{self.a.name}'s {rows}{in_samples} {verbs[fact.offset < 0]} in {self.b.name}: {self._row_words(fact)}"
-        )
+        return f"{self.a.name}'s {rows}{in_samples} {verbs[fact.offset < 0]} in {self.b.name}: {self._row_words(fact)}"
 
     def _order_words(self, fact: Fact) -> str:
         moved = f"{sample_words(fact.samples)} of {self.b.name}"

@@ -127,11 +127,11 @@ class _Search:
             needed = 0.0
         if gain < _SURE or (counted & held.any(axis=1)).sum() < MIN_ROWS or held[counted].mean() < needed:
             return None
-        narrowed = {
-            name: None if (values := getattr(claim, name)) is None else values[columns]
-            for name in ("source_layers", "names", "experts")
-        }
-        return replace(claim, at=at, layers=layers, holds=claim.holds[:, columns], gain=gain, **narrowed)
+        place = replace(claim, at=at, layers=layers, holds=claim.holds[:, columns], gain=gain)
+        place.source_layers, place.names, place.experts = (
+            None if values is None else values[columns] for values in (claim.source_layers, claim.names, claim.experts)
+        )
+        return place
 
     def _weights(self, claim: Claim) -> Array:
         """Return the bits in favour of a claim, [n, m]."""
@@ -157,7 +157,9 @@ class _Search:
             return []
         row, source = self._lookup()
         offsets = self._offsets(row, source)
-        layers = [claim for offset in (0, *(each.offset for each in offsets[:2])) for claim in self._layers(offset)]
+        layers = [
+            claim for offset in (0, *(each.offset or 0 for each in offsets[:2])) for claim in self._layers(offset)
+        ]
         return [*self._samples(row, source), *offsets, *layers, *self._constant()]
 
     def _scattered(self) -> list[Claim]:
@@ -313,9 +315,7 @@ class _Search:
         if not layers:
             return []
         holds, weights = np.stack(all_holds, axis=1), np.stack(all_weights, axis=1)
-        return [
-            Claim(kind="names", layers=np.array(layers), holds=holds, weights=weights, names=np.stack(all_names))
-        ]
+        return [Claim(kind="names", layers=np.array(layers), holds=holds, weights=weights, names=np.stack(all_names))]
 
     def _unrelated(self) -> list[Claim]:
         """Return the rows and layers that are near a in place no more often than unrelated rows are."""
@@ -351,9 +351,7 @@ class _Search:
             return []
         holds = np.stack(all_holds, axis=1)
         weights = holds.astype(np.float64)
-        return [
-            Claim(kind="unused", layers=np.array(layers), holds=holds, weights=weights, experts=np.array(experts))
-        ]
+        return [Claim(kind="unused", layers=np.array(layers), holds=holds, weights=weights, experts=np.array(experts))]
 
 
 def _best_place(weights: Array, segment: Array, *, whole: bool) -> tuple[float, int, int, Array]:

@@ -289,7 +289,10 @@ def test_two_places_with_rows_between_that_agree_are_two_facts(monkeypatch):
         ),
         ((0.1, 0.1, 0.1, 0.1, 0.1), "looks like rounding: 10.00 % of decisions from layer 2 on; all"),
         ((0.2, 0.1, 0.1, 0.02, 0.02), "looks like rounding: 8.80 % of decisions from layer 2 on, less with depth; all"),
-        ((0.01, 0.01, 0.01, 0.01, 0.1), "looks like rounding: 2.80 % of decisions from layer 2 on, most in layer 6; all"),
+        (
+            (0.01, 0.01, 0.01, 0.01, 0.1),
+            "looks like rounding: 2.80 % of decisions from layer 2 on, most in layer 6; all",
+        ),
         ((0.0, 0.0, 0.0, 0.05, 0.0), "looks like rounding: 1.00 % of decisions, only in layer 5; all"),
     ],
 )

@@ -91,7 +91,9 @@ def test_it_says_where_the_traces_come_from(tmp_path):
 
 
 def test_a_path_in_the_place_of_the_diff_is_refused_by_name(tmp_path):
-    with pytest.raises(TraceError, match=r"MRR101: save_page takes a diff and then a path, got PosixPath and TraceDiff"):
+    with pytest.raises(
+        TraceError, match=r"MRR101: save_page takes a diff and then a path, got PosixPath and TraceDiff"
+    ):
         page.save_page(tmp_path / "diff.html", make_diff())
 
 
