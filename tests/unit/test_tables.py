@@ -43,4 +43,4 @@ def test_cells_cannot_break_lines_or_colour_a_terminal():
 
 
 def test_a_share_of_nothing_is_a_dash():
-    assert (share(1, 8), share(0, 0)) == ("12.50%", "-")
+    assert (share(1, 8), share(0, 0)) == ("12.50 %", "-")
