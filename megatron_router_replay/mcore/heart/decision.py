@@ -19,8 +19,7 @@ class Holder(Protocol):
     """What decides for a router or for sparse attention: a session, or what a freeze leaves with the seam."""
 
     kind: str
-    queued: bool
-    """Whether it takes micro-batches."""
+    takes_microbatches: bool
     made_at: str
 
     def session(self) -> Any:
@@ -74,7 +73,7 @@ class Decision:
         holder: chooses, and is told when the call is over; None: it is a recompute.
         again: the entry that this call repeats; None: it is a forward.
         tokens: what balancing knows of the tokens; None: Megatron-Core balances as it does without us.
-        queued: the micro-batch of a forward; None: the router is live beside one, or there is none.
+        microbatch: of a forward; None: the router is live beside one, or there is none.
 
     Attributes:
         is_written: a tape is being written.
@@ -86,7 +85,7 @@ class Decision:
     """
 
     __slots__ = (
-        "_groups", "again", "counter", "dtype", "holder", "in_order", "is_written", "kept", "queued", "router", "scores",
+        "_groups", "again", "counter", "dtype", "holder", "in_order", "is_written", "kept", "microbatch", "router", "scores",
         "tokens", "topk", "used",
     )  # fmt: skip
 
@@ -99,11 +98,11 @@ class Decision:
         holder: RouterHolder | None = None,
         again: Entry | None = None,
         tokens: Any = None,
-        queued: Any = None,
+        microbatch: Any = None,
         is_written: bool = False,
     ) -> None:
         self.router, self.counter, self.dtype, self.is_written = router, counter, dtype, is_written
-        self.holder, self.again, self.tokens, self.queued = holder, again, tokens, queued
+        self.holder, self.again, self.tokens, self.microbatch = holder, again, tokens, microbatch
         self.used: Tensor | None = None
         self.kept: Any = None
         self.in_order = False

@@ -93,8 +93,8 @@ def hold(router: Any, holder: Holder, watched: nn.Module | None = None) -> None:
         watched: the router, or the module that is called in its place, if the map that leaves it shall be looked at.
     """
     release(router, None)
-    # A freeze lasts a whole run and needs no handle. What queues is lost with its handle: nobody could end it.
-    reference: Callable[[], Holder | None] = weakref.ref(holder) if holder.queued else lambda: holder
+    # A freeze lasts a whole run and needs no handle. What takes micro-batches is lost with its handle: nobody could end it.
+    reference: Callable[[], Holder | None] = weakref.ref(holder) if holder.takes_microbatches else lambda: holder
     _holders.setdefault(router, []).append((reference, watched is not None))
     held.add(router)
     if watched is not None and router not in _watched:
@@ -366,7 +366,7 @@ def _topk_seam(original: Any) -> Any:
 def _inference_seam(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A frozen model may generate between its steps: a freeze queues nothing.
-        if any(getattr(holder, "queued", False) for holder in holders_of(self)):
+        if any(holder.takes_microbatches for holder in holders_of(self)):
             for reason in inference_refusals(self):
                 raise UnsupportedRouterError(f"MRR401: {tape.layer_of(self)}: {reason}.")
         return original(self, *args, **kwargs)

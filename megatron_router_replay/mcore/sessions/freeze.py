@@ -25,7 +25,7 @@ class Frozen:
     """
 
     kind = "freeze_recompute"
-    queued = False
+    takes_microbatches = False
 
     def __init__(self, freeze: FreezeSession, held: dict[int, tuple[Counter, torch.dtype]]) -> None:
         self.session = weakref.ref(freeze)
@@ -51,10 +51,9 @@ class FreezeSession(Session):
     """Recomputes use the experts of their forward; see `freeze_recompute`."""
 
     kind = Frozen.kind
-    queued = Frozen.queued
 
     def __init__(self, model_chunks: Models, *, count_flips: bool, verify: bool, indexers: bool) -> None:
-        super().__init__(model_chunks, mtp=True, verify=verify, flips=count_flips)
+        super().__init__(model_chunks, verify=verify, flips=count_flips)
         self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._held.items()})
         self._indexers = HeldIndexers(self._modules, self._frozen) if indexers else None
 

@@ -16,7 +16,8 @@ from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, 
 from megatron_router_replay.mcore.heart.decision import Decision
 from megatron_router_replay.mcore.heart.streams import current_stream, to_device
 from megatron_router_replay.mcore.model.find import Models, unwrap
-from megatron_router_replay.mcore.sessions.hold import Session, open_session
+from megatron_router_replay.mcore.sessions.account import Numbers
+from megatron_router_replay.mcore.sessions.queueing import QueueingSession, open_session
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
 from megatron_router_replay.trace.merge import merge_traces
@@ -25,11 +26,10 @@ _MAX_ROWS = 1 << 31
 """A row beyond is no token's of one step, but a number that means something else: the trace would be larger than a disk."""
 
 
-class RecordSession(Session):
+class RecordSession(QueueingSession):
     """Forwards are recorded, recomputes use what their forward chose; see `record`."""
 
     kind = "record"
-    queued = True
 
     def __init__(self, model_chunks: Models, *, mtp: bool, verify: bool, group: dist.ProcessGroup | None) -> None:
         super().__init__(model_chunks, mtp=mtp, verify=verify, group=group)
@@ -39,7 +39,6 @@ class RecordSession(Session):
         }
         self._highest: list[Tensor] = []  # row of each micro-batch that was queued
         self._copied: dict[Any, torch.cuda.Event] = {}  # stream -> after which what it copied to the host is there
-        self._length: int | None = None  # rows of the whole batch, agreed upon when the session is closed
 
     def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
         if routes is not None:
@@ -73,11 +72,11 @@ class RecordSession(Session):
 
     def decided(self, decision: Decision) -> None:
         """Keep what a router used; see `RouterHolder`."""
-        if decision.queued is not None:
+        if decision.microbatch is not None:
             assert decision.used is not None, "the call is over"
             # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.
             used = decision.used if decision.kept is None else decision.kept
-            decision.queued.used[self._held[decision.router].position] = used
+            decision.microbatch.used[self._held[decision.router].position] = used
         super().decided(decision)
 
     def on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
@@ -176,20 +175,16 @@ class RecordSession(Session):
             trace = merge_traces(parts, allow_gaps=True)
         return trace
 
-    def _numbers(self) -> dict[str, Any]:
-        return super()._numbers() | {"num_rows": self._num_rows()}
+    def _numbers(self) -> Numbers:
+        return super()._numbers()._replace(num_rows=self._num_rows())
 
     def _num_rows(self) -> int:
         """Return the highest row that was queued, plus 1."""
         return max((int(highest) + 1 for highest in self._highest), default=0)
 
-    def _judge(self, everyone: dict[int, dict[str, Any]]) -> list[str]:
-        self._length = max(numbers["num_rows"] for numbers in everyone.values())
-        return []
-
     def _agreed_length(self) -> int:
-        if self._length is not None:
-            return self._length
+        if self._verdict is not None:
+            return self._verdict.num_rows
         if dist.is_initialized() and dist.get_world_size(self._group) > 1:
             raise ReplayStateError(
                 "MRR422: the ranks agree on the recording's number of rows when the session is left: leave it before "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -37,9 +37,10 @@ from megatron_router_replay.mcore.heart.streams import to_device, to_host
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_hashed_routes, check_trace_layers
 from megatron_router_replay.mcore.sessions import agreement
+from megatron_router_replay.mcore.sessions.account import Numbers, judge_replay
 from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
-from megatron_router_replay.mcore.sessions.hold import HeldRouter, Session, open_session
-from megatron_router_replay.mcore.sessions.judging import judge
+from megatron_router_replay.mcore.sessions.hold import HeldRouter
+from megatron_router_replay.mcore.sessions.queueing import QueueingSession, open_session
 from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.trace import RoutingTrace
 
@@ -48,14 +49,13 @@ ChooseDecisions = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 _LOG = logging.getLogger(__name__)
 
-_PRIME = (1 << 61) - 1
+_PRIME = (1 << 31) - 1
 
 
-class ReplaySession(Session):
+class ReplaySession(QueueingSession):
     """Forwards and recomputes use the given experts; see `replay`."""
 
     kind = "replay"
-    queued = True
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class ReplaySession(Session):
     # ---- what a router uses
     def choose(self, decision: Decision) -> Tensor | None:
         """Return a micro-batch's routes, or the router's own experts. See `Holder`."""
-        microbatch: Microbatch | None = decision.queued
+        microbatch: Microbatch | None = decision.microbatch
         if microbatch is None:
             return None
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
@@ -345,27 +345,28 @@ class ReplaySession(Session):
                 check_hashed_routes(found, routes, torch.where(routed, tokens, -1), self._check)
 
     # ---- the end
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> Numbers:
         routers = [held.found.router for held in self._held.values()]
         group = None if self._balance.aux_loss == "off" else aux_loss_group(routers)
         shared = min(dist.get_process_group_ranks(group)) if group is not None and dist.is_initialized() else -1
-        return {
-            **super()._numbers(),
-            "left_out": self._rows["left_out"],
-            "decisions": self._choices(),
-            "choice": [self._balance.expert_bias, self._balance.aux_loss],
-            "loss_group": shared,  # the lowest rank of the group that shares an auxiliary loss; -1: none does
-            "padding_digest": self._digest,
-            "padding_known": self._padding_known,
-            "agreement": None if self._agreement is None else self._agreement.numbers(),
-        }
+        asked, left_live = self._choices()
+        numbers = super()._numbers()
+        return numbers._replace(
+            rows_left_out=self._rows["left_out"],
+            asked=asked,
+            left_live=left_live,
+            options=[self._balance.expert_bias, self._balance.aux_loss, self._min_replayed, self._min_agreement],
+            loss_group=shared,
+            padding_digest=self._digest,
+            padding_known=self._padding_known,
+            agreement=None if self._agreement is None else self._agreement.numbers(),
+        )
 
-    def _judge(self, everyone: dict[int, dict[str, Any]]) -> list[str]:
-        asked = [numbers["agreement"] for numbers in everyone.values() if numbers["agreement"]]
-        problems = judge(everyone, least=self._min_replayed) + agreement.problems(asked, self._min_agreement)
-        if not problems and (text := agreement.warning(asked)):
-            _LOG.warning(text)
-        return problems
+    def _judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
+        asked = [numbers.agreement for numbers in everyone.values() if numbers.agreement]
+        problems = judge_replay(everyone, self._min_replayed) + agreement.problems(asked, self._min_agreement)
+        warning = agreement.warning(asked)
+        return problems, [warning] if warning else []
 
 
 def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:

@@ -273,9 +273,9 @@ def test_a_trained_position_needs_a_route_and_a_trace_and_fed_routes_do_not_mix(
     ):
         session.microbatch(routes=routes, trust_layout=True, trained=torch.ones(2, 4))
     trace = mrr.RoutingTrace(topk_indices=random_routes(8), layer_numbers=[1, 2, 3], num_experts=8)
-    with mrr.replay(chunk, trace), pytest.raises(LayoutError, match="this session replays a trace"):
+    with mrr.replay(chunk, trace, min_replayed=0), pytest.raises(LayoutError, match="this session replays a trace"):
         mrr.microbatch(chunk, routes=ROUTES, trust_layout=True)
-    with mrr.replay(chunk) as session, pytest.raises(LayoutError, match="this session has no trace"):
+    with mrr.replay(chunk, min_replayed=0) as session, pytest.raises(LayoutError, match="this session has no trace"):
         session.microbatch(torch.arange(8).view(2, 4))
     with mrr.record(chunk), pytest.raises(LayoutError, match="takes routing_rows"):
         mrr.microbatch(chunk, routes=ROUTES, trust_layout=True)

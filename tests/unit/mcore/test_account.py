@@ -1,7 +1,9 @@
 """What the ranks of a replay judge together when it ends, and that nobody waits for a rank that failed."""
 
 import gc
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,28 +14,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.sessions import hold as session
-from megatron_router_replay.mcore.sessions import judging, meeting
+from megatron_router_replay.mcore.sessions import queueing
+from megatron_router_replay.mcore.sessions.account import Account, Numbers, judge_replay
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
-def numbers(
-    replayed=0, live=0, padding=0, *, left_out=0, chosen=(0, 0), choice="replayed", loss_group=-1, digest=0, known=True
-):
-    return {
-        "rows": [replayed, live, padding],
-        "left_out": left_out,
-        "decisions": list(chosen),
-        "choice": [choice, "live"],
-        "loss_group": loss_group,
-        "padding_digest": digest,
-        "padding_known": known,
-        "agreement": None,
-    }
+def numbers(replayed=0, live=0, padding=0, *, choice="replayed", **others):
+    rows = {"rows_replayed": replayed, "rows_live": live, "rows_padding": padding}
+    return Numbers(chunks=1, options=[choice, "live", None, 0], **rows, **others)
 
 
-def judge(*ranks, min_replayed=None):
-    return judging.judge({2 + rank: told for rank, told in enumerate(ranks)}, least=min_replayed)  # ranks 2, 3, ...
+def judge(*ranks, least=None):
+    return judge_replay({2 + rank: told for rank, told in enumerate(ranks)}, least)  # ranks 2, 3, ...
 
 
 def test_the_numbers_of_a_session_are_these():
@@ -46,7 +38,16 @@ def test_the_numbers_of_a_session_are_these():
 def test_a_rank_of_padding_alone_is_in_order_beside_one_that_replays():
     assert judge(numbers(0, 0, 8), numbers(6, 2, 0)) == []
     assert judge(numbers(0, 8), numbers(1, 7)) == []
-    assert judge(numbers(0, 0, 8), numbers(0, 0, 8)) == []
+
+
+def test_ranks_that_have_padding_alone_or_nothing_raise_together():
+    (problem,) = judge(numbers(0, 0, 8), numbers(0, 0, 8))
+    assert problem.startswith("none of 16 tokens was replayed on 2 ranks, for padding= calls all of them padding.")
+    (problem,) = judge(numbers(), numbers())
+    assert problem.startswith("nothing ran on 2 ranks, so nothing was replayed")
+    assert judge(numbers(), numbers(4)) == [], "one rank of a group may have nothing"
+    assert judge(numbers(), least=0) == judge(numbers(0, 0, 8), least=0) == []
+    assert judge(numbers()._replace(chunks=0)) == [], "a stage without routers"
 
 
 def test_ranks_that_replayed_nothing_raise_together():
@@ -54,43 +55,46 @@ def test_ranks_that_replayed_nothing_raise_together():
     assert problem.startswith("none of 8 tokens was replayed on 2 ranks; the trace has no route for any of them")
     (problem,) = judge(numbers(0, 5))
     assert problem.startswith("none of 5 tokens was replayed on this rank;")
-    (problem,) = judge(numbers(0, 5, left_out=2), numbers(0, 3, left_out=1))
+    (problem,) = judge(numbers(0, 5, rows_left_out=2), numbers(0, 3, rows_left_out=1))
     assert problem.startswith("none of 8 tokens was replayed on 2 ranks: 3 were left out (trace.keep); others have no")
-    assert judge(numbers(0, 5, left_out=5), numbers(0, 3), min_replayed=0) == []
-    (problem,) = judge(numbers(0, 5), numbers(0, 3), min_replayed=0)
+    assert judge(numbers(0, 5, rows_left_out=5), numbers(0, 3), least=0) == []
+    (problem,) = judge(numbers(0, 5), numbers(0, 3), least=0)
     assert "Were the routes lost on the way" in problem
 
 
 @pytest.mark.parametrize(("share", "enough"), [(0.75, True), (0.76, False)])
 def test_the_least_share_is_that_of_all_ranks_together(share, enough):
-    problems = judge(numbers(8, 0), numbers(4, 4, 100), min_replayed=share)
+    problems = judge(numbers(8, 0), numbers(4, 4, 100), least=share)
     expected = "75.0000% of 16 tokens were replayed on 2 ranks, less than min_replayed=0.76."
     assert problems == ([] if enough else [expected])
 
 
 def test_the_share_of_all_ranks_counts_the_decisions_that_choose_turned_down():
-    ranks = numbers(8, chosen=(24, 0)), numbers(4, 4, chosen=(12, 9))
-    assert judge(*ranks, min_replayed=0.5625) == [], "12 of 16 rows, of whose 36 decisions 27 were replayed"
-    (problem,) = judge(*ranks, min_replayed=0.57)
+    ranks = numbers(8, asked=24, left_live=0), numbers(4, 4, asked=12, left_live=9)
+    assert judge(*ranks, least=0.5625) == [], "12 of 16 rows, of whose 36 decisions 27 were replayed"
+    (problem,) = judge(*ranks, least=0.57)
     assert problem.startswith("56.2500% of 16 tokens were replayed on 2 ranks")
 
 
 def test_a_share_is_not_judged_where_one_rank_does_not_know_its_padding():
-    (problem,) = judge(numbers(8, 0), numbers(4, 4, known=False), min_replayed=0.76)
+    (problem,) = judge(numbers(8, 0), numbers(4, 4, padding_known=False), least=0.76)
     assert problem.startswith("min_replayed=0.76 cannot be judged: routes came without padding= or filler=")
-    assert judge(numbers(8, 0), numbers(4, 4, known=False), min_replayed=0.75) == []
+    assert judge(numbers(8, 0), numbers(4, 4, padding_known=False), least=0.75) == []
 
 
 def test_ranks_that_balance_otherwise_raise_first():
     (problem,) = judge(numbers(0, 8, choice="off"), numbers(0, 8))
-    assert problem == "ranks replay with different expert_bias= or aux_loss=: give all of them the same."
+    assert (
+        problem
+        == "ranks replay with different expert_bias=, aux_loss=, min_replayed= or min_agreement=: give them all the same."
+    )
 
 
 def test_only_ranks_that_share_a_loss_must_know_padding_of_the_same_micro_batches():
-    (problem,) = judge(numbers(8, loss_group=0, digest=5), numbers(8, loss_group=0, digest=6))
+    (problem,) = judge(numbers(8, loss_group=0, padding_digest=5), numbers(8, loss_group=0, padding_digest=6))
     assert problem.startswith("ranks that share an auxiliary loss (those of rank 0) were not told of padding")
-    assert judge(numbers(8, loss_group=2, digest=5), numbers(8, loss_group=3, digest=6)) == []
-    assert judge(numbers(8, digest=5), numbers(8, digest=6)) == []
+    assert judge(numbers(8, loss_group=2, padding_digest=5), numbers(8, loss_group=3, padding_digest=6)) == []
+    assert judge(numbers(8, padding_digest=5), numbers(8, padding_digest=6)) == []
 
 
 def digest(*told):
@@ -99,7 +103,7 @@ def digest(*told):
         for is_told in told:
             session.microbatch(ROWS, padding=torch.zeros_like(ROWS, dtype=torch.bool) if is_told else None)
             chunk(tokens())
-    return session._numbers()["padding_digest"]
+    return session._numbers().padding_digest
 
 
 def test_padding_that_is_told_in_other_micro_batches_is_told_apart():
@@ -227,17 +231,18 @@ def test_what_was_told_in_an_earlier_job_takes_nothing_away_in_the_next(on_ranks
 
 
 def test_a_lost_session_is_warned_of_also_where_the_store_is_gone():
-    def tell(numbers):
+    def fail():
         raise RuntimeError("the store is gone")
 
     with pytest.raises(RuntimeError, match="gone"), pytest.warns(RuntimeWarning, match="replay session was lost"):
-        session._lost("the replay session", [], [], SimpleNamespace(tell=tell))
+        queueing._lost("the replay session", [], [], SimpleNamespace(fail=fail))
 
 
 def without_the_other():
-    meeting.TIMEOUT = timedelta(seconds=1)
+    store = distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=1))
     message = step(too_many=True) if dist.get_rank() == 0 else ""
-    meeting.TIMEOUT = timedelta(minutes=30)
+    store.set_timeout(timedelta(minutes=30))
     dist.barrier()
     if dist.get_rank() == 1:
         step()  # the numbers of rank 0 are there still
@@ -249,3 +254,60 @@ def test_a_rank_that_never_comes_is_named_as_a_reason(on_ranks):
     assert "rank 0 waited 0:00:01 at the end of its session for the 2 ranks of its group" in message
     assert "rank 0, chunk 0, micro-batch 1, layer 1: routes were queued, but no forward used them" in message
     assert on_ranks(2, step) == [8, 8]
+
+
+# ---- what the job's store is asked
+
+
+class Requests:
+    """A store that counts what one rank asks of it, and the bytes."""
+
+    def __init__(self, store):
+        self.store, self.timeout = store, timedelta(seconds=20)
+        self.names, self.num_bytes = [], 0
+
+    def __getattr__(self, name):
+        def ask(*arguments):
+            answer = getattr(self.store, name)(*arguments)
+            self.names.append(name)
+            self.num_bytes += len(repr(arguments)) + len(repr(answer))
+            return answer
+
+        return ask
+
+
+def settled(monkeypatch, size, *, sessions):
+    """The ranks of a job as threads, each of them with a store that counts; what each asked at the last end."""
+    shared = dist.HashStore()
+    shared.set_timeout(timedelta(seconds=20))
+    rank = threading.local()
+    stores = [Requests(shared) for _ in range(size)]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank.number)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: size)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: stores[rank.number])
+
+    def run(number):
+        rank.number = number
+        for _ in range(sessions):
+            account = Account(None)
+            stores[number].names, stores[number].num_bytes = [], 0
+            verdict = account.settle(numbers(number, 1), lambda told: (judge_replay(told, None), []))
+            assert verdict.problems == verdict.left == []
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(run, range(size)))
+    return stores, shared.num_keys()
+
+
+@pytest.mark.parametrize("size", [8, 48, 128])
+def test_a_rank_asks_the_store_four_times_at_the_end_of_a_session_however_many_there_are(monkeypatch, size):
+    stores, _ = settled(monkeypatch, size, sessions=3)
+    assert max(len(store.names) for store in stores) <= 4
+    assert max(store.num_bytes for store in stores) < 65536
+    kinds = {tuple(store.names) for store in stores}
+    assert kinds == {("add", "set", "get", "delete_key"), ("add", "multi_get", "set", "delete_key")}
+
+
+def test_the_store_holds_as_many_keys_after_nine_sessions_as_after_three(monkeypatch):
+    assert settled(monkeypatch, 4, sessions=9)[1] == settled(monkeypatch, 4, sessions=3)[1]

@@ -1,0 +1,430 @@
+"""Sessions that take micro-batches: every forward of a model chunk uses the one that was queued for it.
+
+microbatch  queues what one forward shall use
+decide      one call of one router in a forward; a recompute never comes here, its tape decides
+close       what ran is compared with what was queued, and the ranks of a group settle their accounts
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.mcore import balance
+from megatron_router_replay.mcore.balance import Tokens
+from megatron_router_replay.mcore.batches.attach import open_sessions
+from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
+from megatron_router_replay.mcore.batches.queue import Microbatch
+from megatron_router_replay.mcore.batches.rows import RowInputs
+from megatron_router_replay.mcore.heart import seam, tape
+from megatron_router_replay.mcore.heart.decision import Decision, RouterHolder
+from megatron_router_replay.mcore.heart.streams import to_device
+from megatron_router_replay.mcore.heart.tally import Tally
+from megatron_router_replay.mcore.model.find import FoundRouter, Models, as_chunks, wrappers
+from megatron_router_replay.mcore.sessions.account import Account, Numbers, Verdict
+from megatron_router_replay.mcore.sessions.hold import Session
+from megatron_router_replay.mcore.sessions.report import SessionReport
+
+_LOG = logging.getLogger(__name__)
+
+S = TypeVar("S", bound="QueueingSession")
+
+
+class QueueingSession(Session):
+    """A session with micro-batches: `record` and `replay`.
+
+    Args:
+        model_chunks: as given by the user.
+        mtp: multi-token-prediction layers take micro-batches, too.
+        group: the ranks that settle together at the end, None: all of the job.
+        enabled: False: nothing is held or even looked at, and what is queued is dropped.
+        options: see `Session`.
+    """
+
+    takes_microbatches = True
+
+    def __init__(
+        self,
+        model_chunks: Models,
+        *,
+        mtp: bool,
+        group: dist.ProcessGroup | None = None,
+        enabled: bool = True,
+        **options: Any,
+    ) -> None:
+        self._enabled, self._mtp, self._group = enabled, mtp, group
+        self._chunks: list[Chunk] = []
+        # By id, of what the session keeps alive; None: none of its routers takes part.
+        self._chunk_of: dict[int, Chunk | None] = {
+            id(level): None for module in as_chunks(model_chunks) for level in wrappers(module)
+        }
+        super().__init__(model_chunks, **options)
+        self._account: Account | None = None
+        self._verdict: Verdict | None = None  # once it is closed in order
+        self._end: weakref.finalize[..., QueueingSession] | None = None  # what is done if nobody ends it
+        self._strangers = 0
+        self._microbatches = 0
+        self._rows = Tally()  # see `count_rows`
+        self._failed = Tally()  # by message, checks that the host has not waited for
+
+    def _find_routers(self) -> list[list[FoundRouter]]:
+        return super()._find_routers() if self._enabled else []
+
+    def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, flips: bool) -> None:
+        for found in routers:
+            if found.router in self._held:
+                first = self._held[found.router]
+                raise LayoutError(
+                    f"MRR404: chunk {first.chunk_index} and chunk {index} share a router, {first.found} and {found}: which "
+                    "chunk's micro-batch a forward of it belongs to cannot be told. Give each model a session of its own, "
+                    "one after another."
+                )
+        super()._add_chunk(index, module, routers, flips=flips)
+        taking_part = [found for found in routers if self._mtp or not found.is_mtp]
+        if not taking_part:
+            return
+        chunk = Chunk(index, module, taking_part, rank=self._rank, session=self)
+        self._chunks.append(chunk)
+        self._chunk_of |= {id(level): chunk for level in chunk.levels}
+        for found in routers:
+            self._held[found.router].chunk = chunk
+        for position, found in enumerate(taking_part):
+            self._held[found.router].position = position
+
+    def start(self) -> Self:
+        self._check_open()
+        if not self._enabled:
+            open_sessions.append(weakref.ref(self))
+            return self
+        self._account = Account(self._group)
+        try:
+            super().start()
+        except BaseException:
+            self._abandon()
+            raise
+        for chunk in self._chunks:
+            chunk.watch()
+        open_sessions.append(weakref.ref(self))
+        what = f"the {self.kind} session made at {self.made_at}"
+        self._end = weakref.finalize(self, _lost, what, self._chunks, list(self._held), self._account)
+        self._end.atexit = False  # the store of a job that ends may be gone
+        self._strangers = seam.strangers
+        return self
+
+    def microbatch(
+        self,
+        rows: Tensor | MicrobatchRoutes | Any = None,
+        model: nn.Module | None = None,
+        *,
+        token_ids: Tensor | Any = None,
+        padding: Tensor | Any = None,
+        trained: Tensor | Any = None,
+        ahead: bool | None = None,
+        **fed: Any,
+    ) -> None:
+        """Queue the routes of the next forward of a model chunk. Call it once before each forward of each chunk.
+
+        Inside a checkpointed function its recompute calls this again: that queues nothing.
+
+        Args:
+            rows: `routing_rows`, integers of the shape of this rank's input_ids, [b, s] ([1, total] when packed): the
+                trace row of each position, -1 where there is none. Split over context-parallel ranks like input_ids, not
+                split over sequence-parallel ranks. On the CPU, no host sync is needed. A tensor, a numpy array, or for
+                a replay what `mcore.prefetch` made of them and its trace.
+            model: the chunk, as the schedule passes it to the forward step; None: there is only one.
+            token_ids: the input_ids themselves, same shape; compared with the trace's token_ids now, and with the
+                input_ids that the model's forward gets. A recording stores them. Without them the forward's own
+                input_ids are compared and stored.
+            padding: bool, same shape, True: known to be padding. Its experts are arbitrary, spread over all, and cost no
+                top-k. Any other position with row -1 is decided by the live router, and counted as live.
+            trained: same shape, non-zero: the position is trained on (a loss mask). Such a position without a route
+                raises. One whose route was left out by choice (`trace.keep`) does not, and is counted.
+            ahead: False: raise if a micro-batch waits for its forward, which would get the routes of another. None: True
+                for rows, False for routes.
+            fed: routes in place of rows, of a session without a trace: see `mrr.microbatch`.
+
+        Raises:
+            LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks,
+                or the rows were prefetched from another trace.
+            TraceError: they were prefetched without a layer of this chunk.
+            UnsupportedRouterError: padding is given for a chunk of MTP layers alone, which the session leaves live.
+            ReplayStateError: the session is closed, or takes no micro-batches; or one waits.
+        """
+        self._check_open()
+        if tape.repeats() or not self._enabled:
+            return
+        seam.check_installed()
+        seam.check_runs_python("a micro-batch that is queued")  # before CUDA refuses the memory that it takes
+        chunk = self._find_chunk(model)
+        beside = {"token_ids": token_ids, "padding": padding, "trained": trained}
+        if fed and rows is not None:
+            raise LayoutError(
+                "MRR411: routing_rows and routes= were given for one micro-batch: give rows into the session's trace, or "
+                "routes to a session without one."
+            )
+        if chunk is None and padding is not None:
+            self._check_unmasked()
+        if chunk is not None and chunk.queue.num_waiting and not (not fed if ahead is None else ahead):
+            raise ReplayStateError(
+                f"MRR407: {chunk.queue.where}: {chunk.queue.num_waiting} micro-batches wait for their forwards already. "
+                "Queue each right before its forward, by session.microbatch or by the attached model, not both; or say "
+                "ahead=True."
+            )
+        if fed:
+            if chunk is not None:
+                self._queue_fed(chunk, **beside, **fed)
+            return
+        routes = rows if isinstance(rows, MicrobatchRoutes) else None
+        inputs = RowInputs.checked(rows if routes is None else routes.routing_rows, **beside)
+        if chunk is not None:
+            self._queue(chunk, inputs, routes)
+
+    # ---- what the seam asks
+    def _holder(self) -> RouterHolder:
+        return self
+
+    def session(self) -> QueueingSession:
+        """Return itself; see `RouterHolder`."""
+        return self
+
+    def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
+        """Return what a router's forward uses; see `RouterHolder`."""
+        held = self._held[router]
+        tokens = Tokens(self._balance)
+        microbatch = None
+        if held.position >= 0:
+            assert held.chunk is not None, "it takes part"
+            microbatch = held.chunk.queue.microbatch_of(held.position)
+            if shape != microbatch.shape:
+                microbatch.check_shape(f"{held.chunk.queue.where}, {held.found}", tuple(shape))
+            tokens.is_token, tokens.packed = microbatch.is_token, microbatch.packed
+        elif not (is_written or held.counter.verify or balance.balances(router)):
+            held.counter.add(forwards=1)
+            return None  # nothing of it is needed again
+        elif held.chunk is not None and held.chunk.queue.current is not None:
+            tokens = held.chunk.queue.current.tokens(tokens, shape.numel(), str(held.found))
+        return Decision(
+            router, held.counter, held.dtype, holder=self, tokens=tokens, microbatch=microbatch, is_written=is_written
+        )
+
+    def choose(self, decision: Decision) -> Tensor | None:
+        """Let the router choose; see `RouterHolder`."""
+        return None
+
+    def decided(self, decision: Decision) -> None:
+        """Take note that a router's forward is over."""
+        if decision.microbatch is not None:
+            held = self._held[decision.router]
+            assert held.chunk is not None, "it takes part"
+            # Last: behind the chunk's last router this hands the micro-batch on.
+            held.chunk.queue.routed(decision.microbatch, held.position)
+
+    # ---- one micro-batch
+    def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
+        """Add a micro-batch to a chunk's queue; `routes` are the prefetched ones, where there are any."""
+        raise NotImplementedError
+
+    def _queue_fed(self, chunk: Chunk, **fed: Any) -> None:
+        raise LayoutError(
+            f"MRR411: this {self.kind} session takes routing_rows. Routes themselves are for mrr.replay(model) without "
+            "a trace."
+        )
+
+    def on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
+        """Compare the tokens that the model's forward gets with those of the micro-batch that was queued for it."""
+        if input_ids is None:
+            return
+        # A packed batch may come as [total]; its rows were taken as [1, total].
+        tokens = input_ids if input_ids.dim() == 2 else input_ids.reshape(1, -1)
+        if tuple(tokens.shape) != microbatch.batch_shape:
+            raise LayoutError(
+                f"MRR201: the forward of micro-batch {microbatch.number} gets input_ids {list(input_ids.shape)}, its "
+                f"routes are for {list(microbatch.batch_shape)}: they must have the shape of the tokens."
+            )
+        expected = microbatch.token_ids
+        if expected is not None and not _same_on_host(expected, tokens):
+            # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
+            expected = to_device(expected, tokens.device)
+            self._check(
+                ((expected != tokens) & (expected >= 0)).any(),
+                f"MRR203: the forward of micro-batch {microbatch.number} of chunk {chunk.index} got other input_ids "
+                "than were queued for it: micro-batches run in another order than they were queued, or tokens and "
+                "routing_rows moved apart.",
+            )
+
+    def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        """Take note that every router of a chunk has routed this micro-batch."""
+        self._microbatches += 1
+        self._rows.add(**microbatch.counts)
+
+    def _may_be_unrouted(self, rows: Tensor, num_tokens: int) -> bool:
+        """Check the range of rows; return whether some may be -1, True also on a GPU, unasked.
+
+        Raises:
+            LayoutError: a row is below -1, or num_tokens or more.
+        """
+        message = f"MRR202: routing_rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1."
+        if not rows.numel():
+            return False
+        if rows.device.type != "cpu":
+            self._check(((rows < -1) | (rows >= num_tokens)).any(), message)
+            return True
+        lowest, highest = map(int, rows.aminmax())
+        if lowest < -1 or highest >= num_tokens:
+            raise LayoutError(message)
+        return lowest < 0
+
+    def _check(self, failed: Tensor, message: str) -> None:
+        """Raise if `failed` (a bool scalar) holds: now on the CPU, else once at the end, to spare the host a sync."""
+        if failed.device.type != "cpu":
+            self._failed.add(**{message: failed})
+        elif bool(failed):
+            raise LayoutError(message)
+
+    def _check_unmasked(self) -> None:
+        """Raise where padding is known, but reaches no router that would balance it: of MTP layers that stand alone."""
+        for held in self._held.values():
+            router = held.found.router
+            counts = router.enable_expert_bias and self._balance.expert_bias != "off"
+            if held.chunk is None and (counts or (router.is_aux_loss_enabled() and self._balance.aux_loss != "off")):
+                raise UnsupportedRouterError(
+                    f"MRR401: chunk {held.chunk_index}, {held.found}: it has MTP layers alone, which take no "
+                    "micro-batches, so padding would count in its expert bias and auxiliary loss: pass mtp=True, or "
+                    "replay with expert_bias='off' and aux_loss='off'."
+                )
+
+    # ---- the end
+    @property
+    def report(self) -> SessionReport:
+        """What the session did so far on this rank. On a GPU, reading it waits for the device."""
+        replayed, live, padding = self._rows_counted()
+        return replace(super().report, rows_replayed=replayed, rows_live=live, rows_padding=padding)
+
+    def close(self, *, verify: bool = True) -> None:
+        if self._enabled:
+            super().close(verify=verify)
+        else:
+            self._release()
+
+    def _abandon(self) -> None:
+        """Release the routers without verifying. The other ranks learn that this one failed."""
+        super()._abandon()
+        if self._account is not None:
+            self._account.fail()
+
+    def _release(self) -> None:
+        super()._release()
+        for chunk in self._chunks:
+            chunk.unwatch()
+        if self._end is not None:
+            self._end.detach()
+        open_sessions[:] = [each for each in open_sessions if each() not in (None, self)]
+
+    def _tallies(self) -> list[Tally]:
+        return [*super()._tallies(), self._failed, self._rows]
+
+    def _rows_counted(self) -> list[int]:
+        """Return how many rows were replayed, live, and padding."""
+        live, padding = self._rows["live"], self._rows["padding"]
+        return [self._rows["rows"] - live - padding, live, padding]
+
+    def _num_microbatches(self) -> int:
+        return self._microbatches
+
+    def _faults(self) -> list[str]:
+        problems = super()._faults() + [problem for chunk in self._chunks for problem in chunk.queue.problems()]
+        strangers = seam.strangers - self._strangers
+        if self._chunks and strangers and not any(held.counter["forwards"] for held in self._held.values()):
+            problems.append(
+                f"rank {self._rank}: no router of this session's model ran, but other routers ran {strangers} forwards in "
+                "training mode: the session was opened on another model than the one that trains (was it rebuilt?)"
+            )
+        return problems
+
+    def _settled(self, problems: list[str]) -> list[str]:
+        failed = self._failed.positive
+        assert self._account is not None, "it was started"
+        at_fault = bool(problems or failed)
+        # Also where this rank is at fault: the others wait for its numbers.
+        try:
+            verdict = self._account.settle(self._numbers()._replace(at_fault=at_fault), self._judge)
+        except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
+            problems = [*problems, str(error)]
+        else:
+            self._verdict = verdict
+            problems = [*problems, *verdict.problems_of(self._rank, at_fault=at_fault)]
+            for text in verdict.warnings:
+                _LOG.warning(text)
+        if failed:
+            raise LayoutError("\n  ".join([*failed, *problems]))
+        return problems
+
+    def _numbers(self) -> Numbers:
+        """Return what this rank tells the others at the end."""
+        replayed, live, padding = self._rows_counted()
+        return Numbers(chunks=len(self._chunks), rows_replayed=replayed, rows_live=live, rows_padding=padding)
+
+    def _judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
+        """Return what is wrong with the group as a whole, and what only looks wrong, from `_numbers` of each rank."""
+        return [], []
+
+    def _find_chunk(self, model: nn.Module | None) -> Chunk | None:
+        """Return a model's chunk; None: none of its routers takes part.
+
+        Raises:
+            LayoutError: the model is none of this session's, or there are several and none is given.
+        """
+        if model is None and len(self._modules) > 1:
+            raise LayoutError(
+                f"MRR403: this rank has {len(self._modules)} model chunks: pass the one that runs, as the forward step "
+                "gets it."
+            )
+        levels = wrappers(self._modules[0] if model is None else model) if isinstance(model, nn.Module | None) else []
+        known = [id(level) for level in levels if id(level) in self._chunk_of]
+        if not known:
+            raise LayoutError(
+                f"MRR403: {type(model).__name__} is none of this session's {len(self._modules)} model chunks. "
+                "Rows come first: session.microbatch(rows, model)."
+            )
+        return self._chunk_of[known[0]]
+
+
+def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
+    """Make a session that takes micro-batches and start it; if it cannot be made, tell the ranks that could make theirs."""
+    try:
+        session = make()
+    except BaseException:
+        Account(group).fail()
+        raise
+    return session.start()
+
+
+def _lost(what: str, chunks: list[Chunk], routers: list[Any], account: Account) -> None:
+    """End a session that nobody can end any more; its routers refuse their next forward."""
+    for chunk in chunks:
+        chunk.unwatch()
+    for router in routers:
+        seam.unwatch(router)
+    try:
+        account.fail()
+    finally:  # also where the job's store is gone
+        warnings.warn(
+            f"{what} was lost: nobody kept it, so nothing was verified. Use `with`, or keep it until close().",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _same_on_host(one: Tensor, other: Tensor) -> bool:
+    """Return whether these are known to be the same without waiting for a GPU: one pass, where telling why not takes five."""
+    return one.device.type == other.device.type == "cpu" and one.dtype == other.dtype and torch.equal(one, other)
