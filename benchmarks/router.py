@@ -147,8 +147,9 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
             alternatives[name] = partial(run, model)
             prepare[name] = partial(session.microbatch, rows)
 
-        add("replay", lambda model: mrr.replay(model, trace))
-        add("replay, live rows", lambda model: mrr.replay(model, with_live_rows))
+        # Random routes, which no router would choose.
+        add("replay", lambda model: mrr.replay(model, trace, min_agreement=0))
+        add("replay, live rows", lambda model: mrr.replay(model, with_live_rows, min_agreement=0))
         add("replay, every layer asked", lambda model: mrr.replay(model, trace, ask_every_layer=True, min_agreement=0))
         add("record", mrr.record)
         sessions.enter_context(mrr.freeze_recompute(frozen))

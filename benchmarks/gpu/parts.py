@@ -25,6 +25,9 @@ FP8_INSIDE = (2, 19)
 """The first Transformer Engine whose checkpoint can recompute a function that enters FP8 itself (their #3284)."""
 SIZES = {"128, 8": {}, "256, 8, sigmoid in groups": SIGMOID, "512, 10": {}}
 
+replay = partial(mrr.replay, min_agreement=0)
+"""Of random routes, which no router would choose."""
+
 
 def config(topk: int = 8, experts: int = 128, **fields: Any) -> Any:
     """Return a TransformerConfig of routers."""
@@ -68,7 +71,7 @@ class TwoRouters:
             # Squared inside: a non-reentrant recompute ends where the last tensor that the backward needs is there.
             return torch.stack(self.model(logits if inside is None else inside(logits))).square()
 
-        with mrr.replay(self.model, self.trace) as session:
+        with replay(self.model, self.trace) as session:
             session.microbatch(self.rows)
             around(routed, self.logits).sum().backward()
         wrong = sum(wrong_rows(one, as_map(self.routes[:, layer - 1], 128)) for layer, one in self.maps)
@@ -121,7 +124,7 @@ def graphs(bench: Bench) -> Iterator[Row]:
     yield Row(case="a graph of what stands around the routers", wrong=_graph_around(bench))
     one = TwoRouters(bench)
     torch.cuda.synchronize()
-    session = mrr.replay(one.model, one.trace)
+    session = replay(one.model, one.trace)
 
     def captured(run: Callable[[], object]) -> None:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -132,7 +135,7 @@ def graphs(bench: Bench) -> Iterator[Row]:
         "a micro-batch was queued in a capture",
     )  # fmt: skip
     session.close(verify=False)
-    with_rows = mrr.replay(one.model, one.trace)
+    with_rows = replay(one.model, one.trace)
     with_rows.microbatch(one.rows)
     yield refused("a graph of a router", lambda: captured(lambda: one.model(one.logits)), "a router was captured")
     with_rows.close(verify=False)
@@ -211,7 +214,7 @@ def dispatchers(bench: Bench) -> Iterator[Row]:
         model = bench.place(Routers(flex, 1))
         seen: list[Tensor] = []
         model.routers[0].register_forward_hook(lambda router, _, out: seen.extend(out))
-        with mrr.replay(model, trace) as session:
+        with replay(model, trace) as session:
             session.microbatch(torch.arange(64))
             model(bench.up(torch.randn(64, 16) * spread))
         probs, routing_map = seen
@@ -249,7 +252,7 @@ def routers(bench: Bench) -> Iterator[Row]:
             models["live, fused router"] = made(config(topk, experts, moe_router_fusion=True, **options))
         with ExitStack() as sessions:
             opened = {
-                "replay": sessions.enter_context(mrr.replay(models["replay"], trace)),
+                "replay": sessions.enter_context(replay(models["replay"], trace)),
                 "record": sessions.enter_context(mrr.record(models["record"])),
             }
             prepare = {each: partial(session.microbatch, rows) for each, session in opened.items()}
@@ -271,11 +274,11 @@ def queueing(bench: Bench) -> Iterator[Row]:
     )
     model, order = bench.place(Routers(config(num_layers=layers), layers)), torch.randperm(num_tokens)
     staged = torch.empty(trace.topk_indices.shape, dtype=torch.uint8).pin_memory()
-    sessions = [mrr.replay(model, trace)]
+    sessions = [replay(model, trace)]
 
     def again() -> None:
         sessions.pop().close(verify=False)
-        sessions.append(mrr.replay(model, trace))
+        sessions.append(replay(model, trace))
 
     def queue() -> None:
         sessions[0].microbatch(order)
