@@ -7,7 +7,6 @@ close       what ran is compared with what was queued, and the ranks of a group 
 
 from __future__ import annotations
 
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -33,9 +32,7 @@ from megatron_router_replay.mcore.heart.tally import Tally
 from megatron_router_replay.mcore.model.find import FoundRouter, Models, as_chunks, wrappers
 from megatron_router_replay.mcore.sessions.account import Account, Numbers, Verdict
 from megatron_router_replay.mcore.sessions.hold import Session
-from megatron_router_replay.mcore.sessions.report import SessionReport
-
-_LOG = logging.getLogger(__name__)
+from megatron_router_replay.mcore.sessions.report import SessionReport, warn
 
 S = TypeVar("S", bound="QueueingSession")
 
@@ -364,7 +361,7 @@ class QueueingSession(Session):
             self._verdict = verdict
             problems = [*problems, *verdict.problems_of(self._rank, at_fault=at_fault)]
             for text in verdict.warnings:
-                _LOG.warning(text)
+                warn("agreement", text)
         if failed:
             raise LayoutError("\n  ".join([*failed, *problems]))
         return problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from html import escape
@@ -245,18 +246,30 @@ def log_ended(report: SessionReport) -> None:
     # What was left live by choice was not lost.
     expected = report.rows_replayed + (report.rows_without_route or 0)
     if report.kind == "replay" and expected and report.rows_replayed / expected < LOW_SHARE:
-        _LOG.warning(
-            "only %.1f %% of the tokens were replayed (%d of %d); the live router decided the others. Is the field dropped "
-            "for some samples on the way? replay(min_replayed=...) makes this an error",
-            100 * report.rows_replayed / expected,
-            report.rows_replayed,
-            expected,
+        warn(
+            "share",
+            f"only {100 * report.rows_replayed / expected:.1f} % of the tokens were replayed ({report.rows_replayed} of "
+            f"{expected}); the live router decided the others. Is the field dropped for some samples on the way? "
+            "replay(min_replayed=...) makes this an error",
         )
     if report.rows_repeated:
-        _LOG.warning(
-            "%d rows were named twice in a micro-batch: do routing_rows start anew in each sample? Their tokens share routes",
-            report.rows_repeated,
+        warn(
+            "rows named twice",
+            f"{report.rows_repeated} rows were named twice in a micro-batch: do routing_rows start anew in each sample? "
+            "Their tokens share routes",
         )
+
+
+_warned: set[str] = set()
+"""The causes that this process was warned of."""
+
+
+def warn(cause: str, text: str) -> None:
+    """Log a warning, and show it once a process and cause: a library's log reaches nobody who did not ask for it."""
+    _LOG.warning("%s", text)
+    if cause not in _warned:
+        _warned.add(cause)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def log_failed(kind: str, error: BaseException) -> None:
