@@ -44,8 +44,6 @@ class Chunk:
         self._tp_rank, self._tp_size = get_pg_rank(group), get_pg_size(group)
         self._sequence_parallel = bool(self.config.sequence_parallel)
         self._handles: list[Any] = []
-        self._inside = False  # the forward of `module` runs
-        self._succeeded: bool | None = None  # how it ended since the outermost one began; None: it was not reached
 
     @property
     def module(self) -> nn.Module:
@@ -68,7 +66,14 @@ class Chunk:
 
     def watch(self) -> None:
         """Put the hooks on; plain functions, so that a copy of the model has them and not a copy of this object."""
-        module = self.module
+        outermost, module = self.levels[0], self.module
+        num_begun = 0  # micro-batches, when the forward that runs began
+
+        @_disable_dynamo
+        def call(called: nn.Module, args: tuple[Any, ...]) -> None:
+            nonlocal num_begun
+            if called in (outermost, module) and not tape.repeats():
+                num_begun = self.queue.num_begun
 
         @_disable_dynamo
         def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -78,22 +83,21 @@ class Chunk:
 
         @_disable_dynamo
         def leave(called: nn.Module, args: Any, output: Any) -> None:
-            if called is not module or tape.repeats():
-                return
-            # torch passes None for the output of a forward that raised.
-            if output is None and not self._inside:
-                self.queue.fail_next()  # another's hook raised before ours ran, or ours had no micro-batch
-            else:
-                self.queue.leave(failed=output is None)
-            self._inside, self._succeeded = False, output is not None
+            # torch passes None for the output of a forward that raised. Of a wrapper only that is of interest: it may raise
+            # in front of the innermost model, or behind it.
+            if called is module and not tape.repeats():
+                self.queue.leave(num_begun, failed=output is None)
+            elif called is outermost and output is None and not tape.repeats():
+                self.queue.leave(num_begun, failed=True)
 
-        self._handles = [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            # always_call: also for a forward that raises, which its caller may catch and repeat.
-            module.register_forward_hook(leave, always_call=True),
-        ]
-        if self.levels[0] is not module:
-            self._watch_outermost(self.levels[0])
+        for level in {id(each): each for each in (outermost, module)}.values():
+            self._handles += [
+                # In front of others' hooks: behind one that raises, it would not run.
+                level.register_forward_pre_hook(call, prepend=True),
+                # always_call: also for a forward that raises, which its caller may catch and repeat.
+                level.register_forward_hook(leave, always_call=True),
+            ]
+        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin the next micro-batch with a forward of the innermost model."""
@@ -103,7 +107,6 @@ class Chunk:
                 "mrr.attach(model_chunks) after building the model, and again where it is rebuilt."
             )
         microbatch = self.queue.enter()
-        self._inside = True
         microbatch.packed = kwargs.get("packed_seq_params") is not None
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         # Stages that embed nothing may get tokens in another layout, before packing. A positional argument of a model that is
@@ -111,28 +114,6 @@ class Chunk:
         embeds = getattr(self.module, "pre_process", True)
         is_ids = isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and not input_ids.is_nested
         self._session.on_forward(self, microbatch, input_ids if embeds and is_ids else None)
-
-    def _watch_outermost(self, outermost: nn.Module) -> None:
-        """Notice forwards that fail in a wrapper, before or behind the innermost model."""
-
-        @_disable_dynamo
-        def enter(called: nn.Module, args: tuple[Any, ...]) -> None:
-            self._succeeded = None
-
-        @_disable_dynamo
-        def leave(called: nn.Module, args: Any, output: Any) -> None:
-            if called is not outermost or output is not None or tape.repeats():
-                return
-            if self._succeeded is None:
-                self.queue.fail_next()
-            elif self._succeeded:  # a wrapper raised behind it
-                self.queue.leave(failed=True)
-
-        self._handles += [
-            # In front of others' hooks: behind one that raises, it would not run.
-            outermost.register_forward_pre_hook(enter, prepend=True),
-            outermost.register_forward_hook(leave, always_call=True),
-        ]
 
     def unwatch(self) -> None:
         """Take the hooks off and forget every micro-batch."""

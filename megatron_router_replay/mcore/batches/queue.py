@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,16 @@ from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.balance import Tokens
 from megatron_router_replay.mcore.batches.upload import LayerRoutes
 from megatron_router_replay.mcore.heart.streams import current_stream, follow
+
+
+class State(Enum):
+    """How far a micro-batch has come; its queue alone changes it."""
+
+    WAITING = "queued for a forward to come"
+    RUNNING = "the forward of its chunk runs, called as a module"
+    BEGUN = "some routers have routed it, and others will, outside of such a forward"
+    DONE = "every router has routed it"
+    FAILED = "its forward failed; or one failed before it, so nobody knows which forward it is for"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -54,7 +65,7 @@ class Microbatch:
     is_token: Tensor | None = None
     asked: int | None = None
     packed: bool = False
-    failed: bool = False
+    state: State = State.WAITING
     number: int = -1
     routed: set[int] = field(default_factory=set)
     used: dict[int, Any] = field(default_factory=dict)  # position -> [num_tokens, topk], filled in a recording
@@ -74,9 +85,9 @@ class Microbatch:
             follow(self.stream, *self._on_device())
 
     @property
-    def missing(self) -> int:
-        """How many routers have not routed it."""
-        return self.num_routers - len(self.routed)
+    def is_routed(self) -> bool:
+        """Whether every router has routed it."""
+        return len(self.routed) == self.num_routers
 
     def check_shape(self, where: str, shape: tuple[int, ...]) -> None:
         """Raise unless a router's tokens, [s, b], are those of this micro-batch."""
@@ -122,8 +133,6 @@ class Queue:
         self._on_done = on_done
         self._waiting: deque[Microbatch] = deque()
         self.current: Microbatch | None = None  # the one that the chunk forwards, or forwarded last
-        self._running = False  # the chunk's forward runs, called as a module
-        self._ambiguous: int | None = None  # the micro-batch whose forward failed while others were waiting
 
     def queue(self, microbatch: Microbatch) -> None:
         """Add the micro-batch of a forward to come."""
@@ -134,24 +143,29 @@ class Queue:
     def enter(self) -> Microbatch:
         """Take note that the chunk's forward begins; return its micro-batch."""
         microbatch = self._begin(self._layers[0])
-        self._running = True
+        microbatch.state = State.RUNNING
         return microbatch
 
-    def leave(self, *, failed: bool) -> None:
-        """Take note that the chunk's forward is over; the current micro-batch may still lack routers outside of it (MTP)."""
-        self._running = False
-        if failed and self.current is not None:
-            # Also if every router had routed it: behind the last one are the output layer and the loss.
-            self.current.failed = self.current.missing > 0
-            self._ambiguous = self.current.number if self._waiting else None
+    def leave(self, num_begun: int, *, failed: bool) -> None:
+        """Take note that a forward of the chunk, or of a wrapper around it, is over.
 
-    def fail_next(self) -> None:
-        """Take note that a forward failed before it reached the chunk: its micro-batch is over."""
-        unfinished = self.current is not None and self.current.missing > 0 and not self.current.failed
-        if not self._waiting or self._ambiguous is not None or unfinished:
-            return  # it had no micro-batch, or the next forward raises anyway
-        self._begin(self._layers[0])
-        self.leave(failed=True)
+        Args:
+            num_begun: of the queue, when that forward began. If none has begun since, it failed before it reached the chunk.
+        """
+        if failed and num_begun == self.num_begun:
+            if not self._waiting or self._waiting[0].state is State.FAILED or self._is_unfinished():
+                return  # it had no micro-batch, or the next forward raises anyway
+            self._begin(self._layers[0])
+        current = self.current
+        if current is None:
+            return
+        if failed:
+            # Also if every router had routed it: behind the last one are the output layer and the loss.
+            for microbatch in self._waiting:
+                microbatch.state = State.FAILED
+            current.state = State.DONE if current.is_routed else State.FAILED
+        elif current.state is State.RUNNING:  # it may still lack routers outside of the forward (MTP)
+            current.state = State.DONE if current.is_routed else State.BEGUN
 
     def microbatch_of(self, position: int) -> Microbatch:
         """Return the micro-batch that the router at this position routes now.
@@ -162,20 +176,22 @@ class Queue:
         current = self.current
         routed = current is not None and position in current.routed
         # Outside the chunk's own forward (a direct .forward, a plan's layers) a second call begins the next micro-batch.
-        if self._running and current is not None and routed:
+        if current is not None and current.state is State.RUNNING and routed:
             raise ReplayStateError(
                 f"MRR407: {self._name(current)}: one forward of the model called the router of "
                 f"{self._layers[position]} twice. A micro-batch has one route for a token in a layer; layers that "
                 "share a router cannot be told apart."
             )
-        if current is None or current.failed or routed:
+        if current is None or current.state is State.FAILED or routed:
             return self._begin(self._layers[position])
         return current
 
     def routed(self, microbatch: Microbatch, position: int) -> None:
         """Take note that a router has routed the micro-batch; after the last one its routes are freed."""
         microbatch.routed.add(position)
-        if len(microbatch.routed) == microbatch.num_routers:
+        if microbatch.is_routed:
+            if microbatch.state is State.BEGUN:
+                microbatch.state = State.DONE
             self._on_done(microbatch)
             # The graph keeps what recomputes need; the micro-batch itself may stay the current one for long.
             microbatch.routes = microbatch.live = microbatch.replayed = microbatch.rows = None
@@ -183,9 +199,8 @@ class Queue:
 
     def problems(self) -> Iterator[str]:
         """Yield what was queued and not routed by every router; forwards that failed do not count."""
-        current = self.current
-        if current is not None and current.missing and not current.failed:
-            yield f"{self._name(current)}: its {self._missing_layers(current)} was not forwarded"
+        if self._is_unfinished() and self.current is not None:
+            yield f"{self._name(self.current)}: its {self._missing_layers(self.current)} was not forwarded"
         for microbatch in self._waiting:
             yield f"{self._name(microbatch)}, {self._layers[0]}: routes were queued, but no forward used them"
 
@@ -195,22 +210,27 @@ class Queue:
         self.current = None
 
     @property
+    def num_begun(self) -> int:
+        """How many micro-batches have begun, and may be over."""
+        return self.num_queued - len(self._waiting)
+
+    @property
     def num_waiting(self) -> int:
         """How many micro-batches wait for their forward to begin."""
         return len(self._waiting)
 
     def _begin(self, layer: str) -> Microbatch:
-        unfinished = self.current
-        if unfinished is not None and unfinished.missing and not unfinished.failed:
+        current = self.current
+        if current is not None and self._is_unfinished():
             raise ReplayStateError(
-                f"MRR407: {self._name(unfinished)}: a new forward began, but no forward of its "
-                f"{self._missing_layers(unfinished)} came. The forwards of a chunk must run one after another and "
+                f"MRR407: {self._name(current)}: a new forward began, but no forward of its "
+                f"{self._missing_layers(current)} came. The forwards of a chunk must run one after another and "
                 "reach every router (with mtp=True the MTP layers too); if one failed, call the model itself, not its "
                 ".forward, so that this is seen."
             )
-        if self._ambiguous is not None:
+        if current is not None and self._waiting and self._waiting[0].state is State.FAILED:
             raise ReplayStateError(
-                f"MRR407: {self.where}: the forward of micro-batch {self._ambiguous} failed while {len(self._waiting)} "
+                f"MRR407: {self.where}: the forward of micro-batch {current.number} failed while {len(self._waiting)} "
                 "others were queued, so whether the next forward repeats it or goes on cannot be told. Leave the "
                 "session, or queue each micro-batch right before its forward."
             )
@@ -221,8 +241,14 @@ class Queue:
                 "session.microbatch(...) before each forward of each chunk."
             )
         self.current = self._waiting.popleft()
+        self.current.state = State.BEGUN
         self.current.follow_stream()
         return self.current
+
+    def _is_unfinished(self) -> bool:
+        """Return whether the current micro-batch lacks routers, though its forward has not failed."""
+        current = self.current
+        return current is not None and current.state is not State.FAILED and not current.is_routed
 
     def _name(self, microbatch: Microbatch) -> str:
         return f"{self.where}, micro-batch {microbatch.number}"
