@@ -12,9 +12,7 @@ from megatron_router_replay.errors import StoreError
 
 
 def convert(
-    source: Annotated[
-        Path, typer.Argument(help="A payload (.json, .npy), or a folder of the ranks' parts.", metavar="IN")
-    ],
+    source: Annotated[Path, typer.Argument(help="A payload (.json), or a folder of the ranks' parts.", metavar="IN")],
     target: Annotated[Path, typer.Argument(help="The trace file to write, .safetensors.", metavar="OUT")],
     engine: Annotated[str, typer.Option(help="The payload's engine, as mrr.engines calls it.", metavar="NAME")] = "",
     model: Annotated[
@@ -27,9 +25,6 @@ def convert(
     token_ids: Annotated[
         Path | None, typer.Option(help="JSON list of token ids, one list a sample.", metavar="FILE")
     ] = None,
-    axes: Annotated[
-        str, typer.Option(help="Of an array: its axes, of token, layer, expert and batch.", metavar="NAMES")
-    ] = "token,layer,expert",
     step: Step = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.", metavar="")] = False,
     as_json: Json = False,
@@ -37,8 +32,7 @@ def convert(
 ) -> None:
     """Turn an engine's payload, or a folder of ranks' parts, into one trace file.
 
-    A payload (a response saved as JSON, or an array saved by numpy as .npy) needs --engine and --model. The
-    trace must fit in memory.
+    A payload, a response saved as JSON, needs --engine and --model. The trace must fit in memory.
     """
     with reporting_errors():
         from megatron_router_replay.cli.files import read_any
@@ -57,7 +51,6 @@ def convert(
             model=model,
             key=key,
             token_ids=token_ids,
-            axes=axes.split(","),
             step=step,
         )
         save_trace(trace, target)
