@@ -116,7 +116,9 @@ class _Search:
             rows = np.flatnonzero(self.explained[:, claim.layers].mean(axis=1) <= 0.5)
         if len(rows) < MIN_ROWS:
             return None
-        segment = np.zeros(len(rows)) if claim.scattered else evidence.segment
+        # Rows between samples that changed places are in place, read or not.
+        over_gaps = claim.scattered or claim.kind == "sample_order"
+        segment = np.zeros(len(rows)) if over_gaps else evidence.segment
         gain, first, last, columns = _best_place(weights[rows], segment, whole=claim.kind in ("names", "unused"))
         at, layers = rows[first : last + 1], claim.layers[columns]
         held, counted, needed = claim.holds[at][:, columns], evidence.routed[at], _TRUE

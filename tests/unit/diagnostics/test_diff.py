@@ -270,6 +270,17 @@ def test_facts_are_found_in_traces_of_which_only_pieces_are_read_again(monkeypat
     )
 
 
+def test_samples_far_apart_that_changed_places_are_one_fact(monkeypatch):
+    monkeypatch.setattr(evidence, "MAX_ROWS", 1024)
+    a = big_trace(20_000, sequence_lengths=[200] * 100)
+    order = list(range(100))
+    order[3], order[80] = 80, 3
+    rows = torch.cat([torch.arange(200 * i, 200 * i + 200) for i in order])
+    (fact,) = mrr.diff_traces(a, with_routes(a, a.topk_indices[rows])).facts
+    assert str(fact).startswith("samples 3 and 80 of b changed places, in all layers: ")
+    assert (fact.kind, fact.samples, fact.source_samples) == ("sample_order", (3, 80), (80, 3))
+
+
 def test_two_places_with_rows_between_that_agree_are_two_facts(monkeypatch):
     monkeypatch.setattr(evidence, "MAX_ROWS", 1024)
     a = big_trace(20_000)
