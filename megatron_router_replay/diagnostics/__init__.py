@@ -5,7 +5,7 @@ decision if both name the same set of experts, in whatever order; otherwise the 
 share of decisions that agree. A decision's *overlap* is how many experts both name; as a share, of topk. Two decisions are
 *near* if they share more than half of their experts.
 
-Importing this package loads none of its modules, so that a session can compare with the live router without loading the rest.
+Importing this package loads none of its modules.
 """
 
 from typing import TYPE_CHECKING

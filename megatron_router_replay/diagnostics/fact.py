@@ -15,13 +15,13 @@ _MOST_SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """A fact about two traces, or about replayed routes beside the live router.
+    """A fact about two traces.
 
     Args:
         kind: what it says. "row": b holds different rows of a; "sample_order": samples of a in a different order; "layer":
             different layers; "constant": one route; "names": experts of a under different ids; "expert_order": the same
             experts in a different order; "nothing": no more of a than unrelated rows do; "unused": b never names an expert;
-            "samples", "layers", "tokens": what the traces cover. Of a live comparison "layer_constant" or "layer_outlier".
+            "samples", "layers", "tokens": what the traces cover.
         text: one plain sentence.
         layer_numbers: layers of b that it is about; empty: all, or none.
         rows: first and last row of b that it is about; None: it is not about rows.
