@@ -13,6 +13,7 @@ from dataclasses import dataclass
 TEXT = ("docs/", "mkdocs.yml", ".github/", "LICENSE", "CITATION.cff", ".gitignore")
 QUICK_TESTS = ("tests/unit/", "tests/functional/")
 ROOMS = ("capture", "cli", "demo", "diagnostics", "testing", "trainers", "transport")
+BENCHMARKS = ("__init__", "__main__", "measure", "router", "step", "memory", "capture", "decode")
 DAY = 24 * 60 * 60
 
 
@@ -48,9 +49,16 @@ GROUPS = [
     Group(
         name="benchmarks",
         tests=("tests/functional/test_benchmarks.py",),
-        sources=("benchmarks/",),
-        unused_parts=("cli", "demo", "trainers"),
-        unused=("examples/", "constraints-verl.txt", "constraints-vllm.txt"),
+        sources=tuple(f"benchmarks/{name}.py" for name in BENCHMARKS),
+        unused_parts=("cli", "demo", "diagnostics", "trainers", "transport"),
+        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
+    ),
+    Group(
+        name="GPU benchmark",
+        tests=("tests/functional/mcore/test_gpu_benchmark.py",),
+        sources=("benchmarks/gpu/", "benchmarks/router.py", "benchmarks/measure.py"),
+        unused_parts=("capture", "cli", "demo", "diagnostics", "trainers", "transport"),
+        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
     ),
     Group(
         name="the walk-throughs",

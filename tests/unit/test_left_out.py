@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci/left_out.py"
-EVERYTHING = ["GRPO", "benchmarks", "the", "mutated", "damaged", "random"]
+EVERYTHING = ["GRPO", "benchmarks", "GPU", "the", "mutated", "damaged", "random"]
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,17 @@ def touched(left_out, *changed):
         ("examples/grpo/loop.py", ["GRPO"]),
         ("tests/functional/grpo/cases.py", ["GRPO"]),
         ("constraints-vllm.txt", ["GRPO"]),
-        ("megatron_router_replay/transport/plan.py", ["GRPO", "benchmarks"]),
-        ("megatron_router_replay/diagnostics/page.py", ["benchmarks", "the"]),
-        ("megatron_router_replay/store/reader.py", ["GRPO", "benchmarks", "the", "damaged", "random"]),
-        ("megatron_router_replay/engines/vllm.py", ["GRPO", "benchmarks", "the", "mutated", "random"]),
-        ("megatron_router_replay/layout/rows.py", ["GRPO", "benchmarks", "the", "random"]),
+        ("megatron_router_replay/transport/plan.py", ["GRPO"]),
+        ("megatron_router_replay/diagnostics/page.py", ["the"]),
+        ("benchmarks/gpu/parts.py", ["GPU"]),
+        ("benchmarks/router.py", ["benchmarks", "GPU"]),
+        ("benchmarks/diff.py", []),
+        ("megatron_router_replay/store/reader.py", ["GRPO", "benchmarks", "GPU", "the", "damaged", "random"]),
+        ("megatron_router_replay/engines/vllm.py", ["GRPO", "benchmarks", "GPU", "the", "mutated", "random"]),
+        ("megatron_router_replay/layout/rows.py", ["GRPO", "benchmarks", "GPU", "the", "random"]),
         ("tests/unit/store/damage.py", ["damaged"]),
         ("examples/walkthroughs/two_layouts.py", ["the"]),
-        ("megatron_router_replay/mcore/sessions/hold.py", ["GRPO", "benchmarks", "the", "random"]),
+        ("megatron_router_replay/mcore/sessions/hold.py", ["GRPO", "benchmarks", "GPU", "the", "random"]),
         ("megatron_router_replay/trace/ids.py", EVERYTHING),
         ("megatron_router_replay/unheard_of.py", EVERYTHING),
         ("tests/conftest.py", EVERYTHING),
@@ -94,7 +97,7 @@ def test_what_a_change_since_the_day_before_does_not_touch_is_left_out_and_said(
     commit(tmp_path, 3)
     options, said = run(tmp_path)
     assert "--ignore=tests/functional/grpo" in options
-    assert said.count("LEFT OUT") == 6
+    assert said.count("LEFT OUT") == 7
     assert run(tmp_path, CI_ALL="1") == ([], "slow tests: all of them\n")
     assert run(tmp_path, CI_BASE="HEAD~1")[0] == options
     (tmp_path / "setup.py").write_text("")  # what is not committed counts, too
