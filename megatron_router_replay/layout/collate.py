@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatron_router_replay.checks import shown
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.layout.rows import PADDING_ROW, Side, number_rows, pack_sequences, pad_sequences
 from megatron_router_replay.layout.split import Style, split_context_parallel
@@ -102,6 +103,11 @@ def split_batch(
 
 def _lay_out(samples: Sequence[Sample], pad_token_id: int, lay_out: Callable[..., _Laid]) -> dict[str, _Laid]:
     """Return what `lay_out(sequences, fill=)` makes of each field of the samples."""
+    if isinstance(samples, Mapping) or not all(isinstance(sample, Mapping) for sample in samples):
+        what = "one sample" if isinstance(samples, Mapping) else f"a list with {shown(next(iter(samples), None))}"
+        raise LayoutError(
+            f"MRR205: cannot collate {what}: give a list of samples, each a dict of tensors, as [{{'input_ids': ids}}]."
+        )
     lengths = [_checked_length(i, sample, samples[0]) for i, sample in enumerate(samples)]
     fields = {name: [sample[name] for sample in samples] for name in (samples[0] if samples else ())}
     # Made before anything is padded or packed, so that they take the same path as the tokens.
@@ -113,6 +119,11 @@ def _lay_out(samples: Sequence[Sample], pad_token_id: int, lay_out: Callable[...
 
 
 def _checked_length(index: int, sample: Sample, first: Sample) -> int:
+    for name, values in sample.items():
+        if not isinstance(values, Tensor) or values.dim() == 0:
+            raise LayoutError(
+                f"MRR205: {name} of sample {index} is {shown(values)}: it must be a tensor [length, ...]."
+            )
     lengths = {name: values.shape[0] for name, values in sample.items()}
     if "input_ids" not in lengths or set(lengths) != set(first) or len(set(lengths.values())) != 1:
         raise LayoutError(

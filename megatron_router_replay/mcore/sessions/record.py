@@ -17,10 +17,10 @@ from megatron_router_replay.mcore.heart.decision import Decision
 from megatron_router_replay.mcore.heart.streams import current_stream, to_device
 from megatron_router_replay.mcore.model.find import Models, unwrap
 from megatron_router_replay.mcore.sessions.account import Numbers
+from megatron_router_replay.mcore.sessions.gathering import gather_trace
 from megatron_router_replay.mcore.sessions.queueing import QueueingSession, open_session
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
-from megatron_router_replay.trace.merge import merge_traces
 
 _MAX_ROWS = 1 << 31
 """A row beyond is no token's of one step, but a number that means something else: the trace would be larger than a disk."""
@@ -160,6 +160,7 @@ class RecordSession(QueueingSession):
 
         A collective: every rank of each group calls it, in this order of groups. It is needed wherever a trace is replayed
         by ranks that did not record all of its rows: regrouped micro-batches under sequence, context or data parallelism.
+        A rank sends the rows that it routed, and holds the whole beside a message of 32 MB.
 
         Args:
             groups: for example the tensor-, context-, pipeline- and data-parallel groups; none given: all ranks of the job.
@@ -170,9 +171,7 @@ class RecordSession(QueueingSession):
         """
         trace = self.trace(num_tokens=num_tokens)
         for group in groups or (None,) if dist.is_initialized() else ():
-            parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, trace, group=group)
-            trace = merge_traces(parts, allow_gaps=True)
+            trace = gather_trace(trace, group)
         return trace
 
     def _numbers(self) -> Numbers:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
@@ -26,6 +27,7 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead
 
 from megatron_router_replay.errors import PayloadError, ReplayStateError
 from megatron_router_replay.mcore import record, replay
+from megatron_router_replay.mcore.sessions.gathering import collective_device
 from megatron_router_replay.trainers import BatchRoutes, number_batch, pack_rows, recorded_routes, take_routes
 from megatron_router_replay.trainers.verl import VerlError
 
@@ -138,15 +140,17 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             routes = self._take(data, mode)
         except Exception as found:  # whatever it is, the other ranks must not wait in the next collective
             error = found
-        errors: list[str | None] = [None if error is None else str(error)] * dist.get_world_size()
-        dist.all_gather_object(errors, errors[dist.get_rank()])
-        if error is not None:
-            raise error
-        at_fault = {rank: message for rank, message in enumerate(errors) if message is not None}
-        if at_fault:
-            rank, message = next(iter(at_fault.items()))
+        failed = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=collective_device(None))
+        failed[dist.get_rank()] = error is not None
+        dist.all_reduce(failed)  # one small tensor a batch; words travel where a batch is wrong
+        ranks = failed.nonzero()[:, 0].tolist()
+        if ranks:
+            words: list[Any] = [str(error)]
+            dist.broadcast_object_list(words, src=ranks[0])
+            if error is not None:
+                raise error
             raise PayloadError(
-                f"MRR802: the routes of ranks {list(at_fault)} do not fit their batch; rank {rank}: {message}"
+                f"MRR802: the routes of ranks {ranks} do not fit their batch; rank {ranks[0]}: {words[0]}"
             )
         assert routes is not None, "without an error there are routes"
         return routes

@@ -123,3 +123,19 @@ def test_without_multiples_nothing_is_padded_and_own_fields_are_filled_with_zero
     assert padded["input_ids"].tolist() == [[5, 6], [7, 9]]
     assert padded["reward"].tolist() == [[1, 2], [3, 0]]
     assert collate_packed(samples, pad_token_id=9)["input_ids"].tolist() == [[5, 6, 7]]
+
+
+@pytest.mark.parametrize("collate", [collate_padded, collate_packed])
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ({"input_ids": torch.arange(3)}, "cannot collate one sample: give a list of samples"),
+        (torch.arange(3), "cannot collate a list with tensor"),
+        ([torch.arange(3)], "cannot collate a list with tensor"),
+        ([{"input_ids": [1, 2]}], "input_ids of sample 0 is .1, 2.: it must be a tensor"),
+        ([{"input_ids": torch.tensor(1)}], "input_ids of sample 0 is tensor.1.: it must be a tensor"),
+    ],
+)
+def test_what_is_no_list_of_samples_is_told_as_such(collate, samples, message):
+    with pytest.raises(LayoutError, match=f"^MRR205: {message}"):
+        collate(samples, pad_token_id=0)

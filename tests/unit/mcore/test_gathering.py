@@ -1,0 +1,114 @@
+"""gather() over many ranks, which are threads here: what each of them sends, and what all of them get."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_router_replay.errors import TraceError
+from megatron_router_replay.mcore.sessions import gathering
+from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace.merge import merge_traces
+
+NUM_STAGES, TOPK = 4, 2
+
+
+class Threads:
+    """As many ranks of a group as threads, and the bytes that each of them sent."""
+
+    def __init__(self, num_ranks):
+        self.num_ranks, self.sent = num_ranks, [0] * num_ranks
+        self._here, self._barrier, self._slot = threading.local(), threading.Barrier(num_ranks), {}
+
+    def run(self, monkeypatch, parts):
+        stand_in = SimpleNamespace(
+            get_world_size=lambda *_: self.num_ranks,
+            get_rank=lambda *_: self._here.rank,
+            get_backend_config=lambda _: "cpu:gloo",
+            all_gather_object=self._all_gather_object,
+            broadcast=self._broadcast,
+        )
+        monkeypatch.setattr(gathering, "dist", stand_in)
+
+        def one(rank):
+            self._here.rank = rank
+            return gathering.gather_trace(parts[rank], None)
+
+        with ThreadPoolExecutor(self.num_ranks) as pool:
+            return list(pool.map(one, range(self.num_ranks)))
+
+    def _all_gather_object(self, values, value, group):
+        self._slot[self._here.rank] = value
+        self._barrier.wait(60)
+        values[:] = [self._slot[rank] for rank in range(self.num_ranks)]
+        self._barrier.wait(60)
+
+    def _broadcast(self, message, src, group):
+        if src == self._here.rank:
+            self._slot["message"], self.sent[src] = message, self.sent[src] + message.nbytes
+        self._barrier.wait(60)
+        assert message.shape == self._slot["message"].shape
+        if src != self._here.rank:
+            message.copy_(self._slot["message"])
+        self._barrier.wait(60)
+
+
+def parts_of(num_ranks, num_tokens):
+    """Four pipeline stages of two layers each; the other ranks are data-parallel, and neighbours share four rows."""
+    whole = torch.rand(num_tokens, 2 * NUM_STAGES, 16).topk(TOPK, dim=2).indices
+    step, parts = num_tokens // (num_ranks // NUM_STAGES), []
+    for rank in range(num_ranks):
+        stage, share = rank % NUM_STAGES, rank // NUM_STAGES
+        rows = torch.arange(num_tokens)
+        routed = (rows >= share * step) & (rows < (share + 1) * step + 4)
+        routed[3 if stage == 1 else 5] = False  # row 3 is recorded in some layers only
+        parts.append(
+            RoutingTrace(
+                topk_indices=whole[:, 2 * stage : 2 * stage + 2],
+                layer_numbers=(2 * stage + 1, 2 * stage + 2),
+                num_experts=16,
+                replay_mask=routed,
+                token_ids=torch.where(routed | (rows == 7), rows + 100, -1) if stage else None,
+            )
+        )
+    return parts
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 50])
+def test_every_rank_gets_what_a_merge_of_all_parts_makes(monkeypatch, piece_bytes):
+    monkeypatch.setattr(gathering, "_PIECE_BYTES", piece_bytes)
+    parts = parts_of(8, 64)
+    expected = merge_traces(parts, allow_gaps=True)
+    assert not expected.replay_mask[3]
+    for trace in Threads(8).run(monkeypatch, parts):
+        assert trace == expected
+        assert torch.equal(trace.topk_indices, expected.topk_indices)
+
+
+@pytest.mark.parametrize("num_ranks", [16, 64])
+def test_a_rank_sends_the_rows_that_it_routed_and_no_holes(monkeypatch, num_ranks):
+    parts = parts_of(num_ranks, 1024)
+    threads = Threads(num_ranks)
+    threads.run(monkeypatch, parts)
+    for part, sent in zip(parts, threads.sent):
+        rows = int((part.replay_mask if part.token_ids is None else part.replay_mask | (part.token_ids != -1)).sum())
+        # Two layers of top-2, a mask byte, four bytes of a token id, and four of the row's number.
+        assert sent == rows * (4 + 1 + 4 * (part.token_ids is not None) + 4)
+
+
+def test_ranks_that_differ_raise_on_all_of_them(monkeypatch):
+    parts = parts_of(8, 64)
+    other = parts[4].topk_indices.roll(1, 2).clone()
+    other[33] = (other[33] + 1) % 16
+    changed = [*parts[:4], parts[4]._with(topk_indices=other), *parts[5:]]
+    with pytest.raises(TraceError, match=r"^MRR109: rank 4 and a rank before it recorded different routes of row 33"):
+        Threads(8).run(monkeypatch, changed)
+    tokens = parts[5].token_ids.clone()
+    tokens[34] = 7
+    changed = [*parts[:5], parts[5]._with(token_ids=tokens), *parts[6:]]
+    with pytest.raises(
+        TraceError, match=r"^MRR109: rank 5 and a rank before it recorded different token ids of row 34"
+    ):
+        Threads(8).run(monkeypatch, changed)
