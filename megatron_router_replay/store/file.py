@@ -140,6 +140,6 @@ class TraceBytes:
 
         run_blocks(write_block, range(header.num_blocks))
         # The first checksum proves the others and the metadata, so that a slice needs no byte of what it leaves out.
-        crc[0] = zlib.crc32(table, zlib.crc32(header.encode().encode("ascii")))
+        crc[0] = zlib.crc32(crc[1:].data, zlib.crc32(header.encode().encode("ascii")))
         write(0, memoryview(self.start))
         write(self.places["crc32"].start, crc.view(np.uint8).data)

@@ -112,7 +112,7 @@ class Reader:
         width = len(self.tensors[name]) // num_tokens
         # A copy, so that what is returned is what the checksum is of, whatever is written into the file meanwhile.
         data = self.tensors[name][first * width : stop * width].copy()
-        if zlib.crc32(data) != int(self.checksums[name][block]):
+        if zlib.crc32(data.data) != int(self.checksums[name][block]):
             raise StoreError(f"MRR503: the checksum of {name}, rows {first}..{stop - 1}, is wrong: it was altered.")
         # A byte that is neither 0 nor 1 would make a bool with two kinds of True.
         if name == "replay_mask" and (most := int(data.max())) > 1:

@@ -15,7 +15,7 @@ side is a process (or several) of its own, so it can wait for training while eng
 """
 
 from megatron_router_replay.transport.collective import RouteGroup
-from megatron_router_replay.transport.gather import RowSource, decode_responses
+from megatron_router_replay.transport.gather import RowSource
 from megatron_router_replay.transport.group import open_store
 from megatron_router_replay.transport.plan import ParallelLayout, Place, TransportError
 from megatron_router_replay.transport.timing import TransportTimes
@@ -27,6 +27,5 @@ __all__ = [
     "RowSource",
     "TransportError",
     "TransportTimes",
-    "decode_responses",
     "open_store",
 ]

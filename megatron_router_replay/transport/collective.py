@@ -13,9 +13,9 @@ rows go from the sender that has them to TP rank 0 of a place, straight into its
 meet once more, so a batch has arrived everywhere or raises everywhere. Whatever ends one process, an error, a signal or
 Ctrl-C, ends the waits of all within seconds, with its words.
 
-Tested with gloo in processes of one machine. With "nccl" the buckets take the same path between GPUs; that was not run yet.
+Tested with gloo in processes of one machine.
 
-**No authentication.** Neither the store nor gloo's and NCCL's connections ask who connects, and nothing is encrypted: whoever
+**No authentication.** Neither the store nor gloo's connections ask who connects, and nothing is encrypted: whoever
 reaches them can pose as a sender and so choose the experts that a model trains with. Store and gloo listen on the loopback
 interface unless you name a different `host`; name one of a network that only the job can reach.
 """
@@ -39,7 +39,7 @@ from torch import Tensor
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceFormat
 from megatron_router_replay.transport.gather import Memory, RowSource, TraceRows, trace_of_memory, views_of_bytes
-from megatron_router_replay.transport.group import Backend, Connections, Store, Transfer, run_in_thread
+from megatron_router_replay.transport.group import Connections, Store, Transfer, run_in_thread
 from megatron_router_replay.transport.plan import (
     Bucket,
     ParallelLayout,
@@ -74,9 +74,9 @@ class RouteGroup:
         place: of this training rank, `layout.place_of(rank)`.
         name: tells transports on one store apart; used once.
         host: address of this machine on which gloo listens.
-        backend, device: "nccl" moves buckets between GPUs: `device` has a sender's buckets, a receiver's trace.
         bucket_bytes: the same in all processes. A sender stages at most four buckets, whatever the payload.
-        timeout: for each message, once a transfer has begun; for a consumer of `stream`, for each bucket.
+        timeout: for each message, once a transfer has begun; for a consumer of `stream`, for each bucket. At the end of a
+            batch, for as long as no process moves a bucket.
         ready_timeout: for all processes to begin, at the start and with every batch.
         times: where seconds are counted; make one to count decoding in it, too.
 
@@ -94,8 +94,6 @@ class RouteGroup:
         num_senders: int = 1,
         name: str = "routes",
         host: str = "127.0.0.1",
-        backend: Backend = "gloo",
-        device: torch.device | str = "cpu",
         bucket_bytes: int = 32 << 20,
         timeout: timedelta = timedelta(minutes=2),
         ready_timeout: timedelta = timedelta(hours=2),
@@ -111,20 +109,18 @@ class RouteGroup:
         self.layout, self.sender, self.place = layout, sender, place
         self.times = times or TransportTimes("training" if sender is None else "rollout")
         self._rank = num_senders + places.index(place) if place is not None else sender or 0
-        self._num_senders, self._bucket_bytes, self._device = num_senders, bucket_bytes, torch.device(device)
+        self._num_senders, self._bucket_bytes = num_senders, bucket_bytes
         self._ready_timeout = ready_timeout
         self._error: BaseException | None = None
         self._sending: Future[None] | None = None
         self._staging = [torch.empty(0, dtype=torch.uint8)]  # kept from batch to batch: new memory costs time
         members = [f"rollout process {number}" for number in range(num_senders)]
         members += [f"training rank {place}" for place in places]
-        self._connections = Connections(
-            store, name, rank=self._rank, members=members, timeout=timeout, device=self._device
-        )
+        self._connections = Connections(store, name, rank=self._rank, members=members, timeout=timeout)
         terms: dict[str, Any] = {"protocol": PROTOCOL, "num_senders": num_senders, "bucket_bytes": bucket_bytes}
-        terms |= {"backend": backend, **asdict(layout)}
+        terms |= asdict(layout)
         with self._told_to_all():
-            self._connections.connect(terms=terms, host=host, backend=backend, timeout=ready_timeout)
+            self._connections.connect(terms=terms, host=host, timeout=ready_timeout)
         _open.add(self)
 
     def send(
@@ -273,11 +269,10 @@ class RouteGroup:
                     buffer, format = free.pop(), plan[bucket.place].format
                     memory = views_of_bytes(buffer, format, bucket.stop - bucket.start)
                     source.fill(bucket.runs, format.layer_numbers, memory)
-                    messages = [message.to(self._device) for message in _messages(memory)]
-                    under_way.append((self._connections.send(messages, ranks[bucket.place]), buffer))
+                    under_way.append((self._connections.send(_messages(memory), ranks[bucket.place]), buffer))
                 while under_way:
                     free.append(self._finish_oldest(under_way))
-                self._connections.exchange(None, self._ready_timeout)  # all that was sent has arrived
+                self._connections.end_batch()  # all that was sent has arrived
 
     def _finish_oldest(self, under_way: deque[tuple[Transfer, Tensor]]) -> Tensor:
         transfer, buffer = under_way.popleft()
@@ -294,7 +289,7 @@ class RouteGroup:
             with self.times.measure("receive"):
                 buckets = plan_buckets({self.place: part}, sender_ends, self._bucket_bytes)
                 memory = self._receive_buckets(part, buckets, self.place.tp_rank, consume)
-                self._connections.exchange(None, self._ready_timeout)
+                self._connections.end_batch()
             return part, memory
 
     def _receive_buckets(
@@ -302,8 +297,8 @@ class RouteGroup:
     ) -> dict[str, Tensor]:
         """Receive buckets into the memory of the whole part, or of two buckets for `consume`; TP rank 0 passes them on."""
         largest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
-        free = [part.format.empty(largest, device=self._device) for _ in range(_WINDOW)] if consume else []
-        whole = part.format.empty(0 if consume else part.num_rows, device=self._device)
+        free = [part.format.empty(largest) for _ in range(_WINDOW)] if consume else []
+        whole = part.format.empty(0 if consume else part.num_rows)
         relays = [self._rank + offset for offset in range(1, self.layout.tp_size)] if tp_rank == 0 else []
         coming, asked = deque(buckets), deque[tuple[Bucket, dict[str, Tensor], Memory, Transfer]]()
         while coming or asked:
@@ -325,7 +320,7 @@ class RouteGroup:
 
 
 def _messages(memory: Memory) -> list[Tensor]:
-    """Return contiguous rows as flat uint8, the one dtype that every backend carries (NCCL has no int16)."""
+    """Return contiguous rows as flat uint8, one dtype for all."""
     return [memory[name].view(-1).view(torch.uint8) for name in sorted(memory) if memory[name].numel()]
 
 

@@ -1,13 +1,12 @@
-"""What engines returned -> traces -> rows in the memory of a message: the only code that copies routes."""
+"""Traces -> rows in the memory of a message: the only code that copies routes."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceFormat
 from megatron_router_replay.trace.runs import neighbour_runs
 from megatron_router_replay.transport.plan import Runs, TransportError
-from megatron_router_replay.transport.timing import TransportTimes
 
 Memory = Mapping[str, Tensor]
 """Rows of a trace: topk_indices [rows, layers, topk] and the format's values per token [rows]."""
@@ -105,31 +103,3 @@ def trace_of_memory(
     return RoutingTrace.from_checked(
         **memory, layer_numbers=numbers, num_experts=num_experts, sequence_lengths=sequence_lengths
     )
-
-
-def decode_responses(
-    responses: Iterable[Any],
-    decode: Callable[[Any], RoutingTrace],
-    *,
-    num_threads: int = 4,
-    times: TransportTimes | None = None,
-) -> list[RoutingTrace]:
-    """Return one trace per response, in order. Decoding begins while later responses are still on their way.
-
-    Copies and checks, most of the work, run in all threads at once; base64 and parsing JSON do not. For more than a few
-    cores decode in the rollout workers' own processes.
-
-    Args:
-        responses: consumed one by one.
-        decode: such as `functools.partial(engines.vllm.decode, model=config)`.
-        times: where "collect", until the last response is here, and "decode", what then is left of decoding, are counted.
-
-    Raises:
-        PayloadError: as `decode`.
-    """
-    times = TransportTimes("rollout") if times is None else times
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="routes-decode") as threads:
-        with times.measure("collect"):
-            traces = threads.map(decode, responses)  # takes them all, each into a thread as it comes
-        with times.measure("decode"):
-            return list(traces)

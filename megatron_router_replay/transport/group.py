@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,14 @@ from megatron_router_replay.transport.plan import TransportError
 T = TypeVar("T")
 Store = Any
 """A torch.distributed.Store with `clone`, such as a TCPStore."""
-Backend = Literal["gloo", "nccl"]
 
 _POLL_S = 0.05
 _STORE_TIMEOUT = timedelta(seconds=10)
 _HEAR_S = 1.0
 """How often a process that waits looks whether another one has failed."""
 _FOREVER = timedelta(days=365)
+_MOVED = "moved"
+"""Key of the store that counts up while some process moves buckets."""
 _GRACE = timedelta(seconds=10)
 _WATCH, _PROBE, _CLOSE = 1, 2, 3
 """Tags that no message has."""
@@ -90,28 +91,24 @@ class Connections:
         name: of the transport, used once on a store.
         rank, members: of this process, and what errors call each process.
         timeout: for each message, and for connecting.
-        device: of the messages.
     """
 
-    def __init__(
-        self, store: Store, name: str, *, rank: int, members: Sequence[str], timeout: timedelta, device: torch.device
-    ) -> None:
+    def __init__(self, store: Store, name: str, *, rank: int, members: Sequence[str], timeout: timedelta) -> None:
         self.member = members[rank]
-        self._rank, self._members, self._timeout, self._device = rank, members, timeout, device
+        self._rank, self._members, self._timeout = rank, members, timeout
         # A client serves one call at a time, and connecting is a long one.
         self._store = dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(_STORE_TIMEOUT)
         self._gloo: Any = None
-        self._data: Any = None
+        self._told_moved = 0.0
         self._watching: Future[None] | None = None
 
-    def connect(self, *, terms: Mapping[str, Any], host: str, backend: Backend, timeout: timedelta) -> None:
+    def connect(self, *, terms: Mapping[str, Any], host: str, timeout: timedelta) -> None:
         """Wait for all processes and connect to them.
 
         Args:
             terms: what all must have alike; JSON values.
             host: address of this machine on which gloo listens.
-            backend: of the messages; everything else goes over gloo also beside "nccl".
             timeout: for all processes to come.
 
         Raises:
@@ -124,11 +121,7 @@ class Connections:
         try:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             store = dist.PrefixStore("gloo", self._store)  # type: ignore[attr-defined]
-            self._gloo = self._data = dist.ProcessGroupGloo(store, *place, options)
-            if backend == "nccl":
-                torch.cuda.set_device(self._device)
-                store = dist.PrefixStore("nccl", self._store)  # type: ignore[attr-defined]
-                self._data = dist.ProcessGroupNCCL(store, *place, dist.ProcessGroupNCCL.Options())
+            self._gloo = dist.ProcessGroupGloo(store, *place, options)
         except RuntimeError as error:
             text = f"{self.member} cannot connect from {host}: {_first_line(error)}"
             raise TransportError(f"MRR602: {text} Between machines, each process gives its own host.") from error
@@ -170,9 +163,7 @@ class Connections:
             TransportError: a process failed, died or did not call in time.
         """
         content = b"" if message is None else json.dumps(message).encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self._members]
-        with self._explained(None, timeout):
-            self._wait(self._gloo.allgather(sizes, torch.tensor([len(content)]), timeout + _GRACE), timeout)
+        sizes = self._meet_again(len(content), timeout)
         result: list[dict[str, Any] | None] = [None] * len(sizes)
         for rank, size in enumerate(map(int, sizes)):
             if size:
@@ -184,15 +175,31 @@ class Connections:
                 result[rank] = json.loads(data.numpy().tobytes())
         return result
 
+    def end_batch(self) -> None:
+        """Return when all processes have called it.
+
+        Raises:
+            TransportError: a process failed or died, or none moved a bucket for as long as a message may take.
+        """
+        self._meet_again(0, self._timeout, while_moving=True)
+
+    def _meet_again(self, value: int, timeout: timedelta, *, while_moving: bool = False) -> list[Tensor]:
+        values = [torch.zeros(1, dtype=torch.int64) for _ in self._members]
+        with self._explained(None, timeout):
+            patience = _FOREVER if while_moving else timeout + _GRACE  # gloo's; `_wait` is over before
+            work = self._gloo.allgather(values, torch.tensor([value]), patience)
+            self._wait(work, timeout, patience, while_moving=while_moving)
+        return values
+
     def send(self, messages: Sequence[Tensor], rank: int) -> Transfer:
         """Start to send contiguous uint8 messages, whose memory must not change before `finish`."""
         with self._explained(rank, self._timeout):
-            return Transfer(rank, [self._data.send([message], rank, 0) for message in messages])
+            return Transfer(rank, [self._gloo.send([message], rank, 0) for message in messages])
 
     def receive(self, messages: Sequence[Tensor], rank: int) -> Transfer:
         """Start to receive into contiguous uint8 tensors of just the sizes that are sent."""
         with self._explained(rank, self._timeout):
-            return Transfer(rank, [self._data.recv([message], rank, 0) for message in messages])
+            return Transfer(rank, [self._gloo.recv([message], rank, 0) for message in messages])
 
     def finish(self, transfer: Transfer) -> None:
         """Wait until messages have arrived, or have left.
@@ -203,24 +210,27 @@ class Connections:
         with self._explained(transfer.rank, self._timeout):
             for work in transfer.works:
                 self._wait(work, self._timeout)
+            # Several times within a time-out, so that who waits for the end sees it.
+            if time.monotonic() > self._told_moved + min(_HEAR_S, self._timeout.total_seconds() / 4):
+                self._told_moved = time.monotonic()
+                self._store.add(_MOVED, 1)
 
-    def _wait(self, work: Any, timeout: timedelta) -> None:
+    def _wait(
+        self, work: Any, timeout: timedelta, patience: timedelta | None = None, *, while_moving: bool = False
+    ) -> None:
         # It runs out of time before gloo does, while the connections are open, so that the first words are its own.
-        waiting = run_in_thread(self._finish_work, work, timeout + _GRACE, name="routes-wait")
-        deadline, has_failed = time.monotonic() + timeout.total_seconds(), False
+        waiting = run_in_thread(work.wait, patience or timeout + _GRACE, name="routes-wait")
+        deadline, has_failed, moved = time.monotonic() + timeout.total_seconds(), False, -1
         while not wait([waiting], max(0.0, min(_HEAR_S, deadline - time.monotonic()))).done:
             if has_failed:
                 raise TransportError(self.fail("MRR603: the transport is over."))
+            if while_moving and (count := self._store.add(_MOVED, 0)) != moved:
+                moved, deadline = count, time.monotonic() + timeout.total_seconds()
             if time.monotonic() > deadline:
                 raise TimeoutError
             # Once more: somebody may have left behind a batch that is about to end here, too.
             has_failed = self._store.check(["failed"])
         waiting.result()
-
-    def _finish_work(self, work: Any, timeout: timedelta) -> None:
-        work.wait(timeout)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # NCCL's wait holds the stream, not this thread
 
     def fail(self, text: str) -> str:
         """End the transport in all processes; returns the words of the process that failed first. Any thread may."""
@@ -250,8 +260,6 @@ class Connections:
             except RuntimeError as error:
                 if "imed out" in str(error):
                     break  # else this connection was closed before, and the next one may not be
-        if self._data is not self._gloo:
-            self._data.abort()
 
     @contextmanager
     def _explained(self, rank: int | None, timeout: timedelta) -> Iterator[None]:

@@ -5,7 +5,6 @@ A plan is computed, never negotiated: every process that knows the sample length
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from megatron_router_replay.trace.header import TraceFormat
 Runs = Sequence[tuple[int, int]]
 """(start, stop) of runs of neighbouring rows."""
 
-Partition = Literal["round_robin", "balanced"] | Sequence[Sequence[int]]
-"""A rule, or the samples of each data-parallel rank, given outright; samples that nobody has are not sent."""
+Partition = Literal["round_robin"] | Sequence[Sequence[int]]
+"""The rule, or the samples of each data-parallel rank, given outright; samples that nobody has are not sent."""
 
 
 class TransportError(RouterReplayError):
@@ -206,8 +205,8 @@ def partition_samples(
 
     Args:
         sequence_lengths: tokens of each sample.
-        partition: "round_robin": sample i goes to rank i % dp_size. "balanced": about as many tokens on each.
-            Or the samples of each rank, in the order in which it wants their rows.
+        partition: "round_robin": sample i goes to rank i % dp_size. Or the samples of each rank, in the order in which it
+            wants their rows.
 
     Raises:
         TransportError: an unknown rule, or the given samples do not exist or go to two ranks.
@@ -216,12 +215,8 @@ def partition_samples(
         raise TransportError(f"MRR601: cannot partition samples over dp_size={dp_size}: it must be 1 or more.")
     if partition == "round_robin":
         return tuple(tuple(range(rank, len(sequence_lengths), dp_size)) for rank in range(dp_size))
-    if partition == "balanced":
-        return _balanced(sequence_lengths, dp_size=dp_size)
     if isinstance(partition, str):
-        raise TransportError(
-            f"MRR601: partition={partition!r} must be 'round_robin', 'balanced' or the samples of each rank."
-        )
+        raise TransportError(f"MRR601: partition={partition!r} must be 'round_robin' or the samples of each rank.")
     samples = tuple(tuple(int(sample) for sample in of_rank) for of_rank in partition)
     flat = [sample for of_rank in samples for sample in of_rank]
     if len(samples) != dp_size or len(set(flat)) != len(flat):
@@ -234,28 +229,3 @@ def partition_samples(
             f"MRR601: the partition names samples {min(flat)}..{max(flat)}, there are {len(sequence_lengths)}, from 0."
         )
     return samples
-
-
-def _balanced(sequence_lengths: Sequence[int], *, dp_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return samples with about the same number of tokens on every rank, and the same number of samples up to one.
-
-    The longest sample left goes to the rank with the fewest tokens among those that still take samples; ties go to the
-    lower sample and the lower rank. A rank lists its samples in their original order.
-
-    Source: R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969), longest first.
-    """
-    num_samples = len(sequence_lengths)
-    most, with_most = -(-num_samples // dp_size), num_samples % dp_size or dp_size
-    taken: list[list[int]] = [[] for _ in range(dp_size)]
-    open_ranks = [(0, rank) for rank in range(dp_size)]
-    full = 0
-    for sample in sorted(range(num_samples), key=lambda sample: (-sequence_lengths[sample], sample)):
-        tokens, rank = heapq.heappop(open_ranks)
-        # with_most ranks may take `most` samples, the others one less.
-        while len(taken[rank]) == most - 1 and full == with_most:
-            tokens, rank = heapq.heappop(open_ranks)
-        taken[rank].append(sample)
-        full += len(taken[rank]) == most
-        if len(taken[rank]) < most:
-            heapq.heappush(open_ranks, (tokens + sequence_lengths[sample], rank))
-    return tuple(tuple(sorted(samples)) for samples in taken)

@@ -50,10 +50,6 @@ class Case:
     def samples(self) -> list[list[int]]:
         """Which samples each data-parallel rank has, by hand where the rule is not round robin."""
         size = self.layout.dp_size
-        if self.partition == "balanced":
-            assert (size, self.all_lengths()) == (2, [5, 0, 7, 3, 11, 2, 4])
-            # 11 | 7, then 5 | 7+5=12 | 11+4=15, 3 to the lower (12), 2 to 15 (which may take four), 0 to the other
-            return [[1, 4, 5, 6], [0, 2, 3]]
         if self.partition == "round_robin":
             return [[i for i in range(len(self.lengths)) if i % size == rank] for rank in range(size)]
         return [list(samples) for samples in self.partition]  # type: ignore[attr-defined]
@@ -79,7 +75,6 @@ _ALL = (2, 3, 5, 6)
 CASES = {
     "one rank": Case(layout=ParallelLayout(stage_layers=(_ALL,))),
     "dp2": Case(layout=ParallelLayout(stage_layers=(_ALL,), dp_size=2)),
-    "dp2 balanced": Case(layout=ParallelLayout(stage_layers=(_ALL,), dp_size=2), partition="balanced"),
     "dp3, three workers": Case(layout=ParallelLayout(stage_layers=(_ALL,), dp_size=3), num_traces=3),
     "dp4, no optional values": Case(layout=ParallelLayout(stage_layers=(_ALL,), dp_size=4), optional=False),
     "dp2, samples left out": Case(layout=ParallelLayout(stage_layers=(_ALL,), dp_size=2), partition=((6, 0), (3, 1))),

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from megatron_router_replay import RoutingTrace
 from megatron_router_replay.transport import ParallelLayout, Place, RouteGroup, TransportError, open_store
 from tests.functional.transport.processes import (
     LAYERS,
@@ -205,6 +206,48 @@ def test_a_rank_that_does_not_ask_any_more_runs_out_of_time(port: int) -> None:
 
     sender, rank = attempts(send_alone, partial(receive, port, before=over.wait))
     assert sender == rank == f"{ERROR} rollout process 0 waited 2 s for a process."
+
+
+def test_a_rank_that_hangs_at_the_end_of_a_batch_is_noticed_within_the_time_of_a_message(port: int) -> None:
+    limits = {"timeout": timedelta(seconds=4)}  # ready_timeout is minutes
+    over = threading.Event()
+
+    def send_it() -> None:
+        try:
+            with join(port, sender=0, **limits) as group:
+                send_small(group)
+        finally:
+            over.set()
+
+    def hang() -> None:
+        with join(port, place=Place(), **limits) as group:
+            group.stream(lambda start, rows: over.wait(100) and None)
+
+    began = time.monotonic()
+    sender, _ = attempts(send_it, hang)
+    assert sender == f"{ERROR} rollout process 0 waited 4 s for a process."
+    assert time.monotonic() - began < PROMPTLY_S
+
+
+def test_who_has_all_of_a_batch_waits_for_others_whose_buckets_still_move(port: int) -> None:
+    limits = {"timeout": timedelta(seconds=4), "bucket_bytes": 33 * 100}
+    trace = make_trace(800)
+
+    def slowly(start: int, rows: RoutingTrace) -> None:
+        time.sleep(1)
+
+    def send_it() -> None:
+        with join(port, DP2, sender=0, **limits) as group:
+            group.send(trace, partition=[[0], [1, 2, 3]])  # two buckets, and six
+
+    def take(place: Place) -> None:
+        with join(port, DP2, place=place, **limits) as group:
+            if place.dp_rank:
+                group.stream(slowly)
+            else:
+                group.receive()
+
+    assert attempts(send_it, *(partial(take, Place(dp_rank=rank)) for rank in range(2))) == [None] * 3
 
 
 def test_a_name_is_used_once(port: int) -> None:

@@ -19,34 +19,11 @@ FORMAT = TraceFormat(layer_numbers=(2, 3, 5), topk=8, num_experts=128)
     ("partition", "lengths", "dp_size", "samples"),
     [
         ("round_robin", [9] * 5, 2, ((0, 2, 4), (1, 3))),
-        # The longest first, to the rank with the fewest tokens: 8 | 7, 7+6 | 8+5, then full, for each takes two.
-        ("balanced", [5, 8, 6, 7], 2, ((0, 1), (2, 3))),
-        # 7 samples over 3 ranks are 3, 2 and 2; of ranks with as many tokens the lowest.
-        ("balanced", [4] * 7, 3, ((0, 3, 6), (1, 4), (2, 5))),
-        # All ranks have 0 tokens for ever: 3 to rank 0, then 2 each.
-        ("balanced", [0] * 7, 3, ((0, 1, 2), (3, 4), (5, 6))),
-        # 100 to rank 0; then 1, 1 to each of the others, which are full with two, or three for the one that may take most.
-        ("balanced", [100] + [1] * 6, 3, ((0, 6), (1, 3, 5), (2, 4))),
         ([[2], [0]], [1, 2, 3], 2, ((2,), (0,))),
     ],
 )
 def test_samples_go_where_the_rule_or_the_caller_says(partition, lengths, dp_size, samples) -> None:
     assert partition_samples(lengths, dp_size=dp_size, partition=partition) == samples
-
-
-@given(
-    lengths=st.lists(st.integers(0, 1000), max_size=60),
-    dp_size=st.integers(1, 9),
-    rule=st.sampled_from(["round_robin", "balanced"]),
-)
-def test_a_partition_is_complete_and_even_also_in_tokens_if_balanced(lengths, dp_size, rule) -> None:
-    samples = partition_samples(lengths, dp_size=dp_size, partition=rule)
-    assert sorted(sample for of_rank in samples for sample in of_rank) == list(range(len(lengths)))
-    counts = [len(of_rank) for of_rank in samples]
-    assert max(counts) - min(counts) <= 1
-    if rule == "balanced" and len(lengths) % dp_size == 0:
-        tokens = [sum(lengths[sample] for sample in of_rank) for of_rank in samples]
-        assert max(tokens) - min(tokens) <= max(lengths, default=0)
 
 
 @pytest.mark.parametrize(
