@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol, Unpack
 
 import numpy as np
@@ -20,9 +21,7 @@ from megatron_router_replay.engines.reply import Reply, refuse_non_reply
 from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
 from megatron_router_replay.engines.tokens import SampleTokens, check_usages, resolve_tokens, stamp_versions
 from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.siblings import warn_without_ids
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trace.routing_trace import check_samples
 
 _LOG = logging.getLogger(__name__)
 
@@ -119,7 +118,6 @@ class Decoder:
         num_tokens: Sequence[int] | None = None,
         start: int | Sequence[int] = 0,
         sample_ids: Sequence[str] | None = None,
-        allow_unlike_prompts: bool = False,
         allocate: Allocate | None = None,
         **options: Unpack[SharedOptions],
     ) -> RoutingTrace:
@@ -131,15 +129,13 @@ class Decoder:
             token_ids, num_tokens, sample_ids: one per sample; choices of a response in the order of their index.
             start: one for all, or one per sample.
             prompt_token_ids: the ids of the one prompt that all samples have, or one list of ids per sample.
-            allow_unlike_prompts: believe samples that begin with the same tokens and have different routes there; see
-                `megatron_router_replay.siblings`.
             options: the other fields of `engines.DecodeOptions`, for all samples.
 
         Returns:
             The samples in order, with sequence_lengths.
 
         Raises:
-            PayloadError: as for `decode`; a list has another length than the samples; samples have each other's routes.
+            PayloadError: as for `decode`; a list has another length than the samples.
         """
         info = as_model_info(model)
         replies = self._read(result, batch=True)
@@ -158,11 +154,7 @@ class Decoder:
                 )
         given["sample_id"] = given.pop("sample_ids", [None] * len(replies))
         each = {i: DecodeOptions(**{n: v[i] for n, v in given.items()}, **options) for i in range(len(replies))}
-        trace = self._trace(replies, each, info, allocate)
-        if not allow_unlike_prompts:
-            names = [reply.source.sample for reply in replies]
-            check_samples(trace, trace.sequence_lengths or (), source=self.title, names=names)
-        return trace
+        return self._trace(replies, each, info, allocate)
 
     def _read(self, result: Any, *, batch: bool) -> list[Reply]:
         for item in [result, *(result if batch and isinstance(result, (list, tuple)) else ())]:
@@ -226,6 +218,15 @@ class Decoder:
             may_be_empty=aborted,
             weight_version=stamp_versions(reply, tokens, options.weight_version),
         )
+
+
+@lru_cache(maxsize=1)
+def warn_without_ids() -> None:
+    """Warn, once in a process, that a trace has no token ids: nothing then proves whose its rows are."""
+    _LOG.warning(
+        "a trace without token ids: nothing proves that its rows are those of the tokens that a model runs. Have the engine "
+        "return ids, or pass token_ids=."
+    )
 
 
 def _as_list(name: str, values: Any) -> Sequence[Any]:

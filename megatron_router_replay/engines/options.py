@@ -37,11 +37,10 @@ class DecodeOptions:
         ignore_before: rows of tokens before this one are not looked at and have no route: those that a decode server sends
             of a prompt that another server has routed.
         version: the engine's release, for the payloads that do not say it ("0.21" for arrays of that vLLM).
-        missing: what becomes of rows that are there and hold no route: -1, filler, an expert twice. "raise", or "live": the
+        missing: what becomes of rows that are there and hold no route: -1, an expert twice. "raise", or "live": the
             live router decides these tokens, and the log says how many they are.
         allow_surplus_rows: drop up to 8 rows behind the last token (speculative decoding that ran past a stop: vLLM 0.22
             to 0.31, SGLang up to 0.5.12) instead of refusing them. A lost token can then no longer be told.
-        allow_constant_layers: believe layers and rows that repeat beyond chance; see `engines.row_check`.
         weight_version: of the weights that chose the routes, stored with every token; a mapping gives the number of each
             version that the reply names. A reply that names integers is stamped without it.
         sample_id: stored in the trace.
@@ -58,7 +57,6 @@ class DecodeOptions:
     version: str | None = None
     missing: Missing = "raise"
     allow_surplus_rows: bool = False
-    allow_constant_layers: bool = False
     weight_version: WeightVersion | None = None
     sample_id: str | None = None
 
@@ -75,7 +73,6 @@ class SharedOptions(TypedDict, total=False):
     version: str | None
     missing: Missing
     allow_surplus_rows: bool
-    allow_constant_layers: bool
     weight_version: WeightVersion | None
 
 

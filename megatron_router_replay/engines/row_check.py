@@ -1,31 +1,19 @@
-"""The one check of rows, for engines and trainers: which rows hold a route, and what no router can have chosen.
+"""The one check of rows, for engines and trainers: which rows hold a route, and what is none for certain.
 
 | fault | what it is | what becomes of it |
 | --- | --- | --- |
 | narrow | the dtype cannot hold the model's experts: a cast has wrapped ids | raises |
 | outside | an id is no expert's; a row is -1 in some places only | raises |
 | absent | a row of -1 in every layer | raises, or is left live |
-| filler | a row of experts 0..topk-1, or of one route, in every layer | raises, or is left live |
 | lost | a route names an expert twice, as zeros do | raises, or is left live |
-| constant | a layer repeats one route | raises, or is believed |
-| copied | a layer holds the routes of the layer before it | raises, or is believed |
-| stuck, doubled | rows stand still, or come twice, while tokens change | raises, or is believed |
 
-The first three are certain. The rest is chance, and is refused where it comes up once in 2 ** 40 times (`BITS`):
-
-- A balanced router has `route_bits` = log2(E * (E - 1) * ...) bits for a route, which decides what is filler.
-- Real routers are not balanced. So a copy counts `COPY_BITS` at most for each different token, and equal neighbours 1 bit a
-  layer: as if each layer sent half of all tokens the same way. Equal tokens may well have equal routes and count nothing.
-- A constant layer needs `MIN_TOKENS` different tokens, and so does what stands still where token ids are unknown.
-
-In about 60 captured arrays of real engines the longest standstill was 5 different tokens in three layers, 12 bits. No layer
-was a copy.
+Nothing here rests on chance: any routes of experts that a router can have chosen pass, however they repeat. Whether they are
+the model's own, a session asks the live router.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -35,10 +23,6 @@ from megatron_router_replay.engines.payload import Array, Source
 from megatron_router_replay.errors import listed
 from megatron_router_replay.trace.ids import find_invalid_routes, find_outside, has_repeats
 from megatron_router_replay.trace.runs import neighbour_runs
-
-BITS = 40
-COPY_BITS = 8.0
-MIN_TOKENS = 32
 
 _BLOCK_BYTES = 1 << 20
 """What one step reads, in bytes: it stays in a processor's cache while it is checked and copied."""
@@ -50,8 +34,7 @@ class RowCheck:
     Args:
         layer_numbers: of the MoE layers that are checked, in order.
         num_experts, topk: of the model.
-        missing: "raise", or "live": rows that are absent, filler or lost have no route, and are counted.
-        believe: believe what is refused by chance alone: constant and copied layers, rows that stand still.
+        missing: "raise", or "live": rows that are absent or lost have no route, and are counted.
 
     Attributes:
         num_absent, num_lost: rows so far that were left without a route.
@@ -64,15 +47,10 @@ class RowCheck:
         num_experts: int,
         topk: int,
         missing: str = "raise",
-        believe: bool = False,
     ) -> None:
         self.num_absent = self.num_lost = 0
         self._numbers, self._num_experts, self._topk = tuple(layer_numbers), num_experts, topk
-        self._may_miss, self._believe = missing == "live", believe
-        # A model that uses all its experts has one route, which says nothing.
-        self._route_bits = math.log2(math.perm(num_experts, topk)) if topk < num_experts else 0.0
-        self._first_is_filler = len(self._numbers) * self._route_bits >= BITS
-        self._one_route_is_filler = (len(self._numbers) - 1) * self._route_bits >= BITS
+        self._may_miss = missing == "live"
 
     def check_dtype(self, dtype: np.dtype[Any], source: Source) -> None:
         """Raise if ids were cast to a dtype that cannot hold the model's experts."""
@@ -123,26 +101,6 @@ class RowCheck:
                 out[rows] = narrow[:, kept]
         return routed
 
-    def check_span(self, rows: Array, *, name: str, first_row: int, token_ids: Array | None, source: Source) -> None:
-        """Raise if layers are constant or copied, or rows stand still, beyond chance.
-
-        Args:
-            rows: [n, MoE layers, topk], routes of neighbouring tokens: a prompt, a generation, or a sample.
-            token_ids: [n] or None.
-        """
-        if self._believe or not self._route_bits or len(rows) < 2 or not self._numbers:
-            return
-        fault = (
-            self._constant_layers(rows, token_ids)
-            or self._copied_layers(rows, token_ids)
-            or _standing_rows(rows, token_ids, first_row)
-        )
-        if fault is not None:
-            raise source.error(
-                f"MRR307: {fault.format(rows=f'{len(rows)} rows {first_row}..{first_row + len(rows) - 1} ({name})')} "
-                "If the model really routes like that, pass allow_constant_layers=True."
-            )
-
     def is_filler(self, rows: Array) -> Array:
         """Return which rows [rows] bool nobody would take for a route, however few bits they have.
 
@@ -152,23 +110,6 @@ class RowCheck:
         filler = (rows < 0).any(axis=(1, 2)) | (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=(1, 2))
         same = np.arange(rows.shape[2]) if rows.shape[1] == 1 else rows[:, :1]
         return np.asarray(filler | (rows == same).all(axis=(1, 2)))
-
-    def find_filler(self, rows: Array) -> Array:
-        """Return which rows [rows] bool hold experts 0..topk-1, or one route, in every layer, beyond chance."""
-        filler = np.zeros(len(rows), np.bool_)
-        if not rows.size:
-            return filler
-        # One id of two layers alone first: it tells most genuine rows, and reads a few bytes of each.
-        if self._first_is_filler or self._one_route_is_filler:
-            alike = np.flatnonzero(rows[:, 0, 0] == rows[:, -1, 0])
-            values = rows[alike]
-            if self._first_is_filler:
-                filler[alike] |= (values == np.arange(self._topk)).all(axis=(1, 2))
-            if self._one_route_is_filler and len(alike):
-                ids = np.sort(values[:, 0], axis=1)
-                distinct = (ids[:, 1:] != ids[:, :-1]).all(axis=1)  # an expert twice is lost data, no filler
-                filler[alike] |= distinct & (values == values[:, :1]).all(axis=(1, 2))
-        return filler
 
     def _is_clean(self, block: Array, narrow: Array, runs: list[list[int]]) -> bool:
         """Copy the MoE layers of a block; return whether every row is a route. What is not may be wrapped in `narrow`."""
@@ -181,7 +122,7 @@ class RowCheck:
             narrow[:, layer : layer + length] = values
         if same and find_outside(narrow, num_experts=self._num_experts) is not None:
             return False
-        return not has_repeats(narrow) and not self.find_filler(narrow).any()
+        return not has_repeats(narrow)
 
     def _copy_all(self, part: Array, out: Array, columns: tuple[int, ...], kept: slice | list[int]) -> None:
         places = list(columns[kept]) if isinstance(kept, slice) else [columns[i] for i in kept]
@@ -205,18 +146,15 @@ class RowCheck:
             return first, last, " (prompt)" if last < border else " (generation)"
 
         absent = (rows == -1).all(axis=(1, 2)) if rows.dtype.kind == "i" else np.zeros(len(rows), np.bool_)
-        words = ("-1 in every layer: they have no route", "filler, the same route in every layer")
-        for fault, rule in zip((absent, self.find_filler(rows)), words):
-            at = np.flatnonzero(routed & fault)
-            if len(at) and not self._may_miss:
-                first, last, part = where(at)
-                raise source.error(
-                    f"MRR302: {len(at)} rows {first}..{last}{part} are {rule}; first: {rows[at[0], 0].tolist()} in "
-                    f"layer_number {self._numbers[0]}. Did the engine or the way here drop them? missing='live' lets "
-                    "the live router decide such tokens, and counts them."
-                )
-            self.num_absent += len(at)
-            routed = routed & ~fault
+        at = np.flatnonzero(routed & absent)
+        if len(at) and not self._may_miss:
+            first, last, part = where(at)
+            raise source.error(
+                f"MRR302: {len(at)} rows {first}..{last}{part} are -1 in every layer: they have no route. Did the engine or "
+                "the way here drop them? missing='live' lets the live router decide such tokens, and counts them."
+            )
+        self.num_absent += len(at)
+        routed = routed & ~absent
         invalid = find_invalid_routes(rows[routed], num_experts=self._num_experts)
         if invalid is None:
             return routed
@@ -254,68 +192,6 @@ class RowCheck:
         self.num_lost += len(at)
         routed[at] = False
         return routed
-
-    def _constant_layers(self, rows: Array, ids: Array | None) -> str | None:
-        if len(rows) < MIN_TOKENS:
-            return None
-        suspects = np.flatnonzero((rows[:MIN_TOKENS] == rows[:1]).all(axis=(0, 2)))
-        layers = [int(i) for i in suspects if (rows[:, i] == rows[0, i]).all()]
-        # Degenerate output, of few different tokens, may well be that constant.
-        if not layers or (ids is not None and len(np.unique(ids)) < MIN_TOKENS):
-            return None
-        return (
-            f"layers [{listed([self._numbers[i] for i in layers])}] hold the same route {rows[0, layers[0]].tolist()} in "
-            "all {rows}: a broken capture kernel repeats one row."
-        )
-
-    def _copied_layers(self, rows: Array, ids: Array | None) -> str | None:
-        suspects = np.flatnonzero((rows[:MIN_TOKENS, 1:] == rows[:MIN_TOKENS, :-1]).all(axis=(0, 2)))
-        copies = [int(i) for i in suspects if (rows[:, i + 1] == rows[:, i]).all()]
-        if not copies:
-            return None
-        # Where ids are unknown, tokens of different rows are different.
-        different = len(np.unique(rows.reshape(len(rows), -1), axis=0) if ids is None else np.unique(ids))
-        if min(self._route_bits, COPY_BITS) * different < BITS:
-            return None
-        pairs = listed([f"{self._numbers[i + 1]} of {self._numbers[i]}" for i in copies])
-        return (
-            f"layers are copies of their neighbour ({pairs}) in all {{rows}}: the capture wrote one layer's ids twice."
-        )
-
-
-def _standing_rows(rows: Array, ids: Array | None, first_row: int) -> str | None:
-    num_layers = rows.shape[1]
-    # Two ids alone first, as they tell nearly all rows.
-    first, last = rows[:, 0, 0], rows[:, -1, -1]
-    at = np.flatnonzero((first[1:] == first[:-1]) & (last[1:] == last[:-1]))
-    equal = np.zeros(len(rows) - 1, np.bool_)
-    equal[at] = (rows[at] == rows[at + 1]).all(axis=(1, 2))
-    for start, length in _true_runs(equal):
-        # Without ids, tokens of rows that stand still are the same where the rows are few.
-        different = length if length + 1 >= MIN_TOKENS else 0
-        if ids is not None:
-            different = len(np.unique(ids[start : start + length + 1])) - 1
-        if length > 1 and num_layers * different >= BITS:
-            span = f"rows {first_row + start}..{first_row + start + length}"
-            return f"{span} of {{rows}} are equal in every layer while their tokens differ: the capture stood still."
-    for parity in (0, 1):
-        for start, length in _true_runs(equal[parity::2]):
-            begin = parity + 2 * start
-            end = begin + 2 * length
-            different = length if 2 * length >= MIN_TOKENS else 0
-            if ids is not None:
-                pairs = int((ids[begin:end:2] != ids[begin + 1 : end : 2]).sum())
-                different = min(pairs, len(np.unique(ids[begin:end])) - 1)
-            if different > 1 and num_layers * different >= BITS:
-                span = f"rows {first_row + begin}..{first_row + end - 1}"
-                return f"{span} of {{rows}} hold every row twice, in every layer: is the capture read twice a step?"
-    return None
-
-
-def _true_runs(values: Array) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of each run of True."""
-    for _, start, length in neighbour_runs(np.flatnonzero(values)).tolist():
-        yield start, length
 
 
 @lru_cache(maxsize=64)

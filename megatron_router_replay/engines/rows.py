@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -156,7 +156,6 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
         num_experts=model.num_experts,
         topk=model.topk,
         missing=sample.options.missing,
-        believe=sample.options.allow_constant_layers,
     )
     ignored = sample.options.ignore_before
     # The last sampled token is never fed back to the engine, so it has no route, whatever a row of its says.
@@ -185,34 +184,11 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
         for _, first, length in neighbour_runs(np.flatnonzero(~mask)).tolist():
             filler_ids = spread_experts(first, length, topk=model.topk, num_experts=model.num_experts)
             out[first : first + length] = filler_ids.numpy()[:, None, :]
-    # Prompt and generation apart: engines have lost the rows of one of them only.
-    for name, first, stop in _spans(start, row, border):
-        ids = None if sample.tokens.token_ids is None else sample.tokens.token_ids[first:stop]
-        routed = mask[first:stop]
-        whole = bool(routed.all())
-        check.check_span(
-            out[first:stop] if whole else out[first:stop][routed],
-            name=name,
-            first_row=first,
-            token_ids=ids if whole or ids is None else ids[routed],
-            source=sample.source,
-        )
     if check.num_absent or check.num_lost:
         _LOG.warning(
             "%s: %d rows hold no route and %d were lost; the live router decides them (missing='live')",
             sample.source, check.num_absent, check.num_lost,
         )  # fmt: skip
-
-
-def _spans(start: int, end: int, border: int | None) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, first row, end) of the prompt and of the generation; of all rows where the border is unknown."""
-    if border is None:
-        yield "all", start, end
-        return
-    if start < min(border, end):
-        yield "prompt", start, min(border, end)
-    if max(border, start) < end:
-        yield "generation", max(border, start), end
 
 
 def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:

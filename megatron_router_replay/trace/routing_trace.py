@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from megatron_router_replay.checks import as_integer
 from megatron_router_replay.errors import TraceError, listed
-from megatron_router_replay.siblings import Sibling, check_siblings
 from megatron_router_replay.trace.ids import check_topk_indices
 from megatron_router_replay.trace.runs import as_slice
 from megatron_router_replay.trace.values import (
@@ -424,7 +422,7 @@ def check_traces(traces: Sequence[RoutingTrace], attempt: str) -> None:
         trace.check_unchanged()
 
 
-def concat_traces(traces: Sequence[RoutingTrace], *, allow_unlike_prompts: bool = False) -> RoutingTrace:
+def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
     """Join traces of different samples, in order; rows are numbered on.
 
     Row 0 of the second trace comes after the last row of the first. `merge_traces` joins what ranks recorded of one batch.
@@ -432,14 +430,9 @@ def concat_traces(traces: Sequence[RoutingTrace], *, allow_unlike_prompts: bool 
     Metadata that every trace has is kept. A trace without sequence_lengths counts as one sample; one with lengths () is a
     batch of no samples and changes nothing.
 
-    Args:
-        allow_unlike_prompts: believe samples that begin with the same tokens and have different routes there; see
-            `megatron_router_replay.siblings`.
-
     Raises:
         TraceError: no traces; layers, num_experts or topk differ; only some have token_ids, sample_ids or
             weight_version.
-        PayloadError: two samples have each other's routes.
     """
     check_traces(traces, "concatenate")
     first = traces[0]
@@ -468,45 +461,7 @@ def concat_traces(traces: Sequence[RoutingTrace], *, allow_unlike_prompts: bool 
         parts = _all_or_none("sample_ids", traces, needed=[len(part) > 0 for part in per_trace])
         names = tuple(name for part in parts for name in part) if parts else None
     tensors = {name: torch.cat(parts) if parts else None for name, parts in values.items()}
-    joined = first._with(**tensors, sequence_lengths=lengths, sample_ids=names)
-    if not allow_unlike_prompts:
-        each = lengths if lengths is not None else tuple(trace.num_tokens for trace in traces)
-        check_samples(joined, each, source="concat_traces", names=names)
-    return joined
-
-
-def check_samples(
-    trace: RoutingTrace, lengths: Sequence[int], *, source: str, names: Sequence[str] | None = None
-) -> None:
-    """Raise PayloadError if samples that begin with the same tokens have routes of different ones there.
-
-    Args:
-        trace: without token ids nothing is known of its samples, and nothing is compared.
-        lengths: of its samples, which add up to its tokens.
-        source, names: for messages; names of the samples, by default their numbers.
-    """
-    if trace.token_ids is None or len(lengths) < 2:
-        return
-    ids, routed = trace.token_ids.numpy(force=True), trace.replay_mask.numpy(force=True)
-    versions = None if trace.weight_version is None else trace.weight_version.numpy(force=True)
-    samples, start = [], 0
-    for i, length in enumerate(lengths):
-        rows = slice(start, start + length)
-        samples.append(
-            Sibling(
-                name=names[i] if names else f"sample {i}",
-                token_ids=ids[rows],
-                routed=routed[rows],
-                weight_version=None if versions is None else versions[rows],
-                routes=partial(_take_rows, trace.topk_indices[rows]),
-            )
-        )
-        start += length
-    check_siblings(samples, source=source)
-
-
-def _take_rows(routes: Tensor, rows: Any) -> Any:
-    return routes[torch.from_numpy(rows)].numpy(force=True)
+    return first._with(**tensors, sequence_lengths=lengths, sample_ids=names)
 
 
 def _all_or_none(name: str, traces: Sequence[RoutingTrace], *, needed: Sequence[bool]) -> list[Any]:

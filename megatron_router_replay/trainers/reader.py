@@ -129,7 +129,7 @@ def split_has_route(has_route: Any, layout: TokenLayout) -> list[Array | None]:
 class SampleReader:
     """Checks samples and copies this rank's layers of them; arguments as for `take_routes`."""
 
-    def __init__(self, info: ModelRoutingInfo, columns: Columns, *, last_row: str, missing: str, believe: bool) -> None:
+    def __init__(self, info: ModelRoutingInfo, columns: Columns, *, last_row: str, missing: str) -> None:
         self.num_absent = 0
         self._columns, self._last_row = columns, last_row
         self._moe, self._here = as_slice(columns.moe), as_slice(columns.here)
@@ -138,7 +138,6 @@ class SampleReader:
             num_experts=info.num_experts,
             topk=info.topk,
             missing=missing,
-            believe=believe,
         )
 
     @property
@@ -151,7 +150,6 @@ class SampleReader:
         sample: SampleRoutes,
         length: int,
         has_route: Array | None,
-        ids: Array | None,
         out: Array,
         mask: Array,
     ) -> None:
@@ -177,15 +175,6 @@ class SampleReader:
         )
         self.num_absent += end - int(has[:end].sum()) + self._check.num_absent - before
         self._check_dense_columns(i, body, mask[:end])
-        routed = mask[:end]
-        whole = bool(routed.all())
-        self._check.check_span(
-            (body if whole else body[routed])[:, self._moe],
-            name="all",
-            first_row=0,
-            token_ids=None if ids is None else ids[:end][routed],
-            source=source,
-        )
 
     def _last_is_route(self, i: int, rows: Array, has_route: Array) -> bool:
         """Return whether the row of the last token is to be replayed.

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_router_replay.engines.decoder import warn_without_ids
 from megatron_router_replay.engines.payload import Array
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.layout import number_rows
-from megatron_router_replay.siblings import Sibling, check_siblings, warn_without_ids
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype, spread_experts
 from megatron_router_replay.trainers.columns import columns_of
@@ -79,8 +78,6 @@ def take_routes(
     has_route: Any = None,
     last_row: LastRow = "live",
     missing: Literal["raise", "live"] = "raise",
-    allow_constant_layers: bool = False,
-    allow_unlike_prompts: bool = False,
 ) -> BatchRoutes:
     """Return the trace of a batch's routes, and the rows of its tokens. The trace is for `mrr.replay`.
 
@@ -111,19 +108,15 @@ def take_routes(
             (zeros), NeMo-RL and SkyRL (0, 1, ...), slime and miles (T - 1 rows) do not. "replayed": a route, as of a
             recording; every sample must have one. "unchecked": either, for samples that were cut after they were generated;
             only a sample whose first row is filler and whose last one is a route is then told to be shifted.
-        missing: a token (but the last) without a route: a row of -1, filler, or an expert twice; see `engines.row_check`.
+        missing: a token (but the last) without a route: a row of -1, or an expert twice; see `engines.row_check`.
             "raise", or "live": the live router decides it, on every rank and in every layer, and it is counted.
-
-    Checks:
-        allow_constant_layers: believe layers and rows that repeat beyond chance.
-        allow_unlike_prompts: believe samples that begin with the same tokens and have different routes there.
 
     Returns:
         BatchRoutes; the same rows and the same `replay_mask` on every rank. `.keep(mask)` leaves routes out by choice.
 
     Raises:
         LayoutError: containers, shapes or layers do not fit; names the sample.
-        PayloadError: rows that no router can have chosen, that are missing, or are of another sample; names both.
+        PayloadError: rows that no router can have chosen, or that are missing; names the sample.
     """
     if last_row not in get_args(LastRow) or missing not in ("raise", "live"):
         raise LayoutError(
@@ -143,26 +136,15 @@ def take_routes(
         )
     has = split_has_route(has_route, layout)
     versions = token_versions(weight_version, layout)
-    reader = SampleReader(info, columns, last_row=last_row, missing=missing, believe=allow_constant_layers)
+    reader = SampleReader(info, columns, last_row=last_row, missing=missing)
     topk_indices = torch.empty((layout.num_tokens, len(columns.here), topk), dtype=index_dtype(info.num_experts))
     replay_mask = torch.zeros(layout.num_tokens, dtype=torch.bool)
     indices, mask = topk_indices.numpy(), replay_mask.numpy()  # the same memory, which the reader fills
     ids = None if tokens is None else [part.numpy() for part in layout.split(tokens, "tokens")]
-    start, siblings = 0, []
+    start = 0
     for i, (sample, length) in enumerate(zip(samples, layout.lengths)):
-        own, own_ids = slice(start, start + length), None if ids is None else ids[i]
-        reader.read(i, sample, length, has[i], own_ids, indices[own], mask[own])
-        if own_ids is not None:
-            siblings.append(
-                Sibling(
-                    name=f"sample {i}",
-                    token_ids=own_ids,
-                    routed=mask[own][: len(sample.rows)],
-                    weight_version=None if versions is None else versions[own].numpy(),
-                    # Of all MoE layers, whatever this rank keeps: all ranks raise, or none.
-                    routes=partial(_take_layers, sample.rows, list(columns.moe)),
-                )
-            )
+        own = slice(start, start + length)
+        reader.read(i, sample, length, has[i], indices[own], mask[own])
         start += length
     # A trace wants K distinct ids in every row, also in those whose place the live router takes.
     unrouted = np.flatnonzero(~mask)
@@ -171,8 +153,6 @@ def take_routes(
         indices[unrouted] = filler[unrouted][:, None, :]
     if ids is None:
         warn_without_ids()
-    elif not allow_unlike_prompts:
-        check_siblings(siblings, source="routed_experts")
     trace = RoutingTrace.from_checked(
         topk_indices=topk_indices,
         layer_numbers=columns.numbers_here,

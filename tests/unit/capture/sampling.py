@@ -110,7 +110,7 @@ def recompute(model: nn.Module, sequence: list[int]) -> RoutingTrace:
     model(torch.tensor([sequence]))
     for handle in handles:
         handle.remove()
-    return engines.transformers.decode(seen, model=model.config, token_ids=sequence, allow_constant_layers=True)
+    return engines.transformers.decode(seen, model=model.config, token_ids=sequence)
 
 
 def experts_of(trace: RoutingTrace) -> Tensor:

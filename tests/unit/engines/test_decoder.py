@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_router_replay import engines
-from megatron_router_replay.engines import options
+from megatron_router_replay.engines import decoder, options
 from megatron_router_replay.engines.registry import registered
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import choice_of, routes, tokens
@@ -29,7 +29,7 @@ def test_the_keywords_of_decode_are_the_fields_of_its_options():
     assert set(options.SampleOptions.__annotations__) == fields
     parameters = set(inspect.signature(engines.vllm.decode_batch).parameters)
     of_batch = set(options.SharedOptions.__annotations__) | parameters - {"result", "model", "allocate", "options"}
-    assert of_batch - {"allow_unlike_prompts", "sample_ids"} == fields - {"ignore_before", "sample_id"}
+    assert of_batch - {"sample_ids"} == fields - {"ignore_before", "sample_id"}
     with pytest.raises(TypeError, match="tokens"):
         engines.vllm.decode(ROWS, model=MODEL, tokens=IDS)
 
@@ -135,3 +135,13 @@ def test_an_aborted_reply_without_output_has_no_routes_and_one_with_output_must(
 def test_a_list_of_the_rows_of_one_sample_is_one_array(engine):
     trace = getattr(engines, engine).decode(list(ROWS), model=MODEL, token_ids=IDS)
     assert trace.topk_indices[:-1].tolist() == ROWS.tolist()
+
+
+def test_a_trace_without_ids_is_warned_of_once(caplog):
+    decoder.warn_without_ids.cache_clear()
+    for _ in range(2):
+        engines.vllm.decode(ROWS, model=MODEL, token_ids=IDS)
+    assert "without token ids" not in caplog.text
+    for _ in range(2):
+        engines.vllm.decode(ROWS, model=MODEL, num_tokens=S)
+    assert caplog.text.count("a trace without token ids: nothing proves") == 1

@@ -285,37 +285,6 @@ def test_rows_before_a_token_are_ignored_if_the_caller_says_so():
     refused("layer 1 of topk_indices", sample(part, ignore_before=1))
 
 
-CONSTANT, VARIED = rows(*[0] * 32), rows(*[i % 5 for i in range(32)])
-
-
-@pytest.mark.parametrize(
-    ("parts", "start", "prompt", "message"),
-    [
-        ((VARIED, CONSTANT), 0, 32, r"rows 32\.\.63 \(generation\)"),
-        ((CONSTANT, VARIED), 0, 32, r"rows 0\.\.31 \(prompt\)"),
-        ((CONSTANT, VARIED), 0, None, r"rows 0\.\.32 of 64 rows 0\.\.63 \(all\) are equal"),
-        ((CONSTANT, VARIED), 0, 34, r"rows 0\.\.32 of 34 rows 0\.\.33 \(prompt\) are equal"),
-        ((VARIED, VARIED), 0, 34, None),
-        ((CONSTANT, CONSTANT), 8, None, r"rows 8\.\.71 \(all\)"),
-        ((CONSTANT,), 0, 0, r"rows 0\.\.31 \(generation\)"),
-        ((CONSTANT,), 9, 5, r"rows 9\.\.40 \(generation\)"),
-        ((CONSTANT,), 68, 101, r"rows 68\.\.99 \(prompt\)"),
-    ],
-)
-def test_prompt_and_generation_are_looked_at_by_themselves(parts, start, prompt, message):
-    array = np.concatenate(parts)
-    given = {"start": start, "prompt": prompt, "num_tokens": start + len(array) + 1}
-    ids = range(given["num_tokens"])
-    if message is None:
-        build_trace([sample(array, ids=ids, **given)], model=MODEL)
-        return
-    refused(message, sample(array, **given))
-    refused(message, sample(array, ids=ids, **given))
-    build_trace([sample(array, allow_constant_layers=True, **given)], model=MODEL)
-    # Few different tokens: degenerate output is believed.
-    build_trace([sample(array, ids=[i % 20 for i in ids], **given)], model=MODEL)
-
-
 @pytest.mark.parametrize(
     ("what", "having"),
     [("token ids", {"ids": [1, 2]}), ("sample id", {"sample_id": "a"}), ("weight version", {"version": [3, 3]})],

@@ -136,24 +136,6 @@ def test_late_rows_are_told_by_filler_in_front_and_a_route_at_the_end(filler):
     assert take_routes(cut, INFO, lengths=[4, 4], last_row="unchecked").trace.replay_mask.all()
 
 
-def test_samples_of_a_group_that_changed_places_raise():
-    """Two prompts of six tokens, two answers each: nine layers of six rows tell."""
-    prompts = [
-        torch.rand(6, 10, 16, generator=torch.Generator().manual_seed(i)).argsort(dim=2)[:, :, :2] for i in (1, 2)
-    ]
-    routes = [torch.cat([prompts[i // 2], engine_routes(seed=i)[0]]) for i in range(4)]
-    for part in routes:
-        part[:, 0] = 0
-    tokens = [torch.cat([torch.arange(6) + 100 * (i // 2), torch.arange(5) + 10 * i]) for i in range(4)]
-    assert len(take_routes(routes, INFO, tokens=tokens).trace) == 44
-    exchanged = [routes[0], routes[2], routes[1], routes[3]]
-    with pytest.raises(PayloadError, match=r"sample 0 and sample 1 begin with the same 6 tokens"):
-        take_routes(exchanged, INFO, tokens=tokens)
-    assert len(take_routes(exchanged, INFO, tokens=tokens, allow_unlike_prompts=True).trace) == 44
-    with pytest.raises(PayloadError, match="begin with the same 6"):  # every rank looks at all layers
-        take_routes(exchanged, INFO, tokens=tokens, layer_numbers=[0, *range(2, 11)])
-
-
 def test_a_last_row_that_is_no_copy_raises_where_the_trainer_is_said_to_copy():
     routes = torch.rand(8, 10, 16).argsort(dim=2)[:, :, :2]
     routes[7], routes[7, 9] = routes[6], routes[6, 9].flip(0)
@@ -175,11 +157,10 @@ def test_zeros_are_lost_data_and_not_expert_zero():
         take_routes(samples, INFO, lengths=LENGTHS)
 
 
-@pytest.mark.parametrize("fill", [torch.tensor([-1, -1]), torch.tensor([0, 1]), torch.tensor([7, 3])], ids=str)
-def test_filler_in_the_middle_of_a_sample_is_no_route(fill):
+def test_filler_in_the_middle_of_a_sample_is_no_route():
     samples = engine_routes()
-    samples[2][2:4, 1:] = fill
-    with pytest.raises(PayloadError, match=r"sample 2: 2 rows 2\.\.3 are (-1|filler)"):
+    samples[2][2:4, 1:] = -1
+    with pytest.raises(PayloadError, match=r"sample 2: 2 rows 2\.\.3 are -1"):
         take_routes(samples, INFO, lengths=LENGTHS)
 
 
@@ -188,14 +169,6 @@ def test_in_a_model_of_few_layers_the_same_ids_in_each_are_believed():
     routes = torch.tensor([[[0, 1], [0, 1]], [[4, 5], [4, 5]], [[2, 3], [7, 9]]])
     trace = take_routes([routes], info, lengths=[4]).trace
     assert trace.replay_mask.tolist() == [True, True, True, False]
-
-
-def test_zeros_of_a_top_1_model_are_lost_where_that_can_be_told():
-    info = ModelRoutingInfo(num_layers=10, moe_layer_numbers=tuple(range(1, 11)), num_experts=16, topk=1)
-    routes = torch.randint(16, (6, 10, 1), generator=torch.Generator().manual_seed(0))
-    routes[3] = 0
-    with pytest.raises(PayloadError, match=r"sample 0: 1 rows 3\.\.3 are filler"):
-        take_routes([routes], info, lengths=[7])
 
 
 def test_an_id_that_no_expert_has_raises_also_where_missing_routes_are_live():
@@ -233,18 +206,6 @@ def test_layers_in_front_and_filler_behind_are_found_in_the_dense_column():
     with pytest.raises(LayoutError, match=r"sample 0: column 0 .* row 0 holds \[4, 2\] there"):
         take_routes(ids_on_dense, INFO, lengths=LENGTHS)
     take_routes(ids_on_dense, INFO, lengths=LENGTHS, layer_numbers=[0, *range(2, 11)])
-
-
-def test_a_capture_that_repeats_one_row_raises_unless_believed():
-    generator = torch.Generator().manual_seed(3)
-    routes = torch.rand(39, 10, 16, generator=generator).argsort(dim=2)[:, :, :2]
-    routes[:, 0] = 0
-    routes[:, 6] = torch.tensor([3, 9])
-    with pytest.raises(PayloadError, match=r"sample 0: layers \[7\] hold the same route \[3, 9\]"):
-        take_routes([routes], INFO, tokens=[torch.arange(40)])
-    # Few different tokens may well have few different routes.
-    take_routes([routes], INFO, tokens=[torch.arange(40) % 4])
-    take_routes([routes], INFO, tokens=[torch.arange(40)], allow_constant_layers=True)
 
 
 def test_arguments_that_mean_nothing_raise():
