@@ -61,7 +61,7 @@ def recorded_routes(
 
     Returns:
         [B, T_i or S, L_moe, topk] on the CPU or the tokens' device, in the compact dtype (uint8 up to 256 experts, else
-        int16), for all MoE layers of the model; 0 on padding. `take_routes(..., last_row="replayed")` takes it.
+        int16), for all MoE layers of the model; 0 on padding. `mrr.stamp` takes each sample of it.
 
     Raises:
         ReplayStateError: a token was recorded nowhere.

@@ -2,8 +2,8 @@
 
 It changes three things. verl is told at construction that replay is off, so that it patches no class and asks Megatron for no
 replay objects. Around each `forward_backward_batch` that verl marks with `enable_routing_replay`, the batch gets one more
-field, the routing rows of its tokens, which verl's micro-batching then carries along; and a session is open. Each
-`forward_step` sends the rows of its micro-batch through the packer that verl sends the tokens through.
+field, sealed routes (or the rows of a recording), which verl's micro-batching then carries along; and a session is open. Each
+`forward_step` sends that field of its micro-batch through the packer that verl sends the tokens through.
 
 Source: verl 0.9.1, workers/engine/megatron/transformer_impl.py; models/mcore/model_forward.py for what the packers are given.
 """
@@ -25,14 +25,15 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.megatron_utils import unwrap_model
 from verl.workers.engine.megatron import MegatronEngineWithLMHead
 
-from megatron_router_replay.errors import PayloadError, ReplayStateError
+from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError
 from megatron_router_replay.mcore import record, replay
 from megatron_router_replay.mcore.sessions.gathering import collective_device
-from megatron_router_replay.trainers import BatchRoutes, number_batch, pack_rows, recorded_routes, take_routes
+from megatron_router_replay.trace import stamp, stamp_batch
+from megatron_router_replay.trainers import number_batch, pack_rows, recorded_routes
 from megatron_router_replay.trainers.verl import VerlError
 
-ROWS = "routing_rows"
-"""The batch's field of rows, like its input_ids."""
+ROUTES, ROWS = "sealed_routes", "routing_rows"
+"""The batch's fields, like its input_ids: what a replay is fed, and the rows of a recording."""
 
 
 class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
@@ -83,10 +84,10 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         _check_not_patched()  # again: a critic's engine may have been made since this one
         tokens = data["input_ids"]
         recording = mode == "R2" and forward_only and data.get("routed_experts", None) is None
-        routes = None if recording else self._routes(data, mode)
-        session: Any = record(self.module) if routes is None else replay(self.module, routes.trace)
-        rows = number_batch(tokens) if routes is None else routes.rows
-        with session, _carried(data, rows):
+        routes, num_lost = (None, 0) if recording else self._routes(data, mode)
+        session: Any = record(self.module) if recording else replay(self.module)
+        field = {ROWS: number_batch(tokens)} if recording else {ROUTES: routes}
+        with session, _carried(data, field):
             self._session = session
             try:
                 output = super().forward_backward_batch(data, loss_function, forward_only=forward_only)
@@ -94,32 +95,42 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
                 self._session = None
         # On every rank, for both are collectives; verl reads what the last stage returns alone.
         report = session.report.reduce()
-        whole = recorded_routes(session, like=tokens) if routes is None else None
+        whole = recorded_routes(session, like=tokens) if recording else None
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             if whole is not None:
                 output["model_output"]["routed_experts"] = whole
             # A list, as verl has of each micro-batch: it flattens one of each data-parallel rank, and takes the mean.
             metrics = {name: [value] for name, value in report.metrics().items()}
-            if routes is not None:
-                metrics["router_replay/tokens_lost"] = [float(routes.num_lost)]
+            if not recording:
+                metrics["router_replay/tokens_lost"] = [float(num_lost)]
             output["metrics"].update(metrics)
         return output
 
     def forward_step(
         self, batch_iter: Iterator[Any], model: Any, logits_processor_func: Any, postprocess_micro_batch_func: Any
     ) -> Any:
-        """As verl's; the micro-batch's rows are queued for the forward that follows."""
+        """As verl's; the micro-batch's routes, or the rows of a recording, are queued for the forward that follows."""
         if self._session is None:
             return super().forward_step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)
         batch = next(batch_iter)
-        rows = pack_rows(lambda values: self._pack(values, batch, model), batch[ROWS])
-        self._session.microbatch(rows, model, padding=rows < 0)
+        if ROWS in batch:
+            rows = pack_rows(lambda values: self._pack(values, batch, model), batch[ROWS])
+            self._session.microbatch(rows, model, padding=rows < 0)
+        else:
+            tokens = batch["input_ids"]
+            self._session.microbatch(
+                model=model,
+                routes=self._pack(batch[ROUTES], batch, model),
+                token_ids=self._pack(tokens, batch, model),
+                padding=self._pack(torch.ones_like(tokens), batch, model) == 0,
+                stamped=True,
+            )
         return super().forward_step(
-            iter([batch.exclude(ROWS)]), model, logits_processor_func, postprocess_micro_batch_func
+            iter([batch.exclude(ROWS, ROUTES)]), model, logits_processor_func, postprocess_micro_batch_func
         )
 
     def _pack(self, values: Tensor, batch: Any, model: Any) -> Tensor:
-        """Lay out jagged [B, T] as verl's forward does the micro-batch's tokens, on every stage."""
+        """Lay out jagged [B, T, ...] as verl's forward does the micro-batch's tokens, on every stage; filled with 0."""
         chunk = unwrap_model(model)
         fp8 = chunk.config.fp8 in ("e4m3", "hybrid")
         if self.engine_config.use_remove_padding:
@@ -133,11 +144,11 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             values, pre_process=True, use_fp8_padding=fp8, forced_max_seqlen=longest
         )[0]
 
-    def _routes(self, data: Any, mode: str) -> BatchRoutes:
-        """Read the batch's routes; where one rank finds them wrong, all of the job raise, and none waits for it."""
-        routes, error = None, None
+    def _routes(self, data: Any, mode: str) -> tuple[Tensor, int]:
+        """Seal the batch's routes; where one rank finds them wrong, all of the job raise, and none waits for it."""
+        sealed, error = None, None
         try:
-            routes = self._take(data, mode)
+            sealed = self._sealed(data, mode)
         except Exception as found:  # whatever it is, the other ranks must not wait in the next collective
             error = found
         failed = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=collective_device(None))
@@ -152,10 +163,11 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             raise PayloadError(
                 f"MRR802: the routes of ranks {ranks} do not fit their batch; rank {ranks[0]}: {words[0]}"
             )
-        assert routes is not None, "without an error there are routes"
-        return routes
+        assert sealed is not None, "without an error there are routes"
+        return sealed
 
-    def _take(self, data: Any, mode: str) -> BatchRoutes:
+    def _sealed(self, data: Any, mode: str) -> tuple[Tensor, int]:
+        """Return jagged [B, T, layers and seal, topk] on the tokens' device, and how many rows are lost."""
         routed_experts, tokens = data.get("routed_experts", None), data["input_ids"]
         if routed_experts is None:
             why = {
@@ -163,15 +175,30 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
                 "R2": "the old log-probs' forward returns them as routed_experts: keep that field in the batch.",
             }
             raise VerlError(f"MRR806: router_replay.mode={mode}, but the batch has no routed_experts: {why[mode]}")
-        if mode == "R2":
-            return take_routes(routed_experts, self.module, tokens=tokens, last_row="replayed")
-        return take_routes(
-            routed_experts,
-            self.module,
-            tokens=tokens,
-            has_route=_num_routed(routed_experts, data),
-            missing="live" if self.missing == "live" else "raise",
-        )
+        samples = list(zip(routed_experts.unbind(), tokens.unbind(), strict=True))
+        unlike = [i for i, (routes, ids) in enumerate(samples) if len(routes) != len(ids)]
+        if unlike:
+            raise LayoutError(f"MRR802: sample {unlike[0]} has another number of routed_experts than of input_ids.")
+        config = unwrap_model(self.module[0]).config
+        counts = _num_routed(routed_experts, data) or [len(routes) - 1 for routes, _ in samples]
+        stamped, lost = [], 0
+        for i, ((routes, ids), count) in enumerate(zip(samples, counts, strict=True)):
+            routes, ids = routes.cpu(), ids.cpu()
+            if mode == "R2":
+                stamped.append(stamp(routes, ids, num_experts=config.num_moe_experts))
+                continue
+            try:
+                (sealed,) = stamp_batch(
+                    [routes[:count]], [ids], num_experts=config.num_moe_experts, missing=self.missing
+                )
+            except LayoutError as error:
+                raise LayoutError(f"MRR802: routed_experts of sample {i}: {error}") from error
+            filler = 255 if sealed.dtype is torch.uint8 else -1
+            lost += int((sealed == filler).flatten(1).all(1).sum())
+            missing = sealed.new_full((len(ids) - len(sealed), *sealed.shape[1:]), filler)
+            stamped.append(torch.cat([sealed, missing]))
+        values = torch.cat(stamped).to(tokens.device)
+        return torch.nested.nested_tensor_from_jagged(values, offsets=tokens.offsets()), lost
 
 
 def _check_config(model_config: Any, engine_config: Any) -> None:
@@ -198,16 +225,17 @@ def _check_not_patched() -> None:
 
 
 @contextmanager
-def _carried(data: Any, rows: Any) -> Iterator[None]:
-    """Give the batch its rows; verl's own replay sees no mark, and its micro-batches do not copy the routes."""
+def _carried(data: Any, field: dict[str, Any]) -> Iterator[None]:
+    """Give the batch a field; verl's own replay sees no mark, and its micro-batches do not copy the routes."""
     routed_experts = data.pop("routed_experts", None)
-    data[ROWS] = rows
+    ((name, values),) = field.items()
+    data[name] = values
     tu.assign_non_tensor(data, enable_routing_replay=False)
     try:
         yield
     finally:
         tu.assign_non_tensor(data, enable_routing_replay=True)
-        data.pop(ROWS)
+        data.pop(name)
         if routed_experts is not None:
             data["routed_experts"] = routed_experts
 

@@ -1,7 +1,7 @@
-"""Trainers' batches through `trainers/` into a real GPTModel; the oracle reads the routing maps that leave its routers.
+"""Trainers' batches, sealed and fed, into a real GPTModel; the oracle reads the routing maps that leave its routers.
 
 Every token of the batch has an id of its own, so a router's position says by its input_ids alone which token it holds: the
-oracle needs neither rows nor the trace.
+oracle needs neither seals nor rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, run_schedule, tiny_gpt_config
 from megatron_router_replay.testing.schedule import masked_mean_loss
-from megatron_router_replay.trainers import BatchRoutes, number_batch, pack_rows, take_routes
+from megatron_router_replay.trainers import number_batch, pack_rows, recorded_routes
 from tests.functional.mcore.cases import as_map, watched
 from tests.functional.trainers import packers
 from tests.support.gradients import gradients
@@ -47,14 +47,12 @@ class Batch:
 
     Args:
         tokens: in its container.
-        routes: an engine's routed experts, in its container, as it fills them.
-        where: what says where the tokens are, as `take_routes` takes it.
+        where: what says where the tokens are, as `number_batch` takes it.
         lay_out: (values in the tokens' container, samples of the micro-batch) -> what the model gets, and the bounds of
             packed sequences or None.
     """
 
     tokens: Any
-    routes: Any
     where: dict[str, Any]
     lay_out: Callable[[Any, tuple[int, ...]], tuple[Tensor, list[int] | None]]
 
@@ -76,9 +74,8 @@ def pad_right(parts: list[Tensor], size: int) -> Tensor:
 
 
 def nemo_rl(place: Place) -> Batch:
-    """[B, S] padded on the right, int16 routes [B, S, L, k], 0 on padding, experts 0, 1, ... on the last token."""
-    ids, routes = samples_of(place)
-    dummy = torch.arange(TOPK).expand(1, LAYERS, TOPK)
+    """[B, S] padded on the right."""
+    ids, _ = samples_of(place)
     lengths = torch.tensor(LENGTHS)
     options = {"multiple": 8, "total": TOTAL, "cp_rank": place.cp_rank, "cp_size": place.layout.cp_size}
 
@@ -87,21 +84,18 @@ def nemo_rl(place: Place) -> Batch:
 
     return Batch(
         tokens=pad_right(ids, 20),
-        routes=pad_right([torch.cat([part, dummy]) for part in routes], 20).to(torch.int16),
         where={"lengths": lengths},
         lay_out=lay_out,
     )
 
 
 def skyrl(place: Place, *, packs: bool = True) -> Batch:
-    """[B, S] padded on the left, uint8 routes [B, S, L, k], experts 0, 1, ... wherever there is none."""
-    ids, routes = samples_of(place)
+    """[B, S] padded on the left."""
+    ids, _ = samples_of(place)
     tokens, mask = torch.zeros(6, 18, dtype=torch.int64), torch.zeros(6, 18, dtype=torch.int64)
-    experts = torch.arange(TOPK, dtype=torch.uint8).expand(6, 18, LAYERS, TOPK).clone()
-    for i, (of_sample, part) in enumerate(zip(ids, routes)):
+    for i, of_sample in enumerate(ids):
         start = 18 - len(of_sample)
         tokens[i, start:], mask[i, start:] = of_sample, 1
-        experts[i, start : start + len(part)] = part.to(torch.uint8)
 
     def lay_out(values: Tensor, samples: tuple[int, ...]) -> tuple[Tensor, list[int] | None]:
         at = list(samples)
@@ -111,14 +105,14 @@ def skyrl(place: Place, *, packs: bool = True) -> Batch:
             values[at], mask=mask[at], multiple=8, cp_rank=place.cp_rank, cp_size=place.layout.cp_size
         )
         missing = TOTAL // place.layout.cp_size - row.shape[1]  # for the stages' one shape; SkyRL lets it vary
-        return torch.nn.functional.pad(row, (0, missing)), [*bounds, TOTAL]
+        return packers.pad(row[0], missing).unsqueeze(0), [*bounds, TOTAL]
 
-    return Batch(tokens=tokens, routes=experts, where={"attention_mask": mask}, lay_out=lay_out)
+    return Batch(tokens=tokens, where={"attention_mask": mask}, lay_out=lay_out)
 
 
 def slime(place: Place) -> Batch:
-    """Lists; int32 routes of T - 1 rows, as SGLang sends them."""
-    ids, routes = samples_of(place)
+    """Lists."""
+    ids, _ = samples_of(place)
 
     def lay_out(values: list[Tensor], samples: tuple[int, ...]) -> tuple[Tensor, list[int] | None]:
         return packers.slime(
@@ -128,19 +122,19 @@ def slime(place: Place) -> Batch:
             cp_size=place.layout.cp_size,
         )
 
-    return Batch(tokens=ids, routes=[part.int() for part in routes], where={}, lay_out=lay_out)
+    return Batch(tokens=ids, where={}, lay_out=lay_out)
 
 
 def miles_bshd(place: Place) -> Batch:
-    """Lists, routes in numpy; the batch is stacked, so that positions of several samples alternate in a router."""
-    ids, routes = samples_of(place)
+    """Lists; the batch is stacked, so that positions of several samples alternate in a router."""
+    ids, _ = samples_of(place)
 
     def lay_out(values: list[Tensor], samples: tuple[int, ...]) -> tuple[Tensor, list[int] | None]:
         return packers.miles_bshd(
             [values[i] for i in samples], max_length=16, cp_rank=place.cp_rank, cp_size=place.layout.cp_size
         ), None
 
-    return Batch(tokens=ids, routes=[part.int().numpy() for part in routes], where={}, lay_out=lay_out)
+    return Batch(tokens=ids, where={}, lay_out=lay_out)
 
 
 def megatron_lm(place: Place) -> Batch:
@@ -153,7 +147,7 @@ def megatron_lm(place: Place) -> Batch:
         rows = torch.stack([values.unbind()[i] for i in samples])
         return torch.stack([packers.zigzag(row, place.cp_rank, place.layout.cp_size) for row in rows]), None
 
-    return Batch(tokens=nested, routes=None, where={}, lay_out=lay_out)
+    return Batch(tokens=nested, where={}, lay_out=lay_out)
 
 
 TRAINERS: dict[str, Callable[[Place], Batch]] = {
@@ -183,14 +177,16 @@ def set_up(layout: ParallelSizes, **options: Any) -> Place:
     )
 
 
-def microbatches(place: Place, batch: Batch, rows: Any) -> list[dict[str, Any]]:
-    """What the model gets; rows go through the same layout as the tokens."""
+def microbatches(place: Place, batch: Batch, *, rows: Any = None, **fed: Any) -> list[dict[str, Any]]:
+    """What the model gets, with rows for a recording or what is fed to a replay, through the same layout as the tokens."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     made = []
     for samples in MICROBATCHES:
         tokens, bounds = batch.lay_out(batch.tokens, samples)
-        laid_out = pack_rows(lambda values, samples=samples: batch.lay_out(values, samples)[0], rows)
+        packed = None
+        if rows is not None:
+            packed = pack_rows(lambda values, samples=samples: batch.lay_out(values, samples)[0], rows)
         params = None
         if bounds is not None:
             starts = torch.tensor(bounds, dtype=torch.int32)
@@ -208,25 +204,28 @@ def microbatches(place: Place, batch: Batch, rows: Any) -> list[dict[str, Any]]:
                 "packed_seq_params": params,
                 "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens).contiguous(),
                 "loss_mask": (tokens > 0).float(),
-                "routing_rows": laid_out,
-                "routing_padding": tokens == 0,
+                "rows": {} if packed is None else {"routing_rows": packed, "routing_padding": tokens == 0},
+                "fed": {name: batch.lay_out(values, samples)[0] for name, values in fed.items()},
             }
         )
     return made
 
 
 def forward_step(place: Place, data_iterator: Iterator[dict[str, Any]], model: Any) -> Any:
-    """A forward step that knows of no session. Stages behind the first get no tokens, as trainers do it."""
+    """A forward step as a trainer's: it feeds what it has. Stages behind the first get no tokens."""
     batch = next(data_iterator)
+    if batch["fed"]:
+        tokens = batch["tokens"]
+        mrr.microbatch(
+            model, **batch["fed"], stamped=True, token_ids=tokens, padding=tokens == 0, **batch.get("words", {})
+        )
     output = model(
         input_ids=batch["tokens"] if place.first_stage else None,
         position_ids=batch["position_ids"],
         attention_mask=None,
         labels=batch["tokens"],
         packed_seq_params=batch["packed_seq_params"],
-        routing_rows=batch["routing_rows"],
-        routing_padding=batch["routing_padding"],
-        routing_trained=batch.get("routing_trained"),
+        **batch["rows"],
     )
     return output, partial(masked_mean_loss, batch["loss_mask"])
 
@@ -264,6 +263,25 @@ def wrong_decisions(
     return result
 
 
+def laid_out(batch: Batch, parts: list[Tensor], *, fill: Any) -> Any:
+    """Values of each sample in the container of the batch's tokens."""
+    if isinstance(batch.tokens, list):
+        return parts
+    if batch.tokens.is_nested:
+        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    padded = torch.full((*batch.tokens.shape, *parts[0].shape[1:]), fill, dtype=parts[0].dtype)
+    padded[batch.tokens > 0] = torch.cat(parts)  # token ids count from 1
+    return padded
+
+
+def sealed(place: Place, batch: Batch) -> Any:
+    """The engine's routes of each sample, stamped where the rollout enters, in the container of the tokens."""
+    ids, routes = samples_of(place)
+    stamped = mrr.stamp_batch(routes, ids, num_experts=EXPERTS, dtype=torch.int16)
+    parts = [torch.cat([part, part.new_full((1, *part.shape[1:]), -1)]) for part in stamped]
+    return laid_out(batch, parts, fill=-1)
+
+
 def routes_by_token(place: Place) -> dict[int, Tensor]:
     ids, routes = samples_of(place)
     return {int(token): route for of_sample, part in zip(ids, routes) for token, route in zip(of_sample, part)}
@@ -273,21 +291,20 @@ def replayed(trainer: str, layout: ParallelSizes, options: dict[str, Any]) -> di
     """R3: an engine's routes in the trainer's container; a training step, off, on and off again."""
     place = set_up(layout, **options)
     batch = TRAINERS[trainer](place)
-    mrr.attach(place.chunks)
-    routes: BatchRoutes = take_routes(batch.routes, place.chunks, tokens=batch.tokens, **batch.where)
-    batches = microbatches(place, batch, routes.rows)
-    off = step(place, batches)
-    # The routes are drawn at random: the live router cannot agree.
-    with watched(place.chunks) as seen, mrr.replay(place.chunks, routes.trace, verify=True, min_agreement=0) as session:
+    batches = microbatches(place, batch, routes=sealed(place, batch))
+    with mrr.replay(place.chunks, enabled=False):
+        off = step(place, batches)
+    with watched(place.chunks) as seen, mrr.replay(place.chunks, verify=True, min_agreement=0) as session:
         step(place, batches)
-    again = step(place, batches)
-    with watched(place.chunks) as live:
-        step(place, batches, forward_only=True)
+    with mrr.replay(place.chunks, enabled=False):
+        again = step(place, batches)
+        with watched(place.chunks) as live:
+            step(place, batches, forward_only=True)
     report = session.report.reduce()
     return {
         "wrong": wrong_decisions(place, seen, batches, routes_by_token(place)),
         "live_wrong": wrong_decisions(place, live, batches, routes_by_token(place))["forward"],
-        "layers": routes.trace.layer_numbers,
+        "layers": tuple(seen["forward"]),
         "off_is_off": all(torch.equal(a, b) for a, b in zip(off[0], again[0])),
         "shares": (report.replayed_share, report.decisions["wrong"]),
         "rows": (report.rows_replayed, report.rows_live, report.rows_padding),
@@ -296,44 +313,41 @@ def replayed(trainer: str, layout: ParallelSizes, options: dict[str, Any]) -> di
 
 def recorded_and_replayed(trainer: str, layout: ParallelSizes, options: dict[str, Any]) -> dict[str, Any]:
     """R2: recorded in a forward-only pass, handed on in the tokens' container, replayed in regrouped micro-batches."""
-    from megatron_router_replay.trainers import recorded_routes
-
     place = set_up(layout, **options)
     batch = TRAINERS[trainer](place)
     mrr.attach(place.chunks)
     where = batch.where
     rows = number_batch(batch.tokens, **where)
-    batches = microbatches(place, batch, rows)
+    batches = microbatches(place, batch, rows=rows)
     with watched(place.chunks) as live, mrr.record(place.chunks) as recording:
         step(place, batches, forward_only=True)
     routes = recorded_routes(recording, like=batch.tokens, **where)
-    info = mrr.mcore.routing_info(place.chunks)
-    whole = take_routes(routes, info, tokens=batch.tokens, last_row="replayed", **where)
-    taken = take_routes(routes, place.chunks, tokens=batch.tokens, last_row="replayed", **where)
-    ids = torch.cat(samples_in(batch))
+    ids, parts = samples_in(batch), in_samples(batch, routes)
+    stamped = [mrr.stamp(part, of_sample, num_experts=EXPERTS) for part, of_sample in zip(parts, ids)]
     route_of = {
         int(token): torch.cat([torch.zeros(1, TOPK, dtype=torch.uint8), row])
-        for token, row in zip(ids, whole.trace.topk_indices)
+        for token, row in zip(torch.cat(ids), torch.cat(parts))
     }
-    again = microbatches(place, batch, taken.rows)[::-1]
-    with (
-        watched(place.chunks) as seen,
-        mrr.replay(place.chunks, taken.trace, verify=True, min_replayed=1.0) as session,
-    ):
+    again = microbatches(place, batch, routes=laid_out(batch, stamped, fill=255))[::-1]
+    with watched(place.chunks) as seen, mrr.replay(place.chunks, verify=True, min_replayed=1.0) as session:
         step(place, again)
     return {
         "live": wrong_decisions(place, live, batches, route_of)["forward"],
         "wrong": wrong_decisions(place, seen, again, route_of),
-        "whole": (whole.trace.layer_numbers, bool(whole.trace.replay_mask.all()), whole.trace.num_tokens),
-        "layers": taken.trace.layer_numbers,
+        "recorded_layers": parts[0].shape[1],
         "live_rows": session.report.rows_live,
     }
 
 
+def in_samples(batch: Batch, values: Any) -> list[Tensor]:
+    """What the container of the tokens holds of each sample."""
+    if isinstance(values, list):
+        return values
+    if values.is_nested:
+        return list(values.unbind())
+    return [row[tokens > 0] for row, tokens in zip(values, batch.tokens)]
+
+
 def samples_in(batch: Batch) -> list[Tensor]:
     """The tokens of each sample, whatever the container."""
-    if isinstance(batch.tokens, list):
-        return batch.tokens
-    if batch.tokens.is_nested:
-        return list(batch.tokens.unbind())
-    return [row[row > 0] for row in batch.tokens]
+    return in_samples(batch, batch.tokens)

@@ -11,7 +11,6 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trace import stale_rows
-from megatron_router_replay.trainers import take_routes
 from tests.functional.mcore.cases import as_map, moe_routers, watched
 from tests.functional.trainers.cases import (
     EXPERTS,
@@ -20,9 +19,11 @@ from tests.functional.trainers.cases import (
     TOPK,
     TRAINERS,
     Place,
+    laid_out,
     microbatches,
     routes_by_token,
     samples_of,
+    sealed,
     set_up,
     step,
     tokens_of_router,
@@ -43,20 +44,12 @@ def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]
     place = set_up(layout, **options)
     batch = TRAINERS[trainer](place)
     ids, _ = samples_of(place)
-    mrr.attach(place.chunks)
-    routes = take_routes(
-        batch.routes,
-        place.chunks,
-        tokens=batch.tokens,
-        weight_version=_laid_out(batch, [versions(length) for length in LENGTHS], fill=99),
-        **batch.where,
-    )
-    routes = routes.keep(_laid_out(batch, [torch.arange(length) != NOT_KEPT for length in LENGTHS], fill=False))
-    trace = routes.trace.keep(~stale_rows(routes.trace, max_age=1, trainer_version=TRAINER_VERSION))
-    batches = microbatches(place, batch, routes.rows)
+    stale = [stale_rows(versions(length), max_age=1, trainer_version=TRAINER_VERSION) for length in LENGTHS]
+    left_out = [(mask | (torch.arange(len(mask)) == NOT_KEPT)).byte() for mask in stale]
+    batches = microbatches(place, batch, routes=sealed(place, batch), stale=laid_out(batch, left_out, fill=0))
     routed = torch.tensor(sorted(routes_by_token(place)))
     for made in batches:
-        made["routing_trained"] = torch.isin(made["tokens"], routed)
+        made["words"] = {"trained": torch.isin(made["tokens"], routed)}
     # By token id, from the samples alone.
     replayed = {
         int(token)
@@ -75,7 +68,7 @@ def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]
     chosen = routes_of_an_even_expert if choose else None
     with (
         watched(place.chunks) as seen,
-        mrr.replay(place.chunks, trace, verify=True, choose=chosen, min_agreement=0) as session,
+        mrr.replay(place.chunks, verify=True, choose=chosen, min_agreement=0) as session,
     ):
         step(place, batches)
     for handle in handles:
@@ -103,15 +96,6 @@ def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]
 def routes_of_an_even_expert(layer_number: int, routes: Tensor, own: Tensor, scores: Tensor) -> Tensor:
     """Replay what names an even expert first, in the first layer with experts everything."""
     return (routes[:, 0] % 2 == 0) | (layer_number == MOE[0])
-
-
-def _laid_out(batch: Any, parts: list[Tensor], *, fill: Any) -> Any:
-    """Values of each sample in the container of the batch's tokens."""
-    if isinstance(batch.tokens, list):
-        return parts
-    padded = torch.full(batch.tokens.shape, fill, dtype=parts[0].dtype)
-    padded[batch.tokens > 0] = torch.cat(parts)  # token ids count from 1
-    return padded
 
 
 def _decisions(place: Place, batches: Any, seen: Any, live: Any, replayed: set[int]) -> dict[str, int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 
 def zigzag(sequence: Tensor, cp_rank: int, cp_size: int) -> Tensor:
@@ -22,6 +21,11 @@ def zigzag(sequence: Tensor, cp_rank: int, cp_size: int) -> Tensor:
         return sequence
     chunks = sequence.chunk(2 * cp_size)
     return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
+
+
+def pad(values: Tensor, missing: int) -> Tensor:
+    """Fill with 0 behind the last position."""
+    return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
 
 def up(length: int, multiple: int) -> int:
@@ -35,7 +39,7 @@ def nemo_rl(
     row, bounds = [], [0]
     for i, length in enumerate(lengths):
         size = total - bounds[-1] if i == len(lengths) - 1 else up(length, multiple)
-        row.append(zigzag(pad(values[i, :length], (0, size - length)), cp_rank, cp_size))
+        row.append(zigzag(pad(values[i, :length], size - length), cp_rank, cp_size))
         bounds.append(bounds[-1] + size)
     return torch.cat(row).unsqueeze(0), bounds
 
@@ -48,7 +52,7 @@ def skyrl_packed(
     for of_sample, is_token in zip(values, mask.bool()):
         tokens = of_sample[is_token]
         size = up(len(tokens), multiple)
-        row.append(zigzag(pad(tokens, (0, size - len(tokens))), cp_rank, cp_size))
+        row.append(zigzag(pad(tokens, size - len(tokens)), cp_rank, cp_size))
         bounds.append(bounds[-1] + size)
     return torch.cat(row).unsqueeze(0), bounds
 
@@ -56,9 +60,7 @@ def skyrl_packed(
 def skyrl_unpacked(values: Tensor, *, mask: Tensor, multiple: int) -> Tensor:
     """[B, S] padded on the left -> [B, s] padded on the right, s the longest of the micro-batch."""
     size = up(int(mask.sum(dim=1).max()), multiple)
-    return torch.stack(
-        [pad(row[is_token], (0, size - int(is_token.sum()))) for row, is_token in zip(values, mask.bool())]
-    )
+    return torch.stack([pad(row[is_token], size - int(is_token.sum())) for row, is_token in zip(values, mask.bool())])
 
 
 def slime(values: list[Tensor], *, multiple: int, cp_rank: int, cp_size: int) -> tuple[Tensor, list[int]]:
@@ -66,12 +68,12 @@ def slime(values: list[Tensor], *, multiple: int, cp_rank: int, cp_size: int) ->
     row, bounds = [], [0]
     for tokens in values:
         size = up(len(tokens), 2 * cp_size) if cp_size > 1 else len(tokens)
-        row.append(zigzag(pad(tokens, (0, size - len(tokens))), cp_rank, cp_size))
+        row.append(zigzag(pad(tokens, size - len(tokens)), cp_rank, cp_size))
         bounds.append(bounds[-1] + size)
     packed = torch.cat(row)
     missing = up(len(packed), multiple) - len(packed)
     if missing:
-        packed = pad(packed, (0, missing))
+        packed = pad(packed, missing)
         bounds.append(bounds[-1] + missing * cp_size)
     return packed.unsqueeze(0), bounds
 
@@ -79,4 +81,4 @@ def slime(values: list[Tensor], *, multiple: int, cp_rank: int, cp_size: int) ->
 def miles_bshd(values: list[Tensor], *, max_length: int, cp_rank: int, cp_size: int) -> Tensor:
     """Lists of [T] -> [B, max_length / cp_size]."""
     size = up(max_length, 2 * cp_size)
-    return torch.stack([zigzag(pad(tokens, (0, size - len(tokens))), cp_rank, cp_size) for tokens in values])
+    return torch.stack([zigzag(pad(tokens, size - len(tokens)), cp_rank, cp_size) for tokens in values])

@@ -33,7 +33,7 @@ ROUTED = sum(LENGTHS) - len(LENGTHS)
         ("miles_bshd", "pp2", {}),
     ],
 )
-def test_an_engines_routes_in_the_trainers_container_are_replayed_exactly(trainer, layout, options, workers_2):
+def test_sealed_routes_in_the_trainers_container_are_replayed_exactly(trainer, layout, options, workers_2):
     ranks = workers_2.run(replayed, trainer, LAYOUTS[layout], options)
     replicas = 2 if layout == "ep2" else 1  # expert parallelism spans data-parallel ranks
     for rank in ranks:
@@ -68,11 +68,10 @@ def test_an_engines_routes_in_the_trainers_container_are_replayed_exactly(traine
 )
 def test_a_recording_in_the_trainers_container_is_replayed_exactly(trainer, layout, options, workers_2):
     for rank in workers_2.run(recorded_and_replayed, trainer, LAYOUTS[layout], options):
-        assert rank["whole"][:2] == (MOE, True)
+        assert rank["recorded_layers"] == len(MOE)
         assert rank["live"][0] > 0
         assert rank["live"][1] == 0  # the container has what the routers did
         for looked, wrong in (rank["wrong"][phase] for phase in rank["wrong"] if rank["wrong"][phase][0]):
             assert looked > 0
             assert wrong == 0
         assert rank["live_rows"] == 0
-        assert set(rank["layers"]) <= set(MOE)

@@ -21,7 +21,7 @@ from verl.utils.megatron.router_replay_patch import RouterReplay as VerlRouterRe
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers.verl.engine import ROWS
+from megatron_router_replay.trainers.verl.engine import ROUTES, ROWS
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
 from tests.functional.verl.batches import Sizes, as_verl, make_batch
 from tests.functional.verl.engines import OurEngine, StockEngine, build, engine_config, loss_function, model_config
@@ -195,7 +195,7 @@ def r3(case: Case) -> tuple[Counter[str], dict[str, Any]]:
     data = as_verl(batch.padded, enable_routing_replay=True, **case.batching)
     done = step(engine, data)
     assert left_over(engine.module) == []
-    assert data.get(ROWS, None) is None
+    assert data.get(ROWS, None) is data.get(ROUTES, None) is None
     assert data.get("routed_experts", None) is not None
     assert data["enable_routing_replay"]
     assert any(done["seen"]["recompute"].values()) == ("recompute_granularity" in case.config)
@@ -254,7 +254,7 @@ def refused(case: Case, mode: str, damage: Any, flags: dict[str, Any] | None = N
     with pytest.raises(mrr.RouterReplayError) as error:
         step(engine, data)
     assert left_over(engine.module) == []
-    assert data.get(ROWS, None) is None
+    assert data.get(ROWS, None) is data.get(ROUTES, None) is None
     # The engine goes on with the next batch.
     good = make_batch(Sizes(), seed=dp_rank())
     if "routed_experts" in good.padded and mode == "R3":
@@ -316,10 +316,11 @@ def nothing(padded: dict[str, Tensor], rank: int) -> None:
 
 
 class DriftingEngine(OurEngine):
-    """Rows go another way than the tokens."""
+    """Routes go another way than the tokens."""
 
     def _pack(self, values: Tensor, batch: Any, model: Any) -> Tensor:
-        return super()._pack(values, batch, model).roll(1, dims=1)
+        packed = super()._pack(values, batch, model)
+        return packed.roll(1, dims=1) if packed.dim() > 2 else packed
 
 
 def drifting(case: Case) -> str:
