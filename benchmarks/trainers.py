@@ -1,8 +1,9 @@
-"""What a micro-batch's routes cost in a trainer: its own code, and the same as docs/trainers edits it.
+"""What a micro-batch's routes cost in a trainer: its own code, and the same as examples/trainers edits it.
 
-    SLIME_DIR=... MILES_DIR=... NEMO_RL_DIR=... SKYRL_DIR=... .venv/bin/python -m benchmarks.trainers
+    SLIME_DIR=... MILES_DIR=... NEMO_RL_DIR=... SKYRL_DIR=... .venv/bin/python -m benchmarks.trainers [TOKENS LAYERS PASSES]
 
-Two packed samples, from the trainer's fields to what its routers read (`prepare`), and the routers of all layers (`route`);
+Two packed samples of TOKENS each, stamped once and laid out in each of PASSES passes, from the trainer's fields to what
+its routers read (`prepare`), and the routers of all layers (`route`);
 in turns in one process, CPU seconds of one thread. A trainer whose folder is not named is left out. slime and miles patch
 Megatron-LM for their routers, which Megatron-Core as released does not have: only their preparation is measured.
 """
@@ -10,6 +11,7 @@ Megatron-LM for their routers, which Megatron-Core as released does not have: on
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -31,8 +33,8 @@ from tests.trainers import miles, nemo_rl, skyrl, slime
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import trainer_imports
 
-TOKENS, LAYERS, EXPERTS = 2048, 24, 128
-REPEATS = 40
+TOKENS, LAYERS, PASSES = map(int, sys.argv[1:4]) if __name__ == "__main__" and sys.argv[1:] else (2048, 24, 1)
+EXPERTS, REPEATS = 128, 40
 
 
 @dataclass(kw_only=True)
@@ -42,6 +44,7 @@ class Batch:
     routes: Tensor  # [2, TOKENS, LAYERS, topk] int32
     tokens: Tensor  # [2, TOKENS]
     chunk: Any
+    sessions: list[Any] = field(default_factory=list)
     forget: Callable[[], None] = field(default=lambda: None)  # what the trainer's own code has kept of the call before
 
 
@@ -63,13 +66,16 @@ def of_slime(folder: str, *, edited: bool) -> Preparation:
         batch.forget = RoutingReplay.clear_all
 
         def own() -> None:
-            layers = cp_utils.prepare_routed_experts_for_routing_replay(routes, tokens, **options)
-            for layer, replay in enumerate(replays):
-                replay.record(layers[:, layer])
+            for _ in range(PASSES):
+                layers = cp_utils.prepare_routed_experts_for_routing_replay(routes, tokens, **options)
+                for layer, replay in enumerate(replays):
+                    replay.record(layers[:, layer])
 
         def fed() -> None:
             stamped = mrr.stamp_batch(routes, tokens, num_experts=EXPERTS)
-            model._feed_routes(args, batch.chunk, laid_out | {"rollout_routed_experts": stamped})
+            for _ in range(PASSES):
+                model._feed_routes(args, batch.chunk, laid_out | {"rollout_routed_experts": stamped})
+                reopened(batch)
 
         return fed if edited else own
 
@@ -104,15 +110,18 @@ def of_miles(folder: str, *, edited: bool) -> Preparation:
             return iterator, data.get_batch(iterator, ["tokens", *others, *keys], 8)
 
         def own() -> None:
-            iterator, _ = get_batch(list(batch.routes[:, :-1]))
-            fields = iterator.rollout_data
-            replay_data.fill_replay_data(
-                args=args, data_iterator=[iterator], rollout_data=fields, data_key=field, **given
-            )
+            for _ in range(PASSES):
+                iterator, _ = get_batch(list(batch.routes[:, :-1]))
+                fields = iterator.rollout_data
+                replay_data.fill_replay_data(
+                    args=args, data_iterator=[iterator], rollout_data=fields, data_key=field, **given
+                )
 
         def fed() -> None:
             stamped = mrr.stamp_batch(batch.routes[:, :-1], batch.tokens, num_experts=EXPERTS, dtype=torch.int16)
-            model._feed_routes(batch.chunk, get_batch(stamped, field)[1])
+            for _ in range(PASSES):
+                model._feed_routes(batch.chunk, get_batch(stamped, field)[1])
+                reopened(batch)
 
         return fed if edited else own
 
@@ -128,15 +137,17 @@ def of_nemo_rl(folder: str, *, edited: bool) -> Preparation:
         batch.forget = lambda: clear_router_replay(batch.chunk)
 
         def fed() -> None:  # the lines of the page; there they stand in the midst of longer functions
-            mrr.microbatch(
-                batch.chunk,
-                routes=mrr.stamp(routes, tokens, num_experts=EXPERTS, dtype=torch.int16),
-                filler=range(routes.shape[-1]),
-                stamped=True,
-                token_ids=tokens,
-            )
+            filler = range(routes.shape[-1])
+            stamped = mrr.stamp(routes, tokens, num_experts=EXPERTS, dtype=torch.int16, filler=filler)
+            for _ in range(PASSES):
+                mrr.microbatch(batch.chunk, routes=stamped, filler=filler, stamped=True, token_ids=tokens)
+                reopened(batch)
 
-        return fed if edited else lambda: set_router_replay_forward(batch.chunk, routes)
+        def own() -> None:
+            for _ in range(PASSES):
+                set_router_replay_forward(batch.chunk, routes)
+
+        return fed if edited else own
 
     return prepare
 
@@ -149,12 +160,28 @@ def of_skyrl(folder: str, *, edited: bool) -> Preparation:
     layout = build_token_metadata_layout(attention, torch.device("cpu"), packed=True, fp8_enabled=False)
 
     def prepare(batch: Batch) -> Callable[[], None]:
-        given = [batch.routes.to(torch.uint8), ~attention, attention, *([batch.tokens] if edited else [])]
+        rows = batch.routes.to(torch.uint8)
+        rows[:, -1] = torch.arange(rows.shape[-1])  # SkyRL's filler
+        given = [rows, ~attention, attention, *([batch.tokens] if edited else [])]
         given += [batch.chunk, batch.chunk.config, layout]
         batch.forget = replay_utils.clear_router_replay
-        return lambda: replay_utils.setup_per_microbatch_replay_forward(*given, remove_microbatch_padding=True)
+
+        def prepared() -> None:
+            if edited:  # as the trainer makes a batch of the generator's reply
+                given[0] = torch.stack(mrr.stamp_batch(rows, batch.tokens, num_experts=EXPERTS))
+            for _ in range(PASSES):
+                replay_utils.setup_per_microbatch_replay_forward(*given, remove_microbatch_padding=True)
+                reopened(batch)
+
+        return prepared
 
     return prepare
+
+
+def reopened(batch: Batch) -> None:
+    """Drop what was fed, for the next pass."""
+    for session in batch.sessions if PASSES > 1 else ():
+        session._chunks[0].queue.clear()
 
 
 class Trainer(NamedTuple):
@@ -179,9 +206,10 @@ def built(topk: int, *, own: bool) -> Batch:
         sizes, num_layers=LAYERS, num_moe_experts=EXPERTS, moe_router_topk=topk, hidden_size=16,
         moe_enable_routing_replay=own,
     )  # fmt: skip
-    routes = np.random.default_rng(0).random((2, TOKENS, LAYERS, EXPERTS), np.float32).argpartition(topk)[..., :topk]
+    first, step = np.random.default_rng(0).integers(0, EXPERTS, (2, 2, TOKENS, LAYERS, 1), np.int32)
+    routes = (first + (step | 1) * np.arange(topk, dtype=np.int32)) % EXPERTS  # all different, for a step is odd
     return Batch(
-        routes=torch.from_numpy(routes.astype(np.int32)),
+        routes=torch.from_numpy(routes),
         tokens=torch.arange(2 * TOKENS).view(2, TOKENS) * 30,
         chunk=build_tiny_gpt(config, sizes, vocab_size=64, core_attention="small")[0],
     )
@@ -195,11 +223,10 @@ def measure(name: str, topk: int, prepared: dict[str, Preparation]) -> Iterator[
     batches = {"own": built(topk, own=True), "fed": built(topk, own=False)}
     prepare = {key: prepared[key](batch) for key, batch in batches.items()}
     logits = torch.randn(2 * TOKENS, 1, EXPERTS)
-    kept: list[Any] = []  # a session that nobody keeps is lost
 
     def reopen() -> None:
         mrr.close_sessions(batches["fed"].chunk)
-        kept[:] = [mrr.replay(batches["fed"].chunk)]
+        batches["fed"].sessions[:] = [mrr.replay(batches["fed"].chunk)]
 
     def route(batch: Batch) -> None:
         for module in batch.chunk.modules():
@@ -208,7 +235,7 @@ def measure(name: str, topk: int, prepared: dict[str, Preparation]) -> Iterator[
 
     forget: dict[str, Callable[[], None]] = {"own": batches["own"].forget, "fed": reopen}
     parts: dict[str, tuple[Any, Any]] = {"prepare": (prepare, forget)}
-    if TRAINERS[name].own_routers:
+    if TRAINERS[name].own_routers and PASSES == 1:
         routers = {key: partial(route, batch) for key, batch in batches.items()}
         parts["route"] = routers, {key: lambda key=key: (forget[key](), prepare[key]()) for key in forget}
     for part, (timed, before) in parts.items():
@@ -236,7 +263,7 @@ def main() -> None:
     torch.set_num_threads(1)  # threads that wait for others use processor time
     named = [name for name in TRAINERS if TRAINERS[name].source.variable in os.environ]
     assert named, "name a checkout, as the first lines of this file say"
-    print(f"{environment()}. 2 x {TOKENS} tokens, {LAYERS} layers of {EXPERTS} experts.\n", flush=True)
+    print(f"{environment()}. 2 x {TOKENS} tokens, {LAYERS} layers of {EXPERTS} experts, {PASSES} passes.\n", flush=True)
     print(table(["trainer", "routes", "part", "its own, ms", "edited, ms", "edited / own (95 %)"], []), flush=True)
     with tempfile.TemporaryDirectory() as folder, only_rank():
         ParallelSizes().initialize()
