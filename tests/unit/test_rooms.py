@@ -62,7 +62,7 @@ def above(part: str) -> set[str]:
 def loaded() -> dict[str, dict[str, list[str]]]:
     with tempfile.TemporaryDirectory() as folder:  # the forks do not take away what wandb makes on import
         done = subprocess.run(
-            [sys.executable, "-m", "tests.unit.loaded_modules", *PARTS, "diagnostics.live"],
+            [sys.executable, "-m", "tests.unit.loaded_modules", *PARTS],
             cwd=ROOT,
             env={**os.environ, "TMPDIR": folder},
             capture_output=True,
@@ -114,8 +114,6 @@ def test_a_session_registers_nothing_for_the_end_of_the_process() -> None:
     [
         # What a model's MoE layers are, which its config says; users of freeze_recompute have nothing to decode.
         ("mcore", "engines", {"families", "model_info", "registry"}),
-        ("diagnostics.live", "diagnostics", {"fact", "live"}),
-        ("diagnostics.live", "store", set()),
         ("mcore", "store", set()),  # replay("path"): only who gives a path needs files
     ],
 )
