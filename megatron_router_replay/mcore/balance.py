@@ -11,7 +11,7 @@ Source: TopKRouter.routing of Megatron-Core 0.16.1 to 0.19.2, which calls these 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,17 +85,17 @@ def aux_loss_group(routers: Sequence[Any]) -> Any:
     return None
 
 
-def install(router_class: Any, router_module: Any, decision_of: Callable[[Any], Any]) -> None:
+def install(router_class: Any, router_module: Any, thread: Any) -> None:
     """Wrap the methods of TopKRouter, and the loss function that it calls.
 
     Args:
-        decision_of: returns the decision under way in a router's call, or None.
+        thread: its `decision` is what this thread routes with now; None: Megatron-Core's own code.
     """
     for name in AUX_LOSSES:
-        setattr(router_class, name, _aux_loss(getattr(router_class, name), name, decision_of))
-    router_class._apply_expert_bias = _expert_bias(router_class._apply_expert_bias, decision_of)
+        setattr(router_class, name, _aux_loss(getattr(router_class, name), name, thread))
+    router_class._apply_expert_bias = _expert_bias(router_class._apply_expert_bias, thread)
     logged = router_class.attach_and_log_load_balancing_loss
-    router_class.attach_and_log_load_balancing_loss = _logged(logged, decision_of)
+    router_class.attach_and_log_load_balancing_loss = _logged(logged, thread)
     loss = router_module.switch_load_balancing_loss_func
 
     def unfused_with_padding(*args: Any, **kwargs: Any) -> Tensor:
@@ -108,11 +108,11 @@ def install(router_class: Any, router_module: Any, decision_of: Callable[[Any], 
     router_module.switch_load_balancing_loss_func = unfused_with_padding
 
 
-def _aux_loss(original: Any, method: str, decision_of: Callable[[Any], Any]) -> Any:
+def _aux_loss(original: Any, method: str, thread: Any) -> Any:
     def apply(
         router: Any, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, with_padding_mask: bool = False
     ) -> Tensor:
-        tokens = _tokens(decision_of(router))
+        tokens = _tokens(thread.decision)
         around: AbstractContextManager[None] = nullcontext()
         if tokens is not None and router.get_aux_loss_coeff(AUX_LOSSES[method]) > 0:
             if tokens.balance.aux_loss == "off":
@@ -141,9 +141,9 @@ def _aux_loss(original: Any, method: str, decision_of: Callable[[Any], Any]) -> 
     return apply
 
 
-def _expert_bias(original: Any, decision_of: Callable[[Any], Any]) -> Any:
+def _expert_bias(original: Any, thread: Any) -> Any:
     def apply(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        decision = decision_of(router)
+        decision = thread.decision
         tokens: Tokens | None = None if decision is None else decision.tokens
         if tokens is None:
             original(router, routing_map, padding_mask=padding_mask)
@@ -170,11 +170,11 @@ def _expert_bias(original: Any, decision_of: Callable[[Any], Any]) -> Any:
     return apply
 
 
-def _logged(original: Any, decision_of: Callable[[Any], Any]) -> Any:
+def _logged(original: Any, thread: Any) -> Any:
     def attach_and_log(
         router: Any, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        tokens = _tokens(decision_of(router))
+        tokens = _tokens(thread.decision)
         if tokens is not None:
             num_tokens = kwargs.get("valid_token_count")
             if isinstance(num_tokens, Tensor):

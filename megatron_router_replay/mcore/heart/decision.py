@@ -48,19 +48,21 @@ class Counter(Tally):
 
     Args:
         flips: also take the live top-k in recomputes, and count the decisions that it would have flipped.
-        verify: compare every routing map that leaves the router with what was decided.
-        verify_seam: compare the map that leaves `TopKRouter.routing`; for a Megatron-Core that nobody here has read.
+        verify: compare every routing map with what was decided: that which a token dispatcher gets.
+        verify_seam: compare the map that leaves `TopKRouter.routing`, of a layer without a dispatcher, or for a Megatron-Core
+            that nobody here has read.
         topk_again: the dispatcher takes a top-k of the probabilities; count the decisions that it may read differently.
     """
 
-    __slots__ = ("counts_flips", "topk_again", "verify", "verify_seam")
+    __slots__ = ("counts_flips", "topk_again", "verify", "verify_entering", "verify_seam")
 
     def __init__(
         self, *, flips: bool = False, verify: bool = False, verify_seam: bool = False, topk_again: bool = False
     ) -> None:
         super().__init__()
         self.topk_again = topk_again
-        self.counts_flips, self.verify, self.verify_seam = flips, verify, verify_seam and not verify
+        self.counts_flips, self.verify, self.verify_seam = flips, verify, verify_seam
+        self.verify_entering = verify and not verify_seam
 
 
 class Decision:
@@ -201,9 +203,9 @@ class Decision:
         with tape.unpaired(), torch.no_grad():
             self.counter.add(zero=(probs.gather(1, self.used) == 0).any(dim=1).sum())
 
-    def check_map(self, routing_map: Tensor) -> None:
-        """Count the rows of a routing map that are not as decided; the host waits for nothing."""
-        assert self.used is not None, "the call is over"
-        with tape.unpaired(), torch.no_grad():
-            expected = torch.zeros_like(routing_map).scatter_(1, self.used, True)
-            self.counter.add(wrong=(expected != routing_map).any(dim=1).sum(), verified=self.used.shape[0])
+
+def count_wrong(counter: Counter, used: Tensor, routing_map: Tensor) -> None:
+    """Count the rows of a routing map that do not name the experts used; the host waits for nothing."""
+    with tape.unpaired(), torch.no_grad():
+        expected = torch.zeros_like(routing_map).scatter_(1, used, True)
+        counter.add(wrong=(expected != routing_map).any(dim=1).sum(), verified=used.shape[0])

@@ -14,9 +14,9 @@ once, and they pass calls on while nothing is held. A forward's way through a se
     topk_routing_with_score_function -> Decision.get_replay_topk -> Session.choose   which experts it uses
     routing -> tape.write                                                            for its recomputes
             -> Session.decided -> Queue.routed                                       the micro-batch is one router further
+    dispatch_preprocess                                                              gets what left it; see `dispatch`
 
-Nothing is put on a model, but for a router on which somebody has wrapped `forward` or `routing`: there a hook checks that the
-map leaves the wrapper as it left the seam.
+Nothing is put on a model.
 
 Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.topk_routing_with_score_function.
 """
@@ -26,19 +26,19 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore.heart import checkpoints, tape
-from megatron_router_replay.mcore.heart.decision import Decision, Holder, RouterHolder
+from megatron_router_replay.mcore.heart import checkpoints, dispatch, tape
+from megatron_router_replay.mcore.heart.decision import Decision, Holder, RouterHolder, count_wrong
 from megatron_router_replay.mcore.heart.tape import Entry
 from megatron_router_replay.mcore.model.upstream import (
     INFERENCE_ROUTERS,
@@ -51,89 +51,64 @@ from megatron_router_replay.mcore.model.upstream import (
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.decision: Decision | None = None
-        # id(router) -> the map that left the seam, its version, and what was decided
-        self.maps: dict[int, tuple[Tensor, int, Decision | None]] = {}
+        self.decision: Decision | None = None  # of the router's call that runs
 
 
 _thread = _Thread()
-_holders: WeakKeyDictionary[Any, list[tuple[Callable[[], Holder | None], bool]]] = WeakKeyDictionary()
-"""Every router that was ever held -> (its holder, whether that wants its map watched), the innermost last; empty: nobody
-holds it any more.
+_holders: WeakKeyDictionary[Any, list[Callable[[], Holder | None]]] = WeakKeyDictionary()
+"""Every router that was ever held -> its holders, the innermost last; empty: nobody holds it any more.
 
 A holder that is None has lost its handle without an end: the router's next forward raises.
 """
 
-_watched: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Router -> the handle of the hook that looks at the map which leaves it, or what is wrapped around it."""
-
-held: WeakSet[Any] = WeakSet()
-"""The routers that are held now."""
-
 driven: WeakSet[Any] = WeakSet()
 """Objects of routers that are driven now; while there are any, as while routers are held, the seams must be in place."""
-
-_forwards: set[Any] = set()
-"""What `forward` of router classes is, when the seams are put in."""
 
 other_seams: list[Callable[[], list[str]]] = []
 """Each returns which of its names were replaced; those of sparse attention, once a freeze has put them in."""
 
-beside_routing: list[Callable[[Any, Any, Callable[[Any], Decision | None]], None]] = []
-"""Each wraps what `TopKRouter.routing` calls beside the top-k, once: (TopKRouter, its module, decision_under_way)."""
+beside_routing: list[Callable[[Any, Any, Any], None]] = []
+"""Each wraps what `TopKRouter.routing` calls beside the top-k, once: (TopKRouter, its module, what has this thread's
+`decision`, which a held router routes with; None: Megatron-Core's own code)."""
 
 strangers = 0
 """How many forwards in training mode came from routers that nobody held."""
 
 
-def hold(router: Any, holder: Holder, watched: nn.Module | None = None) -> None:
+def hold(router: Any, holder: Holder, dispatchers: Iterable[Any] = ()) -> None:
     """Let a holder decide for a router, inside whoever holds it already; one that was lost is forgotten.
 
     Args:
-        watched: the router, or the module that is called in its place, if the map that leaves it shall be looked at.
+        dispatchers: token dispatchers that get what leaves the router.
     """
     release(router, None)
     # A freeze lasts a whole run and needs no handle. What takes micro-batches is lost with its handle: nobody could end it.
     reference: Callable[[], Holder | None] = weakref.ref(holder) if holder.takes_microbatches else lambda: holder
-    _holders.setdefault(router, []).append((reference, watched is not None))
-    held.add(router)
-    if watched is not None and router not in _watched:
-        _watched[router] = watched.register_forward_hook(_map_check(router, watched))
+    _holders.setdefault(router, []).append(reference)
+    dispatch.held.add(router)
+    dispatch.watch(router, dispatchers)
 
 
 def release(router: Any, holder: Holder | None) -> None:
     """End that, None: of all that were lost; the router stays known, so that it never runs in a backward without its tape."""
     if router in _holders:
-        _holders[router] = [each for each in _holders[router] if each[0]() is not holder]
+        _holders[router] = [each for each in _holders[router] if each() is not holder]
         if not _holders[router]:
-            held.discard(router)
-        unwatch(router)
+            dispatch.held.discard(router)
 
 
-def unwatch(router: Any) -> None:
-    """Look no longer at the map that leaves a router, unless a holder that is there wants it."""
-    if router in _watched and not any(watches and reference() for reference, watches in _holders[router]):
-        _watched.pop(router).remove()
-        _thread.maps.pop(id(router), None)  # of a forward that failed behind the routing
-
-
-def is_watched(router: Any) -> bool:
-    """Return whether the map that leaves a router is looked at."""
-    return router in _watched
-
-
-def held_by(router: Any) -> list[tuple[Callable[[], Holder | None], bool]] | None:
+def held_by(router: Any) -> list[Callable[[], Holder | None]] | None:
     """Return who holds a router, as `_holders` has it; empty: nobody any more; None: it was never held."""
     return _holders.get(router)
 
 
 def holders_of(router: Any) -> list[Holder]:
     """Return who holds a router, the innermost last."""
-    return [holder for reference, _ in _holders.get(router, []) if (holder := reference()) is not None]
+    return [holder for reference in _holders.get(router, []) if (holder := reference()) is not None]
 
 
 def repeat_or_decide(
-    router: Any, holders: list[tuple[Callable[[], Holder | None], bool]]
+    router: Any, holders: list[Callable[[], Holder | None]]
 ) -> tuple[Entry | None, Holder | None, bool]:
     """Return which of the four lines above answers this call of a router, or of sparse attention.
 
@@ -164,7 +139,7 @@ def repeat_or_decide(
     elif holders:
         if getattr(router, "router_replay", None) is not None:
             check_not_driven(router)
-        holder = holders[-1][0]()
+        holder = holders[-1]()
         if holder is None:
             raise ReplayStateError(
                 f"MRR404: {tape.layer_of(router)} is still under a session that was lost: nobody kept what mrr.replay "
@@ -176,12 +151,6 @@ def repeat_or_decide(
     else:
         _count_stranger(router)
     return None, None, is_written
-
-
-def decision_under_way(router: Any) -> Decision | None:
-    """Return the decision that this thread routes with in this router's call; for balancing."""
-    decision = _thread.decision
-    return decision if decision is not None and decision.router is router else None
 
 
 def check_not_driven(router: Any) -> None:
@@ -233,10 +202,6 @@ def _name(who: Any) -> str:
     return who if isinstance(who, str) else tape.layer_of(who)
 
 
-def _version(value: Tensor) -> int:
-    return -1 if value.is_inference() else value._version
-
-
 # ---- the seams themselves
 def install() -> None:
     """Put the seams in, once for the process.
@@ -251,12 +216,11 @@ def install() -> None:
         TopKRouter.routing = _routing_seam(routing)
         for inference_router in INFERENCE_ROUTERS:
             inference_router.forward = _inference_seam(inference_router.forward)
-        _forwards.update(each.forward for each in (TopKRouter, *INFERENCE_ROUTERS))
         for install_beside in beside_routing:
-            install_beside(TopKRouter, router_module, decision_under_way)
+            install_beside(TopKRouter, router_module, _thread)
     if not is_seam(topk):
         setattr(router_module, TOPK_FUNCTION, _topk_seam(topk))
-    tape.before_run = lambda: check_installed() if held or driven else None
+    tape.before_run = lambda: check_installed() if dispatch.held or driven else None
 
 
 def check_installed() -> None:
@@ -284,7 +248,11 @@ def _routing_seam(original: Any) -> Any:
     @_disable_dynamo
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         holders = _holders.get(self)
-        if not holders and (holders is None or _is_left_to(getattr(self, "router_replay", None))):
+        if holders is None:
+            return _pass_on(original, self, logits, *args, **kwargs)
+        # What was routed alone, as in a recompute of the router, or failed behind the routing, has entered no dispatcher.
+        dispatch.thread.left.pop(self, None)
+        if not holders and _is_left_to(getattr(self, "router_replay", None)):
             return _pass_on(original, self, logits, *args, **kwargs)
         entry, holder, is_written = repeat_or_decide(self, holders)
         decision: Decision | None = None
@@ -304,7 +272,8 @@ def _routing_seam(original: Any) -> Any:
                 "topk_routing_with_score_function decided. Was moe_router_load_balancing_type, or the function, replaced?"
             )
         if decision is not None and decision.counter.verify_seam:
-            decision.check_map(routing_map)
+            assert decision.used is not None, "it asked"
+            count_wrong(decision.counter, decision.used, routing_map)
         if decision is not None and decision.counter.topk_again:
             decision.check_probabilities(probs)
         # Behind the routing, so that a forward that raises has written nothing.
@@ -313,12 +282,16 @@ def _routing_seam(original: Any) -> Any:
         if decision is not None and decision.holder is not None:
             decision.counter.add(forwards=1)
             decision.holder.decided(decision)
-        if _watched and self in _watched:
-            _thread.maps[id(self)] = routing_map, _version(routing_map), decision
-        elif holders and is_wrapped(self) and holders_of(self):
-            raise ReplayStateError(
-                f"MRR415: {tape.layer_of(self)}: forward or routing was wrapped on the router during the session. Wrap "
-                "it before, so that the map that leaves the wrapper is checked."
+        if holders or decision is not None:
+            # Not in a function, which every call of every router would pay for.
+            dispatch.thread.left[self] = (
+                (weakref.ref(routing_map.untyped_storage()), routing_map.data_ptr(), routing_map.shape),
+                (routing_map.stride(), routing_map.dtype, routing_map.is_inference() or routing_map._version),
+                (weakref.ref(probs.untyped_storage()), probs.data_ptr(), probs.shape),
+                (probs.stride(), probs.dtype, probs.is_inference() or probs._version),
+                (decision.counter, decision.used)
+                if decision is not None and decision.counter.verify_entering
+                else None,
             )
         return probs, routing_map
 
@@ -377,33 +350,3 @@ def _inference_seam(original: Any) -> Any:
 def is_seam(function: Any) -> bool:
     """Return whether a function is a seam itself; `functools.wraps` copies the mark to what is put around one."""
     return getattr(function, "is_seam", None) is function
-
-
-def is_wrapped(router: Any) -> bool:
-    """Return whether somebody has put a method of its own on this router, or around one of its class."""
-    own, kind = vars(router), type(router)
-    routing = kind.routing
-    seamed = getattr(routing, "is_seam", None) is routing  # see `is_seam`; one call less in each router's
-    return "routing" in own or "forward" in own or not seamed or kind.forward not in _forwards
-
-
-def _map_check(router: Any, module: nn.Module) -> Any:
-    watched = weakref.ref(module)
-
-    @_disable_dynamo
-    def check(module: nn.Module, args: Any, output: Any) -> None:
-        if module is not watched():
-            return  # a copy of the model carries the hook
-        left: Tensor = output[1]
-        routing_map, version, decision = _thread.maps.pop(id(router), (None, -1, None))
-        if decision is not None and decision.counter.verify:
-            decision.check_map(left)
-        wrapped = module is not router or is_wrapped(router)
-        if wrapped and holders_of(router) and (left is not routing_map or _version(left) != version):
-            raise ReplayStateError(
-                f"MRR415: {tape.layer_of(router)}: what somebody wrapped around the router gave another routing map than was "
-                "decided, or did not call Megatron-Core's TopKRouter.routing. A wrapper may look at the map and must "
-                "leave it alone. Import megatron_router_replay.mcore before you wrap the method."
-            )
-
-    return check

@@ -13,6 +13,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from torch import nn
 
 from megatron_router_replay.errors import LayoutError, listed
+from megatron_router_replay.mcore.model.upstream import is_dispatcher
 
 Models = nn.Module | Sequence[nn.Module]
 """A model, or the list of its chunks on this rank; wrapped (DistributedDataParallel, Float16Module) or not."""
@@ -30,12 +31,14 @@ class FoundRouter:
             Megatron-Core 0.16.1 numbers its router so too; later versions start at 1 again, which would alias a decoder
             layer, so the number is made of the MTP layer's and the position in it.
         is_mtp: it belongs to a multi-token-prediction layer.
+        dispatchers: the token dispatchers of its layer; none in a layer of somebody's own that mixes the experts itself.
     """
 
     name: str
     router: Any
     layer_number: int
     is_mtp: bool
+    dispatchers: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         return f"{'MTP layer' if self.is_mtp else 'layer'} {self.layer_number} ({self.name})"
@@ -124,6 +127,7 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
     """
     model = unwrap(chunk)
     routers: dict[int, Any] = {}
+    dispatchers: dict[int, list[Any]] = {}
     places: dict[int, tuple[str, Any]] = {}  # of every module: its path, and the MTP layer that it is in
     # One walk, in the order of named_modules() and in 0.7 of its time: a model has thousands of modules, and every session
     # walks.
@@ -142,6 +146,11 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
         elif isinstance(module, Router):
             routers[id(module)] = module
         places[id(module)] = path, mtp_layer
+        if "router" in module._modules:
+            called: Any = module.router
+            inside = [each for each in called.modules() if isinstance(each, Router)]
+            for router in inside:
+                dispatchers.setdefault(id(router), []).extend(filter(is_dispatcher, vars(module).values()))
         inner = [(f"{path}.{name}" if path else name, child, mtp_layer) for name, child in module.named_children()]
         ahead += reversed(inner)
     found = []
@@ -152,7 +161,15 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
             number = num_decoder_layers(model) + _number_in_mtp_block(mtp_layer, router)
         if number is None:
             raise LayoutError(f"MRR401: router {path!r} ({type(router).__name__}) has no layer_number.")
-        found.append(FoundRouter(name=path, router=router, layer_number=number, is_mtp=mtp_layer is not None))
+        found.append(
+            FoundRouter(
+                name=path,
+                router=router,
+                layer_number=number,
+                is_mtp=mtp_layer is not None,
+                dispatchers=tuple(dispatchers.get(key, ())),
+            )
+        )
     found.sort(key=lambda router: router.layer_number)
     for one, other in pairwise(found):
         if one.layer_number == other.layer_number:
@@ -163,13 +180,6 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
 def _wraps_router(module: nn.Module) -> bool:
     inner = [each for each in module.modules() if isinstance(each, Router)]
     return not isinstance(module, Router) and len(inner) == 1
-
-
-def router_wrappers(chunk: nn.Module) -> dict[Any, nn.Module]:
-    """Return router -> the module that an MoE layer calls in its place."""
-    layers = [module for module in unwrap(chunk).modules() if isinstance(module, BaseMoELayer)]
-    around = [layer.router for layer in layers if _wraps_router(layer.router)]
-    return {next(each for each in module.modules() if isinstance(each, Router)): module for module in around}
 
 
 def _number_in_mtp_block(mtp_layer: Any, router: Any) -> int:

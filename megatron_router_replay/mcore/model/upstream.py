@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import random as megatron_checkpoints
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch
 from torch.utils import checkpoint as torch_checkpoints
@@ -35,6 +36,11 @@ INFERENCE_ROUTERS: tuple[Any, ...] = tuple(filter(None, [getattr(router_module, 
 
 TOPK_FUNCTION = "topk_routing_with_score_function"
 """The function of the router's module that chooses experts; it asks `router_replay` for them."""
+
+DISPATCH_METHOD = "dispatch_preprocess"
+"""The method of a token dispatcher that takes what the router chose: (hidden, map, probabilities)."""
+
+_INFERENCE_DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher_inference"
 
 AUX_LOSSES = {
     "_apply_aux_loss": "aux_loss",
@@ -60,6 +66,11 @@ LEANT_ON: tuple[tuple[Any, str, str], ...] = (
     (_python_dispatch, "_disable_current_modes", "selective checkpoints pair the wrong operations"),
     (TopKRouter, "routing", "no router asks for its experts"),
     (router_module, TOPK_FUNCTION, "a router cannot be told its experts"),
+    (
+        MoEAlltoAllTokenDispatcher,
+        DISPATCH_METHOD,
+        "what enters a token dispatcher is not compared with what was decided",
+    ),
     (router_module, "switch_load_balancing_loss_func", "padding counts in auxiliary losses"),
     (torch._C, "_is_tracing", "routers that torch.jit.trace captures are not refused"),
     (torch._ops, "_len_torch_dispatch_stack_pre_dispatch", "routers that torch.export captures are not refused"),
@@ -135,6 +146,16 @@ def inference_refusals(router: Any) -> Iterator[str]:
             f"router class {type(router).__name__} routes without the session while Megatron's inference mode is on; "
             "leave it before the session, and do not generate inside"
         )
+
+
+def is_dispatcher(candidate: Any) -> bool:
+    """Return whether this is a token dispatcher that gets what `TopKRouter.routing` returned.
+
+    Source: Megatron-Core 0.17.1 to 0.19.2, MoELayer: in inference, a dispatcher of token_dispatcher_inference takes the place
+    of the layer's own, and gets what InferenceTopKRouter made without a call of `routing`.
+    """
+    kind = type(candidate)
+    return hasattr(kind, DISPATCH_METHOD) and kind.__module__ != _INFERENCE_DISPATCHERS
 
 
 def captured_by_cuda_graphs(config: Any, parts: set[str]) -> list[str]:

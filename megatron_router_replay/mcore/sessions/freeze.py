@@ -88,7 +88,7 @@ def freeze_recompute(
     Args:
         model_chunks: the model or its chunks on this rank; multi-token-prediction routers are frozen too.
         count_flips: also take the live top-k in every recompute and report how many decisions it would have flipped.
-        verify: compare every routing map that leaves a router with what was chosen.
+        verify: compare every routing map that a token dispatcher gets with what was chosen.
         indexers: False leaves those of sparse attention live, so their recomputes may choose different positions.
 
     Raises:

@@ -7,7 +7,7 @@ close       the routers are released, and what the session saw is judged
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError, listed
 from megatron_router_replay.mcore.attention.indexers import FoundIndexer, HeldIndexers, find_indexers
 from megatron_router_replay.mcore.balance import Balance
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.heart import seam
+from megatron_router_replay.mcore.heart import dispatch, seam
 from megatron_router_replay.mcore.heart.decision import Counter, RouterHolder
 from megatron_router_replay.mcore.heart.tally import Tally
 from megatron_router_replay.mcore.model.find import (
@@ -30,7 +30,6 @@ from megatron_router_replay.mcore.model.find import (
     check_has_experts,
     check_whole_pipeline,
     find_routers,
-    router_wrappers,
 )
 from megatron_router_replay.mcore.model.support import check_supported, is_hashed, takes_topk_again
 from megatron_router_replay.mcore.model.upstream import check_version
@@ -90,6 +89,7 @@ class Session:
         self._balance = choice or Balance()
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._held: dict[Any, HeldRouter] = {}
+        self._dispatches: dict[Any, int] = {}  # while the session is open, less what was counted before it began
         for index, (module, routers) in enumerate(zip(self._modules, found)):
             self._add_chunk(index, module, [r for r in routers if not is_hashed(r.router)], flips=flips)
         self.hashed = [router for routers in found for router in routers if is_hashed(router.router)]
@@ -120,10 +120,9 @@ class Session:
             for found in self._indexers.found:
                 self._check_free(found.attention, found)
             self._indexers.hold()
-        around = {router: outer for module in self._modules for router, outer in router_wrappers(module).items()}
-        for router in self._held:
-            is_watched = router in around or seam.is_wrapped(router) or self._verify
-            seam.hold(router, self._holder(), around.get(router, router) if is_watched else None)
+        for router, held in self._held.items():
+            seam.hold(router, self._holder(), held.found.dispatchers)
+            self._dispatches[router] = -dispatch.checks[router]
         log_began(self.kind, len(self._held))
         return self
 
@@ -151,6 +150,8 @@ class Session:
             kind=self.kind,
             routers=len(held),
             microbatches=self._num_microbatches(),
+            undispatched=tuple(layer for layer, routed, dispatched in self._dispatched() if routed and not dispatched),
+            dispatched=sum(dispatched for _, _, dispatched in self._dispatched()),
             forwards=sum(each.counter["forwards"] for each in held),
             recomputes=sum(each.counter["recomputes"] for each in held),
             decisions=decisions,
@@ -182,6 +183,11 @@ class Session:
         problems = self._faults()
         self._release()
         report = self.report
+        verified = {held.found.layer_number for held in self._held.values() if held.counter.verify_entering}
+        if unverified := sorted(verified & set(report.undispatched)):
+            problems.append(
+                f"rank {self._rank}: nothing was verified in layers {listed(unverified)}, whose token dispatchers got nothing"
+            )
         if wrong := report.decisions.get("wrong"):
             problems.append(
                 f"rank {self._rank}: {wrong} of {report.decisions['verified']} decisions left their router "
@@ -231,6 +237,14 @@ class Session:
     def _num_microbatches(self) -> int:
         raise NotImplementedError
 
+    def _dispatched(self) -> list[tuple[int, int, int]]:
+        """Return (layer number, forwards, how often a token dispatcher got what had left the router) of each router."""
+        now = {} if self._closed else dispatch.checks
+        return [
+            (held.found.layer_number, held.counter["forwards"], self._dispatches.get(router, 0) + now.get(router, 0))
+            for router, held in self._held.items()
+        ]
+
     def _faults(self) -> list[str]:
         """Return what is wrong with the seams and the model, while the routers are held."""
         problems = []
@@ -258,8 +272,8 @@ class Session:
                     problems.append(
                         f"{found}: the router was exchanged during the session, which did not reach the new one"
                     )
-                elif seam.is_wrapped(found.router) and not seam.is_watched(found.router):
-                    problems.append(f"{found}: forward or routing was replaced on the router during the session")
+                elif not all(map(dispatch.is_watched, found.dispatchers)):
+                    problems.append(f"{found}: its token dispatcher was exchanged during the session")
                 elif not hasattr(type(found.router).routing, "is_seam"):
                     problems.append(
                         f"{found}: the router got the class {type(found.router).__name__}, which asks nobody"
@@ -272,18 +286,23 @@ class Session:
         self._closed = True
         for router in self._held:
             seam.release(router, self._holder())
+            if router in self._dispatches:  # else it was never started
+                self._dispatches[router] += dispatch.checks[router]
         if self._indexers is not None:
             self._indexers.release()
 
     # ---- what the constructor does
     def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, flips: bool) -> None:
         for found in routers:
+            if found.router in self._held:  # a freeze may hold one that two chunks share
+                shared = self._held[found.router].found.dispatchers
+                found = replace(found, dispatchers=(*shared, *found.dispatchers))
             self._held[found.router] = HeldRouter(
                 found=found,
                 counter=Counter(
                     flips=flips,
                     verify=self._verify,
-                    verify_seam=self._verify_seam,
+                    verify_seam=not found.dispatchers if self._verify else self._verify_seam,
                     topk_again=takes_topk_again(getattr(found.router, "config", None)),
                 ),
                 chunk_index=index,

@@ -113,7 +113,7 @@ class QueueingSession(Session):
             chunk.watch()
         open_sessions.append(weakref.ref(self))
         what = f"the {self.kind} session made at {self.made_at}"
-        self._end = weakref.finalize(self, _lost, what, self._chunks, list(self._held), self._account)
+        self._end = weakref.finalize(self, _lost, what, self._chunks, self._account)
         self._end.atexit = False  # the store of a job that ends may be gone
         self._strangers = seam.strangers
         return self
@@ -406,12 +406,10 @@ def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
     return session.start()
 
 
-def _lost(what: str, chunks: list[Chunk], routers: list[Any], account: Account) -> None:
+def _lost(what: str, chunks: list[Chunk], account: Account) -> None:
     """End a session that nobody can end any more; its routers refuse their next forward."""
     for chunk in chunks:
         chunk.unwatch()
-    for router in routers:
-        seam.unwatch(router)
     try:
         account.fail()
     finally:  # also where the job's store is gone

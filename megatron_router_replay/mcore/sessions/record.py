@@ -260,7 +260,7 @@ def record(
         model_chunks: the model or its chunks on this rank.
         mtp: also record multi-token-prediction layers, as layer_number num_layers + 1, ...; their recomputes use what
             the forward chose either way.
-        verify: compare every routing map that leaves a router with what is recorded.
+        verify: compare every routing map that a token dispatcher gets with what is recorded.
         group: the ranks that agree on the number of rows when the session is left; all of them must have
             such a session, and one that raised inside its block is not waited for. None: every rank of the job.
 

@@ -430,7 +430,7 @@ def replay(
             what the router ranks. It is not asked in recomputes, which use what the forward used, and it takes a live top-k.
 
     Checks:
-        verify: compare every routing map that leaves a router with what was decided; the report counts, a difference raises.
+        verify: compare every routing map that a token dispatcher gets with what was decided; a difference raises.
         min_replayed: the least share of tokens (padding left out) that must have been replayed, over all ranks of the
             group together; less raises on every rank when the session is left. Tokens that were left out by choice
             (`trace.keep`) are not replayed. None: at least one token. 0: none is also right where all were left out.

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 import torch.distributed as dist
 
+from megatron_router_replay.errors import listed
 from megatron_router_replay.mcore.sessions.agreement import LiveAgreement
 from megatron_router_replay.tables import Table
 
@@ -48,6 +49,9 @@ class SessionReport:
         routers: routers the session holds.
         microbatches: forwards of model chunks that reached every router.
         forwards, recomputes: forwards and recomputes of single routers.
+        dispatched: forwards and recomputes whose map and probabilities a token dispatcher got as they had left the router,
+            until the session was left.
+        undispatched: layers that routed while no token dispatcher got anything, as layers of somebody's own may.
         rows_replayed: rows that used the given routes.
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
         rows_padding: rows known to be padding, spread over all experts.
@@ -65,6 +69,8 @@ class SessionReport:
     microbatches: int = 0
     forwards: int = 0
     recomputes: int = 0
+    dispatched: int = 0
+    undispatched: tuple[int, ...] = ()
     rows_replayed: int = 0
     rows_live: int = 0
     rows_padding: int = 0
@@ -158,6 +164,10 @@ class SessionReport:
                 ("tokens routed live", f"{self.rows_live:,}", self._why_live()),
                 ("padding", f"{self.rows_padding:,}", ""),
             ]
+        if self.undispatched:
+            rows.append(
+                ("not seen in a dispatcher", "", f"layers {listed(self.undispatched)}: verify=True looks at the router")
+            )
         if self.rows_repeated:
             rows.append(("rows named twice", f"{self.rows_repeated:,}", "(two tokens got one token's routes)"))
         if self.layout_proved is False:
@@ -211,7 +221,9 @@ def _add_up(reports: list[SessionReport]) -> SessionReport:
     for each in fields(SessionReport):
         # A stage without routers measures less than the others, and None there must not hide what they measured.
         measured = [value for report in reports if (value := getattr(report, each.name)) is not None]
-        if each.name in ("decisions", "flips_of_layer"):
+        if each.name == "undispatched":
+            totals[each.name] = tuple(sorted({layer for layers in measured for layer in layers}))
+        elif each.name in ("decisions", "flips_of_layer"):
             names = sorted({name for counts in measured for name in counts})
             totals[each.name] = {name: sum(counts.get(name, 0) for counts in measured) for name in names}
         elif each.name == "agreement":

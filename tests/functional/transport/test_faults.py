@@ -208,7 +208,7 @@ def test_a_rank_that_does_not_ask_any_more_runs_out_of_time(port: int) -> None:
     assert sender == rank == f"{ERROR} rollout process 0 waited 2 s for a process."
 
 
-def test_a_rank_that_hangs_at_the_end_of_a_batch_is_noticed_within_the_time_of_a_message(port: int) -> None:
+def test_a_rank_that_hangs_at_the_end_of_a_batch_is_noticed_within_timeout(port: int) -> None:
     limits = {"timeout": timedelta(seconds=4)}  # ready_timeout is minutes
     over = threading.Event()
 

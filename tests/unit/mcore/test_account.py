@@ -235,7 +235,7 @@ def test_a_lost_session_is_warned_of_also_where_the_store_is_gone():
         raise RuntimeError("the store is gone")
 
     with pytest.raises(RuntimeError, match="gone"), pytest.warns(RuntimeWarning, match="replay session was lost"):
-        queueing._lost("the replay session", [], [], SimpleNamespace(fail=fail))
+        queueing._lost("the replay session", [], SimpleNamespace(fail=fail))
 
 
 def without_the_other():
@@ -301,7 +301,7 @@ def settled(monkeypatch, size, *, sessions):
 
 
 @pytest.mark.parametrize("size", [8, 48, 128])
-def test_a_rank_asks_the_store_four_times_at_the_end_of_a_session_however_many_there_are(monkeypatch, size):
+def test_a_rank_asks_the_store_four_times_however_many_ranks_there_are(monkeypatch, size):
     stores, _ = settled(monkeypatch, size, sessions=3)
     assert max(len(store.names) for store in stores) <= 4
     assert max(store.num_bytes for store in stores) < 65536

@@ -148,7 +148,7 @@ def test_rows_that_do_not_count_are_not_judged():
     assert asks.report().layers[1].rows == 100
 
 
-def test_a_layer_with_too_few_rows_is_judged_with_those_of_the_sessions_before_and_then_they_are_forgotten():
+def test_a_layer_with_too_few_rows_is_judged_with_those_of_the_sessions_before():
     chunk, judged = module(), []
     for session in range(8):
         asks = asking(chunk)

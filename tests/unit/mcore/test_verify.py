@@ -28,11 +28,11 @@ def changed(routing_map, kind):
 
 
 def plant(chunk, kind="exchanged", *, in_recompute=False):
-    """Change what leaves the second layer's router, before the session's verifier sees it."""
+    """Change what leaves the second layer's router, unseen by autograd, in front of its dispatcher."""
 
     def hook(router, args, output):
-        recompute = torch._C._current_graph_task_id() != -1
-        return (output[0], changed(output[1], kind)) if recompute == in_recompute else None
+        if (torch._C._current_graph_task_id() != -1) == in_recompute:
+            output[1].data.copy_(changed(output[1], kind))
 
     chunk.routers[1].register_forward_hook(hook)
 
@@ -72,7 +72,29 @@ def test_without_a_fault_nothing_is_wrong_and_without_verify_nothing_is_counted(
         forward(chunk, session).backward()
     assert session.report.decisions == ({"wrong": 0, "verified": 24 if around is plain else 48} if verify else {})
     assert session.report.recompute_flips is None
-    assert not chunk.routers[1]._forward_hooks, "what watched is gone"
+
+
+def test_a_layer_without_a_dispatcher_is_verified_where_its_router_is_left_and_named():
+    chunk = Chunk()
+    del chunk.layers[1].token_dispatcher
+    router = chunk.routers[1]
+    chunk.layers[1].forward = lambda hidden: hidden + router(hidden)[0].sum()
+    with mrr.replay(chunk, random_trace(8), verify=True) as session:
+        forward(chunk, session)
+    report = session.report
+    assert (report.decisions["verified"], report.decisions["wrong"]) == (24, 0)
+    assert (report.dispatched, report.undispatched) == (2, (2,))
+    assert "layers 2" in str(report)
+
+
+def test_a_dispatcher_that_gets_nothing_leaves_nothing_verified_so_verify_raises():
+    chunk = Chunk()
+    router = chunk.routers[1]
+    chunk.layers[1].forward = lambda hidden: hidden + router(hidden)[0].sum()
+    session = mrr.replay(chunk, random_trace(8), verify=True)
+    forward(chunk, session)
+    with pytest.raises(ReplayStateError, match="rank 0: nothing was verified in layers 2, whose token dispatchers got"):
+        session.close()
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)

@@ -7,6 +7,7 @@ recompute belongs to without asking the package.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections import defaultdict
@@ -45,6 +46,18 @@ def config(**options: Any) -> Any:
     return TransformerConfig(**{**fields, **options})
 
 
+def _gating(router: Any, hidden: Tensor) -> Tensor:
+    return nn.functional.linear(hidden, router.weight)
+
+
+class Dispatcher:
+    """As much of a token dispatcher as a session leans on: it gets what the layer's router gave."""
+
+    def dispatch_preprocess(self, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        self.routing_map = routing_map
+        return hidden, probs
+
+
 class Layer(nn.Module):
     def __init__(self, the_config: Any, layer_number: int, generator: torch.Generator) -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -59,12 +72,19 @@ class Layer(nn.Module):
         self.router.weight.data[:, -1] = 0  # the forward's number decides nothing
         self.router.layer_number = layer_number
         # Megatron-Core's own moves the weight to a GPU.
-        self.router.gating = lambda hidden: nn.functional.linear(hidden, self.router.weight)
+        self.router.gating = functools.partial(_gating, self.router)
         self.router_args: tuple[Any, ...] = ()  # a padding_mask
+        self.token_dispatcher = Dispatcher()
         self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator) / HIDDEN)
 
+    def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        routed: tuple[Tensor, Tensor] = self.router(hidden, *self.router_args)
+        return routed
+
     def forward(self, hidden: Tensor) -> Tensor:
-        probs, routing_map = self.router(hidden, *self.router_args)
+        probs, routing_map = self.route(hidden)
+        _, probs = self.token_dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+        routing_map = self.token_dispatcher.__dict__.pop("routing_map")
         outputs = torch.einsum("sbh,ehk->sbek", hidden, self.experts).tanh()
         mixed = (outputs * (probs * routing_map).view(*hidden.shape[:2], EXPERTS, 1)).sum(dim=2)
         keep = torch.arange(HIDDEN, device=hidden.device) < HIDDEN - 1

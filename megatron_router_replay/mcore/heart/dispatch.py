@@ -1,0 +1,111 @@
+"""What a token dispatcher gets is what left the router's own routing: the map and the probabilities, untouched.
+
+    TopKRouter.routing returns (probs, map)         the seam leaves both here, for this router in this thread
+    dispatch_preprocess(hidden, map, probs)         gets the same two tensors, or raises
+
+Hooks, wrappers and modules between the two may look at the tensors. Their memory and version are compared, so the host waits
+for nothing. An alias passes, because autograd hands one on where a module has a full backward hook. A write
+through `.data` is seen by `verify=True` alone, which compares values here.
+
+Every class of dispatcher that a session finds is wrapped once, outside of what it compiles. Megatron-Core pads maps for
+quantization inside of it.
+
+Source: Megatron-Core 0.16.1 to 0.19.2, MoELayer.preprocess, the only caller of `dispatch_preprocess`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.mcore.heart import tape
+from megatron_router_replay.mcore.heart.decision import count_wrong
+from megatron_router_replay.mcore.model.upstream import DISPATCH_METHOD
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        # Router -> where its map is (weak storage, address, shape) and (stride, dtype, version), then its probabilities,
+        # and what `count_wrong` needs or None. Weak, for a forward that fails here must not keep its graph.
+        self.left: WeakKeyDictionary[Any, tuple[Any, Any, Any, Any, Any]] = WeakKeyDictionary()
+
+
+thread = _Thread()
+
+held: WeakSet[Any] = WeakSet()
+"""The routers that are held now: nothing may enter their dispatchers that did not leave their routing."""
+
+checks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Router -> how often its dispatcher got what had left it."""
+
+_router_of: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
+"""Token dispatcher -> the router of its layer."""
+
+
+def watch(router: Any, dispatchers: Iterable[Any]) -> None:
+    """Compare what these dispatchers get with what leaves the router, from now on."""
+    checks.setdefault(router, 0)
+    for dispatcher in dispatchers:
+        _router_of[dispatcher] = weakref.ref(router)
+        kind = type(dispatcher)
+        if not hasattr(vars(kind).get(DISPATCH_METHOD), "checks_dispatch"):
+            setattr(kind, DISPATCH_METHOD, _checked(kind, getattr(kind, DISPATCH_METHOD)))
+
+
+def is_watched(dispatcher: Any) -> bool:
+    """Return whether what this dispatcher gets is compared with what leaves a router."""
+    return dispatcher in _router_of
+
+
+def _checked(kind: type, original: Any) -> Any:
+    @functools.wraps(original)
+    def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Tensor, probs: Tensor, *rest: Any) -> Any:
+        # A subclass that calls this has been checked where the layer called it.
+        if type(self) is kind:
+            _check(self, routing_map, probs)
+        return original(self, hidden_states, routing_map, probs, *rest)
+
+    dispatch_preprocess.checks_dispatch = True  # type: ignore[attr-defined]
+    return dispatch_preprocess
+
+
+@_disable_dynamo
+def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
+    reference = _router_of.get(dispatcher)
+    router = None if reference is None else reference()
+    if router is None:
+        return
+    left = thread.left.pop(router, None)
+    if left is None:
+        if router in held:
+            raise ReplayStateError(
+                f"MRR415: {tape.layer_of(router)}: its token dispatcher got a routing map that Megatron-Core's "
+                "TopKRouter.routing did not make for this router. Was the router exchanged? What replaces one of its methods "
+                "must call on; import megatron_router_replay.mcore before you wrap a method of the class."
+            )
+        return
+    for what, entering, (storage, address, shape), (stride, dtype, version) in (
+        ("another routing map", routing_map, *left[0:2]),
+        ("other probabilities", probs, *left[2:4]),
+    ):
+        # The storage lives as long as a tensor or an alias does, so no other tensor can have its address meanwhile.
+        same = entering.untyped_storage() is storage() and entering.data_ptr() == address
+        same = same and (entering.shape, entering.stride(), entering.dtype) == (shape, stride, dtype)
+        if not same or (entering.is_inference() or entering._version) != version:
+            raise ReplayStateError(
+                f"MRR415: {tape.layer_of(router)}: its token dispatcher got {what} than left the router"
+                f"{' (written in place)' if same else ''}. A hook, wrapper or module between the two may look at both "
+                "tensors; it must hand them on, and not change or copy them."
+            )
+    checks[router] += 1
+    if left[4] is not None:
+        counter, used = left[4]
+        count_wrong(counter, used, routing_map)

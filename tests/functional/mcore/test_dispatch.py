@@ -1,0 +1,50 @@
+"""What real token dispatchers get, in every setting that a CPU can run, is what left the router: in every call."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.transformer.moe import token_dispatcher
+
+import megatron_router_replay as mrr
+from tests.functional.mcore.cases import FULL, MOE, Case, build, model_inputs, moe_routers, random_trace, run
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full recompute": FULL,
+    "MoE recompute": MOE,
+    "MTP": {"mtp_num_layers": 1},
+    "capacity": {"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "position"},
+    "shared expert": {"moe_shared_expert_intermediate_size": 32},
+    "aux loss and bias": {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_call_of_a_router_is_seen_in_its_dispatcher(name, kind, megatron):
+    case = Case(config=SETTINGS[name] | {"moe_token_dispatcher_type": kind})
+    _, chunks, microbatches = build(case)
+    for router in moe_routers(chunks):  # an alias of both tensors reaches the dispatcher
+        router.register_full_backward_hook(lambda *_: None)
+    padded = mock.patch.object(token_dispatcher, "get_align_size_for_quantization", return_value=16, create=True)
+    with padded, mrr.replay(chunks, random_trace(case), verify="capacity" not in name) as session:
+        run(chunks, case, microbatches, session)
+    report = session.report
+    assert (report.dispatched, report.undispatched) == (report.forwards + report.recomputes, ())
+    assert report.decisions.get("wrong", 0) == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_dispatchers_get_the_same_tensors(mode, megatron):
+    case = Case()
+    _, (chunk,), (microbatch, *_) = build(case)
+    with mode(), mrr.freeze_recompute(chunk) as session:
+        chunk(**model_inputs(microbatch))
+    assert session.report.dispatched == session.report.forwards > 0

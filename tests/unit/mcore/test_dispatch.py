@@ -1,0 +1,208 @@
+"""What enters a token dispatcher is what left the router's own routing: every way to change it raises, looking is legal."""
+
+import functools
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import ReplayStateError
+from tests.unit.mcore.tiny_chunk import AROUND, STARTS, Chunk, Dispatcher, forward, random_trace, reentrant
+
+
+def rolled(probs, routing_map):
+    return probs, routing_map.roll(1, 0)
+
+
+def rolled_in_place(probs, routing_map):
+    routing_map.copy_(routing_map.roll(1, 0))
+    return probs, routing_map
+
+
+def copied(probs, routing_map):
+    return probs, routing_map.clone()
+
+
+def without_an_expert(probs, routing_map):
+    """The flex dispatcher with DeepEP takes a top-k of the probabilities, and no map."""
+    return probs * (torch.arange(probs.shape[1]) > 0), routing_map
+
+
+def zeroed_in_place(probs, routing_map):
+    with torch.no_grad():
+        probs[:, 0] = 0
+    return probs, routing_map
+
+
+def looked_at(probs, routing_map):
+    routing_map.sum(), probs.detach().sum()
+    return probs, routing_map
+
+
+CHANGES = [rolled, rolled_in_place, copied, without_an_expert, zeroed_in_place]
+
+
+class Around(nn.Module):
+    """A module of somebody's own in the router's place."""
+
+    def __init__(self, router, change):
+        super().__init__()
+        self.inner, self.change = router, change
+
+    def forward(self, *args):
+        return self.change(*self.inner(*args))
+
+
+def hook(layer, change):
+    return layer.router.register_forward_hook(lambda _, __, output: change(*output))
+
+
+def hook_in_front(layer, change):
+    return layer.router.register_forward_hook(lambda _, __, output: change(*output), prepend=True)
+
+
+def global_hook(layer, change):
+    return register_module_forward_hook(lambda m, _, output: change(*output) if m is layer.router else None)
+
+
+def wrapped(owner, name, change):
+    inner = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: change(*inner(*args, **kwargs)))
+
+
+def around_the_router(layer, change):
+    layer.router = Around(layer.router, change)
+
+
+@contextmanager
+def around_the_class(layer, change):
+    method = TopKRouter.forward
+
+    @functools.wraps(method)
+    def wrapper(router, *args, **kwargs):
+        routed = method(router, *args, **kwargs)
+        return change(*routed) if router is layer.router else routed
+
+    with mock.patch.object(TopKRouter, "forward", wrapper):
+        yield
+
+
+def around_the_dispatcher(layer, change):
+    inner = layer.token_dispatcher.dispatch_preprocess
+
+    def dispatch_preprocess(hidden, routing_map, probs):
+        probs, routing_map = change(probs, routing_map)
+        return inner(hidden, routing_map, probs)
+
+    layer.token_dispatcher.dispatch_preprocess = dispatch_preprocess
+
+
+PLACES = {
+    "hook": hook,
+    "hook in front": hook_in_front,
+    "global hook": global_hook,
+    "router.forward": lambda layer, change: wrapped(layer.router, "forward", change),
+    "router.routing": lambda layer, change: wrapped(layer.router, "routing", change),
+    "layer.route": lambda layer, change: wrapped(layer, "route", change),
+    "module": around_the_router,
+    "class": around_the_class,
+    "dispatcher": around_the_dispatcher,
+}
+
+
+@contextmanager
+def planted(chunk, place, change):
+    """Put a change between the second layer's router and its dispatcher."""
+    layer = chunk.layers[1]
+    # A module put around the router would be found as an exchanged one: the router's path changes, the router does not.
+    with ExitStack() as stack:
+        plant = PLACES[place](layer, change)
+        if hasattr(plant, "remove"):
+            stack.callback(plant.remove)
+        elif plant is not None:
+            stack.enter_context(plant)
+        yield
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_changes_what_a_dispatcher_gets_raises_there(place, change, inside):
+    chunk = Chunk()
+    with ExitStack() as stack:
+        if not inside:
+            stack.enter_context(planted(chunk, place, change))
+        session = mrr.replay(chunk, random_trace())
+        if inside:
+            stack.enter_context(planted(chunk, place, change))
+        with pytest.raises(ReplayStateError, match="MRR415: layer 2: its token dispatcher got"):
+            forward(chunk, session)
+    session.close(verify=False)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("kind", "around"), list(zip(STARTS, AROUND)))
+def test_whatever_looks_is_legal(kind, place, inside, around):
+    chunk = Chunk()
+    chunk.around = AROUND[around]
+    with ExitStack() as stack:
+        if not inside:
+            stack.enter_context(planted(chunk, place, looked_at))
+        session = stack.enter_context(STARTS[kind](chunk))
+        if inside:
+            stack.enter_context(planted(chunk, place, looked_at))
+        forward(chunk, session).backward()
+    report = session.report
+    assert (report.forwards, report.dispatched, report.undispatched) == (3, 3 + report.recomputes, ())
+
+
+def test_an_alias_passes_as_long_as_what_it_is_an_alias_of_lives():
+    """Autograd hands aliases on where a module has a full backward hook; in inference mode there are no versions."""
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        chunk = Chunk()
+        chunk.routers[1].register_full_backward_hook(lambda *_: None)
+        with mode(), mrr.freeze_recompute(chunk) as session:
+            forward(chunk)
+        assert session.report.dispatched == 3
+    for change in (
+        lambda probs, routing_map: (probs, routing_map[:-1]),
+        lambda probs, routing_map: (probs, routing_map.view(torch.uint8)),
+        lambda probs, routing_map: (probs[:, :-1], routing_map),
+        lambda probs, routing_map: (probs, routing_map.view(2, 2, 2, -1).transpose(0, 1).reshape(8, -1)),
+    ):
+        chunk = Chunk()
+        session = mrr.freeze_recompute(chunk)
+        with planted(chunk, "hook", change), pytest.raises(ReplayStateError, match="than left the router"):
+            forward(chunk)
+        session.close(verify=False)
+
+
+def test_a_router_that_is_recomputed_alone_leaves_nothing_for_the_next_dispatch():
+    chunk = Chunk()
+    layer = chunk.layers[1]
+    layer.route = lambda hidden: reentrant(layer.router, hidden)
+    with mrr.replay(chunk, random_trace()) as session:
+        forward(chunk, session).backward()
+    assert (session.report.recomputes, session.report.dispatched) == (1, 3)
+    del layer.route
+    with planted(chunk, "hook", rolled):
+        forward(chunk)  # nobody holds it: neither compared, nor taken for what was recomputed
+
+
+def test_a_dispatcher_that_calls_its_base_class_is_compared_once():
+    class Rolls(Dispatcher):
+        def dispatch_preprocess(self, hidden, routing_map, probs):
+            return super().dispatch_preprocess(hidden, routing_map.roll(1, 0), probs)
+
+    one, other = Chunk(), Chunk()
+    one.layers[1].token_dispatcher = Rolls()
+    with mrr.freeze_recompute([one, other]) as session:
+        forward(one)
+        forward(other)
+    assert session.report.dispatched == 6
