@@ -101,8 +101,10 @@ def test_columns_are_put_in_order_only_where_a_sum_depends_on_it(asked, asked_to
     at_top2 = asked(name, recompute)["launches"] - asked(base, recompute)["launches"]
     matters = scores in ("softmax", "sigmoid")
     in_order = SORTED[name][["plain", "non_reentrant", "reentrant"].index(recompute)] if matters else 0
+    # The layer that is asked whether it agrees takes its live top-k, which in groups is nine operations more.
+    in_groups = 9 if name == "replay" and scores == "sigmoid in groups" else 0
     assert (top4["wrong"], top4["flips"]) == (0, 0)
-    assert top4["launches"] - base_top4["launches"] <= at_top2 + in_order
+    assert top4["launches"] - base_top4["launches"] <= at_top2 + in_order + in_groups
 
 
 def test_routes_that_are_all_there_take_no_live_topk(asked):
