@@ -56,9 +56,9 @@ $(VENV)/.docs: $(DEMO)
 	touch $@
 
 # Another Megatron-Core, in a folder of its own; from 0.17 on they ask for Python 3.12 and run on 3.11 all the same.
-$(MCORE)/.ready: $(READY)
-	rm -rf $(MCORE)
-	$(call install,$(VENV)) --target $(MCORE) --no-deps --only-binary=:all: --python-version 3.12 megatron-core==$(VERSION)
+build/megatron-core/%/.ready: $(READY)
+	rm -rf $(@D)
+	$(call install,$(VENV)) --target $(@D) --no-deps --only-binary=:all: --python-version 3.12 megatron-core==$*
 	touch $@
 
 # vLLM on a CPU, for `--engine vllm` and its test, and verl. Each has all that it needs but torch and Megatron-Core, which it
@@ -94,15 +94,17 @@ effect: $(VENV)/.triton $(MCORE)/.ready
 PROCESSES ?= 2
 PYTEST := -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1
 
-test: $(READY)
-	$(BIN)/python $(PYTEST) -m "not slow"
+# With the newest Megatron-Core that is tested; what differs in older ones is asked by `make test-mcore`.
+test: $(VENV)/.triton $(MCORE)/.ready
+	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python $(PYTEST) -m "not slow"
 
-# OPTIONS may leave tests out: .ci/left_out.py prints the options for those that a change does not touch.
+# With the Megatron-Core of .venv, the oldest. OPTIONS may leave tests out: .ci/left_out.py prints the options for those
+# that a change does not touch.
 test-slow: $(READY)
 	$(BIN)/python $(PYTEST) -m slow $(OPTIONS)
 
-# The tests of mcore with another Megatron-Core than the pinned one: make test-mcore VERSION=0.18.2. MARKED=version runs
-# those alone that ask what differs between versions; TESTS may name fewer files.
+# The tests of mcore with another Megatron-Core: make test-mcore VERSION=0.18.2. MARKED=version runs those alone that ask
+# what differs between versions; TESTS may name fewer files.
 TESTS ?= tests/unit/mcore tests/functional/mcore
 MARKED ?= not slow
 

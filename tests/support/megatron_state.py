@@ -1,9 +1,11 @@
 """Forget what one case leaves behind in Megatron-Core's module globals, so that the next starts as in a new process."""
 
 import gc
+import inspect
 import random
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,3 +48,13 @@ def reset_megatron_state() -> None:
     # Of the class that bears the name now: `install()` may have put ours in its place.
     router_replay.RouterReplay.global_router_replay_instances.clear()
     gc.collect()
+
+
+def megatrons_context_parallel_split(batch: dict[str, Any], **group: Any) -> dict[str, Any]:
+    """Return a context-parallel rank's part of a batch, cut by Megatron-Core; since 0.18 it asks of what kind it is."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
+        group["is_hybrid_cp"] = False
+    part: dict[str, Any] = get_batch_on_this_cp_rank(batch, **group)
+    return part

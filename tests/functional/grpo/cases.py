@@ -24,7 +24,7 @@ from examples.grpo.routes import DistributedRollouts, LocalRollouts, RayRollouts
 from examples.grpo.settings import Settings
 from examples.grpo.task import EOS, ClassTask
 from examples.grpo.trainer import Trainer
-from examples.grpo.vllm_engine import VllmClient, VllmEngine
+from examples.grpo.vllm_engine import VllmClient
 from examples.grpo.weights import CONFIG, gather_hf_weights, random_hf_weights, save_hf_checkpoint
 from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe
 
@@ -192,18 +192,8 @@ def dying_worker(settings: Settings) -> str:
 def steps_with_routes(settings: Settings) -> dict[str, Any]:
     """Train; return this rank's metrics, its parameters at the end, and the routes it got in every step."""
     trainer = make_trainer(settings)
-    received = []
     with make_rollouts(settings, trainer) as rollouts:
-        receive = rollouts.receive
-
-        def receive_and_keep() -> mrr.RoutingTrace:
-            trace = receive()
-            kept = {name: getattr(trace, name) for name in ("layer_numbers", "num_experts")}
-            tensors = {name: getattr(trace, name).clone() for name in ("topk_indices", "replay_mask", "token_ids")}
-            received.append({**kept, **tensors})
-            return trace
-
-        rollouts.receive = receive_and_keep  # type: ignore[method-assign]
+        received = keep_what_is_received(rollouts)
         metrics = [one_step(trainer, rollouts, step) for step in range(settings.steps)]
         line = rollouts.line()
     return {
@@ -215,6 +205,22 @@ def steps_with_routes(settings: Settings) -> dict[str, Any]:
     }
 
 
+def keep_what_is_received(rollouts: Rollouts) -> list[dict[str, Any]]:
+    """Return a list that will hold the routes which this rank gets in every step from now on."""
+    received = []
+    receive = rollouts.receive
+
+    def receive_and_keep() -> mrr.RoutingTrace:
+        trace = receive()
+        kept = {name: getattr(trace, name) for name in ("layer_numbers", "num_experts")}
+        tensors = {name: getattr(trace, name).clone() for name in ("topk_indices", "replay_mask", "token_ids")}
+        received.append({**kept, **tensors})
+        return trace
+
+    rollouts.receive = receive_and_keep  # type: ignore[method-assign]
+    return received
+
+
 def refusal(trainer: Trainer, rollouts: Rollouts, step: int) -> str:
     """Return what a step raises; empty if it trains."""
     try:
@@ -224,38 +230,43 @@ def refusal(trainer: Trainer, rollouts: Rollouts, step: int) -> str:
     return ""
 
 
-class MeddledVllm(VllmEngine):
-    """A client whose responses lose a layer on the way, while `damages` is set."""
+class MeddledVllm(VllmClient):
+    """A worker's client: until it was given weights a second time, the responses to it lose a layer on the way."""
 
-    damages = True
+    times_loaded = 0
+
+    def load_weights(self, weights: Any) -> None:
+        self.times_loaded += 1
+        super().load_weights(weights)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         response = super().post(path, body)
-        if self.damages:
+        if self.times_loaded < 2:
             damage(response)
         return response
 
 
+def meddled_vllm(settings: Settings) -> MeddledVllm:
+    return MeddledVllm(settings.out / "engine", eos_token_id=EOS)
+
+
 def vllm_steps(settings: Settings) -> dict[str, Any]:
-    """Take a step with routes that arrive damaged, then `settings.steps` good ones, from a real vLLM."""
+    """Take a step with routes that arrive damaged, then `settings.steps` good ones, from one real vLLM for all workers."""
     trainer = make_trainer(settings)
-    engine = None
-    if torch.distributed.get_rank() == 0:
-        engine = MeddledVllm(settings.out / "engine", eos_token_id=EOS, start_timeout_s=600.0)
-    with LocalRollouts(settings, trainer, engine) as rollouts:
-        before = flat(trainer)
+    with DistributedRollouts(settings, trainer, worker_engine=meddled_vllm) as rollouts:
+        received = keep_what_is_received(rollouts)
+        states = [flat(trainer)]
         message = refusal(trainer, rollouts, 0)
-        after = flat(trainer)
-        if engine is not None:
-            engine.damages = False
+        states.append(flat(trainer))
         metrics = [one_step(trainer, rollouts, step) for step in range(settings.steps)]
-        server = None if engine is None else engine.server
+        states.append(flat(trainer))
+        process = rollouts.server.server.process if rollouts.is_manager else None
     return {
         "message": message,
-        "nothing_trained": torch.equal(before, after),
-        "trained_then": not torch.equal(after, flat(trainer)),
+        "trained": [not torch.equal(*pair) for pair in pairwise(states)],
+        "received": received,
         "metrics": metrics,
-        "server_ended": server is None or server.process.poll() is not None,
+        "server_ended": process is None or process.poll() is not None,
     }
 
 

@@ -9,46 +9,40 @@ import torch
 from examples.grpo.vllm_engine import REPO, VllmEngine, VllmError, VllmServer
 from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
 from megatron_router_replay.testing import ParallelSizes
-from tests.functional.grpo.cases import small, steps_with_routes, vllm_steps
+from tests.functional.grpo.cases import small, vllm_steps
 
 PYTHON = REPO / ".venv-vllm/bin/python"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: run `make venv-vllm`")
-def test_r3_refuses_damaged_routes_from_vllm_over_http_and_trains_on_right_ones(workers_2, tmp_path):
-    settings = small(tmp_path, engine="vllm", steps=1, recompute="full", layout=ParallelSizes(pp_size=2))
-    ranks = workers_2.run(vllm_steps, settings, timeout_s=1800)
-    for rank in ranks:
-        assert "layer_number 3" in rank["message"], rank["message"]
-        assert rank["nothing_trained"]
-        assert rank["trained_then"]
-        assert rank["server_ended"]
-        (step,) = rank["metrics"]
-        assert step["router_replay/rows_live"] == 16  # the last token of each sample; all others have a route
-        assert step["router_replay/rows_replayed"] > 16 * 4
-        assert 0 < step["rollout_kl"] < 2e-3
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: run `make venv-vllm`")
-def test_rollout_workers_ask_one_vllm_server_and_send_its_routes_to_every_stage(workers_2, tmp_path):
+def test_workers_of_one_vllm_refuse_damaged_routes_and_send_right_ones_to_every_stage(workers_2, tmp_path):
     settings = small(
-        tmp_path, engine="vllm", transport="distributed", rollout_workers=2, layout=ParallelSizes(pp_size=2)
+        tmp_path,
+        engine="vllm",
+        transport="distributed",
+        rollout_workers=2,
+        recompute="full",
+        layout=ParallelSizes(pp_size=2),
     )
-    first, last = workers_2.run(steps_with_routes, settings, timeout_s=1800)
-    for step in range(2):
-        received = first["received"][step], last["received"][step]
-        assert [routes["layer_numbers"] for routes in received] == [(1,), (3, 4)]
-        assert torch.equal(received[0]["token_ids"], received[1]["token_ids"])
-        assert torch.equal(received[0]["replay_mask"], received[1]["replay_mask"])
-        assert int((~received[0]["replay_mask"]).sum()) == 16
-        for rank in (first, last):
-            metrics = rank["metrics"][step]
-            assert metrics["router_replay/rows_live"] == 16
-            assert metrics["router_replay/transport/rollout_decode_s"] > 0
+    ranks = workers_2.run(vllm_steps, settings, timeout_s=1800)
+    for rank, layer_numbers in zip(ranks, [(1,), (3, 4)], strict=True):
+        assert "layer_number 3" in rank["message"], rank["message"]
+        assert rank["trained"] == [False, True]
+        assert rank["server_ended"]
+        for step, received in zip(rank["metrics"], rank["received"], strict=True):
+            assert received["layer_numbers"] == layer_numbers
+            assert int((~received["replay_mask"]).sum()) == 16
+            assert step["router_replay/rows_live"] == 16  # the last token of each sample; all others have a route
+            assert step["router_replay/rows_replayed"] > 16 * 4
+            assert step["router_replay/transport/rollout_decode_s"] > 0
             # In the second step a server that kept old weights, or garbled new ones, is some 0.1 away.
-            assert 0 < metrics["rollout_kl"] < 2e-3
+            assert 0 < step["rollout_kl"] < 2e-3
+    first, last = (rank["received"] for rank in ranks)
+    assert len(first) == 2
+    for on_first, on_last in zip(first, last, strict=True):
+        assert torch.equal(on_first["token_ids"], on_last["token_ids"])
+        assert torch.equal(on_first["replay_mask"], on_last["replay_mask"])
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):

@@ -76,7 +76,7 @@ def compile_model(model: Any, backend: str) -> Any:
     ("compile_parts", "recompute", "inside", "backend"),
     [
         (compile_routers, MOE, False, "aot_eager"),
-        pytest.param(compile_layers, FULL, False, "inductor", marks=pytest.mark.slow),
+        pytest.param(compile_routers, MOE, False, "inductor", marks=pytest.mark.slow),
         pytest.param(compile_layers, {}, True, "aot_eager", marks=pytest.mark.slow),
         pytest.param(compile_model, MOE, False, "aot_eager", marks=pytest.mark.slow),
         pytest.param(compile_model, FULL, True, "aot_eager", marks=pytest.mark.slow),

@@ -12,6 +12,7 @@ from megatron_router_replay.testing import (
     tiny_gpt_config,
 )
 from tests.support.gradients import gradients, merge_by_name
+from tests.support.megatron_state import megatrons_context_parallel_split
 from tests.support.microbatches import pack_microbatch, split_microbatch
 
 
@@ -187,13 +188,12 @@ def batches(kind, layout):
 
 def as_megatron_splits():
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     layout = ParallelSizes(cp_size=2)
     layout.initialize()
     (microbatch, _) = random_microbatches(2, batch_size=2)
     ours = split_microbatch(microbatch, cp_rank=parallel_state.get_context_parallel_rank(), cp_size=2)
-    return ours, get_batch_on_this_cp_rank(dict(microbatch))
+    return ours, megatrons_context_parallel_split(dict(microbatch))
 
 
 def trained_on(on_ranks, layout, kind="full", core_attention=None, **fields):

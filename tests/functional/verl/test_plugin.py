@@ -15,17 +15,25 @@ STOCK = "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead"
 OURS = "megatron_router_replay.trainers.verl.engine.RouterReplayEngine"
 
 
-def test_verl_loads_it_as_an_entry_point_and_nothing_of_megatron_with_it():
+@pytest.fixture(scope="module")
+def fresh_process():
+    """What a process without Megatron-Core says of the plug-in, then of one for a verl that lacks what we know."""
     code = (
         "import json, sys, verl; before = 'megatron' in sys.modules; from verl.workers.engine import EngineRegistry; "
         "found = EngineRegistry.get_engine_cls('language_model', 'megatron'); "
         "print(json.dumps([before, found.__module__, 'megatron_router_replay.trainers.verl.engine' in sys.modules, "
-        "sum('WhenImported' in type(finder).__name__ for finder in sys.meta_path)]))"
+        "sum('WhenImported' in type(finder).__name__ for finder in sys.meta_path)])); "
+        # What is gone is looked for when verl's engine has been imported; its own imports have had it by then.
+        "import verl.workers.engine.megatron, verl.utils.device; import megatron_router_replay.trainers.verl as ours; "
+        "verl.__version__ = '0.10.0'; del verl.utils.device.get_vendor, sys.modules[ours.ENGINE_MODULE]; ours._plug_in(); "
+        "import verl.workers.engine.megatron; print('went on')"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, timeout=600
-    )
-    assert json.loads(done.stdout.splitlines()[-1]) == [False, "megatron_router_replay.trainers.verl", False, 0]
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
+
+
+def test_verl_loads_it_as_an_entry_point_and_nothing_of_megatron_with_it(fresh_process):
+    found = json.loads(fresh_process.stdout.splitlines()[-2])
+    assert found == [False, "megatron_router_replay.trainers.verl", False, 0]
 
 
 def test_verls_mode_is_the_switch(workers_1):
@@ -40,17 +48,10 @@ def test_a_verl_that_packs_in_another_way_is_refused_unless_replay_is_off(worker
         workers_1.run(cases.chosen_with_another_packer, "R3")
 
 
-def test_a_verl_without_the_registry_that_we_know_goes_on_with_a_warning():
-    # What is gone is looked for when verl's engine has been imported; its own imports have had it by then.
-    code = (
-        "import sys, verl.workers.engine.megatron, verl.utils.device; import megatron_router_replay.trainers.verl as ours; "
-        "verl.__version__ = '0.10.0'; del verl.utils.device.get_vendor, sys.modules[ours.ENGINE_MODULE]; ours._plug_in(); "
-        "import verl.workers.engine.megatron; print('went on')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
-    assert done.stdout.splitlines()[-1] == "went on"
-    assert "cannot register this package's engine with verl 0.10.0: ImportError" in done.stderr
-    assert "verl's own replay would run, not this package's" in done.stderr
+def test_a_verl_without_the_registry_that_we_know_goes_on_with_a_warning(fresh_process):
+    assert fresh_process.stdout.splitlines()[-1] == "went on"
+    assert "cannot register this package's engine with verl 0.10.0: ImportError" in fresh_process.stderr
+    assert "verl's own replay would run, not this package's" in fresh_process.stderr
 
 
 def test_a_vision_language_model_is_refused_by_name(workers_1):

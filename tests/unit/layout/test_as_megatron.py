@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_router_replay.layout.split import rows_for_router, split_context_parallel, split_sequence_parallel
+from tests.support.megatron_state import megatrons_context_parallel_split
 from tests.unit.layout.numbered import pack_rows
 
 pytest.importorskip("megatron.core", reason="compares with Megatron-Core's own splits")
@@ -31,7 +32,7 @@ def test_zigzag_is_megatrons_split_of_a_padded_batch(b, s, cp_size):
     rows = torch.arange(b * s).view(b, s)
     for rank in range(cp_size):
         with group_as_seen_by(rank, cp_size) as group:
-            theirs = utils.get_batch_on_this_cp_rank({"tokens": rows}, cp_group=group)["tokens"]
+            theirs = megatrons_context_parallel_split({"tokens": rows}, cp_group=group)["tokens"]
         assert torch.equal(split_context_parallel(rows, cp_rank=rank, cp_size=cp_size), theirs)
 
 
