@@ -28,7 +28,7 @@ into = UV_PYTHON=$(1)/bin/python PIP_PYTHON=$(1)/bin/python $(BIN)/python -m
 install_torch = $(call into,$(1)) pip install --quiet --no-compile $(TORCH)
 install = $(call into,$(1)) $(INSTALL) --quiet
 
-.PHONY: venv venv-vllm venv-verl demo grpo effect test test-slow test-mcore test-verl test-wheel mutate lint format docs bench clean
+.PHONY: venv venv-vllm venv-verl demo grpo effect test test-slow test-mcore test-verl test-wheel mutate mutants lint format docs bench clean
 
 venv: $(READY)
 
@@ -131,6 +131,11 @@ FILES ?= $(wildcard megatron_router_replay/layout/*.py megatron_router_replay/tr
 KILLERS ?= tests/unit/layout tests/unit/trace
 mutate: $(READY)
 	$(BIN)/python -m tests.mutate $(FILES) --tests $(KILLERS)
+
+# The table of tests/README.md: SAMPLE changes of every room. Hours on 2 cores; ROOMS="layout trace" takes fewer.
+SAMPLE ?= 20
+mutants: $(VENV)/.triton $(MCORE)/.ready
+	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python -m tests.mutate --rooms $(ROOMS) --sample $(SAMPLE)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ What survives is printed: a hole in the tests, or a change that makes no differe
 test starts by itself see the file as it is.
 
     make mutate FILES="megatron_router_replay/layout/rows.py" KILLERS="tests/unit/layout"
+    make mutants                            # the table of tests/README.md: a sample from every room, against its own tests
 """
 
 from __future__ import annotations
@@ -55,6 +56,25 @@ ARITHMETIC = {
     ast.BitOr: ast.BitAnd,
 }
 BOOLEAN = {ast.And: ast.Or, ast.Or: ast.And}
+
+PACKAGE = Path("megatron_router_replay")
+ROOMS: dict[str, tuple[str, ...]] = {
+    "trace": ("tests/unit/trace",),
+    "layout": ("tests/unit/layout",),
+    "engines": ("tests/unit/engines",),
+    "store": ("tests/unit/store",),
+    "mcore/model": ("tests/unit/mcore",),
+    "mcore/heart": ("tests/unit/mcore",),
+    "mcore/batches": ("tests/unit/mcore",),
+    "mcore/attention": ("tests/unit/mcore/test_indexers.py",),
+    "mcore/sessions": ("tests/unit/mcore",),
+    "capture": ("tests/unit/capture",),
+    "diagnostics": ("tests/unit/diagnostics",),
+    "transport": ("tests/unit/transport", "tests/functional/transport/test_collective.py"),
+    "trainers": ("tests/unit/trainers",),
+    "cli": ("tests/unit/cli",),
+}
+"""The folders of the package, and the quick tests of each."""
 
 
 def is_annotation_or_text(node: ast.AST) -> bool:
@@ -161,9 +181,13 @@ def passes(fork: BaseProcess) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--tests", nargs="+", required=True)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--tests", nargs="+")
+    parser.add_argument("--rooms", nargs="*", choices=ROOMS, help="instead of files: these rooms, or all of them")
     parser.add_argument("--every", type=int, default=1, help="take only every n-th mutant")
+    parser.add_argument(
+        "--sample", type=int, help="take so many mutants of a room, evenly spread (default 20)", default=20
+    )
     parser.add_argument(
         "--load", nargs="*", default=(), help="packages that the tests need, loaded once for all mutants"
     )
@@ -172,7 +196,25 @@ def main() -> int:
     # A fork ends without cleaning up, and what a test imports (wandb, by way of Megatron-Core) makes folders on import.
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-        return run_mutants(options)
+        if options.rooms is None:
+            if not options.files or not options.tests:
+                parser.error("name files and their --tests, or --rooms")
+            return run_mutants(options)
+        for room in options.rooms or ROOMS:
+            options.files, options.tests = sorted((PACKAGE / room).rglob("*.py")), [*ROOMS[room], "-m", "not slow"]
+            options.every = max(1, sum(len(places_in(path.read_text())) for path in options.files) // options.sample)
+            print(f"\n{room}:", flush=True)
+            run_mutants(options)
+    return 0
+
+
+def places_in(source: str) -> list[tuple[int, int]]:
+    """Return where a file can be broken: the number of a node, and of a mutation of it."""
+    return [
+        (node_index, mutation_index)
+        for node_index, node in enumerate(mutable_nodes(ast.parse(source)))
+        for mutation_index in range(len(mutations(node)))
+    ]
 
 
 def run_mutants(options: argparse.Namespace) -> int:
@@ -203,22 +245,17 @@ def run_mutants(options: argparse.Namespace) -> int:
         else:
             num_killed += 1
 
-    for path in options.files:
-        source = path.read_text()
-        places = [
-            (node_index, mutation_index)
-            for node_index, node in enumerate(mutable_nodes(ast.parse(source)))
-            for mutation_index in range(len(mutations(node)))
-        ]
-        for node_index, mutation_index in places[:: options.every]:
-            tree = ast.parse(source)
-            node = list(mutable_nodes(tree))[node_index]
-            mutant = mutations(node)[mutation_index]
-            before, after = ast.unparse(node).splitlines()[0], ast.unparse(mutant).splitlines()[0]
-            if len(running) == options.jobs:
-                finish_first()
-            words = f"{path}:{node.lineno}: survived: {before}  ->  {after}"
-            running.append((start(path, replaced(tree, node, mutant), cpu_seconds), words))
+    sources = {path: path.read_text() for path in options.files}
+    places = [(path, *place) for path, source in sources.items() for place in places_in(source)]
+    for path, node_index, mutation_index in places[:: options.every]:
+        tree = ast.parse(sources[path])
+        node = list(mutable_nodes(tree))[node_index]
+        mutant = mutations(node)[mutation_index]
+        before, after = ast.unparse(node).splitlines()[0], ast.unparse(mutant).splitlines()[0]
+        if len(running) == options.jobs:
+            finish_first()
+        words = f"{path}:{node.lineno}: survived: {before}  ->  {after}"
+        running.append((start(path, replaced(tree, node, mutant), cpu_seconds), words))
     while running:
         finish_first()
     print(f"{num_killed} killed, {num_survived} survived")
