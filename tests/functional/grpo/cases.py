@@ -7,6 +7,7 @@ import io
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -88,37 +89,29 @@ def rollout_against_megatron(settings: Settings, dtype: torch.dtype) -> dict[str
     }
 
 
-class DamagedEngine(TransformersEngine):
-    """Answers as vLLM does over HTTP, read by the vLLM client; in step 1, a layer of the last sample is lost on the way."""
+class MeddledEngine(TransformersEngine):
+    """Answers as vLLM does over HTTP, read by the vLLM client. Two things befall the worker that has the last prompt.
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings.out / "initial", eos_token_id=EOS)
-        self.last_group = settings.prompts - 1
-
-    def generate(self, prompts: Sequence[Tensor], **options: Any) -> list[Sample]:
-        samples = super().generate(prompts, **options)
-        client = VllmClient(self.checkpoint, eos_token_id=EOS)
-        result = []
-        for group, prompt in enumerate(prompts, options["first_group"]):
-            own = [sample for sample in samples if sample.group == group]
-            response = vllm_response(own)
-            if options["seed"] == 1 and group == self.last_group:
-                damage(response)
-            result += client.read(response, prompt, group)
-        return result
-
-
-class DyingEngine(TransformersEngine):
-    """Ends its process in step 1, in the worker that has the last prompt."""
+    In step 1 a layer of the last sample is lost on the way; in step 3 its process ends.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings.out / "initial", eos_token_id=EOS)
         self.settings = settings
 
     def generate(self, prompts: Sequence[Tensor], **options: Any) -> list[Sample]:
-        if options["seed"] == 1 and options["first_group"] + len(prompts) == self.settings.prompts:
+        step, has_last = options["seed"], options["first_group"] + len(prompts) == self.settings.prompts
+        if step == 3 and has_last:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().generate(prompts, **options)
+        samples = super().generate(prompts, **options)
+        client = VllmClient(self.checkpoint, eos_token_id=EOS)
+        result = []
+        for group, prompt in enumerate(prompts, options["first_group"]):
+            response = vllm_response([sample for sample in samples if sample.group == group])
+            if step == 1 and group == self.settings.prompts - 1:
+                damage(response)
+            result += client.read(response, prompt, group)
+        return result
 
 
 def rollouts_of(settings: Settings, trainer: Trainer, engine: type[TransformersEngine]) -> Rollouts:
@@ -163,30 +156,32 @@ def damage(response: dict[str, Any]) -> None:
     choice["routed_experts"] = encoded(routes)
 
 
-def damaged_step(settings: Settings) -> dict[str, Any]:
-    """Train a step, then one whose routes arrive damaged, then a good one; return the error and whether anything moved."""
+def meddled_steps(settings: Settings) -> dict[str, Any]:
+    """Train a step, one whose routes arrive damaged, a good one, and with workers one in which a worker dies.
+
+    Returns both errors, and whether each of the first three steps moved anything.
+    """
     trainer = make_trainer(settings)
     states = [flat(trainer)]
-    with rollouts_of(settings, trainer, DamagedEngine) as rollouts:
+    died = ""
+    with suppress(WorkerDiedError), rollouts_of(settings, trainer, MeddledEngine) as rollouts:
         one_step(trainer, rollouts, 0)
         states.append(flat(trainer))
-        message = refusal(trainer, rollouts, 1)
+        damaged = refusal(trainer, rollouts, 1)
         states.append(flat(trainer))
         one_step(trainer, rollouts, 2)
         states.append(flat(trainer))
-    return {"message": message, "trained": [not torch.equal(*pair) for pair in pairwise(states)]}
+        if settings.transport != "local":
+            try:
+                one_step(trainer, rollouts, 3)
+            except Exception as error:
+                died = f"{type(error).__name__}: {error}"
+                raise WorkerDiedError from error  # the run ends as one that failed
+    return {"damaged": damaged, "died": died, "trained": [not torch.equal(*pair) for pair in pairwise(states)]}
 
 
-def dying_worker(settings: Settings) -> str:
-    """Train a step, then one in which a rollout worker dies; return what is raised."""
-    trainer = make_trainer(settings)
-    try:
-        with rollouts_of(settings, trainer, DyingEngine) as rollouts:
-            one_step(trainer, rollouts, 0)
-            one_step(trainer, rollouts, 1)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+class WorkerDiedError(Exception):
+    """One of the run's rollout workers is gone."""
 
 
 def steps_with_routes(settings: Settings) -> dict[str, Any]:

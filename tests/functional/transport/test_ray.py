@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'mega
 
 
 class Rank:
-    """A training rank."""
+    """One training rank after another; two of these play all ranks of a layout, for each process takes seconds to start."""
 
     def train(self, ref: Any) -> dict[str, Any]:
         times = TransportTimes("training")
@@ -50,7 +51,7 @@ def actors() -> Iterator[dict[str, list[Any]]]:
     ray.init(num_cpus=2, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False)
     try:
         yield {
-            "ranks": [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(8)],
+            "ranks": [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(2)],
             "workers": [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)],
         }
     finally:
@@ -63,7 +64,7 @@ def deliver(actors: dict[str, list[Any]], case: Case) -> list[list[dict[str, tor
         worker = actors["workers"][step % 2]
         refs = ray.get(worker.put.remote(case.traces(step), layout=case.layout, partition=case.partition))
         assert list(refs) == case.layout.places()
-        replies.append(ray.get([rank.train.remote(ref) for rank, ref in zip(actors["ranks"], refs.values())]))
+        replies.append(ray.get([rank.train.remote(ref) for rank, ref in zip(cycle(actors["ranks"]), refs.values())]))
     return [[reply[rank] for reply in replies] for rank in range(len(case.layout.places()))]
 
 
