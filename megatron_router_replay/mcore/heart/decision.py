@@ -129,11 +129,11 @@ class Decision:
             )
         self.scores, self.topk, self._groups = scores, topk, (num_groups, group_topk, default_compute_topk)
         # A forward chooses and a recompute recalls: what differs between the two is hidden from a selective checkpoint.
+        values: Tensor | None = None
         with tape.unpaired():
             used = self._recall() if self.holder is None else self.holder.choose(self)
-            is_live = used is None
             if used is None:
-                used = self.live()
+                values, used = self._live_topk()
             if used.shape != (scores.shape[0], topk):
                 raise ReplayStateError(
                     f"MRR201: {tape.layer_of(self.router)} routes {scores.shape[0]} tokens to {topk} experts each, its "
@@ -142,12 +142,14 @@ class Decision:
                 )
             self.used = used.to(device=scores.device, dtype=torch.int64)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
-                if self.topk > 2 and not is_live and self._order_matters():  # a sum of two has one order
+                if self.topk > 2 and values is None and self._order_matters():  # a sum of two has one order
                     order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True
             indices = self.used
         del self.scores, self._groups  # which autograd would keep
+        if values is not None and not torch.is_grad_enabled():
+            return values, indices  # without a gradient, a live top-k has what a gather would give
         return scores.gather(1, indices), indices
 
     def _order_matters(self) -> bool:
@@ -163,10 +165,13 @@ class Decision:
 
     def live(self) -> Tensor:
         """Return the experts that the router chooses by itself, [num_tokens, topk] int64."""
+        return self._live_topk()[1]
+
+    def _live_topk(self) -> tuple[Tensor, Tensor]:
         num_groups, group_topk, compute = self._groups
         # In the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
-        indices: Tensor = compute(self.scores.detach(), self.topk, num_groups=num_groups, group_topk=group_topk)[1]
-        return indices
+        values, indices = compute(self.scores.detach(), self.topk, num_groups=num_groups, group_topk=group_topk)
+        return values, indices
 
     def live_of(self, rows: Tensor) -> Tensor:
         """Return the experts that it chooses for the rows at these positions ([n] int64), [n, topk] int64."""

@@ -91,9 +91,8 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
                 "RouterReplay.clear_global_router_replay_instances() before building, or use a session."
             )
         # All are checked before the first is set: a step with targets of two batches would train.
-        targets = [as_target(topk_indices) for topk_indices in all_layers_topk_indices]
-        for instance, target in zip(instances, targets):
-            instance.set_target_indices(target)
+        for instance, target in zip(instances, as_targets(all_layers_topk_indices)):
+            upstream.RouterReplay.set_target_indices(instance, target)
 
     @staticmethod
     def set_global_static_buffers(static_buffer: Tensor) -> None:
@@ -128,7 +127,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             TraceError: not two-dimensional integers, an id is negative, or a row names an expert twice. On a GPU the
                 values are checked without waiting for them: a device-side assertion follows.
         """
-        super().set_target_indices(as_target(topk_indices))
+        upstream.RouterReplay.set_target_indices(self, as_targets([topk_indices])[0])
 
     def set_static_buffer(self, buffer: Tensor) -> None:
         """Record into this memory from now on. It is [max_tokens, topk] of integers, and a CUDA graph may hold it.
@@ -266,6 +265,8 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
                 raise ReplayStateError(
                     "MRR417: REPLAY_FORWARD without a target: call set_target_indices or RouterReplay.set_replay_data first."
                 )
+        if not hasattr(target, _CHECKED) or getattr(target, _CHECKED) != target._version:
+            (target,) = as_targets([target])  # assigned by hand, or written to since
         # On a GPU looking would wait for the device; there the gather asserts that each id is an expert's.
         if not target.is_cuda and target.numel() and not 0 <= int(target.min()) <= int(target.max()) < num_experts:
             raise TraceError(f"MRR103: a replay target names expert {int(target.max())} of {num_experts} experts.")
@@ -292,12 +293,38 @@ def as_action(action: Any) -> Any:
     return None if action is None else known[action.value]
 
 
-def as_target(topk_indices: Any) -> Tensor:
-    """Return a checked copy of a replay target, [num_tokens, topk]; of the dtype given, unsigned ones widened.
+_CHECKED = "router_replay_checked"
+"""On a target: its version when it was checked. Whoever writes to it has it checked again."""
+
+
+def as_targets(targets: Sequence[Any]) -> list[Tensor]:
+    """Return checked copies of replay targets, [num_tokens, topk] each; of the dtype given, unsigned ones widened.
 
     Raises:
         TraceError: not two-dimensional integers, an id is negative, or a row names an expert twice.
     """
+    copies = [_copied(target) for target in targets]
+    alike: dict[Any, list[Tensor]] = {}
+    for target in copies:
+        alike.setdefault((target.shape, target.dtype, target.device), []).append(target)
+    for same in alike.values():
+        ordered = torch.stack(same).sort(dim=2).values  # one check of all layers, for each of its steps is a launch
+        wrong = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2) | (ordered < 0).any(dim=2)
+        if wrong.is_cuda:
+            torch._assert_async(~wrong.any(), "a replay target holds a negative or a repeated expert id")
+        elif bool(wrong.any()):
+            layer, row = wrong.nonzero()[0].tolist()
+            raise TraceError(
+                f"MRR103: row {row} of the replay target is {same[layer][row].tolist()}: ids must be distinct and not "
+                "negative; rows without a route are for a session, which lets the live router decide them."
+            )
+    for target in copies:
+        if not target.is_inference():  # whose writes nobody counts: it is checked at each use
+            setattr(target, _CHECKED, target._version)
+    return copies
+
+
+def _copied(topk_indices: Any) -> Tensor:
     try:
         # A copy: a trainer may write its next micro-batch into the same buffer before this one is recomputed.
         target = torch.as_tensor(topk_indices).detach().clone()
@@ -310,16 +337,6 @@ def as_target(topk_indices: Any) -> Tensor:
     if target.dim() != 2 or target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
         raise TraceError(
             f"MRR417: a replay target must be [num_tokens, topk] integers, got {list(target.shape)} {target.dtype}."
-        )
-    ordered = target.sort(dim=1).values
-    wrong = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1) | (ordered < 0).any(dim=1)
-    if target.is_cuda:
-        torch._assert_async(~wrong.any(), "a replay target holds a negative or a repeated expert id")
-    elif bool(wrong.any()):
-        bad = int(wrong.nonzero()[0])
-        raise TraceError(
-            f"MRR103: row {bad} of the replay target is {target[bad].tolist()}: ids must be distinct and not negative; "
-            "rows without a route are for a session, which lets the live router decide them."
         )
     return target
 
@@ -372,7 +389,8 @@ def uninstall() -> None:
 def _adopt(instances: Iterable[Any]) -> None:
     instances = list(instances)
     # All are checked before the first is changed: half a model would be driven by each class.
-    copies = [{id(target): as_target(target) for target in _targets_of(instance)} for instance in instances]
+    targets = [_targets_of(instance) for instance in instances]
+    copies = [dict(zip(map(id, each), as_targets(each))) for each in targets]
     actions = [as_action(instance.router_replay_action) for instance in instances]
     for instance, copied, action in zip(instances, copies, actions):
         vars(instance).pop("router_replay_action", None)

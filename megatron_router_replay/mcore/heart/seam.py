@@ -137,6 +137,12 @@ def repeat_or_decide(
             "Engine). If your own autograd function runs the model again, name its runs with mcore.Tape."
         )
     elif holders:
+        if tape.open_runs and not is_written and torch.is_grad_enabled():
+            raise ReplayStateError(
+                f"MRR413: {tape.layer_of(router)} is called in a thread that runs no checkpointed function, while another "
+                "thread runs one: if that one started this thread, nobody could tell its recompute from a new forward. Call "
+                "the model in the thread that runs the checkpointed function, and train one model at a time under sessions."
+            )
         if getattr(router, "router_replay", None) is not None:
             check_not_driven(router)
         holder = holders[-1]()

@@ -60,8 +60,7 @@ class Tape:
         self.num_first_runs = 0  # of several, nobody knows which one a later run repeats
 
     def first_run(self) -> Run:
-        """Return a context in which routers write this tape."""
-        self.num_first_runs += 1
+        """Return a context in which routers write this tape. Entered twice, it is two runs."""
         return Run(self, reads=False)
 
     def again(self) -> Run:
@@ -82,11 +81,15 @@ class Run:
     def __enter__(self) -> Self:
         before_run()
         self.task = torch._C._current_graph_task_id()
+        self._position = 0
+        self.tape.num_first_runs += not self.reads
         _thread.runs.append(self)
+        open_runs.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         _thread.runs.remove(self)
+        open_runs.remove(self)
 
     def peek(self) -> Any:
         """Return the router that the first run called where it had come as far as this one; None: it called no more."""
@@ -126,6 +129,8 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+open_runs: list[Run] = []
+"""The runs of all threads."""
 
 before_run: Callable[[], None] = lambda: None  # noqa: E731
 """The seam's check of itself, called where a tape begins to be written or read."""

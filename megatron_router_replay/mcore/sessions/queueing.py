@@ -246,17 +246,26 @@ class QueueingSession(Session):
         if tuple(tokens.shape) != microbatch.batch_shape:
             raise LayoutError(
                 f"MRR201: the forward of micro-batch {microbatch.number} gets input_ids {list(input_ids.shape)}, its "
-                f"routes are for {list(microbatch.batch_shape)}: they must have the shape of the tokens."
+                f"routes are for {list(microbatch.batch_shape)}: they must have the shape of the tokens. If the model "
+                "inserts positions itself (images), open the session on its language model."
             )
         expected = microbatch.token_ids
         if expected is not None and not _same_on_host(expected, tokens):
             # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
             expected = to_device(expected, tokens.device)
+            wrong = (expected != tokens) & (expected >= 0)
+            first = ""
+            if wrong.device.type == "cpu" and bool(wrong.any()):
+                position = tuple(wrong.nonzero()[0].tolist())
+                first = (
+                    f" input_ids{list(position)} is {int(tokens[position])}, but its routes were recorded for token "
+                    f"{int(expected[position])} ({int(wrong.sum())} of {int((expected >= 0).sum())} positions differ)."
+                )
             self._check(
-                ((expected != tokens) & (expected >= 0)).any(),
+                wrong.any(),
                 f"MRR203: the forward of micro-batch {microbatch.number} of chunk {chunk.index} got other input_ids "
-                "than were queued for it: micro-batches run in another order than they were queued, or tokens and "
-                "routing_rows moved apart.",
+                f"than were queued for it.{first} Move tokens and routing_rows (or fed routes) by the same code, as "
+                "collate_padded and collate_packed do, and run micro-batches in the order in which they were queued.",
             )
 
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:

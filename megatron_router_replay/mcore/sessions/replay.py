@@ -151,7 +151,8 @@ class ReplaySession(QueueingSession):
         assert self._choose is not None, "asked by it"
         own = decision.live()
         layer_number = self._held[decision.router].found.layer_number
-        chosen = self._choose(layer_number, used, own, decision.scores.detach())
+        # Copies: what is done with them in place must change neither routes nor probabilities.
+        chosen = self._choose(layer_number, used.clone(), own.clone(), decision.scores.detach().clone())
         if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
             raise ReplayStateError(
                 f"MRR101: replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}."

@@ -104,6 +104,49 @@ def test_a_target_that_does_not_fit_the_forward_raises_when_it_is_used(target, e
         route(replay)
 
 
+def assign(replay, target):
+    replay.target_topk_idx = target
+
+
+def queue(replay, target):
+    replay.replay_backward_list.append(target)
+
+
+def write(replay, target):
+    replay.set_target_indices(torch.zeros_like(target, dtype=torch.int64) + torch.arange(2))
+    replay.target_topk_idx.copy_(target)
+
+
+@pytest.mark.parametrize("put", [assign, queue, write])
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (torch.tensor([[0, 1], [2, 2]]), r"row 1 of the replay target is \[2, 2\]"),
+        (torch.tensor([[True, False], [False, True]]), r"must be \[num_tokens, topk\] integers, got "),
+    ],
+)
+def test_a_target_that_went_past_the_method_is_checked_where_it_is_used(put, target, message):
+    replay = RouterReplay()
+    if put is write and target.dtype is torch.bool:
+        message, target = "row 0 of the replay target", torch.tensor([[1, 1], [0, 1]])
+    put(replay, target)
+    action = RouterReplayAction.REPLAY_BACKWARD if put is queue else RouterReplayAction.REPLAY_FORWARD
+    replay.set_router_replay_action(action)
+    with pytest.raises(TraceError, match=message):
+        route(replay)
+
+
+def test_a_target_of_inference_mode_is_checked_at_each_use():
+    replay = RouterReplay()
+    with torch.inference_mode():
+        replay.set_target_indices(TARGET)
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        assert route(replay)[1].tolist() == TARGET.tolist()
+        replay.target_topk_idx.zero_()
+        with pytest.raises(TraceError, match="row 0 of the replay target"):
+            route(replay)
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

@@ -451,7 +451,11 @@ def test_an_attached_model_queues_its_rows_or_drops_them_without_a_session():
     assert (wrong(seen, trace), flips(seen), session.report.microbatches) == (0, 0, 1)
     assert not torch.equal(live[0, 1][0], seen[0, 1][0])
     for beside, error, message in (
-        ({"routing_rows": ROWS.flip(1)}, LayoutError, "moved apart"),
+        (
+            {"routing_rows": ROWS.flip(1)},
+            LayoutError,
+            r"input_ids\[0, 0\] is 5, but its routes were recorded for token 8 \(8 of 8",
+        ),
         ({"routing_rows": ROWS * 0 - 1, "routing_trained": torch.ones(2, 4)}, LayoutError, "trained position"),
         (
             {},

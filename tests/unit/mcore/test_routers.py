@@ -461,6 +461,23 @@ def test_what_choose_turned_down_is_not_replayed(kept, least, message):
             session.close()
 
 
+@pytest.mark.parametrize("argument", [0, 1, 2])
+def test_what_choose_writes_into_its_arguments_changes_nothing(argument):
+    def of(writes):
+        def choose(layer_number, *values):
+            if writes:
+                values[argument].zero_()
+            return torch.arange(8) % 2 == 0
+
+        chunk = Chunk()
+        with mrr.replay(chunk, random_trace(8), choose=choose) as session, watched(chunk) as seen:
+            return forward(chunk, session), seen
+
+    (expected, maps), (loss, found) = of(writes=False), of(writes=True)
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(one, other) for key in maps for one, other in zip(maps[key], found[key], strict=True))
+
+
 def test_choose_must_return_a_mask_of_the_rows():
     chunk = Chunk()
     session = mrr.replay(chunk, random_trace(8), choose=lambda *given: True)

@@ -1,5 +1,7 @@
 """A recompute whose forward nobody knows raises, in a session and when it was left, or is named by its tape."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -146,15 +148,43 @@ def test_parts_that_are_recomputed_in_another_order_are_exact_if_each_has_a_tape
     assert torch.equal(again[1], first)
 
 
-def test_one_tape_for_several_first_runs_is_ambiguous():
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_one_tape_for_several_first_runs_is_ambiguous(is_kept):
     chunk, tape = Chunk(num_layers=1), Tape()
-    hidden = torch.randn(4, 2, 8)
+    hidden, kept = torch.randn(4, 2, 8), tape.first_run()
     with mrr.freeze_recompute(chunk):
         for _ in range(2):
-            with tape.first_run():
+            with kept if is_kept else tape.first_run():
                 chunk.layers[0](hidden)
         with pytest.raises(ReplayStateError, match="ran its function several times in one forward"), tape.again():
             chunk.layers[0](hidden)
+
+
+def in_a_thread_of_its_own(function):
+    """Return a function that works in another thread, as one with a timeout or a pool of its own does."""
+
+    def run(*args):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function, *args).result()
+
+    return run
+
+
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_a_checkpointed_function_that_works_in_a_thread_of_its_own_is_refused(around):
+    chunk = Chunk()
+    chunk.around = lambda layer, hidden: around(in_a_thread_of_its_own(layer), hidden)
+    with (
+        pytest.raises(ReplayStateError, match="Call the model in the thread that runs the checkpointed function"),
+        mrr.freeze_recompute(chunk),
+    ):
+        forward(chunk)
+    trace = random_trace(8)
+    with (
+        pytest.raises(ReplayStateError, match="Call the model in the thread that runs the checkpointed function"),
+        mrr.replay(chunk, trace, min_agreement=0) as session,
+    ):
+        forward(chunk, session)
 
 
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
