@@ -12,7 +12,7 @@ from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.heart import tape
 from megatron_router_replay.mcore.heart.tally import Tally
 from megatron_router_replay.mcore.heart.tape import Entry
-from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
+from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, TOPK_ORDER_FOLLOWS_GRAD
 
 
 class Holder(Protocol):
@@ -207,6 +207,9 @@ class Decision:
         assert self.used is not None, "the call is over"
         with tape.unpaired(), torch.no_grad():
             self.counter.add(zero=(probs.gather(1, self.used) == 0).any(dim=1).sum())
+
+
+setattr(Decision, REPLAY_METHOD, Decision.get_replay_topk)
 
 
 def count_wrong(counter: Counter, used: Tensor, routing_map: Tensor) -> None:

@@ -23,7 +23,7 @@ from megatron_router_replay.mcore.heart import seam, tape
 from megatron_router_replay.mcore.heart.streams import to_device
 from megatron_router_replay.mcore.heart.tape import Entry
 from megatron_router_replay.mcore.model.support import refusals
-from megatron_router_replay.mcore.model.upstream import check_version
+from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, check_version
 
 _LOG = logging.getLogger(__name__)
 
@@ -292,6 +292,8 @@ def as_action(action: Any) -> Any:
         raise ReplayStateError(f"MRR101: {action!r} is no RouterReplayAction.")
     return None if action is None else known[action.value]
 
+
+setattr(RouterReplay, REPLAY_METHOD, RouterReplay.get_replay_topk)
 
 _CHECKED = "router_replay_checked"
 """On a target: its version when it was checked. Whoever writes to it has it checked again."""

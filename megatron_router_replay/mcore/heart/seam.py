@@ -43,6 +43,7 @@ from megatron_router_replay.mcore.heart.tape import Entry
 from megatron_router_replay.mcore.model.upstream import (
     INFERENCE_ROUTERS,
     LEANT_ON,
+    REPLAY_ARGUMENT,
     TOPK_FUNCTION,
     check_names,
     inference_refusals,
@@ -122,7 +123,7 @@ def repeat_or_decide(
     if holders or run is not None:
         check_runs_python(router)  # a recompute that is traced would keep the entry of this one
     if run is not None:
-        entry = run.next(router, getattr(router, "router_replay", None))
+        entry = run.next(router, getattr(router, REPLAY_ARGUMENT, None))
         if entry.counter is not None:
             return entry, None, is_written
         if holders:  # nobody held it
@@ -143,7 +144,7 @@ def repeat_or_decide(
                 "thread runs one: if that one started this thread, nobody could tell its recompute from a new forward. Call "
                 "the model in the thread that runs the checkpointed function, and train one model at a time under sessions."
             )
-        if getattr(router, "router_replay", None) is not None:
+        if getattr(router, REPLAY_ARGUMENT, None) is not None:
             check_not_driven(router)
         holder = holders[-1]()
         if holder is None:
@@ -165,7 +166,7 @@ def check_not_driven(router: Any) -> None:
     Raises:
         ReplayStateError: names the action.
     """
-    replay = getattr(router, "router_replay", None)
+    replay = getattr(router, REPLAY_ARGUMENT, None)
     action = None if replay is None else getattr(replay, "router_replay_action", "unknown")
     if action is not None:
         raise ReplayStateError(
@@ -258,7 +259,7 @@ def _routing_seam(original: Any) -> Any:
             return _pass_on(original, self, logits, *args, **kwargs)
         # What was routed alone, as in a recompute of the router, or failed behind the routing, has entered no dispatcher.
         dispatch.thread.left.pop(self, None)
-        if not holders and _is_left_to(getattr(self, "router_replay", None)):
+        if not holders and _is_left_to(getattr(self, REPLAY_ARGUMENT, None)):
             return _pass_on(original, self, logits, *args, **kwargs)
         entry, holder, is_written = repeat_or_decide(self, holders)
         decision: Decision | None = None
@@ -320,7 +321,7 @@ def _is_left_to(replay: Any) -> bool:
 
 def _pass_on(original: Any, router: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Run Megatron-Core's own routing, for a router that no session holds."""
-    replay = getattr(router, "router_replay", None)
+    replay = getattr(router, REPLAY_ARGUMENT, None)
     if replay is not None and getattr(replay, "is_driven", False):
         routed = replay.watch(router, lambda: original(router, logits, *args, **kwargs))
         return cast("tuple[Tensor, Tensor]", routed)
@@ -333,7 +334,7 @@ def _topk_seam(original: Any) -> Any:
         decision = _thread.decision
         if decision is not None:
             # The fused function asks nobody.
-            kwargs["router_replay"], kwargs["fused"] = decision, False
+            kwargs[REPLAY_ARGUMENT], kwargs["fused"] = decision, False
         routed: tuple[Tensor, Tensor] = original(*args, **kwargs)
         return routed
 

@@ -35,7 +35,13 @@ INFERENCE_ROUTERS: tuple[Any, ...] = tuple(filter(None, [getattr(router_module, 
 """Router classes that route in another way in Megatron's inference, since 0.17; before, no router is an instance."""
 
 TOPK_FUNCTION = "topk_routing_with_score_function"
-"""The function of the router's module that chooses experts; it asks `router_replay` for them."""
+"""The function of the router's module that chooses experts; it asks `REPLAY_ARGUMENT` for them."""
+
+REPLAY_ARGUMENT = "router_replay"
+"""Its argument, and the attribute of a TopKRouter that is passed there."""
+
+REPLAY_METHOD = "get_replay_topk"
+"""The method by which it asks."""
 
 DISPATCH_METHOD = "dispatch_preprocess"
 """The method of a token dispatcher that takes what the router chose: (hidden, map, probabilities)."""
@@ -117,17 +123,17 @@ def must_verify() -> bool:
 
 
 def check_version() -> None:
-    """Raise unless the imported Megatron-Core asks a router's `router_replay` for its experts.
+    """Raise unless the imported Megatron-Core asks a router's `REPLAY_ARGUMENT` for its experts.
 
     Raises:
-        UnsupportedRouterError: its routing function has no `router_replay` argument (0.15 and before).
+        UnsupportedRouterError: its routing function has no such argument (0.15 and before).
     """
     function = inspect.unwrap(router_module.topk_routing_with_score_function)
     parameters = inspect.signature(function).parameters.values()
-    if not any(each.name == "router_replay" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+    if not any(each.name == REPLAY_ARGUMENT or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         raise UnsupportedRouterError(
             f"MRR402: Megatron-Core {megatron_version()} cannot replay routes: its topk_routing_with_score_function has no "
-            f"router_replay argument, which came with 0.16. Sessions were run with {', '.join(TESTED)}: use one of these."
+            f"{REPLAY_ARGUMENT} argument, which came with 0.16. Sessions were run with {', '.join(TESTED)}: use one of these."
         )
 
 
