@@ -11,8 +11,11 @@ from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, TraceError
 
-Check = Callable[[Tensor, str], None]
-"""(failed, message): raises now if the host knows that `failed` holds, else when the session ends."""
+Check = Callable[..., None]
+"""(failed, message, tell=None): raises now if the host knows that `failed` holds, else when the session ends.
+
+`tell` returns the whole message where the host may wait for it.
+"""
 
 
 def as_integer(

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import lcm
 from typing import Literal, NamedTuple
@@ -19,6 +19,9 @@ from megatron_router_replay.errors import LayoutError
 
 PADDING_ROW = -1
 """The row of a position that holds no token."""
+
+MOVED_APART = "tokens and routing_rows were not moved by the same code."
+"""Why a position holds another token than its row."""
 
 Side = Literal["left", "right"]
 
@@ -156,15 +159,49 @@ def check_tokens(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
         )
     if not bool((rows >= 0).any()):
         return  # nothing to compare, and a trace without rows could not be indexed
-    expected = token_ids.to(rows.device)[rows.clamp(min=0).to(torch.int64)]
-    wrong = (rows >= 0) & (expected != -1) & (expected != input_ids.to(rows.device))
-    if bool(wrong.any()):
-        at = wrong.nonzero()[0].tolist()
-        raise LayoutError(
-            f"MRR203: input_ids{at} is {int(input_ids[tuple(at)])}, but its routing row {int(rows[tuple(at)])} was recorded "
-            f"for token {int(expected[tuple(at)])} ({int(wrong.sum())} of {int((rows >= 0).sum())} positions differ): "
-            "tokens and routing_rows were not moved by the same code."
-        )
+    expected = torch.where(rows >= 0, token_ids.to(rows.device)[rows.clamp(min=0).to(torch.int64)], -1)
+    count, tell = other_tokens(input_ids.to(rows.device), expected, rows)
+    if bool(count):
+        raise LayoutError(f"MRR203: {tell()}")
+
+
+def other_tokens(
+    input_ids: Tensor,
+    expected: Tensor,
+    rows: Tensor | None = None,
+    *,
+    why: str = MOVED_APART,
+    wrong: Tensor | None = None,
+) -> tuple[Tensor, Callable[[], str]]:
+    """Count the tokens that are not as expected; on a GPU without a wait.
+
+    Args:
+        input_ids: [b, s] integers.
+        expected: [b, s] integers, the token of each position; below 0: not known.
+        rows: [b, s] integers, the trace rows that these are of; None: they were queued as such.
+        why: what is wrong, for the message.
+        wrong: [b, s] bool, which positions differ, where that is more than another token.
+
+    Returns:
+        The number of positions that differ, a scalar on the device; and what says where the first one does, and waits.
+    """
+    known = expected >= 0
+    wrong = (expected != input_ids) & known if wrong is None else wrong
+    counts = torch.stack([wrong, known]).flatten(1).sum(1)
+    if not wrong.numel() or (wrong.device.type == "cpu" and not counts[0]):
+        return counts[0], str
+    first = wrong.flatten().to(torch.int8).argmax().view(1)
+    columns = [input_ids, expected] if rows is None else [input_ids, expected, rows]
+    values = torch.stack(columns).flatten(1).index_select(1, first)
+
+    def tell() -> str:
+        token, recorded, *row = values.flatten().tolist()
+        num_wrong, num_known = counts.tolist()
+        at = list(divmod(int(first), wrong.shape[-1]))
+        there = f"its routing row {row[0]} was recorded for" if row else "what was queued there is of"
+        return f"input_ids{at} is {token}, but {there} token {recorded} ({num_wrong} of {num_known} positions differ): {why}"
+
+    return counts[0], tell
 
 
 def _first(sequences: Sequence[Tensor]) -> Tensor:

@@ -39,7 +39,8 @@ class Chunk:
         self.columns: dict[Any, Any] = {}  # of routes that are fed: see `fed`
         layers = [f"{'MTP ' if found.is_mtp else ''}layer {found.layer_number}" for found in taking_part]
         self._session = weakref.proxy(session)
-        self.queue = Queue(f"rank {rank}, chunk {index}", layers, lambda done: self._session.on_done(self, done))
+        where = f"rank {rank}, chunk {index}"
+        self.queue = Queue(where, layers, session.lacks, lambda done: self._session.on_done(self, done))
         group = taking_part[0].router.tp_group
         self._tp_rank, self._tp_size = get_pg_rank(group), get_pg_size(group)
         self._sequence_parallel = bool(self.config.sequence_parallel)
@@ -106,14 +107,17 @@ class Chunk:
                 f"MRR403: {self.queue.where}: the model got routing_rows, which its forward does not take. Call "
                 "mrr.attach(model_chunks) after building the model, and again where it is rebuilt."
             )
-        microbatch = self.queue.enter()
-        microbatch.packed = kwargs.get("packed_seq_params") is not None
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         # Stages that embed nothing may get tokens in another layout, before packing. A positional argument of a model that is
         # no language model may be anything else.
         embeds = getattr(self.module, "pre_process", True)
         is_ids = isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and not input_ids.is_nested
-        self._session.on_forward(self, microbatch, input_ids if embeds and is_ids else None)
+        tokens = input_ids if embeds and is_ids else None
+        if tokens is not None and not self.queue.num_waiting:
+            self._session.on_unqueued(self, tokens)
+        microbatch = self.queue.enter()
+        microbatch.packed = kwargs.get("packed_seq_params") is not None
+        self._session.on_forward(self, microbatch, tokens)
 
     def unwatch(self) -> None:
         """Take the hooks off and forget every micro-batch."""

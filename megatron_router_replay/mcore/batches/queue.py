@@ -49,6 +49,7 @@ class Microbatch:
         replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: all are.
         rows: [num_tokens] int64, trace rows as this rank's routers see them; None: a replay does not keep them.
         token_ids: [b, s] integers, what tokens its forward must get, below 0 where that is not known; None: nothing is.
+        batch_rows: [b, s] int64, the rows of the trace that know these tokens; None: the caller alone named them.
         is_token: [num_tokens] bool on the routers' device, False: known to be padding; None: nothing is known of padding.
         asked: position of the layer that is asked for its live top-k, -1: all are; None: none is.
     """
@@ -62,6 +63,7 @@ class Microbatch:
     replayed: Tensor | None = None
     rows: Tensor | None = None
     token_ids: Tensor | None = None
+    batch_rows: Tensor | None = None
     is_token: Tensor | None = None
     asked: int | None = None
     packed: bool = False
@@ -76,7 +78,7 @@ class Microbatch:
         self.stream = current_stream(on_device[0].device) if on_device else None
 
     def _on_device(self) -> list[Tensor]:
-        tensors = (self.live, self.replayed, self.token_ids, self.is_token)
+        tensors = (self.live, self.replayed, self.token_ids, self.batch_rows, self.is_token)
         return [tensor for tensor in tensors if tensor is not None and tensor.device.type == "cuda"]
 
     def follow_stream(self) -> None:
@@ -123,11 +125,13 @@ class Queue:
     Args:
         where: "rank 0, chunk 1", for messages.
         layers: "layer 3" or "MTP layer 5" for each router that takes part.
+        lacks: what a forward is without that no micro-batch was queued for, for the message.
         on_done: gets each micro-batch when all routers have routed it.
     """
 
-    def __init__(self, where: str, layers: list[str], on_done: Callable[[Microbatch], None]) -> None:
+    def __init__(self, where: str, layers: list[str], lacks: str, on_done: Callable[[Microbatch], None]) -> None:
         self.where = where
+        self._lacks = lacks
         self.num_queued = 0
         self._layers = layers
         self._on_done = on_done
@@ -194,7 +198,7 @@ class Queue:
                 microbatch.state = State.DONE
             self._on_done(microbatch)
             # The graph keeps what recomputes need; the micro-batch itself may stay the current one for long.
-            microbatch.routes = microbatch.live = microbatch.replayed = microbatch.rows = None
+            microbatch.routes = microbatch.live = microbatch.replayed = microbatch.rows = microbatch.batch_rows = None
             microbatch.used = {}
 
     def problems(self) -> Iterator[str]:
@@ -236,9 +240,9 @@ class Queue:
             )
         if not self._waiting:
             raise ReplayStateError(
-                f"MRR406: {self.where}, micro-batch {self.num_queued}, {layer}: a forward without routes; {self.num_queued} "
-                "micro-batches were queued. Pass routing_rows=... to the model (after mrr.attach(model)), or call "
-                "session.microbatch(...) before each forward of each chunk."
+                f"MRR406: {self.where}, micro-batch {self.num_queued}, {layer}: a forward without {self._lacks}; "
+                f"{self.num_queued} micro-batches were queued. Pass routing_rows=... to the model (after "
+                "mrr.attach(model)), or call session.microbatch(...) before each forward of each chunk."
             )
         self.current = self._waiting.popleft()
         self.current.state = State.BEGUN

@@ -46,6 +46,7 @@ class LaidOut:
         compact: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
         live: [num_tokens] bool, rows without a route; None: there is none.
         left_out: [num_tokens] bool, those of them that have a route, left out by choice; None: there is none.
+        rows: [b, s] int64, rows of the trace that know the token_ids; None: the caller named these.
         padding: [b, s] bool, known to be padding; None: nothing is known.
         batch_shape: (b, s).
         token_ids: [b, s] int64; None: not known.
@@ -59,6 +60,7 @@ class LaidOut:
     token_ids: Tensor | None
     split: bool = False
     left_out: Tensor | None = None
+    rows: Tensor | None = None
 
 
 def count_rows(num_rows: int, live: Tensor | None, padding: Tensor | None) -> dict[str, Tensor | int]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.layout.rows import other_tokens
 from megatron_router_replay.mcore import balance
 from megatron_router_replay.mcore.balance import Tokens
 from megatron_router_replay.mcore.batches.attach import open_sessions
@@ -49,6 +50,8 @@ class QueueingSession(Session):
     """
 
     takes_microbatches = True
+    lacks = "routes"
+    """What a forward is without that no micro-batch was queued for."""
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class QueueingSession(Session):
         self._microbatches = 0
         self._rows = Tally()  # see `count_rows`
         self._failed = Tally()  # by message, checks that the host has not waited for
+        self._tell: dict[str, Callable[[], str]] = {}  # message -> what says it in more words
 
     def _find_routers(self) -> list[list[FoundRouter]]:
         return super()._find_routers() if self._enabled else []
@@ -237,6 +241,9 @@ class QueueingSession(Session):
             "a trace."
         )
 
+    def on_unqueued(self, chunk: Chunk, input_ids: Tensor) -> None:
+        """Take note that the model is called, and no micro-batch is queued for it."""
+
     def on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
         """Compare the tokens that the model's forward gets with those of the micro-batch that was queued for it."""
         if input_ids is None:
@@ -252,21 +259,15 @@ class QueueingSession(Session):
         expected = microbatch.token_ids
         if expected is not None and not _same_on_host(expected, tokens):
             # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
-            expected = to_device(expected, tokens.device)
-            wrong = (expected != tokens) & (expected >= 0)
-            first = ""
-            if wrong.device.type == "cpu" and bool(wrong.any()):
-                position = tuple(wrong.nonzero()[0].tolist())
-                first = (
-                    f" input_ids{list(position)} is {int(tokens[position])}, but its routes were recorded for token "
-                    f"{int(expected[position])} ({int(wrong.sum())} of {int((expected >= 0).sum())} positions differ)."
-                )
-            self._check(
-                wrong.any(),
-                f"MRR203: the forward of micro-batch {microbatch.number} of chunk {chunk.index} got other input_ids "
-                f"than were queued for it.{first} Move tokens and routing_rows (or fed routes) by the same code, as "
-                "collate_padded and collate_packed do, and run micro-batches in the order in which they were queued.",
+            expected, rows = to_device(expected, tokens.device), microbatch.batch_rows
+            rows = None if rows is None else to_device(rows, tokens.device)
+            why = (
+                "move tokens and routing_rows (or fed routes) by the same code, as collate_padded and collate_packed do, and "
+                "run micro-batches in the order in which they were queued."
             )
+            count, tell = other_tokens(tokens, expected, rows, why=why)
+            name = f"MRR203: micro-batch {microbatch.number} of chunk {chunk.index}"
+            self._check(count, f"{name}: {why}", lambda: f"{name}: {tell()}")
 
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Take note that every router of a chunk has routed this micro-batch."""
@@ -290,12 +291,19 @@ class QueueingSession(Session):
             raise LayoutError(message)
         return lowest < 0
 
-    def _check(self, failed: Tensor, message: str) -> None:
-        """Raise if `failed` (a bool scalar) holds: now on the CPU, else once at the end, to spare the host a sync."""
+    def _check(self, failed: Tensor, message: str, tell: Callable[[], str] | None = None) -> None:
+        """Raise if `failed` (a scalar) is not 0: now on the CPU, else once at the end, to spare the host a sync.
+
+        Args:
+            message: what is wrong.
+            tell: says it in more words, from what the host must wait for.
+        """
         if failed.device.type != "cpu":
             self._failed.add(**{message: failed})
+            if tell is not None:
+                self._tell[message] = tell
         elif bool(failed):
-            raise LayoutError(message)
+            raise LayoutError(message if tell is None else tell())
 
     def _check_unmasked(self) -> None:
         """Raise where padding is known, but reaches no router that would balance it: of MTP layers that stand alone."""
@@ -372,7 +380,8 @@ class QueueingSession(Session):
             for text in verdict.warnings:
                 warn("agreement", text)
         if failed:
-            raise LayoutError("\n  ".join([*failed, *problems]))
+            texts = [self._tell[message]() if message in self._tell else message for message in failed]
+            raise LayoutError("\n  ".join([*texts, *problems]))
         return problems
 
     def _numbers(self) -> Numbers:

@@ -30,6 +30,7 @@ class RecordSession(QueueingSession):
     """Forwards are recorded, recomputes use what their forward chose; see `record`."""
 
     kind = "record"
+    lacks = "rows, so which tokens it recorded is not known (one rank alone numbers what the model gets as input_ids)"
 
     def __init__(self, model_chunks: Models, *, mtp: bool, verify: bool, group: dist.ProcessGroup | None) -> None:
         super().__init__(model_chunks, mtp=mtp, verify=verify, group=group)
@@ -38,6 +39,7 @@ class RecordSession(QueueingSession):
             chunk.index: [] for chunk in self._chunks
         }
         self._highest: list[Tensor] = []  # row of each micro-batch that was queued
+        self._num_numbered = dict.fromkeys(self._recorded, 0)  # rows that the session numbered itself, by chunk
         self._copied: dict[Any, torch.cuda.Event] = {}  # stream -> after which what it copied to the host is there
 
     def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
@@ -45,6 +47,25 @@ class RecordSession(QueueingSession):
             raise LayoutError(
                 "MRR423: prefetched routes are for a replay of their trace; a recording takes routing_rows."
             )
+        if any(self._num_numbered.values()):
+            raise LayoutError(
+                "MRR406: rows were given for this forward and none before, so the recording numbered those tokens itself. "
+                "Give rows for all forwards of a recording, or for none."
+            )
+        self._record(chunk, inputs)
+
+    def on_unqueued(self, chunk: Chunk, input_ids: Tensor) -> None:
+        """Number the tokens, one sample after the other as they come; one of several ranks cannot know which they are."""
+        has_rows = self._highest and not any(self._num_numbered.values())
+        if has_rows or (dist.is_initialized() and dist.get_world_size() > 1):
+            return  # the queue says what is missing
+        first, num_tokens = self._num_numbered[chunk.index], input_ids.numel()
+        rows = torch.arange(first, first + num_tokens).view(input_ids.shape)
+        self._record(chunk, RowInputs.checked(rows, token_ids=None, padding=None, trained=None))
+        self._num_numbered[chunk.index] += num_tokens
+
+    def _record(self, chunk: Chunk, inputs: RowInputs) -> None:
+        """Queue a micro-batch that is recorded in these rows."""
         rows = inputs.rows
         check_padding(rows >= 0, inputs.padding, self._check)
         if inputs.trained is not None:
@@ -253,8 +274,10 @@ def record(
 ) -> RecordSession:
     """Record which experts the model uses; `recording.trace()` returns them.
 
-    Call `recording.microbatch(rows, model)` before each forward of each chunk. Under activation checkpointing the forward
-    is recorded and its recompute uses the same experts.
+    On one rank, the tokens that the model gets are numbered as they come, one sample after the other. On several, call
+    `recording.microbatch(rows, model)` before each forward of each chunk, or `attach` the model and pass it routing_rows:
+    each rank says which tokens of the batch are its own. Under activation checkpointing the forward is recorded and its
+    recompute uses the same experts.
 
     Args:
         model_chunks: the model or its chunks on this rank.

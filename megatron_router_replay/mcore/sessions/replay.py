@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.layout import check_tokens
+from megatron_router_replay.layout.rows import MOVED_APART, check_tokens, other_tokens
 from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, aux_loss_group
 from megatron_router_replay.mcore.batches.attach import session_of
 from megatron_router_replay.mcore.batches.chunk import Chunk
@@ -215,7 +215,13 @@ class ReplaySession(QueueingSession):
         shape = rows.shape[0], rows.shape[1]
         left_out = None if trace.left_out is None else left_out
         laid_out = LaidOut(
-            compact=compact, live=live, left_out=left_out, padding=padding, batch_shape=shape, token_ids=expected
+            compact=compact,
+            live=live,
+            left_out=left_out,
+            padding=padding,
+            batch_shape=shape,
+            token_ids=expected,
+            rows=None if expected is None else rows,
         )
         chunk.queue.queue(self._microbatch(chunk, laid_out))
 
@@ -267,6 +273,7 @@ class ReplaySession(QueueingSession):
             live=to_device(live, chunk.device) if live is not None and live.numel() else None,
             replayed=replayed,
             token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
+            batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
             is_token=is_token,
             asked=None if self._agreement is None else self._agreement.next_layer(chunk),
         )
@@ -330,9 +337,8 @@ class ReplaySession(QueueingSession):
         if rows.device.type == "cpu":
             check_tokens(rows, tokens, token_ids=known)
         else:
-            of_trace = known[rows.clamp(min=0)]
-            differ = (of_trace != tokens) & (of_trace >= 0) & (rows >= 0)
-            self._check(differ.any(), "MRR203: token_ids differ from the trace's: tokens and routing_rows moved apart.")
+            count, tell = other_tokens(tokens, torch.where(rows >= 0, known[rows.clamp(min=0)], -1), rows)
+            self._check(count, f"MRR203: token_ids differ from the trace's: {MOVED_APART}", lambda: f"MRR203: {tell()}")
         return tokens
 
     def _check_hashed(self, rows: Tensor, tokens: Tensor | None) -> None:

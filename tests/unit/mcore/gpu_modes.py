@@ -293,9 +293,14 @@ def told_late(what: str) -> str:
         chunk: Any = to_gpu(Chunk(LAYERS))
         trace, rows, ids = TRACE.to("cuda"), ROWS[0].to("cuda"), IDS[0].to("cuda")
         rows[0, 1] = -1 if what == "no route" else 1
-        ids[1, 2] += what == "another token"
-        session = mrr.replay(chunk, trace, min_replayed=1.0)
-        session.microbatch(rows, chunk)
+        ids[1, 2] += what.startswith("another token")
+        sealed = what == "another token sealed"
+        session = mrr.replay(chunk, None if sealed else trace, min_replayed=1.0)
+        if sealed:
+            routes = mrr.stamp(ROUTES[0], IDS[0], num_experts=EXPERTS).to("cuda")
+            mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=ids)
+        else:
+            session.microbatch(rows, chunk, token_ids=ids if what == "another token queued" else None)
         chunk(ids)
         try:
             session.close()

@@ -21,8 +21,8 @@ BASE = {"record": "Megatron's record", "freeze": "no session"}
 KNOWN_WAITS = {"rows on the GPU": NUM}
 """The trace is on the host, which must read the rows: once a micro-batch, whatever is queued beside them."""
 
-COMPARED = 4
-"""Launches a micro-batch whose trace holds token ids: other ids, known ids, both, any."""
+COMPARED = 9
+"""Launches a micro-batch whose trace holds token ids: other ids, known ids, both, how many; the first one's place and ids."""
 
 ASKED = 3
 """Launches of the one layer that is asked for its live top-k: the top-k, its dtype, beside the replayed experts."""
@@ -38,7 +38,7 @@ MOST = {
     "some live": (1 + COMPARED + ASKED + 3 * 3, 1 + COMPARED + ASKED + 3 * 5),
     "fed from the host": (1 + ASKED, 2 + ASKED),
     # Judged beside tokens that are on the GPU; no router takes a live top-k.
-    "fed from the host, stamped": (35 + ASKED, 36 + ASKED),
+    "fed from the host, stamped": (40 + ASKED, 41 + ASKED),
     "drop-in": (0, 0),
     "record": (3 + 4, 3 * 2 + 3),
     "freeze": (0, 3 * 2),
@@ -118,7 +118,18 @@ def test_routes_that_are_all_there_take_no_live_topk(asked):
     [
         ("nothing", "^$"),
         ("no route", r"87\.5000% of 8 tokens were replayed on this rank, less than min_replayed=1\.0"),
-        ("another token", "the forward of micro-batch 0 of chunk 0 got other input_ids than were queued"),
+        (
+            "another token",
+            r"micro-batch 0 of chunk 0: input_ids\[1, 2\] is \d+, but its routing row \d+ was recorded for token \d+ \(1 of",
+        ),
+        (
+            "another token queued",
+            r"MRR203: input_ids\[1, 2\] is \d+, but its routing row \d+ was recorded for token \d+ \(1",
+        ),
+        (
+            "another token sealed",
+            r"MRR203: input_ids\[1, 2\] is \d+, but what was queued there is of token \d+ \(1 of 8",
+        ),
     ],
 )
 def test_what_only_the_device_knows_raises_when_the_session_is_left(gpu_worker, what, message):

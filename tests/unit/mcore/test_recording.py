@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, TraceError
+from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.prefetch import prefetch
 from megatron_router_replay.mcore.heart.seam import holders_of
 from tests.unit.mcore.balanced_chunk import one_rank
-from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, as_map, disturb, random_trace, tokens, watched
+from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, as_map, disturb, random_trace, reentrant, tokens, watched
 
 __all__ = ["one_rank"]
 
@@ -184,3 +184,56 @@ def test_rows_that_were_refused_do_not_lengthen_the_recording():
         recording.microbatch(ROWS)
         chunk(tokens())
     assert recording.trace().num_tokens == 8
+
+
+# ---- a recording that numbers tokens itself
+
+
+def test_one_rank_numbers_tokens_as_they_come_in_each_chunk():
+    stages = virtual_stages()
+    for stage in stages:
+        stage.around = reentrant
+    given = [tokens(2, 4), tokens(1, 3) + 1, tokens(2, 1) + 2]
+    with watched(stages[0]) as first, watched(stages[1]) as second, mrr.record(stages) as recording:
+        for number, ids in enumerate(given):
+            for stage in stages:
+                stage(ids, number).sum().backward()
+                disturb(stage)
+    trace = recording.trace()
+    assert trace.token_ids.tolist() == torch.cat([ids.flatten() for ids in given]).tolist()
+    rows = torch.arange(13).split([8, 3, 2])
+    for number, ids in enumerate(given):
+        at = rows[number].view(ids.shape).t().reshape(-1)
+        for layer, seen in ((1, first), (2, first), (3, second), (4, second)):
+            assert all(torch.equal(as_map(trace.layer(layer)[at]), each) for each in seen[number, layer])
+
+
+@pytest.mark.parametrize("first", ["rows", "none"])
+def test_rows_are_for_all_forwards_of_a_recording_or_for_none(first):
+    chunk = Chunk()
+    with pytest.raises((LayoutError, ReplayStateError), match="MRR406"), mrr.record(chunk) as recording:
+        if first == "rows":
+            recording.microbatch(ROWS)
+        chunk(tokens())
+        if first == "none":
+            recording.microbatch(ROWS + 8)
+        chunk(tokens())
+
+
+def told_without_rows():
+    chunk = Chunk()
+    try:
+        with mrr.record(chunk):
+            chunk(tokens())
+    except ReplayStateError as error:
+        return str(error)
+    return ""
+
+
+def test_several_ranks_are_asked_for_rows_and_told_why(on_ranks):
+    for rank, said in enumerate(on_ranks(2, told_without_rows)):
+        assert (
+            f"MRR406: rank {rank}, chunk 0, micro-batch 0, layer 1: a forward without rows, so which tokens it rec"
+            in said
+        )
+        assert "(one rank alone numbers" in said
