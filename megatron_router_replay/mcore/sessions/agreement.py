@@ -105,6 +105,10 @@ class Pairs:
         return {number: Unit(*each) for number, each in zip(numbers.tolist(), sums)}
 
 
+SOURCES = ("the trace's routes", "the routes that were fed")
+"""What the live router is compared with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """What is known of a unit: rows, and sums over its decisions; those of several ranks add up."""
@@ -182,7 +186,7 @@ class LiveAgreement:
         layers: layer number -> its sums over this session.
         num_layers: layers that replay.
         least_sample: of the sample that agrees least, None: none has enough evidence.
-        source: what the routes are said to be from.
+        source: what the routes are said to be from, of SOURCES.
     """
 
     layers: Mapping[int, Unit]
@@ -218,21 +222,6 @@ class LiveAgreement:
         least += [] if self.least_sample is None else [f"least sample {self.least_sample:.0%}"]
         counted = f"{len(judged)} of {self.num_layers} layers judged"
         return f"the live router agrees with {self.all_layers:.1%} of {self.source} ({', '.join(least)}; {counted})"
-
-    @classmethod
-    def add_up(cls, parts: Sequence[LiveAgreement]) -> LiveAgreement:
-        """Return one for several ranks."""
-        layers: dict[int, Unit] = {}
-        for part in parts:
-            for number, unit in part.layers.items():
-                layers[number] = layers.get(number, Unit()) + unit
-        samples = [part.least_sample for part in parts if part.least_sample is not None]
-        # Ranks of one stage hold the same layers, those of different stages hold different ones; unasked ones are unknown.
-        num_layers = max([len(layers), *(part.num_layers for part in parts)])
-        sources = sorted({part.source for part in parts})
-        return cls(
-            layers=layers, num_layers=num_layers, least_sample=min(samples, default=None), source=" and ".join(sources)
-        )
 
 
 class Agreement:

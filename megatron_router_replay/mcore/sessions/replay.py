@@ -91,7 +91,7 @@ class ReplaySession(QueueingSession):
                 least=min_agreement,
                 every_layer=ask_every_layer,
                 rank=self._rank,
-                source="the routes that were fed" if trace is None else "the trace's routes",
+                source=agreement.SOURCES[trace is None],
             )
 
     @property

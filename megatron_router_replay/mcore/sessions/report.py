@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from html import escape
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
+import torch
 import torch.distributed as dist
 
 from megatron_router_replay.errors import listed
-from megatron_router_replay.mcore.sessions.agreement import LiveAgreement
+from megatron_router_replay.mcore.sessions.agreement import SOURCES, LiveAgreement, Unit
+from megatron_router_replay.mcore.sessions.gathering import collective_device
 from megatron_router_replay.tables import Table
 
 _LOG = logging.getLogger(__name__)
@@ -127,9 +130,7 @@ class SessionReport:
             return summed
         # In turn: once a group's ranks hold its sum, the next group, across it, adds up sums.
         for group in groups or (None,):
-            parts: list[SessionReport | None] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, summed, group=group)
-            summed = _add_up([part for part in parts if part is not None])
+            summed = _add_up(summed, _over(group))
         return summed
 
     def to_dict(self) -> dict[str, Any]:
@@ -216,25 +217,89 @@ def share_of(rows_replayed: int, rows_live: int, asked: int | None, left_live: i
     return rows_replayed / with_token * kept if with_token else None
 
 
-def _add_up(reports: list[SessionReport]) -> SessionReport:
-    totals: dict[str, Any] = {}
-    for each in fields(SessionReport):
-        # A stage without routers measures less than the others, and None there must not hide what they measured.
-        measured = [value for report in reports if (value := getattr(report, each.name)) is not None]
-        if each.name == "undispatched":
-            totals[each.name] = tuple(sorted({layer for layers in measured for layer in layers}))
-        elif each.name in ("decisions", "flips_of_layer"):
-            names = sorted({name for counts in measured for name in counts})
-            totals[each.name] = {name: sum(counts.get(name, 0) for counts in measured) for name in names}
-        elif each.name == "agreement":
-            totals[each.name] = LiveAgreement.add_up(measured) if measured else None
-        elif each.name == "layout_proved":
-            totals[each.name] = all(measured) if measured else None
-        elif measured and isinstance(measured[0], int):
-            totals[each.name] = sum(measured)
-        elif measured:
-            totals[each.name] = measured[0]
-    return SessionReport(**totals)
+_COUNTS = [each.name for each in fields(SessionReport) if str(each.type) in ("int", "int | None")]
+
+
+def _layers_of(report: SessionReport) -> list[int]:
+    agreement = {} if report.agreement is None else report.agreement.layers
+    return [*report.flips_of_layer, *report.undispatched, *agreement]
+
+
+def _flat(report: SessionReport, top: int) -> dict[str, float]:
+    """Return a report as numbers that add up over ranks, by names that all ranks have alike; layers up to `top`."""
+    flat: dict[str, float] = {}
+
+    def put(name: str, value: float | None) -> None:
+        # Whether it was measured adds up, too: a stage without routers must not hide what the others measured.
+        flat[name], flat[f"has {name}"] = value or 0, value is not None
+
+    agreement, decisions = report.agreement, cast(Mapping[str, int], report.decisions)
+    for name in _COUNTS:
+        put(name, getattr(report, name))
+    for name in Decisions.__annotations__:
+        put(f"decisions {name}", decisions.get(name))
+    put("unproved", None if report.layout_proved is None else not report.layout_proved)
+    for source in SOURCES:
+        put(source, None if agreement is None or source not in agreement.source else 1)
+    for layer in range(top + 1):
+        put(f"flips {layer}", report.flips_of_layer.get(layer))
+        put(f"undispatched {layer}", 1 if layer in report.undispatched else None)
+        unit = None if agreement is None else agreement.layers.get(layer)
+        for name in Unit.__slots__:
+            put(f"{name} {layer}", None if unit is None else getattr(unit, name))
+    return flat
+
+
+def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[float]]) -> SessionReport:
+    """Return the sum of all ranks' reports.
+
+    Args:
+        reduce: (this rank's numbers, "max" or "sum") -> those of all ranks together.
+    """
+    agreement = report.agreement
+    sample = None if agreement is None else agreement.least_sample
+    highest = [max(_layers_of(report), default=0), 0 if agreement is None else agreement.num_layers]
+    top, num_layers, least = reduce([*highest, -math.inf if sample is None else -sample], "max")
+    flat = _flat(report, int(top))
+    total = dict(zip(flat, reduce(list(flat.values()), "sum")))
+
+    def get(name: str) -> int | None:
+        return int(total[name]) if total[f"has {name}"] else None
+
+    def by_layer(name: str) -> dict[int, int]:
+        return {layer: count for layer in range(int(top) + 1) if (count := get(f"{name} {layer}")) is not None}
+
+    units = {layer: Unit(*(total[f"{name} {layer}"] for name in Unit.__slots__)) for layer in by_layer("rows")}
+    decisions = {name: count for name in Decisions.__annotations__ if (count := get(f"decisions {name}")) is not None}
+    sources = [source for source in SOURCES if get(source)]
+    return SessionReport(
+        kind=report.kind,
+        layout_proved=None if (unproved := get("unproved")) is None else not unproved,
+        undispatched=tuple(by_layer("undispatched")),
+        decisions=cast(Decisions, decisions),
+        flips_of_layer=by_layer("flips"),
+        agreement=LiveAgreement(
+            layers=units,
+            # Ranks of one stage hold the same layers, those of others different ones; unasked ones are unknown.
+            num_layers=max(len(units), int(num_layers)),
+            least_sample=None if least == -math.inf else -least,
+            source=" and ".join(sources),
+        )
+        if sources
+        else None,
+        **{name: get(name) for name in _COUNTS},  # type: ignore[arg-type]  # None where it may be
+    )
+
+
+def _over(group: dist.ProcessGroup | None) -> Callable[[list[float], str], list[float]]:
+    """Return a `reduce` for `_add_up` over a group: each rank sends and gets one small tensor."""
+
+    def reduce(numbers: list[float], how: str) -> list[float]:
+        values = torch.tensor(numbers, dtype=torch.float64, device=collective_device(group))
+        dist.all_reduce(values, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=group)
+        return values.tolist()
+
+    return reduce
 
 
 # ---- what is logged: INFO when a session begins or ends, WARNING for a low share

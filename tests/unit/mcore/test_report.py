@@ -1,6 +1,9 @@
 """What a session's report says, in text, in a notebook, to a logger and of several ranks together."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 
 import torch.distributed as dist
 
@@ -155,6 +158,23 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
     assert replace(REPLAY, agreement=asked_nothing).metrics() == REPLAY.metrics()
 
 
+def summed(*reports):
+    """What the ranks of these reports get, each in a thread."""
+    barrier, sent = threading.Barrier(len(reports)), {}
+
+    def reduce(rank, numbers, how):
+        sent[rank] = numbers
+        barrier.wait()
+        together = [max(column) if how == "max" else sum(column) for column in zip(*sent.values(), strict=True)]
+        barrier.wait()
+        return together
+
+    with ThreadPoolExecutor(len(reports)) as pool:
+        totals = list(pool.map(lambda rank: _add_up(reports[rank], partial(reduce, rank)), range(len(reports))))
+    assert totals == [totals[0]] * len(reports)
+    return totals[0]
+
+
 def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():
     other = LiveAgreement(
         layers={1: Unit(90, 40, 40, 180, 60), 9: Unit(9, 9, 0, 9, 9)},
@@ -162,7 +182,8 @@ def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():
         least_sample=None,
         source="the routes that were fed",
     )
-    total = LiveAgreement.add_up([AGREEMENT, other])
+    total = summed(*(replace(REPLAY, agreement=each) for each in (AGREEMENT, other))).agreement
+    assert total.source == "the trace's routes and the routes that were fed"
     assert total.layers[1] == Unit(180, 210, 80, 360, 120)
     assert (sorted(total.layers), total.num_layers, total.least_sample) == ([1, 2, 3, 9], 4, 0.875)
     assert total.judged == {1: 130 / 280, 2: 1.0}
@@ -178,13 +199,13 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
         kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "counted": 3}, layout_proved=False
     )
     for reports in ([one, other], [other, one]):
-        total = _add_up(reports)
+        total = summed(*reports)
         for name, value in numbers.items():
             assert getattr(total, name) == value + {"rows_live": 5}.get(name, 0), name
         assert list(total.flips_of_layer.items()) == [(1, 2), (2, 4)]
         assert total.decisions == {"verified": 8, "counted": 3}
         assert (total.kind, total.layout_proved) == ("replay", False)
-    neither = _add_up([SessionReport(kind="replay"), SessionReport(kind="replay")])
+    neither = summed(SessionReport(kind="replay"), SessionReport(kind="replay"))
     assert (neither.decisions, neither.rows_padding) == ({}, 0)
 
 
