@@ -13,7 +13,7 @@ from dataclasses import dataclass
 TEXT = ("docs/", "mkdocs.yml", ".github/", "LICENSE", "CITATION.cff", ".gitignore")
 QUICK_TESTS = ("tests/unit/", "tests/functional/")
 ROOMS = ("capture", "cli", "demo", "diagnostics", "testing", "trainers", "transport")
-BENCHMARKS = ("__init__", "__main__", "measure", "router", "step", "memory", "capture", "decode")
+BENCHMARKS = ("__init__", "__main__", "measure", "router", "step", "store", "memory", "capture", "decode")
 DAY = 24 * 60 * 60
 
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import capture, decode, memory, router, step
+from benchmarks import capture, decode, memory, router, step, store
 from benchmarks.measure import environment
 
 FOLDER = Path(__file__).parent
@@ -28,6 +28,7 @@ PARTS: dict[str, Any] = {
     "memory": memory,
     "capture": capture,
     "decode": decode,
+    "store": store,
 }
 
 # The allocator keeps freed memory: fresh pages cost more than the arithmetic, and come to whoever asks first. (Without

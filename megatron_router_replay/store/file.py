@@ -28,7 +28,7 @@ def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
     """Write the trace to one file, complete or not at all; return its path.
 
     The bytes go to a temporary file in the same folder, which then takes the name `path`. A file that was there before is
-    replaced; a link stays, and the file that it leads to is replaced. Takes the memory of one block of 4096 rows.
+    replaced; a link stays, and the file that it leads to is replaced. Takes the memory of one block of 16,384 rows a thread.
 
     Args:
         path: with the suffix `.safetensors`, or any that promises no different format, as `.pt` does.
@@ -60,7 +60,7 @@ def load_trace(
 
     Args:
         layer_numbers: load these layers only; other layers are not read.
-        rows: slice(start, stop), load these rows only, read in blocks of 4096. Sample metadata is then dropped.
+        rows: slice(start, stop), load these rows only, read in blocks of 16,384. Sample metadata is then dropped.
 
     Raises:
         StoreError: the file is missing, truncated, altered or of another kind, or has no such layer or rows; it names

@@ -49,7 +49,7 @@ from megatron_router_replay.errors import StoreError
 from megatron_router_replay.trace.header import TraceHeader
 
 FORMAT = "megatron_router_replay.trace"
-BLOCK_ROWS = 4096
+BLOCK_ROWS = 16384
 _MAX_METADATA_BYTES = 8_000_000
 """Of our JSON, quoted."""
 _MAX_HEADER_BYTES = 16_000_000

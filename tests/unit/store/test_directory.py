@@ -43,7 +43,7 @@ def test_the_folder_is_as_its_specification_says(tmp_path):
         "topk": 2,
         "num_experts": 8,
         "layer_numbers": [2, 3, 7],
-        "block_rows": 4096,
+        "block_rows": 16384,
         "has_token_ids": False,
         "has_weight_version": False,
         "sequence_lengths": None,

@@ -151,7 +151,7 @@ def test_two_that_prune_at_once_and_one_that_saves_do_not_disturb_each_other(tmp
 
 
 def test_a_full_disk_leaves_the_old_part_and_nothing_else(tmp_path):
-    # The kernel refuses to write beyond the limit, as it does on a full disk; here within the 4,096 rows of one part.
+    # The kernel refuses to write beyond the limit, as it does on a full disk; here within the 16,384 rows of one part.
     store = TraceStore(tmp_path, run="a")
     old = numbered(1)
     store.save(old, step=1, part=0)

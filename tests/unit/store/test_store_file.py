@@ -22,7 +22,7 @@ from tests.unit.store.store_traces import assert_same, assert_valid, full_trace,
 
 # The format, byte for byte: two tokens, layers 1 and 3, top-2 of 4 experts; the second token has no route.
 METADATA = (
-    b'{"block_rows":4096,"has_token_ids":true,"has_weight_version":false,"layer_numbers":[1,3],"num_experts":4,'
+    b'{"block_rows":16384,"has_token_ids":true,"has_weight_version":false,"layer_numbers":[1,3],"num_experts":4,'
     b'"num_tokens":2,"sample_ids":["a"],"sequence_lengths":[2],"topk":2,"version":1}'
 )
 TENSORS = {
@@ -95,7 +95,7 @@ def test_the_safetensors_library_reads_the_file_and_writes_the_same_bytes(tmp_pa
 
 @pytest.mark.parametrize("layer_numbers", [(), (2, 5)])
 @pytest.mark.parametrize("num_experts", [256, 257])
-@pytest.mark.parametrize("num_tokens", [0, 1, 4095, 4096, 4097])
+@pytest.mark.parametrize("num_tokens", [0, 1, 16383, 16384, 16385])
 def test_a_trace_comes_back_as_it_was(tmp_path, num_tokens, num_experts, layer_numbers):
     trace = full_trace(num_tokens, num_experts=num_experts, layer_numbers=layer_numbers)
     assert_same(load_trace(save_trace(trace, tmp_path / "x")), trace)
@@ -114,14 +114,14 @@ def places(data: bytes) -> tuple[int, dict[str, list[int]]]:
 
 
 def test_a_slice_reads_its_own_blocks_and_layers_only(tmp_path):
-    trace = full_trace(5 * 4096, layer_numbers=tuple(range(1, 11)))
+    trace = full_trace(5 * 16384, layer_numbers=tuple(range(1, 11)))
     path = save_trace(trace, tmp_path / "x")
     good = path.read_bytes()
     base, offsets = places(good)
-    # Rows 4000..4199 of layers 4 and 9: the first two of five blocks of 4096 rows, two bytes a row.
-    touched = {name: (base + offsets[name][0], 2 * 4096 * 2) for name in ("topk_indices.4", "topk_indices.9")}
-    touched["replay_mask"] = (base + offsets["replay_mask"][0], 2 * 4096)
-    touched |= {name: (base + offsets[name][0], 2 * 4096 * 4) for name in ("token_ids", "weight_version")}
+    # Rows 16300..16499 of layers 4 and 9: the first two of five blocks of 16384 rows, two bytes a row.
+    touched = {name: (base + offsets[name][0], 2 * 16384 * 2) for name in ("topk_indices.4", "topk_indices.9")}
+    touched["replay_mask"] = (base + offsets["replay_mask"][0], 2 * 16384)
+    touched |= {name: (base + offsets[name][0], 2 * 16384 * 4) for name in ("token_ids", "weight_version")}
     proven = base + offsets["crc32"][1]
     assert offsets["crc32"][0] == 0
     assert proven < 4000
@@ -130,27 +130,29 @@ def test_a_slice_reads_its_own_blocks_and_layers_only(tmp_path):
     for start, size in [(0, proven), *touched.values()]:
         garbage[start : start + size] = good[start : start + size]
     path.write_bytes(garbage)
-    slices = {"layer_numbers": [4, 9], "rows": slice(4000, 4200)}
-    assert_same(load_trace(path, **slices), trace.select_layers([4, 9])[4000:4200])
-    with pytest.raises(StoreError, match=r"topk_indices\.5, rows 0\.\.4095, is wrong"):
+    slices = {"layer_numbers": [4, 9], "rows": slice(16300, 16500)}
+    assert_same(load_trace(path, **slices), trace.select_layers([4, 9])[16300:16500])
+    with pytest.raises(StoreError, match=r"topk_indices\.5, rows 0\.\.16383, is wrong"):
         load_trace(path, layer_numbers=[5], rows=slice(0, 1))
-    with pytest.raises(StoreError, match=r"rows 8192\.\.12287, is wrong"):
-        load_trace(path, layer_numbers=[4], rows=slice(8192, 8193))
+    with pytest.raises(StoreError, match=r"rows 32768\.\.49151, is wrong"):
+        load_trace(path, layer_numbers=[4], rows=slice(32768, 32769))
     for name, (start, size) in touched.items():
         for block in (0, 1):
             damaged = bytearray(garbage)
             damaged[start + block * size // 2 + 7] ^= 1
             path.write_bytes(damaged)
-            with pytest.raises(StoreError, match=rf"{name}, rows {4096 * block}\.\.{4096 * block + 4095}, is wrong"):
+            with pytest.raises(StoreError, match=rf"{name}, rows {16384 * block}\.\.{16384 * block + 16383}, is wrong"):
                 load_trace(path, **slices)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 5), (4090, 4100), (4096, 8192), (8999, 9000), (9000, 9000)])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 0), (0, 5), (16380, 16390), (16384, 16900), (34999, 35000), (35000, 35000)]
+)
 def test_any_slice_is_the_slice_of_the_whole(tmp_path, start, stop):
-    trace = full_trace(9000)
+    trace = full_trace(35000)
     path = save_trace(trace, tmp_path / "x")
     assert_same(load_trace(path, rows=slice(start, stop)), trace[start:stop])
-    assert_same(load_trace(path, rows=slice(start, None)), trace[start:9000])
+    assert_same(load_trace(path, rows=slice(start, None)), trace[start:35000])
     assert_same(load_trace(path, rows=slice(None, stop)), trace[:stop])
 
 
@@ -243,8 +245,8 @@ SHAPE_OF_LAYER_3 = b'"shape":[2,2],"data_offsets":[32,36]'
         ({"metadata": changed(b'"topk":2', b'"topk":true')}, "no header of a trace file"),
         ({"metadata": changed(b'"topk":2', b'"top":2')}, "no header of a trace file"),
         ({"metadata": changed(b'token_ids":true', b'token_ids":1')}, "has_token_ids=1 must be true or false"),
-        ({"metadata": changed(b'rows":4096', b'rows":0')}, "block_rows=0"),
-        ({"metadata": changed(b'rows":4096', b'rows":1')}, "not those that its metadata asks for"),
+        ({"metadata": changed(b'rows":16384', b'rows":0')}, "block_rows=0"),
+        ({"metadata": changed(b'rows":16384', b'rows":1')}, "not those that its metadata asks for"),
         ({"metadata": b"[]"}, "no header of a trace file"),
         ({"metadata": b"[" * 9000}, "no header of a trace file"),
         ({"metadata": b""}, "no header of a trace file"),
@@ -393,7 +395,7 @@ def test_a_name_that_promises_a_different_format_is_refused(tmp_path):
 @pytest.mark.parametrize("topk", [1, 2, 3, 6, 8, 10])
 @pytest.mark.parametrize("num_experts", [64, 300])
 def test_several_blocks_come_back_for_any_width_of_a_route(tmp_path, topk, num_experts):
-    trace = make_trace(2 * 4096 + 5, topk=topk, num_experts=num_experts)
+    trace = make_trace(2 * 16384 + 5, topk=topk, num_experts=num_experts)
     assert_same(load_trace(save_trace(trace, tmp_path / "x")), trace)
     assert_same(
         load_trace(tmp_path / "x", layer_numbers=[7], rows=slice(4000, 8194)), trace.select_layers([7])[4000:8194]
@@ -401,7 +403,7 @@ def test_several_blocks_come_back_for_any_width_of_a_route(tmp_path, topk, num_e
 
 
 def test_neither_saving_nor_loading_copies_the_routes_a_second_time(tmp_path):
-    trace = make_trace(64 * 4096, layer_numbers=(1, 2, 3, 4), topk=4)
+    trace = make_trace(16 * 16384, layer_numbers=(1, 2, 3, 4), topk=4)
     path = save_trace(trace, tmp_path / "x")
     size = trace.topk_indices.nbytes
     for act, most in ((lambda: save_trace(trace, path), size / 4), (lambda: load_trace(path), size / 4)):
@@ -413,20 +415,20 @@ def test_neither_saving_nor_loading_copies_the_routes_a_second_time(tmp_path):
 
 
 def test_an_invalid_id_in_a_later_block_is_named_by_its_row(tmp_path):
-    indices = torch.tensor([0, 1]).expand(9000, 1, 2).clone()
+    indices = torch.tensor([0, 1]).expand(35000, 1, 2).clone()
     path = save_trace(RoutingTrace(topk_indices=indices, layer_numbers=(1,), num_experts=4), tmp_path / "x")
     data = bytearray(path.read_bytes())
     base, offsets = places(bytes(data))
     first = base + offsets["topk_indices.1"][0]
-    data[first + 2 * 8500] = 1
+    data[first + 2 * 33000] = 1
     crc = base + offsets["crc32"][0]
     table = bytearray(data[crc + 4 : base + offsets["crc32"][1]])
-    struct.pack_into("<I", table, 4 * 2, zlib.crc32(data[first + 2 * 8192 : first + 2 * 9000]))
+    struct.pack_into("<I", table, 4 * 2, zlib.crc32(data[first + 2 * 32768 : first + 2 * 35000]))
     metadata = json.loads(data[8:base])["__metadata__"]["megatron_router_replay.trace"].encode()
     data[crc : crc + 4 + len(table)] = struct.pack("<I", zlib.crc32(metadata + table)) + table
     path.write_bytes(data)
-    for rows in (None, slice(8400, 8600)):
-        with pytest.raises(StoreError, match=r"row 8500, layer 1 .*named twice"):
+    for rows in (None, slice(32900, 33100)):
+        with pytest.raises(StoreError, match=r"row 33000, layer 1 .*named twice"):
             load_trace(path, rows=rows)
 
 
@@ -434,12 +436,12 @@ def test_a_trace_can_be_saved_while_the_interpreter_ends(tmp_path):
     script = (
         "import atexit, sys, torch, megatron_router_replay as mrr\n"
         "torch.set_num_threads(2)\n"
-        "ids = torch.tensor([0, 1]).expand(9000, 1, 2)\n"
+        "ids = torch.tensor([0, 1]).expand(35000, 1, 2)\n"
         "trace = mrr.RoutingTrace(topk_indices=ids, layer_numbers=(1,), num_experts=4)\n"
         "atexit.register(lambda: mrr.save_trace(trace, sys.argv[1]))\n"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "x")], check=True)
-    assert load_trace(tmp_path / "x").num_tokens == 9000
+    assert load_trace(tmp_path / "x").num_tokens == 35000
 
 
 def test_a_saved_file_has_the_permissions_of_any_new_file(tmp_path):
