@@ -1,8 +1,10 @@
-"""The checks that every room shares: what an integer is, and how a value looks in a message."""
+"""What every room shares: what an integer is, how a value looks in a message, and warnings that reach people."""
 
 from __future__ import annotations
 
+import logging
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,8 @@ Check = Callable[..., None]
 
 `tell` returns the whole message where the host may wait for it.
 """
+
+_LOG = logging.getLogger(__name__)
 
 
 def as_integer(
@@ -90,3 +94,15 @@ def as_mask(values: Any, name: str) -> Tensor:
         raise LayoutError(
             f"MRR201: {name} must be a mask in a tensor or an array, got {type(values).__name__}: {error}"
         ) from error
+
+
+_warned: set[str] = set()
+"""The causes that this process was warned of."""
+
+
+def warn(cause: str, text: str) -> None:
+    """Log a warning, and show it once a process and cause: a library's log reaches nobody who did not ask for it."""
+    _LOG.warning("%s", text)
+    if cause not in _warned:
+        _warned.add(cause)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)

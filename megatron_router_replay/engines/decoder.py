@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Protocol, Unpack
 
 import numpy as np
 import torch
 
+from megatron_router_replay.checks import warn
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
 from megatron_router_replay.engines.options import Allocate, DecodeOptions, SampleOptions, SharedOptions, TokenIds
 from megatron_router_replay.engines.reply import Reply, refuse_non_reply
@@ -178,7 +178,11 @@ class Decoder:
         samples = [self._sample(replies[i], model, tokens[i], options[i]) for i in options]
         trace = build_trace(samples, model=model, allocate=allocate)
         if trace.token_ids is None:
-            warn_without_ids()
+            warn(
+                "no token ids",
+                "a trace without token ids: nothing proves that its rows are those of the tokens that a model runs. Have "
+                "the engine return ids, or pass token_ids=.",
+            )
         if _LOG.isEnabledFor(logging.INFO):
             rows = [len(samples), trace.num_tokens, int(trace.replay_mask.sum()), trace.num_layers]
             _LOG.info("%s: decoded %d samples: %d tokens, %d with a route, %d MoE layers", self.title, *rows)
@@ -218,15 +222,6 @@ class Decoder:
             may_be_empty=aborted,
             weight_version=stamp_versions(reply, tokens, options.weight_version),
         )
-
-
-@lru_cache(maxsize=1)
-def warn_without_ids() -> None:
-    """Warn, once in a process, that a trace has no token ids: nothing then proves whose its rows are."""
-    _LOG.warning(
-        "a trace without token ids: nothing proves that its rows are those of the tokens that a model runs. Have the engine "
-        "return ids, or pass token_ids=."
-    )
 
 
 def _as_list(name: str, values: Any) -> Sequence[Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.sessions import report
+from megatron_router_replay import checks
 from megatron_router_replay.mcore.sessions.report import SessionReport, log_ended
 from tests.unit.mcore.tiny_chunk import Chunk, random_routes, tokens
 
@@ -75,7 +75,7 @@ def test_a_low_share_is_a_warning_and_nine_tenths_are_none(caplog):
 
 
 def test_a_warning_is_shown_once_a_cause_and_logged_each_time(caplog, monkeypatch):
-    monkeypatch.setattr(report, "_warned", set())
+    monkeypatch.setattr(checks, "_warned", set())
     lossy = SessionReport(kind="replay", rows_replayed=1, rows_live=1, rows_repeated=3)
     with pytest.warns(RuntimeWarning) as shown:
         log_ended(lossy)

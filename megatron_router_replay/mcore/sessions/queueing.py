@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.layout.rows import other_tokens
 from megatron_router_replay.mcore import balance
@@ -33,7 +34,7 @@ from megatron_router_replay.mcore.heart.tally import Tally
 from megatron_router_replay.mcore.model.find import FoundRouter, Models, as_chunks, wrappers
 from megatron_router_replay.mcore.sessions.account import Account, Numbers, Verdict
 from megatron_router_replay.mcore.sessions.hold import Session
-from megatron_router_replay.mcore.sessions.report import SessionReport, warn
+from megatron_router_replay.mcore.sessions.report import SessionReport
 
 S = TypeVar("S", bound="QueueingSession")
 

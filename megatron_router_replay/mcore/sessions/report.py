@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from html import escape
@@ -13,6 +12,7 @@ from typing import Any, TypedDict, cast
 import torch
 import torch.distributed as dist
 
+from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import listed
 from megatron_router_replay.mcore.sessions.agreement import SOURCES, LiveAgreement, Unit
 from megatron_router_replay.mcore.sessions.gathering import collective_device
@@ -335,18 +335,6 @@ def log_ended(report: SessionReport) -> None:
             f"{report.rows_repeated} rows were named twice in a micro-batch: do routing_rows start anew in each sample? "
             "Their tokens share routes",
         )
-
-
-_warned: set[str] = set()
-"""The causes that this process was warned of."""
-
-
-def warn(cause: str, text: str) -> None:
-    """Log a warning, and show it once a process and cause: a library's log reaches nobody who did not ask for it."""
-    _LOG.warning("%s", text)
-    if cause not in _warned:
-        _warned.add(cause)
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def log_failed(kind: str, error: BaseException) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_router_replay import engines
-from megatron_router_replay.engines import decoder, options
+from megatron_router_replay import checks, engines
+from megatron_router_replay.engines import options
 from megatron_router_replay.engines.registry import registered
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import choice_of, routes, tokens
@@ -137,11 +137,12 @@ def test_a_list_of_the_rows_of_one_sample_is_one_array(engine):
     assert trace.topk_indices[:-1].tolist() == ROWS.tolist()
 
 
-def test_a_trace_without_ids_is_warned_of_once(caplog):
-    decoder.warn_without_ids.cache_clear()
+def test_a_trace_without_ids_is_warned_of_once(monkeypatch, recwarn):
+    monkeypatch.setattr(checks, "_warned", set())
     for _ in range(2):
         engines.vllm.decode(ROWS, model=MODEL, token_ids=IDS)
-    assert "without token ids" not in caplog.text
+    assert not list(recwarn)
     for _ in range(2):
         engines.vllm.decode(ROWS, model=MODEL, num_tokens=S)
-    assert caplog.text.count("a trace without token ids: nothing proves") == 1
+    (shown,) = recwarn
+    assert str(shown.message).startswith("a trace without token ids: nothing proves")
