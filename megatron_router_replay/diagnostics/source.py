@@ -17,6 +17,7 @@ from typing import Union
 from megatron_router_replay.errors import StoreError, TraceError
 from megatron_router_replay.store import TraceStore, merge_traces
 from megatron_router_replay.store.atomic import naming
+from megatron_router_replay.store.format import BLOCK_ROWS
 from megatron_router_replay.store.reader import Reader
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceHeader
@@ -29,9 +30,6 @@ BLOCK_BYTES = 16 << 20
 """Routes that are read at a time; the memory of a pass over a trace is a few times this."""
 
 _MAPPED_BYTES = 64 << 20
-
-_FILE_BLOCK = 4096
-"""Rows that a trace file checks and reads at once: blocks that are multiples of it read no row twice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,4 +188,5 @@ def _folder(folder: Path, step: int | None) -> tuple[int | None, list[Path]]:
 def block_rows(*sources: TraceSource) -> int:
     """Return how many rows to read at a time."""
     row_bytes = max(len(source.layer_numbers) * source.topk * (1 + (source.num_experts > 256)) for source in sources)
-    return max(1, BLOCK_BYTES // max(1, row_bytes) // _FILE_BLOCK) * _FILE_BLOCK
+    # Multiples of what a trace file checks and reads at once: else rows were read twice.
+    return max(1, BLOCK_BYTES // max(1, row_bytes) // BLOCK_ROWS) * BLOCK_ROWS

@@ -197,7 +197,7 @@ def test_files_of_several_blocks_give_the_same_counts(tmp_path, monkeypatch):
     nowhere = {"provenance_a": None, "provenance_b": None}
     assert found.to_dict() | nowhere == whole.to_dict() | nowhere
     assert found.differences == whole.differences
-    assert seen == [(4096, 20000), (8192, 20000), (12288, 20000), (16384, 20000), (20000, 20000)]
+    assert seen == [(16384, 20000), (20000, 20000)]
 
 
 def test_folders_of_a_store_and_of_loose_files(tmp_path):
