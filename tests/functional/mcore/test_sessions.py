@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
+from megatron_router_replay.mcore.batches import chunk as chunk_module
 from megatron_router_replay.mcore.batches.upload import LayerRoutes
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import (
@@ -151,6 +152,44 @@ def test_a_damaged_capture_raises_and_a_right_one_does_not(fault, megatron):
         session.close()
         assert same(live, replayed)
         assert session.report.agreement.all_layers == 1.0
+
+
+def test_rows_in_another_order_than_the_routers_raise(monkeypatch, megatron):
+    """reshape for transpose: tokens match, and every routing map is as decided."""
+    case = Case(sequence_length=64)
+    _, chunks, microbatches = build(case)
+    with mrr.record(chunks) as recording:
+        run(chunks, case, microbatches, recording)
+    trace = recording.trace()
+    monkeypatch.setattr(chunk_module, "rows_for_router", lambda values, **_: values.reshape(-1, *values.shape[2:]))
+    session = mrr.replay(chunks, trace, verify=True)
+    run(chunks, case, microbatches, session)
+    with pytest.raises(mrr.RouterReplayError, match="in every layer that was judged"):
+        session.close()
+    assert (session.report.decisions["wrong"], session.report.replayed_share) == (0, 1.0)
+
+
+def one_stage_permutes_its_ids() -> str:
+    case = Case(layout=ParallelSizes(pp_size=4), sequence_length=64)
+    _, chunks, microbatches = build(case)
+    with mrr.record(chunks) as recording:
+        run(chunks, case, microbatches, recording)
+    trace = recording.trace()
+    routes = trace.topk_indices.clone()
+    if trace.layer_numbers == (3,):
+        routes = (routes + 3) % 8
+    values = {"layer_numbers": trace.layer_numbers, "num_experts": 8, "replay_mask": trace.replay_mask}
+    session = mrr.replay(chunks, mrr.RoutingTrace(topk_indices=routes, **values))
+    run(chunks, case, microbatches, session)
+    with pytest.raises(mrr.RouterReplayError) as error:
+        session.close()
+    return str(error.value)
+
+
+def test_four_ranks_with_different_layers_raise_together(on_ranks):
+    first, *others = on_ranks(4, one_stage_permutes_its_ids)
+    assert "in 1 of 4 layers: 3 (" in first
+    assert others == [first] * 3
 
 
 # ---- an attached model: the forward step is `output = model(**batch)`, replay on or off
