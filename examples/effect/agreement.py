@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_router_replay.mcore.sessions.agreement import EVIDENCE, LEAST_ROWS, Pairs, blocks_of, count_rows
 
-VOCAB, WIDTH, LAYERS, LENGTH, SAMPLES, LEAST = 256, 24, 2, 192, 256, 0.25
+VOCAB, WIDTH, LAYERS, LENGTH, SAMPLES, LEAST = 256, 24, 2, 192, 2048, 0.25
 
 
 @dataclass(frozen=True)
@@ -213,17 +213,22 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def routes_of(network: Network, tokens: Tensor) -> Tensor:
+    return torch.cat([network(part)[1] for part in tokens.split(64)], 1)
+
+
 @torch.no_grad()
 def rows_of(model: Model, seed: int, network: Network, other: Network) -> list[tuple[str, Tensor, Tensor]]:
     tokens = text(SAMPLES, torch.Generator().manual_seed(seed + 100))
-    live = network(tokens)[1]
-    rows = [(name, live, changed(network, model, change)(tokens)[1]) for name, change in LEGAL.items()]
+    live = routes_of(network, tokens)
+    rows = [(name, live, routes_of(changed(network, model, change), tokens)) for name, change in LEGAL.items()]
     rows += [
-        (f"stale, KL {target:g}", live, stale(network, model, tokens, target, seed)(tokens)[1]) for target in STALE
+        (f"stale, KL {target:g}", live, routes_of(stale(network, model, tokens, target, seed), tokens))
+        for target in STALE
     ]
     rows += [(f"WRONG {name}", live, damage(live)) for name, damage in WRONG.items()]
     rows.append(("WRONG ids permuted", live, live[:, :, :].add(model.experts // 2 - 1) % model.experts))
-    return [*rows, ("WRONG other checkpoint", live, other(tokens)[1])]
+    return [*rows, ("WRONG other checkpoint", live, routes_of(other, tokens))]
 
 
 def main(steps: int = 100) -> None:

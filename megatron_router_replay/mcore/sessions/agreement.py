@@ -29,8 +29,10 @@ ALL = -1
 """In place of a layer's position: all layers are asked."""
 
 BLOCK, LEAST_ROWS = 96, 32
-EVIDENCE, LAYER_EVIDENCE = 16.0, 64.0
-"""Decisions beyond chance that a unit, and a layer, must have to be judged."""
+EVIDENCE, LAYER_EVIDENCE = 48.0, 64.0
+"""Decisions beyond chance that a unit, and a layer, must have to be judged; few blocks of a collapsed router have them."""
+LEAST_EVIDENCE = 16.0
+"""A layer or a sample with fewer is not named in a report."""
 PAIR_EVIDENCE = 8.0
 """What one pair of routes, live and replayed, can be of them at most, however often it comes."""
 PAIR_SHARE = 1 / 8
@@ -203,7 +205,7 @@ class LiveAgreement:
     @property
     def judged(self) -> dict[int, float]:
         """Layer number -> agreement, of those with enough evidence."""
-        return {number: unit.agreement for number, unit in self.layers.items() if unit.evidence >= EVIDENCE}
+        return {number: unit.agreement for number, unit in self.layers.items() if unit.evidence >= LEAST_EVIDENCE}
 
     def to_dict(self) -> dict[str, float | None]:
         """Return the numbers to plot."""
@@ -314,9 +316,9 @@ class Agreement:
                     unit, names, sample_of[number], f"layer {asked[number >> 30].layer}, part {number & 0xFFFFF}"
                 )
         for number, unit in Pairs.of(sample, flat).measure(self.topk).items():
-            if unit.rows >= LEAST_ROWS and unit.evidence >= EVIDENCE:
+            if unit.rows >= LEAST_ROWS and unit.evidence >= LEAST_EVIDENCE:
                 self._least_sample = min(unit.agreement, 1.0 if self._least_sample is None else self._least_sample)
-                if number not in with_blocks:
+                if unit.evidence >= EVIDENCE and number not in with_blocks:
                     self._judge(unit, names, number, "the layers that were asked")
 
     def _to_host(self, asked: list[_Asked]) -> NDArray[np.int16]:

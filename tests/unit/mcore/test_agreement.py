@@ -138,6 +138,14 @@ def test_a_run_of_one_token_at_a_near_tie_is_no_evidence():
     assert (problems(asks), asks.numbers()["low"]) == ([], 0)
 
 
+@pytest.mark.parametrize(("experts", "low"), [(5, 0), (6, 1)])
+def test_a_block_of_few_different_routes_is_not_judged(experts, low):
+    live = torch.arange(96).unsqueeze(1) % experts  # eight decisions of each count
+    asks = asking(topk=1)
+    ask(asks, live, (live + 1) % experts)
+    assert asks.numbers()["low"] == low
+
+
 def test_rows_that_do_not_count_are_not_judged():
     live, used = routes(200)
     counts = torch.arange(200) < 100
