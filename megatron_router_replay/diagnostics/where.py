@@ -269,15 +269,21 @@ class _Search:
             return row, row
         flat = keys_b[row, layer]
         known = np.unique(flat)
+        # Most keys of a are none of these, and a search of each would miss the cache at every step.
+        low_bits = np.uint64((1 << 22) - 1)
+        may_be = np.zeros(1 << 22, dtype=bool)
+        may_be[known & low_bits] = True
         hits: list[tuple[Array, Array]] = []
         step = max(1024, (4 << 20) // max(1, len(layers) * evidence.a.topk))
         for start in range(0, evidence.a.num_tokens, step):
             block = evidence.a.read(start, min(start + step + height - 1, evidence.a.num_tokens))
             ids = block.topk_indices.numpy()[:, evidence.column[layers]]
             keys = run_keys(set_numbers(ids, block.replay_mask.numpy(), evidence.numbers, nothing=0), height)[:step]
+            rows_a, _ = candidates = np.nonzero(may_be[keys & low_bits])
+            keys = keys[candidates]
             at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
-            rows_a, _ = hit = np.nonzero(known[at] == keys)
-            hits.append((at[hit], rows_a + start))
+            hit = known[at] == keys
+            hits.append((at[hit], rows_a[hit] + start))
         key, row_a = (np.concatenate(parts) for parts in zip(*hits))
         order = np.argsort(key, kind="stable")
         key, row_a = key[order], row_a[order]
