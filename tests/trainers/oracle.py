@@ -6,10 +6,12 @@ and the routing maps that leave its routers. Every token of a batch has an id of
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,8 @@ LAYERS, EXPERTS, TOPK, VOCAB = 4, 16, 4, 320
 LENGTHS = (7, 12, 5, 16, 9, 3)
 PROMPTS = (3, 4, 2, 6, 3, 1)
 PASSES = ("no grad", "train", "recompute")
+MIN_AGREEMENT = 0.0
+"""Routes are drawn at random, so that none is the router's own choice: it cannot agree. `asked` has others."""
 
 
 def rollout_box(seed: int) -> dict[str, Any]:
@@ -66,6 +70,57 @@ def rollout(seed: int = 0, *, dense_first: bool = True) -> tuple[list[Tensor], l
         if dense_first:
             part[:, 0] = 0
     return ids, routes
+
+
+FAULTS: dict[str, Any] = {
+    "": lambda routes: routes,
+    "exchanged": lambda routes: [routes[1], routes[0], *routes[2:]],
+    "late": lambda routes: [torch.cat([part[:1], part[:-1]]) for part in routes],
+}
+"""What happens to a rollout's routes before they are stamped."""
+
+
+def asked(step: Any, fault: str, *args: Any) -> None:
+    """Run a trainer's step on long samples whose routes are the model's own but for a fault, and ask its routers."""
+    from tests.trainers import small_model  # which imports this module
+
+    chunks: list[Any] = []
+    build = small_model.build
+
+    def built(*options: Any, **named: Any) -> list[Any]:
+        chunks[:] = build(*options, **named)
+        return list(chunks)
+
+    @cache  # asked for again where the model is watched
+    def own_rollout(seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        ids = [torch.randint(1, VOCAB, (200,), generator=generator) for _ in LENGTHS]
+        return ids, FAULTS[fault]([own_routes(chunks, part)[:-1] for part in ids])
+
+    module = sys.modules[__name__]
+    with (
+        mock.patch.object(small_model, "build", built),
+        mock.patch.object(module, "rollout", own_rollout),
+        mock.patch.object(module, "MIN_AGREEMENT", 0.25),
+    ):
+        step(*args)
+
+
+def own_routes(chunks: list[Any], ids: Tensor) -> Tensor:
+    """Return what the model's routers choose for a sample, [T, LAYERS, TOPK]."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routes = torch.zeros(len(ids), LAYERS, TOPK, dtype=torch.int64)
+
+    def keep(router: Any, args: Any, output: Any) -> None:
+        routes[:, router.layer_number - 1] = output[1].nonzero()[:, 1].view(-1, TOPK)
+
+    handles = [each.register_forward_hook(keep) for each in chunks[0].modules() if isinstance(each, TopKRouter)]
+    with torch.no_grad():
+        chunks[0](ids.unsqueeze(0), torch.arange(len(ids)).unsqueeze(0), None)
+    for handle in handles:
+        handle.remove()
+    return routes
 
 
 def routes_of_tokens(ids: list[Tensor], routes: list[Tensor]) -> dict[int, Tensor]:
@@ -123,8 +178,7 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[list[See
         handles += [
             module.register_forward_hook(routed) for module in model.modules() if isinstance(module, TopKRouter)
         ]
-    # The routes are drawn at random, so that none is the router's own choice: it cannot agree.
-    nobody_asks = mock.patch.dict(mrr.replay.__kwdefaults__, min_agreement=0)
+    nobody_asks = mock.patch.dict(mrr.replay.__kwdefaults__, min_agreement=MIN_AGREEMENT)
     try:
         with nobody_asks:
             yield seen

@@ -8,7 +8,7 @@ from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import FULL
 from tests.support.workers import WorkersError
 from tests.trainers import skyrl
-from tests.trainers.oracle import check_replayed
+from tests.trainers.oracle import FAULTS, asked, check_replayed
 
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 CASES = {
@@ -62,6 +62,15 @@ def test_padding_that_was_forgotten_changes_no_decision(tmp_path, workers_1):
     folder = skyrl.SOURCE.edited(tmp_path / "edited", without=("padding=align",))
     ((_, log_probs, train),) = workers_1.run(skyrl.step, str(folder), ParallelSizes(), {})
     assert log_probs["no grad"] == train["train"] == (138, 0)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_routes_that_were_wrong_before_the_stamp_raise(fault, edited, workers_1):
+    if not fault:
+        workers_1.run(asked, skyrl.step, fault, str(edited), ParallelSizes(), {})
+        return
+    with pytest.raises(WorkersError, match="the live router agrees with the replayed routes by"):
+        workers_1.run(asked, skyrl.step, fault, str(edited), ParallelSizes(), {})
 
 
 @pytest.mark.parametrize("name", FORGOTTEN)

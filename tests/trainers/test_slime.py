@@ -8,7 +8,7 @@ from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import FULL
 from tests.support.workers import WorkersError
 from tests.trainers import slime
-from tests.trainers.oracle import check_replayed
+from tests.trainers.oracle import FAULTS, asked, check_replayed
 
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 CASES = {
@@ -52,6 +52,15 @@ def test_every_decision_is_the_rollouts(name, edited, request):
     flags = dict(flags)
     steps = flags.pop("steps", 1)
     check_replayed(workers.run(slime.step, str(edited), layout, options, flags, steps), recomputes=bool(options))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_routes_that_were_wrong_before_the_stamp_raise(fault, edited, workers_1):
+    if not fault:
+        workers_1.run(asked, slime.step, fault, str(edited), ParallelSizes(), {}, {})
+        return
+    with pytest.raises(WorkersError, match="the live router agrees with the replayed routes by"):
+        workers_1.run(asked, slime.step, fault, str(edited), ParallelSizes(), {}, {})
 
 
 @pytest.mark.parametrize("name", FORGOTTEN)
