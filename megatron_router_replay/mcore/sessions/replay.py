@@ -394,6 +394,10 @@ def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:
         ReplayStateError: no open session holds this model, or a micro-batch waits for its forward already.
         LayoutError: the routes do not fit the model, the tokens, or the layout that is said.
     """
+    if not isinstance(model, nn.Module):
+        raise LayoutError(
+            f"MRR403: {type(model).__name__} is no model: the model comes first, microbatch(model, routes)."
+        )
     session = session_of(model)
     if session is None:
         raise ReplayStateError(

@@ -204,6 +204,11 @@ def test_tokens_are_compared_with_what_the_forward_gets():
         chunk(IDS.flip(1))
 
 
+def test_routes_before_the_model_are_told():
+    with pytest.raises(LayoutError, match="MRR403: Tensor is no model: the model comes first"):
+        mrr.microbatch(ROUTES, Chunk(), trust_layout=True)
+
+
 def test_rows_beside_routes_are_not_dropped_in_silence():
     chunk = Chunk()
     with pytest.raises(LayoutError, match="routing_rows and routes= were given"), mrr.replay(chunk) as session:
