@@ -267,8 +267,8 @@ class QueueingSession(Session):
                 "run micro-batches in the order in which they were queued."
             )
             count, tell = other_tokens(tokens, expected, rows, why=why)
-            name = f"MRR203: micro-batch {microbatch.number} of chunk {chunk.index}"
-            self._check(count, f"{name}: {why}", lambda: f"{name}: {tell()}")
+            where = f"micro-batch {microbatch.number} of chunk {chunk.index}"
+            self._check(count, f"MRR203: {where}: {why}", lambda: f"MRR203: {where}: {tell()}")
 
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Take note that every router of a chunk has routed this micro-batch."""

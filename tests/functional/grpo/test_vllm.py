@@ -16,7 +16,7 @@ PYTHON = REPO / ".venv-vllm/bin/python"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: run `make venv-vllm`")
-def test_workers_of_one_vllm_refuse_damaged_routes_and_send_right_ones_to_every_stage(workers_2, tmp_path):
+def test_workers_of_one_vllm_refuse_damaged_routes_and_send_right_ones(workers_2, tmp_path):
     settings = small(
         tmp_path,
         engine="vllm",

@@ -24,7 +24,7 @@ def rename(path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_hearts_tests_pass_with_a_renamed_keyword_and_method_after_two_edited_lines(tmp_path):
+def test_the_hearts_tests_pass_with_renamed_names_after_two_edited_lines(tmp_path):
     no_data = shutil.ignore_patterns("__pycache__", "data", "functional", "trainers", "*.so")
     shutil.copytree(Path(megatron.core.__file__).parent, tmp_path / "megatron/core", ignore=no_data)
     shutil.copytree(Path(megatron_router_replay.__file__).parent, tmp_path / "megatron_router_replay")
