@@ -55,7 +55,10 @@ class RecordSession(QueueingSession):
         self._record(chunk, inputs)
 
     def on_unqueued(self, chunk: Chunk, input_ids: Tensor) -> None:
-        """Number the tokens, one sample after the other as they come; one of several ranks cannot know which they are."""
+        """Number the tokens, one sample after the other as they come.
+
+        One of several ranks cannot know which they are, so it asks for rows.
+        """
         has_rows = self._highest and not any(self._num_numbered.values())
         if has_rows or (dist.is_initialized() and dist.get_world_size() > 1):
             return  # the queue says what is missing

@@ -70,9 +70,11 @@ def test_a_token_that_is_not_the_traces_raises_at_the_end_where_both_are_known(p
     if position in (3, 6):  # of 3 the trace knows no token, 6 has no row
         session.close()
         return
-    with pytest.raises(
-        LayoutError, match=r"^MRR203: token_ids differ from the trace's: tokens and routing_rows moved apart\.$"
-    ):
+    sample, place = divmod(position, 4)
+    told = (
+        rf"^MRR203: input_ids\[{sample}, {place}\] is {position + 1}, but its routing row {position} was recorded for"
+    )
+    with pytest.raises(LayoutError, match=rf"{told} token {position} \(1 of 6 positions differ\)"):
         session.close()
 
 
