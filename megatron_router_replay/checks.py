@@ -100,9 +100,14 @@ _warned: set[str] = set()
 """The causes that this process was warned of."""
 
 
-def warn(cause: str, text: str) -> None:
-    """Log a warning, and show it once a process and cause: a library's log reaches nobody who did not ask for it."""
-    _LOG.warning("%s", text)
+def warn(cause: str, text: str, *, once: bool = False) -> None:
+    """Log a warning, and show it once a process and cause: a library's log reaches nobody who did not ask for it.
+
+    Args:
+        once: log it once, too.
+    """
+    if not once or cause not in _warned:
+        _LOG.warning("%s", text)
     if cause not in _warned:
         _warned.add(cause)
         warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -182,6 +182,7 @@ class Decoder:
                 "no token ids",
                 "a trace without token ids: nothing proves that its rows are those of the tokens that a model runs. Have "
                 "the engine return ids, or pass token_ids=.",
+                once=True,  # a trainer may decode sample by sample
             )
         if _LOG.isEnabledFor(logging.INFO):
             rows = [len(samples), trace.num_tokens, int(trace.replay_mask.sum()), trace.num_layers]

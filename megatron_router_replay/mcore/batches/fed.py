@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_router_replay.checks import Check, as_integers, as_mask
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.layout.rows import other_tokens
+from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.rows import LaidOut, check_padding, check_trained, is_known
 from megatron_router_replay.mcore.batches.upload import take_layers
@@ -85,7 +85,7 @@ def lay_out(
         elif wrong.device.type != "cpu":
             assert rows.tokens is not None, "sealed rows"
             sealed = to_device(rows.tokens.view(shape), device)
-            count, tell = other_tokens(tokens, sealed, why=why, wrong=wrong)
+            count, tell = count_differing_tokens(tokens, sealed, why=why, wrong=wrong)
             check(count, f"MRR203: {why}", lambda: f"MRR203: {tell()}")
         check_padding(~others & to_device(~rows.absent.view(shape), device), padded, check)
     if missing == "raise":

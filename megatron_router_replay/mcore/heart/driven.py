@@ -92,7 +92,9 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             )
         # All are checked before the first is set: a step with targets of two batches would train.
         for instance, target in zip(instances, as_targets(all_layers_topk_indices)):
-            upstream.RouterReplay.set_target_indices(instance, target)
+            # One of Megatron-Core's own class may be listed beside ours.
+            keep = instance._keep_target if isinstance(instance, RouterReplay) else instance.set_target_indices
+            keep(target)
 
     @staticmethod
     def set_global_static_buffers(static_buffer: Tensor) -> None:
@@ -127,7 +129,11 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             TraceError: not two-dimensional integers, an id is negative, or a row names an expert twice. On a GPU the
                 values are checked without waiting for them: a device-side assertion follows.
         """
-        upstream.RouterReplay.set_target_indices(self, as_targets([topk_indices])[0])
+        self._keep_target(as_targets([topk_indices])[0])
+
+    def _keep_target(self, target: Tensor) -> None:
+        # Not by the name in Megatron-Core's module, which is this class after `install`.
+        super().set_target_indices(target)
 
     def set_static_buffer(self, buffer: Tensor) -> None:
         """Record into this memory from now on. It is [max_tokens, topk] of integers, and a CUDA graph may hold it.

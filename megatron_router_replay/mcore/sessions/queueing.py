@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.layout.rows import other_tokens
+from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore import balance
 from megatron_router_replay.mcore.balance import Tokens
 from megatron_router_replay.mcore.batches.attach import open_sessions
@@ -266,7 +266,7 @@ class QueueingSession(Session):
                 "move tokens and routing_rows (or fed routes) by the same code, as collate_padded and collate_packed do, and "
                 "run micro-batches in the order in which they were queued."
             )
-            count, tell = other_tokens(tokens, expected, rows, why=why)
+            count, tell = count_differing_tokens(tokens, expected, rows, why=why)
             where = f"micro-batch {microbatch.number} of chunk {chunk.index}"
             self._check(count, f"MRR203: {where}: {why}", lambda: f"MRR203: {where}: {tell()}")
 

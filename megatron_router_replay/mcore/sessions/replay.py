@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.layout.rows import MOVED_APART, check_tokens, other_tokens
+from megatron_router_replay.layout.rows import MOVED_APART, check_tokens, count_differing_tokens
 from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, aux_loss_group
 from megatron_router_replay.mcore.batches.attach import session_of
 from megatron_router_replay.mcore.batches.chunk import Chunk
@@ -337,7 +337,7 @@ class ReplaySession(QueueingSession):
         if rows.device.type == "cpu":
             check_tokens(rows, tokens, token_ids=known)
         else:
-            count, tell = other_tokens(tokens, torch.where(rows >= 0, known[rows.clamp(min=0)], -1), rows)
+            count, tell = count_differing_tokens(tokens, torch.where(rows >= 0, known[rows.clamp(min=0)], -1), rows)
             self._check(count, f"MRR203: token_ids differ from the trace's: {MOVED_APART}", lambda: f"MRR203: {tell()}")
         return tokens
 

@@ -41,6 +41,14 @@ def test_the_usage_guide_of_megatron_core_works_with_our_class(tmp_path):
     assert all(torch.equal(*pair) for pair in zip(maps, [as_map(indices) for indices in changed] * 2, strict=True))
     assert not torch.equal(recorded_loss, replayed_loss)
 
+    mrr.install()  # Megatron-Core's module names our class from here on, which must not call itself
+    try:
+        RouterReplay.set_replay_data(changed)
+        routers[0].router_replay.set_target_indices(changed[0])
+    finally:
+        mrr.uninstall()
+    assert torch.equal(routers[0].router_replay.target_topk_idx, changed[0])
+
     RouterReplay.clear_global_indices()
     RouterReplay.clear_global_router_replay_action()
     assert torch.equal(model(**inputs).sum(), recorded_loss)
