@@ -132,7 +132,7 @@ KILLERS ?= tests/unit/layout tests/unit/trace
 mutate: $(READY)
 	$(BIN)/python -m tests.mutate $(FILES) --tests $(KILLERS)
 
-# The table of tests/README.md: SAMPLE changes of every room. Hours on 2 cores; ROOMS="layout trace" takes fewer.
+# SAMPLE changes of every room, each against the room's own quick tests; ROOMS="layout trace" takes fewer.
 SAMPLE ?= 20
 mutants: $(VENV)/.triton $(MCORE)/.ready
 	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python -m tests.mutate --rooms $(ROOMS) --sample $(SAMPLE)

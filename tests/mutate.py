@@ -7,7 +7,7 @@ What survives is printed: a hole in the tests, or a change that makes no differe
 test starts by itself see the file as it is.
 
     make mutate FILES="megatron_router_replay/layout/rows.py" KILLERS="tests/unit/layout"
-    make mutants                            # the table of tests/README.md: a sample from every room, against its own tests
+    make mutants                            # a sample from every room, each against the room's own quick tests
 """
 
 from __future__ import annotations
