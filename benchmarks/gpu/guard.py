@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from benchmarks.gpu.report import Part, Row
+from benchmarks.gpu.report import Part, Row, in_words
 
 START_S = 300.0
 """To import torch and Megatron-Core and to make process groups; seconds on a machine that does nothing else."""
@@ -124,9 +124,3 @@ def _work(pipe: Any, names: Sequence[str], options: Options) -> None:
             if not bench.recovers():
                 return
             pipe.send(None)
-
-
-def in_words(error: BaseException) -> str:
-    """Return an error in one line."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:200]}"

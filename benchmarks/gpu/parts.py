@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import megatron_router_replay as mrr
 from benchmarks.gpu.bench import SLEEP_CYCLES, Bench
-from benchmarks.gpu.guard import in_words
 from benchmarks.gpu.ranks import ranks
-from benchmarks.gpu.report import Part, Row
+from benchmarks.gpu.report import Part, Row, in_words
 from benchmarks.gpu.step import RECOMPUTE, as_map, wrong_rows
 from benchmarks.router import SIGMOID, Routers, random_routes
 from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config

@@ -77,3 +77,9 @@ def text(environment: str, rows: Sequence[tuple[str, Row]], wrong: Sequence[str]
     """Return the report of the rows there are."""
     verdict = "All of it is as promised." if not wrong else "Not as promised: " + "; ".join(wrong) + "."
     return "\n\n".join([environment, table(HEAD, [row.cells(part) for part, row in rows]), LEGEND, verdict]) + "\n"
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error in one line."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:200]}"

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from benchmarks.gpu.guard import in_words
-from benchmarks.gpu.report import Row
+from benchmarks.gpu.report import Row, in_words
 from megatron_router_replay.mcore.batches.prefetch import prefetch
 from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
 
