@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # every test's process loads this module
 
 PRINTED = {
     "README.md": ["tokens replayed"],
-    "rl_trainer.md": ["tokens replayed"],
+    "trainers.md": ["tokens replayed"],
     "monitoring.md": ["0.98"],
     "debugging.md": ["the traces differ"],
 }

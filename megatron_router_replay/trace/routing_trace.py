@@ -287,7 +287,7 @@ class RoutingTrace:
     def keep(self, mask: ArrayLike | Tensor) -> RoutingTrace:
         """Return the trace with routes only where `mask` is True. The live router decides every other row, by choice.
 
-        A session counts such rows apart and lets them be trained on; see docs/stale.md. A row that was left out before, or
+        A session counts such rows apart and lets them be trained on; see docs/options.md. A row that was left out before, or
         that has no route, gets none by being kept.
 
         Args:

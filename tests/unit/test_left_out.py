@@ -30,7 +30,7 @@ def touched(left_out, *changed):
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("docs/rl_trainer.md", []),
+        ("docs/trainers.md", []),
         ("README.md", []),
         ("tests/unit/layout/test_rows.py", []),
         ("examples/grpo/loop.py", ["GRPO"]),
