@@ -3,8 +3,8 @@
 A mutant changes one comparison, arithmetic operator, constant, `and` / `or` / `not`, or removes one `raise`. Each runs the
 tests in a forked process with a limit of processor time (an endless loop counts as killed). The fork imports the mutant in
 place of the file: no file is ever changed, and what every test imports (torch, pytest, hypothesis) was imported once, before.
-What survives is printed: a hole in the tests, or a change that makes no difference, for a person to tell. Processes that a
-test starts by itself see the file as it is.
+What survives is printed: a hole in the tests, or a change that makes no difference, for a person to tell. With --names what
+is noticed is printed too, with the test that noticed it first. Processes that a test starts by itself see the file as it is.
 
     make mutate FILES="megatron_router_replay/layout/rows.py" KILLERS="tests/unit/layout"
     make mutants                            # a sample from every room, each against the room's own quick tests
@@ -152,6 +152,21 @@ class SameExamples:
         hypothesis.settings.load_profile("mutants")
 
 
+class FirstFailure:
+    """A plugin: writes the name of the test that failed, and the seconds of its run, to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.path.write_text(f"{report.nodeid} is not collected")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.path.write_text(f"{report.nodeid} ({report.duration:.2f} s)")
+
+
 def run_mutant(tests: list[str], path: Path, source: str | None, cpu_seconds: int) -> None:
     """In a fork: run the tests with `source` in place of the file (None: as it is), and exit with 0 if they pass."""
     # Processor time, not the clock's: on a busy machine a limit of the clock would kill mutants that no test notices.
@@ -170,7 +185,12 @@ def run_mutant(tests: list[str], path: Path, source: str | None, cpu_seconds: in
 
         SourceFileLoader.get_code = mutated  # type: ignore[method-assign]
     options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
-    os._exit(int(pytest.main([*options, *tests], plugins=[SameExamples()])))
+    os._exit(int(pytest.main([*options, *tests], plugins=[SameExamples(), FirstFailure(noticed_by(os.getpid()))])))
+
+
+def noticed_by(pid: int) -> Path:
+    """Return the file in which the fork of this number names the test that failed."""
+    return Path(tempfile.gettempdir()) / f"noticed_by_{pid}"
 
 
 def passes(fork: BaseProcess) -> bool:
@@ -191,6 +211,7 @@ def main() -> int:
     parser.add_argument(
         "--load", nargs="*", default=(), help="packages that the tests need, loaded once for all mutants"
     )
+    parser.add_argument("--names", action="store_true", help="print each mutant, with the test that noticed it first")
     parser.add_argument("--jobs", type=int, default=1, help="mutants that run at the same time")
     options = parser.parse_args()
     # A fork ends without cleaning up, and what a test imports (wandb, by way of Megatron-Core) makes folders on import.
@@ -202,6 +223,7 @@ def main() -> int:
             return run_mutants(options)
         for room in options.rooms or ROOMS:
             options.files, options.tests = sorted((PACKAGE / room).rglob("*.py")), [*ROOMS[room], "-m", "not slow"]
+            options.load = ["megatron.core.models.gpt"] if room.startswith(("mcore", "trainers")) else []
             options.every = max(1, sum(len(places_in(path.read_text())) for path in options.files) // options.sample)
             print(f"\n{room}:", flush=True)
             run_mutants(options)
@@ -241,9 +263,12 @@ def run_mutants(options: argparse.Namespace) -> int:
         fork, words = running.pop(0)
         if passes(fork):
             num_survived += 1
-            print(words, flush=True)
+            print(words.format("survived"), flush=True)
         else:
             num_killed += 1
+            if options.names:
+                name = noticed_by(fork.pid or 0)
+                print(words.format(f"noticed by {name.read_text()}" if name.exists() else "ended"), flush=True)
 
     sources = {path: path.read_text() for path in options.files}
     places = [(path, *place) for path, source in sources.items() for place in places_in(source)]
@@ -254,7 +279,8 @@ def run_mutants(options: argparse.Namespace) -> int:
         before, after = ast.unparse(node).splitlines()[0], ast.unparse(mutant).splitlines()[0]
         if len(running) == options.jobs:
             finish_first()
-        words = f"{path}:{node.lineno}: survived: {before}  ->  {after}"
+        change = f"{before}  ->  {after}".replace("{", "{{").replace("}", "}}")
+        words = f"{path}:{node.lineno}: {{}}: {change}"
         running.append((start(path, replaced(tree, node, mutant), cpu_seconds), words))
     while running:
         finish_first()

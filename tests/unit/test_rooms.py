@@ -122,6 +122,11 @@ def test_a_session_loads_little_of_a_room_beside_it(part, room, modules) -> None
     assert {name.removeprefix(start) for name in loaded()[part]["all"] if name.startswith(start)} == modules
 
 
+def test_a_session_loads_no_sparse_attention() -> None:
+    """Importing Megatron-Core's takes seconds, and most models have none."""
+    assert not [name for name in loaded()["mcore"]["all"] if name.endswith(".dsa")]
+
+
 def test_ray_is_looked_at_where_it_is_installed() -> None:
     if find_spec("ray") is None:  # not imported: in this process it would stand first on sys.path
         pytest.skip("ray is not installed: pip install 'megatron-router-replay[ray]'")

@@ -50,6 +50,9 @@ def test_a_stopped_and_resumed_run_continues_with_the_same_numbers(workers_1, tm
         settings.out.mkdir()
     (expected,) = workers_1.run(train, whole)
     workers_1.run(train, parts)  # one step past its checkpoint: that step is done again
+    with (parts.out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')  # as a killed run leaves it
+    (parts.out / "checkpoints/step_00003").mkdir()  # not complete
     (resumed,) = workers_1.run(train, replace(parts, resume=True))
     assert [step["step"] for step in resumed] == [0, 1, 2]
     assert without_times(resumed) == without_times(expected)

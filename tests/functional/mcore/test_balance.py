@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import (
     DRAWN,
     FULL,
@@ -27,7 +27,6 @@ from tests.functional.mcore.cases import (
     rows_seen,
     run,
 )
-from tests.support.microbatches import pack_microbatch
 from tests.unit.mcore.balanced_chunk import logged
 
 COEFFICIENT = 0.5
@@ -46,6 +45,11 @@ CASES = {
     "pp2-vpp2-moe": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=BALANCED | MOE),
     "tp2-cp2-full": Case(layout=ParallelSizes(tp_size=2, cp_size=2), config=BALANCED | FULL),
 }
+
+
+def not_compiled() -> Any:
+    """Megatron-Core compiles the method that counts, on every rank and anew for every shape: ten seconds each."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def is_padding(rows: Tensor) -> Tensor:
@@ -76,7 +80,7 @@ def replay_balanced(case: Case) -> dict[str, Any]:
         router.gating = gating
     for name in ("load_balancing_loss", "seq_load_balancing_loss"):
         logged(name)
-    with mrr.replay(chunks, random_trace(case), **DRAWN) as session:
+    with not_compiled(), mrr.replay(chunks, random_trace(case), **DRAWN) as session:
         run(chunks, case, microbatches, session)
     return {
         "counted": {router.layer_number: router.local_tokens_per_expert.tolist() for router in moe_routers(chunks)},
@@ -158,7 +162,7 @@ def bias_updates(choice: str) -> dict[int, list[float]]:
     case = CASES["cp2-full"]
     config, chunks, microbatches = build_padded(case)
     group = () if MEGATRON < (0, 19) else (moe_routers(chunks)[0].tp_dp_cp_group,)
-    with mrr.replay(chunks, random_trace(case), expert_bias=choice, **DRAWN) as session:
+    with not_compiled(), mrr.replay(chunks, random_trace(case), expert_bias=choice, **DRAWN) as session:
         for _ in range(2):
             run(chunks, case, microbatches, session)
             _update_router_expert_bias(chunks, config, *group)
@@ -180,7 +184,7 @@ def test_layers_of_multi_token_prediction_leave_padding_out_too(megatron):
     """MTP layers that stay live under a replay know the padding of the micro-batch beside which they run."""
     case = Case(config=BALANCED | {"mtp_num_layers": 1, "num_layers": 2} | MTP_RECOMPUTE, num_microbatches=2)
     _, chunks, microbatches = build_padded(case)
-    with mrr.replay(chunks, random_trace(case, (1, 2)), **DRAWN) as session:
+    with not_compiled(), mrr.replay(chunks, random_trace(case, (1, 2)), **DRAWN) as session:
         run(chunks, case, microbatches, session)
     routers = moe_routers(chunks) + moe_routers(chunks, mtp=True)
     num_tokens = int((~is_padding(torch.arange(32))).sum())
@@ -206,17 +210,3 @@ def disagreeing_ranks() -> None:
 
 def test_ranks_that_balance_differently_raise_on_all(on_ranks):
     on_ranks(2, disagreeing_ranks)
-
-
-def test_a_loss_of_sequences_refuses_packed_ones_in_a_real_model(megatron):
-    """A real GPTModel hands packed_seq_params to its layers, not to its routers."""
-    config = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": COEFFICIENT}
-    case = Case(config=config, num_microbatches=1, batch_size=1)
-    case.layout.initialize()
-    chunks = build_tiny_gpt(tiny_gpt_config(case.layout, **config), case.layout, core_attention="small")
-    packed = pack_microbatch([torch.arange(6), torch.arange(4)]) | {"routing_rows": torch.arange(8).unsqueeze(0)}
-    with (
-        pytest.raises(mrr.RouterReplayError, match="seq_aux_loss balances each sequence"),
-        mrr.replay(chunks, random_trace(case), **DRAWN) as session,
-    ):
-        run(chunks, case, [packed], session)

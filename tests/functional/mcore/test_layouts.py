@@ -52,7 +52,7 @@ ALL, STAGES = [[1, 2, 3, 4]], [[1, 2], [3, 4]]
 CASES: list[tuple[str, dict[str, Any], list[list[int]], list[list[int]]]] = [
     ("single", {}, ALL, [[]]),
     ("single", MOE | ALLGATHER, ALL, ALL),
-    ("single", FULL | {"moe_layer_freq": 2}, [[1, 3]], [[1, 3]]),
+    ("single", FULL | TOP4 | {"moe_layer_freq": 2}, [[1, 3]], [[1, 3]]),
     ("tp2", BLOCK, ALL, [[1]]),
     ("tp2", FULL | ALLGATHER, ALL, ALL),
     ("pp2", {}, STAGES, [[], []]),

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 import megatron_router_replay as mrr
 from tests.functional.mcore.cases import DRAWN, MEGATRON, Case, as_map, build, moe_routers, random_routes
@@ -96,34 +95,3 @@ def test_drifted_routes_get_the_probabilities_and_gradients_of_the_formula(mode,
 
 def test_in_bf16_drifted_routes_stay_within_its_rounding(megatron):
     check_against_reference(MODES["softmax"], torch.bfloat16, 2**-8)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_replaying_native_routes_is_bit_identical_to_no_replay(mode, dtype):
-    """The router's own routes, in its own column order: outputs and gradients to the last bit."""
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(64, NUM_EXPERTS, generator=generator).to(dtype)
-    weights = torch.randn(64, NUM_EXPERTS, generator=generator)
-    arguments = dict(
-        topk=TOPK,
-        use_pre_softmax=mode["moe_router_pre_softmax"],
-        num_groups=mode["moe_router_num_groups"],
-        group_topk=mode["moe_router_group_topk"],
-        scaling_factor=mode["moe_router_topk_scaling_factor"],
-        score_function=mode["moe_router_score_function"],
-        expert_bias=torch.linspace(-1, 1, NUM_EXPERTS) if mode["moe_router_enable_expert_bias"] else None,
-    )
-    replay = mrr.RouterReplay()
-    results = []
-    for action in (None, mrr.RouterReplayAction.RECORD, mrr.RouterReplayAction.REPLAY_FORWARD):
-        leaf = logits.clone().requires_grad_()
-        if action is mrr.RouterReplayAction.REPLAY_FORWARD:
-            replay.set_target_indices(replay.get_recorded_indices())
-        replay.set_router_replay_action(action)
-        probs, routing_map = topk_routing_with_score_function(leaf, router_replay=replay, **arguments)
-        (probs * weights).sum().backward()
-        results.append((probs.detach(), routing_map, leaf.grad))
-    for one, recorded, replayed in zip(*results):
-        assert torch.equal(one, recorded)
-        assert torch.equal(one, replayed)

@@ -12,7 +12,17 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
-from tests.unit.mcore.tiny_chunk import AROUND, STARTS, Chunk, Dispatcher, forward, random_trace, reentrant
+from tests.unit.mcore.tiny_chunk import (
+    AROUND,
+    STARTS,
+    Chunk,
+    Dispatcher,
+    forward,
+    random_trace,
+    reentrant,
+    watched,
+    wrong_replays,
+)
 
 
 def rolled(probs, routing_map):
@@ -80,15 +90,16 @@ def around_the_router(layer, change):
 
 
 @contextmanager
-def around_the_class(layer, change):
-    method = TopKRouter.forward
+def around_the_class(layer, change, name="forward"):
+    """As profilers do: `functools.wraps` copies what is on the method."""
+    method = getattr(TopKRouter, name)
 
     @functools.wraps(method)
     def wrapper(router, *args, **kwargs):
         routed = method(router, *args, **kwargs)
         return change(*routed) if router is layer.router else routed
 
-    with mock.patch.object(TopKRouter, "forward", wrapper):
+    with mock.patch.object(TopKRouter, name, wrapper):
         yield
 
 
@@ -111,6 +122,7 @@ PLACES = {
     "layer.route": lambda layer, change: wrapped(layer, "route", change),
     "module": around_the_router,
     "class": around_the_class,
+    "routing of the class": lambda layer, change: around_the_class(layer, change, "routing"),
     "dispatcher": around_the_dispatcher,
 }
 
@@ -147,19 +159,21 @@ def test_whatever_changes_what_a_dispatcher_gets_raises_there(place, change, ins
 
 @pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("kind", "around"), list(zip(STARTS, AROUND)))
+@pytest.mark.parametrize(("kind", "around"), [*zip(STARTS, AROUND), ("replay", "reentrant")])
 def test_whatever_looks_is_legal(kind, place, inside, around):
-    chunk = Chunk()
+    chunk, trace = Chunk(), random_trace()
     chunk.around = AROUND[around]
     with ExitStack() as stack:
+        seen = stack.enter_context(watched(chunk))
         if not inside:
             stack.enter_context(planted(chunk, place, looked_at))
-        session = stack.enter_context(STARTS[kind](chunk))
+        session = stack.enter_context(mrr.replay(chunk, trace) if kind == "replay" else STARTS[kind](chunk))
         if inside:
             stack.enter_context(planted(chunk, place, looked_at))
         forward(chunk, session).backward()
     report = session.report
     assert (report.forwards, report.dispatched, report.undispatched) == (3, 3 + report.recomputes, ())
+    assert kind != "replay" or wrong_replays(seen, trace) == 0
 
 
 def test_an_alias_passes_as_long_as_what_it_is_an_alias_of_lives():

@@ -6,6 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_router_replay import RouterReplay, RouterReplayAction
 from megatron_router_replay.errors import ReplayStateError, TraceError
+from tests.unit.mcore.tiny_chunk import unknown
 
 TARGET = torch.tensor([[3, 1], [0, 2]])
 SCORES = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
@@ -55,19 +56,6 @@ def test_backward_replay_takes_the_micro_batches_first_in_first_out():
         route(replay)
 
 
-class Unknown(torch.autograd.Function):
-    """A checkpoint of a trainer's own."""
-
-    @staticmethod
-    def forward(ctx, function, leaf):
-        ctx.function = function
-        return function(leaf)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, ctx.function(grad)
-
-
 def test_a_recompute_that_nobody_knows_takes_the_fifo_or_raises():
     replay, used = replaying(TARGET), []
 
@@ -75,7 +63,7 @@ def test_a_recompute_that_nobody_knows_takes_the_fifo_or_raises():
         used.append(route(replay)[1].tolist())
         return leaf.clone()
 
-    outputs = [Unknown.apply(routed, torch.zeros(1, requires_grad=True)) for _ in range(2)]
+    outputs = [unknown(routed, torch.zeros(1, requires_grad=True)) for _ in range(2)]
     with pytest.raises(ReplayStateError, match="in a recompute whose forward is not known"):
         outputs[0].backward()
     replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)

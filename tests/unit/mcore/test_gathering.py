@@ -87,10 +87,9 @@ def test_every_rank_gets_what_a_merge_of_all_parts_makes(monkeypatch, piece_byte
         assert torch.equal(trace.topk_indices, expected.topk_indices)
 
 
-@pytest.mark.parametrize("num_ranks", [16, 64])
-def test_a_rank_sends_the_rows_that_it_routed_and_no_holes(monkeypatch, num_ranks):
-    parts = parts_of(num_ranks, 1024)
-    threads = Threads(num_ranks)
+def test_a_rank_sends_the_rows_that_it_routed_and_no_holes(monkeypatch):
+    parts = parts_of(16, 1024)
+    threads = Threads(16)
     threads.run(monkeypatch, parts)
     for part, sent in zip(parts, threads.sent):
         rows = int((part.replay_mask if part.token_ids is None else part.replay_mask | (part.token_ids != -1)).sum())

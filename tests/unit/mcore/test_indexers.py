@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,12 +19,12 @@ from megatron_router_replay.mcore.attention.indexers import find_indexers
 from megatron_router_replay.mcore.attention.sparse import decode_positions, encode_positions
 from megatron_router_replay.mcore.model.upstream import megatron_version, version_numbers
 from megatron_router_replay.testing import ParallelSizes
+from tests.unit.mcore.tiny_chunk import Around, non_reentrant, plain, reentrant, unknown
 
 VERSION = version_numbers(megatron_version())
 needs_seam = pytest.mark.skipif(VERSION < (0, 17), reason="Megatron-Core 0.16 has no dsa.fused_qk_topk_naive")
 needs_sharing = pytest.mark.skipif(VERSION < (0, 19), reason="no layer shares positions before Megatron-Core 0.19")
 HIDDEN, HEADS, LENGTH, BATCH, KEPT = 16, 2, 12, 2, 3
-Around = Callable[[Callable[..., Tensor], Tensor], Tensor]
 
 
 def the_dsa() -> Any:
@@ -101,18 +99,6 @@ class Model(nn.Module):
                 layer.attention.indexer.linear_wq_b.weight.data.normal_()
 
 
-def plain(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-    return layer(hidden)
-
-
-def reentrant(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-    return checkpoint(layer, hidden, use_reentrant=True)
-
-
-def non_reentrant(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-    return checkpoint(layer, hidden, use_reentrant=False)
-
-
 def selective(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
     """A checkpoint that saves what batched products gave, as scoring is one, and pairs them with a recompute's in order."""
 
@@ -162,6 +148,11 @@ def same(some: list[Tensor | None], others: list[Tensor | None]) -> bool:
     )
 
 
+def are_repeated(seen: list[Tensor]) -> bool:
+    """Whether the recomputes of two layers attended where their forwards did."""
+    return all(torch.equal(one, again) for one, again in zip(seen[:2], reversed(seen[2:]), strict=True))
+
+
 def expected_gradients(**options: Any) -> list[Tensor | None]:
     model = Model(**options)
     model.around = plain
@@ -191,7 +182,7 @@ def test_gradients_are_those_of_no_recompute_though_indexers_changed(around):
         loss = model(hidden()).sum()
         model.change_indexers()
         loss.backward()
-    assert [torch.equal(a, b) for a, b in zip(seen[:2], reversed(seen[2:]), strict=True)] == [True, True]
+    assert are_repeated(seen)
     assert same(gradients(model), expected_gradients())
     assert session.report.indexer_recomputes == 2
     assert "recomputes of indexers" in str(session.report)
@@ -214,24 +205,19 @@ def test_a_recompute_scores_nothing():
 @needs_seam
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
-def test_the_loss_of_an_indexer_takes_live_scores(around, sparse):
+def test_the_loss_of_an_indexer_takes_live_scores_and_its_positions_are_frozen(around, sparse):
     options = {"dsa_indexer_loss_coeff": 0.5, "dsa_indexer_use_sparse_loss": sparse}
     model = Model(**options)
     model.around = around
-    with mrr.freeze_recompute(model):
-        model(hidden()).sum().backward()
-    assert model.layers[0].attention.indexer.linear_wq_b.weight.grad.abs().sum() > 0
-    assert same(gradients(model), expected_gradients(**options))
-
-
-@needs_seam
-def test_its_positions_are_frozen_all_the_same():
-    model = Model(dsa_indexer_loss_coeff=0.5)
     with attended() as seen, mrr.freeze_recompute(model):
+        model(hidden()).sum().backward()
+        assert model.layers[0].attention.indexer.linear_wq_b.weight.grad.abs().sum() > 0
+        assert same(gradients(model), expected_gradients(**options))
+        seen.clear()
         loss = model(hidden()).sum()
         model.change_indexers()
         loss.backward()
-    assert [torch.equal(a, b) for a, b in zip(seen[:2], reversed(seen[2:]), strict=True)] == [True, True]
+    assert are_repeated(seen)
 
 
 @needs_sharing
@@ -321,35 +307,18 @@ def test_a_backward_behind_the_session_still_attends_where_its_forward_did():
             loss = model(hidden()).sum()
         model.change_indexers()
         loss.backward()
-        assert [torch.equal(a, b) for a, b in zip(seen[:2], reversed(seen[2:]), strict=True)] == [True, True]
+        assert are_repeated(seen)
         seen.clear()
         model(hidden()).sum().backward()  # nobody holds it any more, and the tape says so
-    assert [torch.equal(a, b) for a, b in zip(seen[:2], reversed(seen[2:]), strict=True)] == [True, True]
-
-
-class Again(torch.autograd.Function):
-    """A checkpoint that nobody knows."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
-        ctx.layer, ctx.x = layer, x.detach()
-        return layer(ctx.x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x = ctx.x.requires_grad_()
-        with torch.enable_grad():
-            output = ctx.layer(x)
-        torch.autograd.backward(output, gradient)
-        return None, x.grad
+    assert are_repeated(seen)
 
 
 @needs_seam
 def test_a_recompute_in_an_unknown_checkpoint_raises():
     model = Model()
-    model.around = Again.apply
-    unknown = pytest.raises(ReplayStateError, match=r"MRR412: the indexer of layer 2 is recomputed, but no tape")
-    with unknown, mrr.freeze_recompute(model):
+    model.around = unknown
+    no_tape = pytest.raises(ReplayStateError, match=r"MRR412: the indexer of layer 2 is recomputed, but no tape")
+    with no_tape, mrr.freeze_recompute(model):
         model(hidden()).sum().backward()
 
 
@@ -386,41 +355,30 @@ def test_an_attention_that_goes_around_the_seam_raises():
         asking(*args, **kwargs)
         return asking(*args, **kwargs)
 
-    for instead, message in ((silent, "without asking"), (twice, "twice")):
-        instead.is_seam = instead  # so that only the call itself can tell
-        with (
-            pytest.raises(ReplayStateError, match=f"MRR414: the indexer of layer 1 .*{message}"),
-            mrr.freeze_recompute(model),
-            mock.patch.object(dsa, "fused_qk_topk_naive", instead),
-        ):
-            model(hidden())
-        del instead.is_seam
-        with (
-            pytest.raises(ReplayStateError, match=r"MRR415: dsa.fused_qk_topk_naive was replaced"),
-            mrr.freeze_recompute(model),
-            mock.patch.object(dsa, "fused_qk_topk_naive", instead),
-        ):
-            model(hidden())
-
-
-@needs_seam
-def test_a_wrapper_that_looks_like_the_seam_raises():
-    dsa = the_dsa()
-    model = Model()
-    with mrr.freeze_recompute(model):
-        asking = dsa.fused_qk_topk_naive
-
     @functools.wraps(asking)
-    def shifted(*args: Any, **kwargs: Any) -> Any:  # behind what the tape keeps
+    def shifted(*args: Any, **kwargs: Any) -> Any:  # looks like the seam; behind what the tape keeps
         scores, positions = asking(*args, **kwargs)
         return scores, (positions - torch.randint(2, positions.shape)).clamp(min=0)
 
-    with (
-        pytest.raises(ReplayStateError, match=r"MRR415: dsa.fused_qk_topk_naive was replaced"),
-        mrr.freeze_recompute(model),
-        mock.patch.object(dsa, "fused_qk_topk_naive", shifted),
+    replaced = r"MRR415: dsa.fused_qk_topk_naive was replaced"
+    # Some are marked as the seam is, so that only the call itself can tell.
+    for instead, marked, message in (
+        (silent, True, "MRR414: the indexer of layer 1 .*without asking"),
+        (twice, True, "MRR414: the indexer of layer 1 .*twice"),
+        (silent, False, replaced),
+        (twice, False, replaced),
+        (shifted, False, replaced),
     ):
-        model(hidden())
+        if marked:
+            instead.is_seam = instead
+        with (
+            pytest.raises(ReplayStateError, match=message),
+            mrr.freeze_recompute(model),
+            mock.patch.object(dsa, "fused_qk_topk_naive", instead),
+        ):
+            model(hidden())
+        if marked:
+            del instead.is_seam
 
 
 @needs_seam
@@ -511,10 +469,11 @@ def test_what_cannot_be_frozen_is_refused_by_name(change, reason):
         assert session.report.indexer_recomputes is None
 
 
-def test_those_of_mtp_layers_are_told_apart():
+def test_explain_lists_them_and_those_of_mtp_layers_are_told_apart():
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     model = Model()
+    assert str(mrr.explain(model)).splitlines()[-1].startswith("chunk 0  sparse attention of layers 1, 2: ")
     mtp = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)
     nn.Module.__init__(mtp)
     mtp.layer = Layer(model.config, 1)
@@ -524,23 +483,7 @@ def test_those_of_mtp_layers_are_told_apart():
     assert found == {f"{name}.attention": name == "mtp.layer" for name in names}
 
 
-def test_explain_lists_them():
-    assert str(mrr.explain(Model())).splitlines()[-1].startswith("chunk 0  sparse attention of layers 1, 2: ")
-
-
 @pytest.mark.skipif(VERSION >= (0, 17), reason="Megatron-Core tells its indexers here")
 def test_before_0_17_an_indexer_is_refused():
     with pytest.raises(UnsupportedRouterError, match=r"MRR401: .*\n.*has no dsa.fused_qk_topk_naive"):
         mrr.freeze_recompute(Model())
-
-
-def test_sessions_do_not_load_dsa():
-    program = """
-import sys, torch
-from megatron_router_replay.testing import megatron_on_cpu
-import megatron_router_replay.mcore as mcore
-loaded = [name for name in sys.modules if name.endswith(".dsa")]
-import megatron.core.transformer.moe.router
-assert loaded == [name for name in sys.modules if name.endswith(".dsa")] == [], loaded
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -126,16 +126,6 @@ def test_batches_come_out_as_they_went_in_also_where_memory_is_used_again(how: s
     assert number == 15
 
 
-def test_rows_that_are_written_over_are_those_of_their_time() -> None:
-    def rows() -> Iterator[torch.Tensor]:
-        memory = torch.zeros(1, dtype=torch.int64)
-        for number in range(10):
-            yield memory.fill_(number)
-
-    taken = torch.cat([routes.topk_indices[0] for routes in prefetch(_trace(), rows())])
-    assert torch.equal(taken, _trace().topk_indices)
-
-
 class Pair(NamedTuple):
     one: object
     other: object

@@ -1,7 +1,6 @@
 """What a trainer may queue for a session, and what the forward then gets: it works or raises, and never goes unnoticed."""
 
 import copy
-import re
 
 import numpy as np
 import pytest
@@ -349,16 +348,6 @@ def test_a_trace_that_is_changed_in_place_is_refused_before_a_router_takes_it(wh
 # ---- how many micro-batches, and of which model
 
 
-def test_micro_batches_are_named_by_their_number():
-    chunk = Chunk()
-    with pytest.raises(ReplayStateError) as raised, mrr.replay(chunk, random_trace(8)) as session:
-        for _ in range(3):
-            session.microbatch(ROWS)
-        chunk(IDS)
-    numbers = re.findall(r"micro-batch (\d), layer 1: routes were queued, but no forward", str(raised.value))
-    assert numbers == ["1", "2"]  # 0 ran
-
-
 @pytest.mark.parametrize("kind", [plain, reentrant, non_reentrant])
 def test_an_empty_micro_batch_between_others(kind):
     chunk, trace, losses = Chunk(), random_trace(16), []
@@ -476,15 +465,6 @@ def test_an_attached_model_queues_its_rows_or_drops_them_without_a_session():
         chunk(input_ids=IDS, routing_rows=ROWS)
     with pytest.raises(ReplayStateError, match=r"Call mrr\.attach\(model_chunks\)"), mrr.replay(chunk, trace):
         chunk(IDS, routing_rows=ROWS)
-
-
-def test_an_attached_model_inside_a_checkpoint_queues_once():
-    chunk, trace = Chunk(), random_trace(8)
-    mrr.attach(chunk)
-    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-        scale = torch.ones(1, requires_grad=True)
-        reentrant(lambda scale: (chunk(input_ids=IDS, routing_rows=ROWS) * scale).sum(), scale).backward()
-    assert (session.report.microbatches, wrong(seen, trace)) == (1, 0)
 
 
 def test_a_copy_of_an_attached_model_is_attached_on_its_own():

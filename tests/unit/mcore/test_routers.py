@@ -1,6 +1,5 @@
 """Routers that somebody has wrapped, changed, exchanged or drives himself: exact all the same, or the session says so."""
 
-import copy
 import dataclasses
 import functools
 import re
@@ -11,9 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.transformer.moe import router as router_module
-from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from torch import nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
@@ -39,49 +36,8 @@ from tests.unit.mcore.tiny_chunk import (
 # ---- wrapped
 
 
-def timed(method):
-    calls = []
-
-    def wrapper(*args, **kwargs):
-        calls.append(1)
-        return method(*args, **kwargs)
-
-    return wrapper
-
-
-@pytest.mark.parametrize("name", ["forward", "routing"])
-def test_a_wrapped_router_works_while_the_wrapper_leaves_its_map_alone(name):
-    chunk, trace = Chunk(), random_trace()
-    chunk.around = non_reentrant
-    setattr(chunk.routers[1], name, timed(getattr(chunk.routers[1], name)))
-    assert mrr.explain(chunk).replayable
-    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-        disturbed_backward(chunk, forward(chunk, session))
-    assert (num_recomputed(seen), wrong_replays(seen, trace)) == (3, 0)
-    assert not chunk.routers[1]._forward_hooks
-
-
 def changed(probs, routing_map):
     return probs, routing_map.roll(1, 0)
-
-
-def around_the_class(name, change):
-    """Return a patch that wraps a method of all routers, as profilers do: `functools.wraps` copies what is on it."""
-    method = getattr(TopKRouter, name)
-
-    @functools.wraps(method)
-    def wrapper(*args, **kwargs):
-        return change(*method(*args, **kwargs))
-
-    return mock.patch.object(TopKRouter, name, wrapper)
-
-
-@pytest.mark.parametrize("name", ["forward", "routing"])
-def test_a_wrapper_around_the_class_works_while_it_leaves_maps_alone(name):
-    chunk, trace = Chunk(), random_trace()
-    with around_the_class(name, lambda *routed: routed), watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-        disturbed_backward(chunk, forward(chunk, session))
-    assert wrong_replays(seen, trace) == 0
 
 
 def test_a_wrapper_around_the_routing_function_is_verified_or_raises():
@@ -105,70 +61,6 @@ def test_a_wrapper_around_the_routing_function_is_verified_or_raises():
         replaced,
     ):
         session.microbatch(ROWS[0], chunk)
-
-
-class Adapted(nn.Module):
-    """PEFT's wrapper around a module: calls it and adds nothing to a router."""
-
-    def __init__(self, base_layer):
-        super().__init__()
-        self.base_layer = base_layer
-
-    def __getattr__(self, name):
-        modules = self.__dict__["_modules"]
-        return modules[name] if name in modules else getattr(modules["base_layer"], name)
-
-    def forward(self, *args, **kwargs):
-        return self.base_layer(*args, **kwargs)
-
-
-class Moe(BaseMoELayer):
-    def __init__(self, layer):
-        nn.Module.__init__(self)
-        self.router = Adapted(layer.router)
-
-    def forward(self, hidden):
-        return self.router(hidden)
-
-
-def test_a_router_that_peft_has_wrapped_is_replayed_and_its_map_is_looked_at():
-    chunk, trace = Chunk(), random_trace()
-    layer = chunk.layers[1]
-    layer.moe = Moe(layer)
-    del layer.router
-    layer.router = layer.moe.router
-    with mrr.replay(chunk, trace) as session:
-        copy.deepcopy(chunk)(tokens())  # is not under the session
-        with watched(chunk) as seen:
-            disturbed_backward(chunk, forward(chunk, session))
-    assert wrong_replays(seen, trace) == 0
-    assert (session.report.dispatched, session.report.undispatched) == (3, ())
-
-
-class Policy(nn.Module):
-    """An actor-critic: a wrapper without a config, whose model is not called `module`."""
-
-    def __init__(self, policy):
-        super().__init__()
-        self.policy, self.value = policy, nn.Linear(32, 1)
-
-    def forward(self, *args, **kwargs):
-        return self.policy(*args, **kwargs)
-
-
-@pytest.mark.parametrize("attached", [False, True])
-def test_a_wrapper_of_the_model_without_a_config_is_looked_through(attached):
-    chunk, trace = Chunk(), random_trace(8)
-    model = Policy(chunk)
-    if attached:
-        mrr.attach(model)
-    with watched(chunk) as seen, mrr.replay(model, trace) as session:
-        if attached:
-            model(tokens(), 0, routing_rows=ROWS)
-        else:
-            session.microbatch(ROWS, model)
-            model(tokens(), 0)
-    assert (len(seen), wrong_replays(seen, trace)) == (3, 0)
 
 
 # ---- replaced, exchanged, changed

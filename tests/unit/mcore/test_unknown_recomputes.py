@@ -17,33 +17,15 @@ from tests.unit.mcore.tiny_chunk import (
     forward,
     non_reentrant,
     random_trace,
+    recompute,
     reentrant,
     tokens,
+    unknown,
     watched,
     with_gradients,
 )
 
 UNKNOWN = "no tape of its forward is known"
-
-
-def recompute(function, inputs, grad):
-    inputs = inputs.detach().requires_grad_()
-    with torch.enable_grad():
-        output = function(inputs)
-    torch.autograd.backward(output, grad)
-    return inputs.grad
-
-
-class OfATrainer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, function, hidden):
-        ctx.function = function
-        ctx.save_for_backward(hidden)
-        return function(hidden)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, recompute(ctx.function, *ctx.saved_tensors, grad)
 
 
 def by_hook(layer, hidden):
@@ -58,12 +40,10 @@ def by_hook(layer, hidden):
 
 
 KINDS = {
-    "function": OfATrainer.apply,
+    "function": unknown,
     "hook": by_hook,
-    "reentrant inside": lambda layer, hidden: OfATrainer.apply(lambda h: reentrant(layer, h), hidden),
-    "non-reentrant inside": lambda layer, hidden: OfATrainer.apply(
-        with_gradients(lambda h: non_reentrant(layer, h)), hidden
-    ),
+    "reentrant inside": lambda layer, hidden: unknown(lambda h: reentrant(layer, h), hidden),
+    "non-reentrant inside": lambda layer, hidden: unknown(with_gradients(lambda h: non_reentrant(layer, h)), hidden),
 }
 
 

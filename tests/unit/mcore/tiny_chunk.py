@@ -230,6 +230,32 @@ def transformer_engine_reentrant(layer: Callable[..., Tensor], *args: Any) -> Te
     return transformer_engine._CheckpointFunction.apply(layer, False, *args)
 
 
+def recompute(function: Callable[..., Tensor], inputs: Tensor, grad: Tensor) -> Tensor | None:
+    """Run a function again and backwards through it; return the gradient of its inputs."""
+    inputs = inputs.detach().requires_grad_()
+    with torch.enable_grad():
+        output = function(inputs)
+    torch.autograd.backward(output, grad)
+    return inputs.grad
+
+
+class _OfATrainer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Any, hidden: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(hidden)
+        return function(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, recompute(ctx.function, *ctx.saved_tensors, grad)
+
+
+def unknown(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    """A checkpoint of a trainer's own, which nobody knows."""
+    return _OfATrainer.apply(layer, hidden)
+
+
 Seen = dict[tuple[int, int], list[Tensor]]
 """(number of the forward, layer number) -> the routing maps that left the router, the forward's first."""
 
