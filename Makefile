@@ -35,11 +35,14 @@ venv: $(READY)
 # What `make demo` needs and no more: torch, Megatron-Core, typer and rich.
 $(DEMO): pyproject.toml constraints.txt Makefile
 	@echo "Making $(VENV) for the demo: 250 MB to download with a CPU build of torch, 1.0 GB on disk, half a minute."
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
-	$(call install_torch,$(VENV))
-	$(call install,$(VENV)) --constraint constraints.txt --editable '.[demo]'
-	touch $@
+	@echo "1 of 3: a virtual environment with $(PYTHON), and uv"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	@echo "2 of 3: $(TORCH), the longest step"
+	@$(call install_torch,$(VENV))
+	@echo "3 of 3: Megatron-Core, this package and its command line"
+	@$(call install,$(VENV)) --constraint constraints.txt --editable '.[demo]'
+	@touch $@
 
 $(READY): $(DEMO)
 	@echo "Adding what the tests use to $(VENV) (ray, transformers, matplotlib, mypy, ...): 200 MB to download, 0.8 GB on disk."
@@ -76,7 +79,8 @@ PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 	touch $@
 
 demo: $(DEMO)
-	$(BIN)/router-replay demo
+	@echo "Running router-replay demo: two training steps on this CPU, about a quarter of a minute."
+	@$(BIN)/router-replay demo
 
 grpo: $(READY)
 	$(BIN)/python -m examples.grpo compare

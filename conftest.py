@@ -9,18 +9,26 @@ from tests import snippets
 
 TUTORIALS = ["docs/first_hour.md", "docs/own_trainer.md"]
 BLOCKS = [CodeBlockParser("python", snippets.run_python), CodeBlockParser("bash", snippets.run_commands)]
+PRINTED = [*BLOCKS, CodeBlockParser("text", snippets.check_printed)]
 
 pytest_collect_file = SybilCollection(
     [
         Sybil(
+            parsers=PRINTED,
+            patterns=["README.md"],
+            excludes=["docs/README.md"],
+            setup=snippets.enter_page,
+            teardown=snippets.leave_page,
+        ),
+        Sybil(
             parsers=BLOCKS,
-            patterns=["README.md", "docs/*.md", "docs/trainers/*.md"],
+            patterns=["docs/*.md", "docs/trainers/*.md"],
             excludes=TUTORIALS,
             setup=snippets.enter_page,
             teardown=snippets.leave_page,
         ),
         Sybil(
-            parsers=[*BLOCKS, CodeBlockParser("text", snippets.check_printed)],
+            parsers=PRINTED,
             patterns=TUTORIALS,
             setup=snippets.enter_folder,
             teardown=snippets.leave_page,
