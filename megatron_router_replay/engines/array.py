@@ -65,7 +65,6 @@ def decode(
             columns=columns,
             filler=filler,
             last_row="none" if last_token_routed is None else "route" if last_token_routed else "padding",
-            explain_layers="layer_numbers= names the layer of each column of an array that does not hold all of them.",
         )
 
     decoder = Decoder(name="array", title="array", read=read, rows=rows, start="Pass the array.")

@@ -19,7 +19,7 @@ from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInf
 from megatron_router_replay.engines.options import Allocate, DecodeOptions, SampleOptions, SharedOptions, TokenIds
 from megatron_router_replay.engines.reply import Reply, refuse_non_reply
 from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
-from megatron_router_replay.engines.tokens import SampleTokens, check_usages, resolve_tokens, stamp_versions
+from megatron_router_replay.engines.tokens import SampleTokens, resolve_tokens, stamp_versions
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 
@@ -49,7 +49,7 @@ class Decoder:
         sends: what comes back.
         versions, tested: which releases are read, and how that was tested.
         routes: the fields of a reply of which one has routes.
-        counted: what the engine counts otherwise than its ids say; all replies of a result -> the same with right counts.
+        counted: what the engine counts differently from its ids; a reply -> the same with right counts.
         reads_version: the payloads of some release do not say that they are of it, so that `version` must.
         reads_files: a payload may stand in a file; False: it exists in a process alone.
     """
@@ -64,7 +64,7 @@ class Decoder:
     versions: str = ""
     tested: str = ""
     routes: tuple[str, ...] = ("routed_experts",)
-    counted: Callable[[list[Reply], ModelRoutingInfo], list[Reply]] | None = None
+    counted: Callable[[Reply, ModelRoutingInfo], Reply] | None = None
     reads_version: bool = False
     reads_files: bool = True
 
@@ -106,7 +106,7 @@ class Decoder:
                 f"MRR312: {self.title}: the response holds {len(replies)} choices, decode reads one: pass choice=... or use "
                 "decode_batch."
             )
-        return self._trace(replies, {choice or 0: DecodeOptions(**options)}, info, allocate)
+        return self._trace([(replies[choice or 0], DecodeOptions(**options))], info, allocate)
 
     def decode_batch(
         self,
@@ -153,8 +153,8 @@ class Decoder:
                     f"MRR312: {self.title}: {len(values)} {name} for {len(replies)} choices: give one a choice."
                 )
         given["sample_id"] = given.pop("sample_ids", [None] * len(replies))
-        each = {i: DecodeOptions(**{n: v[i] for n, v in given.items()}, **options) for i in range(len(replies))}
-        return self._trace(replies, each, info, allocate)
+        each = [DecodeOptions(**{n: v[i] for n, v in given.items()}, **options) for i in range(len(replies))]
+        return self._trace(list(zip(replies, each)), info, allocate)
 
     def _read(self, result: Any, *, batch: bool) -> list[Reply]:
         for item in [result, *(result if batch and isinstance(result, (list, tuple)) else ())]:
@@ -162,20 +162,12 @@ class Decoder:
         return self.read(result, batch=batch)
 
     def _trace(
-        self,
-        replies: Sequence[Reply],
-        options: Mapping[int, DecodeOptions],
-        model: ModelRoutingInfo,
-        allocate: Allocate | None,
+        self, replies: list[tuple[Reply, DecodeOptions]], model: ModelRoutingInfo, allocate: Allocate | None
     ) -> RoutingTrace:
-        """Return the trace of the replies that have options; the others only take part in their response's counts."""
         # Before the tokens: a reply without routes has no ids either, most of the time, and to ask for those would mislead.
-        for i in options:
-            self._check_routes(replies[i], may_be_empty=replies[i].aborted)
-        replies = list(replies) if self.counted is None else self.counted(list(replies), model)
-        tokens = {i: resolve_tokens(replies[i], options[i]) for i in options}
-        check_usages(replies, tokens)
-        samples = [self._sample(replies[i], model, tokens[i], options[i]) for i in options]
+        for reply, _ in replies:
+            self._check_routes(reply, may_be_empty=reply.aborted)
+        samples = [self._sample(reply, model, options) for reply, options in replies]
         trace = build_trace(samples, model=model, allocate=allocate)
         if trace.token_ids is None:
             warn(
@@ -198,13 +190,13 @@ class Decoder:
                 f"MRR302: missing, though the model has MoE layers: it would train on live routes. {self.start}"
             )
 
-    def _sample(
-        self, reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions
-    ) -> SampleRows:
+    def _sample(self, reply: Reply, model: ModelRoutingInfo, options: DecodeOptions) -> SampleRows:
         if options.version is not None and not self.reads_version:
             raise reply.source.error(
                 f"MRR101: version={options.version!r} means nothing here: the payload says what it is."
             )
+        reply = reply if self.counted is None else self.counted(reply, model)
+        tokens = resolve_tokens(reply, options)
         # An aborted request that had generated tokens had routes for them: without these they are lost.
         aborted = reply.aborted and tokens.nothing_generated
         self._check_routes(reply, may_be_empty=aborted)

@@ -1,6 +1,6 @@
 """Which hidden layers of a Hugging Face model have routed experts, by its model_type: read off each model's own code.
 
-A family says which rules turn a config's fields into [is MoE] for each hidden layer, and which fields count experts. A config
+`FAMILIES` names the rules of each model_type; a rule turns the config's fields into [is MoE] for each hidden layer. A config
 that states its layers in several ways must state the same. A model type that is not listed here raises: nothing is guessed. A
 test compares the rules with the routers that transformers 5.23 builds.
 """
@@ -8,7 +8,6 @@ test compares the rules with the routers that transformers 5.23 builds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_router_replay.errors import PayloadError
@@ -17,53 +16,43 @@ Config = Mapping[str, Any]
 LayerRule = Callable[[Config, int], list[bool] | None]
 """A config and its number of layers -> which of them route, or None where its field says nothing."""
 
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The fields that count the routed experts of a layer; all that a config has must agree."""
 
-_NAMES_EVERY_LAYER = ("hybrid_override_pattern", "layers_block_type")
+TOPK = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+"""The fields that count the experts of a token; all that a config has must agree."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """How to read the configs of one kind of architecture.
+def moe_layers(config: Config) -> list[bool]:
+    """Return which hidden layers of a config route; its model_type must be one of `FAMILIES`.
 
-    Args:
-        layers: field -> the rule of which hidden layers route; it is asked where its field is there, that of "" always.
-        num_layers: the field that counts hidden layers.
-        num_experts, topk: the fields that count them; all that are there must agree.
-        shared_experts: how many there are, or the field that counts them (null and absent: none).
+    Raises:
+        PayloadError: the config does not say it, or contradicts itself.
     """
-
-    layers: Mapping[str, LayerRule]
-    num_layers: str = "num_hidden_layers"
-    num_experts: tuple[str, ...] = ("num_experts", "num_local_experts")
-    topk: tuple[str, ...] = ("num_experts_per_tok", "experts_per_token")
-    shared_experts: int | str = 0
-
-    def moe_layers(self, config: Config) -> list[bool]:
-        """Return which hidden layers of a config route.
-
-        Raises:
-            PayloadError: the config does not say it, or contradicts itself.
-        """
-        # A hybrid's pattern names every layer, and some of these configs have no number.
-        spelled = [config.get(name) for name in self.layers if name in _NAMES_EVERY_LAYER]
-        lengths = [len(value) for value in spelled if isinstance(value, (str, list, tuple))]
-        is_spelled = config.get(self.num_layers) is None and lengths
-        num_layers = lengths[0] if is_spelled else integer(config, self.num_layers)
-        # Lists of this length are made before ModelRoutingInfo checks it.
-        if not 1 <= num_layers <= 65536:
-            raise PayloadError(f"MRR303: {self.num_layers}={num_layers} of the config must lie in 1..65536.")
-        asked = {name: rule for name, rule in self.layers.items() if not name or config.get(name) is not None}
-        answers = {name: rule(config, num_layers) for name, rule in asked.items()}
-        stated = {name: answer for name, answer in answers.items() if answer is not None}
-        if not stated:
-            raise PayloadError(
-                f"MRR303: the {config.get('model_type')} config lacks {' / '.join(self.layers)}: which layers route is "
-                "unknown. Give the model's complete config.json."
-            )
-        first, *others = stated.values()
-        if any(answer != first for answer in others):
-            raise PayloadError(f"MRR303: {' and '.join(stated)} of the {config.get('model_type')} config disagree.")
-        return first
+    model_type = config["model_type"]
+    name = "num_layers" if model_type == "longcat_flash" else "num_hidden_layers"
+    spelled = config.get("hybrid_override_pattern") or config.get("layers_block_type")
+    # The pattern of a Nemotron-H names every layer, and some of its configs have no number.
+    if model_type == "nemotron_h" and config.get(name) is None and isinstance(spelled, (str, list, tuple)):
+        config = {**config, name: len(spelled)}
+    num_layers = integer(config, name)
+    # Lists of this length are made before ModelRoutingInfo checks it.
+    if not 1 <= num_layers <= 65536:
+        raise PayloadError(f"MRR303: {name}={num_layers} of the config must lie in 1..65536.")
+    rules = FAMILIES[model_type]
+    answers = {
+        field: rule(config, num_layers) for field, rule in rules.items() if not field or config.get(field) is not None
+    }
+    stated = {field: answer for field, answer in answers.items() if answer is not None}
+    if not stated:
+        raise PayloadError(
+            f"MRR303: the {model_type} config lacks {' / '.join(rules)}: which layers route is unknown. Give the model's "
+            "complete config.json."
+        )
+    first, *others = stated.values()
+    if any(answer != first for answer in others):
+        raise PayloadError(f"MRR303: {' and '.join(stated)} of the {model_type} config disagree.")
+    return first
 
 
 def integer(config: Config, name: str, default: int | None = None, least: int | None = None) -> int:
@@ -198,93 +187,34 @@ def _enumerated(config: Config, num_layers: int) -> list[bool]:
     return _listed({**config, "moe_layers_enum": layers}, "moe_layers_enum", 1 << 20)[:num_layers]
 
 
-_ROUTED = ("n_routed_experts", "num_local_experts")
-_KIMI_TOPK = ("num_experts_per_token", "num_experts_per_tok")
 _MLP_TYPES = _kinds("mlp_layer_types", "sparse", "dense")
-_FIRST_DENSE = {"mlp_layer_types": _MLP_TYPES, "first_k_dense_replace": _first_dense, "moe_layer_freq": _layer_freq}
-_SPARSE_STEP, _EVERY, _DENSE = {"": _sparse_step}, {"": _every_layer}, {"": _from("num_dense_layers")}
-_QWEN = Family(layers=_SPARSE_STEP)
-_QWEN_SHARED = Family(layers=_SPARSE_STEP, shared_experts=1)
-_ALL_MOE = Family(layers=_EVERY)
-_ALL_MOE_SHARED = Family(layers=_EVERY, shared_experts=1)
-_DEEPSEEK = Family(layers=_FIRST_DENSE, num_experts=("n_routed_experts",), shared_experts="n_shared_experts")
-_BAILING = Family(layers=_FIRST_DENSE, topk=_KIMI_TOPK, shared_experts="num_shared_experts")
-_STEP = Family(
-    layers={"mlp_layer_types": _MLP_TYPES, "moe_layers_enum": _enumerated},
-    num_experts=("moe_num_experts", "n_routed_experts", "num_experts"),
-    topk=("moe_top_k", "num_experts_per_tok"),
-    shared_experts=1,
-)
-_MINIMAX_M3 = Family(layers=_FIRST_DENSE, shared_experts="n_shared_experts")
+_NEMOTRON = _kinds("layers_block_type", "moe", "mamba", "linear_attention", "attention", "full_attention", "mlp")
 
-FAMILIES: Mapping[str, Family] = {
-    "qwen3_moe": _QWEN,
-    "qwen3_vl_moe_text": _QWEN,
-    "qwen3_omni_moe_text": _QWEN,
-    "qwen2_moe": _QWEN_SHARED,
-    "qwen3_next": _QWEN_SHARED,
-    "qwen3_5_moe_text": _ALL_MOE_SHARED,
-    "mixtral": _ALL_MOE,
-    "gpt_oss": _ALL_MOE,
-    "olmoe": _ALL_MOE,
-    "flex_olmo": _ALL_MOE,
-    "phimoe": _ALL_MOE,
-    "granitemoe": _ALL_MOE,
-    "granitemoeshared": _ALL_MOE_SHARED,
-    "granitemoehybrid": _ALL_MOE_SHARED,
-    "minimax": _ALL_MOE,
-    "minimax_m2": _ALL_MOE,
-    "minimax_m3": _MINIMAX_M3,
-    "minimax_m3_vl_text": _MINIMAX_M3,
-    "hunyuan_v1_moe": Family(layers=_EVERY, topk=("moe_topk", "num_experts_per_tok"), shared_experts=1),
-    "longcat_flash": Family(
-        layers=_EVERY, num_layers="num_layers", num_experts=_ROUTED, topk=("moe_topk", "num_experts_per_tok")
+_RULES: list[tuple[str, dict[str, LayerRule]]] = [
+    ("qwen2_moe qwen3_moe qwen3_next qwen3_vl_moe_text qwen3_omni_moe_text", {"": _sparse_step}),
+    ("mixtral gpt_oss olmoe flex_olmo phimoe minimax minimax_m2 qwen3_5_moe_text", {"": _every_layer}),
+    ("granitemoe granitemoeshared granitemoehybrid hunyuan_v1_moe longcat_flash", {"": _every_layer}),
+    (
+        "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 kimi_linear dots1 mimo_v2_flash exaone_moe minimax_m3 "
+        "minimax_m3_vl_text bailing_moe bailing_moe_v2 bailing_hybrid glm4_moe glm4v_moe_text glm4_moe_lite glm_moe_dsa",
+        {"mlp_layer_types": _MLP_TYPES, "first_k_dense_replace": _first_dense, "moe_layer_freq": _layer_freq},
     ),
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-    "deepseek_v32": _DEEPSEEK,
-    "deepseek_v4": Family(
-        # The first layers route by a table of token ids: no router chooses there. Engines send zeros, or the table's ids.
-        layers={
+    # The first layers route by a table of token ids: no router chooses there. Engines send zeros, or the table's ids.
+    (
+        "deepseek_v4",
+        {
             "mlp_layer_types": _kinds("mlp_layer_types", "moe", "hash_moe"),
             "num_hash_layers": _from("num_hash_layers"),
             "moe_n_hash_layers": _from("moe_n_hash_layers"),
         },
-        num_experts=_ROUTED,
-        shared_experts="n_shared_experts",
     ),
-    "kimi_k2": _DEEPSEEK,
-    "kimi_linear": _BAILING,
-    "bailing_moe": _BAILING,
-    "bailing_moe_v2": _BAILING,
-    "bailing_hybrid": _BAILING,
-    "dots1": _DEEPSEEK,
-    "mimo_v2_flash": _DEEPSEEK,
-    "exaone_moe": _BAILING,
-    "glm4_moe": _DEEPSEEK,
-    "glm4v_moe_text": _DEEPSEEK,
-    "glm4_moe_lite": _DEEPSEEK,
-    "glm_moe_dsa": _DEEPSEEK,
-    "ernie4_5_moe": Family(
-        layers={"": _span},
-        num_experts=("moe_num_experts", "num_experts"),
-        topk=("moe_k", "num_experts_per_tok"),
-        shared_experts="moe_num_shared_experts",
-    ),
-    "step3p5": _STEP,
-    "step3p7_text": _STEP,
-    "afmoe": Family(layers=_DENSE, shared_experts="num_shared_experts"),
-    "lfm2_moe": Family(layers=_DENSE),
-    "jamba": Family(layers={"": _periodic}),
-    "nemotron_h": Family(
-        layers={
-            "hybrid_override_pattern": _pattern,
-            "layers_block_type": _kinds(
-                "layers_block_type", "moe", "mamba", "linear_attention", "attention", "full_attention", "mlp"
-            ),
-        },
-        num_experts=("n_routed_experts",),
-        shared_experts="n_shared_experts",
-    ),
-    "llama4_text": Family(layers={"": _interleaved}, num_experts=("num_local_experts",), shared_experts=1),
-}
+    ("step3p5 step3p7_text", {"mlp_layer_types": _MLP_TYPES, "moe_layers_enum": _enumerated}),
+    ("afmoe lfm2_moe", {"": _from("num_dense_layers")}),
+    ("ernie4_5_moe", {"": _span}),
+    ("jamba", {"": _periodic}),
+    ("llama4_text", {"": _interleaved}),
+    ("nemotron_h", {"hybrid_override_pattern": _pattern, "layers_block_type": _NEMOTRON}),
+]
+
+FAMILIES: Mapping[str, dict[str, LayerRule]] = {name: rules for names, rules in _RULES for name in names.split()}
+"""model_type -> field -> the rule of which hidden layers route; it is asked where its field is there, that of "" always."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from megatron_router_replay.checks import as_integer
-from megatron_router_replay.engines.families import FAMILIES, Config, agreed, integer
+from megatron_router_replay.engines.families import FAMILIES, NUM_EXPERTS, TOPK, Config, agreed, integer, moe_layers
 from megatron_router_replay.errors import PayloadError
 
 
@@ -27,7 +27,6 @@ class ModelRoutingInfo:
         moe_layer_numbers: Megatron's layer_number (from 1) of each layer with routed experts, increasing.
         num_experts: routed experts in each of these layers.
         topk: routed experts per token.
-        num_shared_experts: experts that every token takes; they are never part of a route.
         model_type: Hugging Face's name of the architecture; "" where unknown.
 
     Raises:
@@ -38,17 +37,16 @@ class ModelRoutingInfo:
     moe_layer_numbers: tuple[int, ...]
     num_experts: int
     topk: int
-    num_shared_experts: int = 0
     model_type: str = ""
 
     def __post_init__(self) -> None:
         numbers = tuple(self.moe_layer_numbers)
-        for name in ("num_layers", "num_experts", "topk", "num_shared_experts"):
+        for name in ("num_layers", "num_experts", "topk"):
             as_integer(f"{name} of the model", getattr(self, name), error=PayloadError)
-        if not 1 <= self.num_layers <= 65536 or not 1 <= self.num_experts <= 32768 or self.num_shared_experts < 0:
+        if not 1 <= self.num_layers <= 65536 or not 1 <= self.num_experts <= 32768:
             raise PayloadError(
-                f"MRR303: cannot describe a model of num_layers={self.num_layers}, num_experts={self.num_experts}, "
-                f"num_shared_experts={self.num_shared_experts}: expected 1..65536, 1..32768 and 0 or more."
+                f"MRR303: cannot describe a model of num_layers={self.num_layers}, num_experts={self.num_experts}: expected "
+                "1..65536 and 1..32768."
             )
         if not 1 <= self.topk <= self.num_experts:
             raise PayloadError(f"MRR303: topk={self.topk} of the model must lie in 1..num_experts={self.num_experts}.")
@@ -89,18 +87,13 @@ class ModelRoutingInfo:
                 f"MRR303: model_type {model_type!r} is not known here, so its MoE layers would be a guess. "
                 f"Known: {', '.join(sorted(FAMILIES))}. Make a ModelRoutingInfo(...) by hand for others."
             )
-        family = FAMILIES[model_type]
-        is_moe, shared = family.moe_layers(values), family.shared_experts
-        if isinstance(shared, str):
-            # null is written by models of these classes without shared experts.
-            shared = integer(values, shared, 0)
+        is_moe = moe_layers(values)
         return cls(
             num_layers=len(is_moe),
             moe_layer_numbers=tuple(i + 1 for i, moe in enumerate(is_moe) if moe),
             # Zero experts, of LongCat, are chosen like others, and their ids follow.
-            num_experts=agreed(values, family.num_experts) + integer(values, "zero_expert_num", 0),
-            topk=agreed(values, family.topk),
-            num_shared_experts=shared,
+            num_experts=agreed(values, NUM_EXPERTS) + integer(values, "zero_expert_num", 0),
+            topk=agreed(values, TOPK),
             # SGLang counts the tokens of this one otherwise than those of the Kimi Linear that it is inside.
             model_type="kimi_k3" if is_kimi_k3 else model_type,
         )

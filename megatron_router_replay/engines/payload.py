@@ -180,7 +180,8 @@ def as_array(value: Any, *, source: Source) -> Array:
         return np.asarray(value.numpy())
     if not hasattr(value, "__array__"):
         raise source.error(
-            f"MRR310: cannot read routes from {type(value).__name__}: expected an array, base64 or nested lists."
+            f"MRR310: cannot read routes from {type(value).__name__}: expected an array, base64 or nested lists. A coroutine "
+            "that was not awaited and a response that was not parsed (response.json()) hold none."
         )
     converted: Array = np.asarray(value)
     if converted.dtype.kind not in "iu":

@@ -1,12 +1,12 @@
 """Results -> replies: one reader for every engine, told by a few names where an engine has its fields.
 
-It reads python objects, their dicts, responses parsed from JSON with `choices` (or `outputs`), whole or as the chunks of a
+It reads python objects, their dicts, responses parsed from JSON with `choices` (or `outputs`), whole or as the chunks of one
 stream, single choices, requests or results of /generate, and lists of all these.
 
-Choices are placed by their `index`, never by the order in which they arrive or stand in a list. The chunks of a stream have
-the request's id in common, but so may whole replies: what makes a chunk is a choice that is not finished, or an index
-without those before it. A stream is whole if every choice finishes, once and at its end; chunks that are lost or repeated
-before that show in the number of its ids, by the rule of rows and by the counts that the reply states.
+Choices are placed by their `index`, never by the order in which they arrive. The chunks of a stream have the request's id in
+common, but so may whole replies: what makes a chunk is a choice that is not finished, or an index without those before it. A
+stream is whole if every choice finishes, once and at its end; chunks that are lost or repeated before that show in the number
+of its ids, by the rule of rows and by the counts that the reply states.
 """
 
 from __future__ import annotations
@@ -14,27 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron_router_replay.checks import shown
 from megatron_router_replay.engines.payload import Source, as_token_ids, is_tensor
-from megatron_router_replay.engines.reply import (
-    Kind,
-    Reply,
-    StatedCount,
-    Usage,
-    first_known,
-    get_field,
-    is_count,
-    read_counts,
-    read_usage,
-)
+from megatron_router_replay.engines.reply import Kind, Reply, StatedCount, first_known, get_field, is_count, read_counts
 from megatron_router_replay.engines.tokens import read_spans
 
 _MAX_CHOICES = 1 << 20
 """No request asks for so many; an index beyond it is damaged."""
+
+_USAGE: Mapping[str, Kind] = {"prompt_tokens": "prompt", "completion_tokens": "output", "total_tokens": "all"}
 
 FIELDS = {
     "routed_experts": ("routed_experts",),
@@ -43,32 +35,24 @@ FIELDS = {
 }
 """What is read of every engine, and the names that most give it."""
 
-_Key = TypeVar("_Key")
-_Item = TypeVar("_Item")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Response:
     """What one response says of all its choices.
 
     Args:
+        num_choices: 0: the choice came without a response.
         holders: where it may have fields: its chunks, the last one first, and what they hold.
+        counts: of its only choice.
         prompt_ids: the prompt, or None.
         output_ids: the output of each choice, wherever the response states it.
     """
 
-    counts: Sequence[StatedCount] = ()
-    usage: Usage | None = None
+    num_choices: int = 0
     holders: Sequence[Any] = ()
+    counts: Sequence[StatedCount] = ()
     prompt_ids: Any = None
     output_ids: Sequence[Sequence[Any]] = ((),)
-
-    @property
-    def has_one_choice(self) -> bool:
-        return len(self.output_ids) == 1
-
-
-_NO_RESPONSE = _Response()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +70,9 @@ class ReplyReader:
         abort: the finish reason of a request that the engine gave up.
         stream: what the chunks of a stream have of the ids: the "new" ones, or, as the "counted" tokens tell, new ones or all
             so far; None: the last chunk has all, or the engine does not stream routes.
-        largest_prompt: as of `Usage`.
         keep_all: what to ask the engine for, where a response of several choices has the routes of the first alone.
         unwrap: what is done with routes and ids first.
-        prove: what is left to show of the replies of one response.
+        check: raises if the replies of one response contradict each other.
     """
 
     engine: str
@@ -100,39 +83,37 @@ class ReplyReader:
     counts: tuple[tuple[str, Kind], ...] = ()
     abort: str = "abort"
     stream: Literal["new", "counted"] | None = None
-    largest_prompt: bool = False
     keep_all: str = "Send one request a choice."
     unwrap: Callable[[Any, Source], Any] | None = None
-    prove: Callable[[list[Reply]], list[Reply]] | None = None
+    check: Callable[[list[Reply]], None] | None = None
 
     def read(self, result: Any, *, batch: bool) -> list[Reply]:
         """Return the generated sequences of a result; `batch`: a list may hold any results, in order.
 
         Raises:
-            PayloadError: there is no choice, one is lost or there twice, a stream is broken, or its chunks have no id.
+            PayloadError: there is no choice, one is lost or there twice, or a stream is broken.
         """
-        source = self._source()
-        responses = self._find_responses(result, replace(source, field="the choices"))
-        if responses is not None:
-            groups = [self._of_response(chunks, choices) for chunks, choices in responses]
-        elif self._is_choice(result):
-            groups = [[self._of_choice([result])]]
-        elif _is_filled(result) and all(map(self._is_choice, result)):
-            groups = [[self._of_choice(parts)] for parts in self._bare_choices(result)]
-        elif _is_filled(result) and batch:
-            groups = [self.read(item, batch=False) for item in result]
+        if _has_choices(result):
+            return self._of_response([result])
+        if self._is_choice(result):
+            return [self._of_choice([result])]
+        items = result if isinstance(result, (list, tuple)) else ()
+        source = self._source("the list")
+        is_list_of_responses = bool(items) and all(map(_has_choices, items))
+        if is_list_of_responses and any(self._is_chunk(item, source) for item in items):
+            return self._of_response(items)
+        if not is_list_of_responses and items and all(map(self._is_choice, items)):
+            groups = [[self._of_choice(parts)] for parts in self._bare_choices(items, source)]
+        elif items and (batch or is_list_of_responses):
+            groups = [self.read(item, batch=False) for item in items]
         else:
-            fields = {"routed_experts": self._unwrapped(result, source)}
-            return [Reply(source=replace(source, sample="the array"), fields=fields)]
-        if len(groups) == 1:
-            return groups[0]
+            source = self._source("the array")
+            return [Reply(source=source, fields={"routed_experts": self._unwrapped(result, source)})]
         replies = [reply for group in groups for reply in group]
-        return [
-            replace(
-                reply, source=replace(reply.source, sample=", ".join([f"sample {i}", reply.source.sample]).strip(", "))
-            )
-            for i, reply in enumerate(replies)
-        ]
+        if len(groups) == 1:
+            return replies
+        names = [", ".join(filter(None, (f"sample {i}", reply.source.sample))) for i, reply in enumerate(replies)]
+        return [replace(reply, source=replace(reply.source, sample=name)) for reply, name in zip(replies, names)]
 
     def _source(self, *labels: str) -> Source:
         name = self.fields["routed_experts"][0]
@@ -158,41 +139,61 @@ class ReplyReader:
 
     def _values(self, name: str, holders: Iterable[Any]) -> list[Any]:
         """Return the values of a field, at most one of each holder."""
-        found = (first_known(*(get_field(holder, known) for known in self.fields[name])) for holder in holders)
-        return [value for value in found if value is not None]
+        values = (first_known(*(get_field(holder, known) for known in self.fields[name])) for holder in holders)
+        return [value for value in values if value is not None]
 
-    def _of_response(self, chunks: Sequence[Any], choices: Sequence[Sequence[Any]]) -> list[Reply]:
+    def _ids(self, name: str, holders: Iterable[Any], source: Source, *others: Any) -> Any:
+        """Return ids that must be the same wherever they stand; None where they stand nowhere."""
+        values = [*(self._unwrapped(value, source) for value in self._values(name, holders)), *others]
+        values = [value for value in values if value is not None]
+        if different := [value for value in values if value is not values[0]]:
+            ids = as_token_ids(values[0], source=source)
+            for other in (as_token_ids(value, source=source) for value in different):
+                if not np.array_equal(ids, other):
+                    raise source.error(
+                        f"MRR311: states different {name}, of {len(other)} and {len(ids)} ids: is a chunk of another "
+                        "request?"
+                    )
+        return values[0] if values else None
+
+    def _of_response(self, chunks: Sequence[Any]) -> list[Reply]:
         """Return the replies of one response; one that was not streamed is one chunk."""
-        name = self._request_label(chunks[0])
-        source = replace(self._source(name), field="the response")
-        if self.stream is None and len(chunks) > 1:
+        request = self._request_label(chunks[0])
+        source = replace(self._source(request), field="the response")
+        if len(chunks) == 1:
+            pairs = _choices(chunks[0], source)
+            choices = _in_order([index for index, _ in pairs], [[choice] for _, choice in pairs], source)
+        elif self.stream is None:
             raise source.error(
                 "MRR311: chunks of this engine are not joined: pass the last one, if it has all, or send the request without "
                 "stream."
             )
+        else:
+            self._check_request(chunks, source)
+            choices = self._joined((pair for chunk in chunks for pair in _choices(chunk, source)), source)
         holders = [holder for chunk in reversed(chunks) for holder in self._holders(chunk)]
-        if len(choices) > 1 and self._values("routed_experts", holders):
-            own = [self._values("routed_experts", self._holders(parts[-1])) for parts in choices]
-            if not any(own):
-                raise source.error(
-                    f"MRR312: with {len(choices)} choices it holds the routes of the first result only, the others are lost. "
-                    f"{self.keep_all} Is this a reply of another engine?"
-                )
-        # A stream states its usage in the last chunk, or in none.
-        counted = next((c for c in reversed(chunks) if get_field(c, "usage") is not None), None)
-        counts, usage = read_usage(counted, source=source, num_choices=len(choices), largest_prompt=self.largest_prompt)
+        first_alone = len(choices) > 1 and bool(self._values("routed_experts", holders))
+        if first_alone and not any(self._values("routed_experts", self._holders(parts[-1])) for parts in choices):
+            raise source.error(
+                f"MRR312: with {len(choices)} choices it holds the routes of the first result only, the others are lost. "
+                f"{self.keep_all} Is this a reply of another engine?"
+            )
+        counts: Sequence[StatedCount] = ()
+        # A stream states its usage in the last chunk, or in none. Of several choices it is a sum, which counts none of them.
+        usage = first_known(*(get_field(chunk, "usage") for chunk in reversed(chunks)))
+        if len(choices) == 1:
+            counts = read_counts(usage, _USAGE, prefix="usage", source=source)
         response = _Response(
-            counts=counts,
-            usage=usage,
+            num_choices=len(choices),
             holders=holders,
-            prompt_ids=_agreed_ids(self._unwrapped_all("prompt_token_ids", holders, source), "prompts", source),
+            counts=counts,
+            prompt_ids=self._ids("prompt_token_ids", holders, source),
             output_ids=self._outputs_of_response(holders, len(choices), source),
         )
-        replies = [self._of_choice(parts, name, number=i, response=response) for i, parts in enumerate(choices)]
-        return replies if self.prove is None else self.prove(replies)
-
-    def _unwrapped_all(self, name: str, holders: Iterable[Any], source: Source) -> list[Any]:
-        return [self._unwrapped(value, source) for value in self._values(name, holders)]
+        replies = [self._of_choice(parts, request, number=i, response=response) for i, parts in enumerate(choices)]
+        if self.check is not None:
+            self.check(replies)
+        return replies
 
     def _outputs_of_response(self, holders: Iterable[Any], num_choices: int, source: Source) -> list[list[Any]]:
         """Return what a response states, beside its choices, of the output of each."""
@@ -206,59 +207,59 @@ class ReplyReader:
                         raise source.error(f"MRR312: has {size} {name} for {num_choices} choices.")
                     for output, ids in zip(outputs, value):
                         output.append(ids)
-                elif value is not None and num_choices == 1:
+                elif num_choices == 1:
                     outputs[0].append(value)
         return outputs
 
     def _of_choice(
-        self, parts: Sequence[Any], *labels: str, number: int = 0, response: _Response = _NO_RESPONSE
+        self, parts: Sequence[Any], request: str = "", *, number: int = 0, response: _Response | None = None
     ) -> Reply:
         """Return the reply of one choice; `parts`: the chunks of a stream, or the whole choice."""
-        if response is _NO_RESPONSE:
-            index = _index(parts[0])
-            labels = ("" if index is None else f"choice {index}", self._request_label(parts[0]))
+        if response is None:
+            response, index = _Response(), _index(parts[0])
+            source = self._source("" if index is None else f"choice {index}", self._request_label(parts[0]))
         else:
-            labels = (f"choice {number}", *labels)
-        source = self._source(*labels)
-        last = parts[-1]
+            source = self._source(f"choice {number}", request)
         # The last chunk comes first: it has the counts and the spans of all the output.
-        own = [holder for part in reversed(parts) for holder in self._holders(part)]
+        holders = [holder for part in reversed(parts) for holder in self._holders(part)]
+        every = [*holders, *response.holders]
         # What a response says of several choices could be of any of them, but for the prompt.
-        known = [*own, *response.holders] if response.has_one_choice else own
+        known = every if response.num_choices == 1 else holders
         fields = {name: first_known(*self._values(name, known)) for name in self.fields}
-        fields |= {name: first_known(*self._values(name, [*own, *response.holders])) for name in self.shared}
+        fields |= {name: first_known(*self._values(name, every)) for name in self.shared}
         routes = self._values("routed_experts", known)
         if any(not _is_same(value, routes[0]) for value in routes):
             raise source.error(
                 "MRR311: two parts of it carry routes, and different ones: expected the last chunk alone."
             )
         fields["routed_experts"] = self._unwrapped(routes[0], source) if routes else None
-        prompts = self._unwrapped_all("prompt_token_ids", own, source)
-        if (response.has_one_choice or not prompts) and response.prompt_ids is not None:
-            prompts.append(response.prompt_ids)
-        fields["prompt_token_ids"] = _agreed_ids(prompts, "prompts", source)
+        # A batch of prompts has a prompt a choice, which is not the one of the response.
+        has_prompt = response.num_choices > 1 and bool(self._values("prompt_token_ids", holders))
+        prompt = None if has_prompt else response.prompt_ids
+        fields["prompt_token_ids"] = self._ids("prompt_token_ids", holders, source, prompt)
         outputs = [self._output_ids(parts, source, has_routes=bool(routes)), *response.output_ids[number]]
-        fields["output_token_ids"] = _agreed_ids([ids for ids in outputs if ids is not None], "outputs", source)
-        reason = first_known(*(get_field(holder, "finish_reason") for holder in self._holders(last)))
-        is_dict = isinstance(reason, Mapping)
-        word = reason.get("type") if is_dict else reason
-        name = first_known(*(get_field(holder, "weight_version") for holder in known))
-        stated = [*response.counts, *self._stated(last, dict(self.counts), source)]
-        if is_dict:
-            stated += read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source)
+        fields["output_token_ids"] = self._ids("output_token_ids", (), source, *outputs)
+        counts = [*response.counts, *self._counts(parts[-1], dict(self.counts), source)]
         for part in parts[:-1]:  # every chunk repeats the number of prompt tokens
-            stated += self._stated(part, {n: kind for n, kind in self.counts if kind == "prompt"}, source)
+            counts += self._counts(part, {name: kind for name, kind in self.counts if kind == "prompt"}, source)
+        reason = first_known(*(get_field(holder, "finish_reason") for holder in self._holders(parts[-1])))
+        if isinstance(reason, Mapping):
+            counts += read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source)
+            reason = reason.get("type")
+        weights, spans = (
+            first_known(*(get_field(holder, name) for holder in known))
+            for name in ("weight_version", "weight_versions")
+        )
         return Reply(
             source=source,
             fields=fields,
-            aborted=isinstance(word, str) and word == self.abort,
-            counts=tuple(stated),
-            usage=response.usage,
-            weight_spans=read_spans(first_known(*(get_field(h, "weight_versions") for h in known)), source=source),
-            weight_name=name if isinstance(name, str) else None,
+            aborted=isinstance(reason, str) and reason == self.abort,
+            counts=tuple(counts),
+            weight_spans=read_spans(spans, source=source),
+            weight_name=weights if isinstance(weights, str) else None,
         )
 
-    def _stated(self, part: Any, names: Mapping[str, Kind], source: Source) -> Iterator[StatedCount]:
+    def _counts(self, part: Any, names: Mapping[str, Kind], source: Source) -> Iterator[StatedCount]:
         if names:
             yield from read_counts(part, names, prefix="the choice", source=source)
             for place in self.inside:
@@ -267,9 +268,7 @@ class ReplyReader:
     def _output_ids(self, parts: Sequence[Any], source: Source, *, has_routes: bool) -> Any:
         """Return the ids of the output; those of the chunks of a stream follow one another, or are all so far."""
         if len(parts) == 1:
-            return _agreed_ids(
-                self._unwrapped_all("output_token_ids", self._holders(parts[0]), source), "outputs", source
-            )
+            return self._ids("output_token_ids", self._holders(parts[0]), source)
         ids = [first_known(*self._values("output_token_ids", self._holders(part))) for part in parts]
         # Of a completions or chat stream some chunks have no ids and none has routes.
         if not has_routes or all(value is None for value in ids):
@@ -283,7 +282,7 @@ class ReplyReader:
         if self.stream != "counted":
             return joined
         output = {name: kind for name, kind in self.counts if kind == "output"}
-        stated = [next((c.value for c in self._stated(part, output, source)), None) for part in parts]
+        stated = [next((c.value for c in self._counts(part, output, source)), None) for part in parts]
         # The last chunk of a stream that repeats itself has all that the earlier ones had.
         if stated[-1] == len(ids[-1]):
             return list(ids[-1])
@@ -295,35 +294,24 @@ class ReplyReader:
             )
         return joined
 
-    def _bare_choices(self, items: Sequence[Any]) -> list[Sequence[Any]]:
-        """Return the parts of each choice of a list of choices, results or chunks without a response around them."""
-        source = self._source("the list")
+    def _bare_choices(self, items: Sequence[Any], source: Source) -> list[Sequence[Any]]:
+        """Return the parts of each choice of a list of choices or results, or of chunks of /generate."""
         indexes = [get_field(item, "index") for item in items]
-        if self.stream != "counted":
-            known = [index for index in indexes if isinstance(index, int)]
-            # In order they are taken as they stand. Indexes that repeat are of several responses, in the caller's order.
-            if len(set(known)) > 1 and len(set(known)) == len(known) and known != sorted(known):
-                raise source.error(
-                    f"MRR312: has index {shown(indexes)} in this order, without their response: are they in order, or "
-                    "of several responses? Pass the response itself, or decode each choice."
-                )
-            return [[item] for item in items]
         has_index = any(index is not None for index in indexes)
-        if has_index and not all(type(index) is int and 0 <= index < len(items) for index in indexes):
-            raise source.error(f"MRR312: has index {shown(indexes)}: all chunks of one request must have one, or none.")
-        if len(items) == 1:  # it may be the last chunk of a stream, or one that says nothing of its end
-            return [items]
-        keys: list[Any] = indexes
-        if not has_index:
-            # Whole results may share an id, which says nothing then.
-            names = [self._request(item) if any(map(self._is_unfinished, items)) else None for item in items]
-            keys = [name if isinstance(name, str) else i for i, name in enumerate(names)]
-        streams = self._join_chunks(zip(keys, items), source)
-        for key, chunks in streams.items():
-            # As texts: an id may be anything, and arrays do not compare to one truth.
-            if len({shown(self._request(chunk), 200) for chunk in chunks}) > 1:
-                raise source.error(f"MRR311: index {key} is of several requests: decode each request by itself.")
-        return list(streams.values()) if not has_index else _in_order(streams, list(streams), source)
+        if has_index and any(_index(item) is None for item in items):
+            raise source.error(f"MRR312: has index {shown(indexes)}: all must have an integer of 0 or more, or none.")
+        if self.stream == "counted" and len(items) > 1 and (has_index or any(map(self._is_unfinished, items))):
+            streams = self._joined(zip(indexes if has_index else [0] * len(items), items), source)
+            for chunks in streams:
+                self._check_request(chunks, source)
+            return streams
+        # In order they are taken as they stand. Indexes that repeat are of several responses, in the caller's order.
+        if has_index and len(set(indexes)) == len(indexes) and indexes != sorted(indexes):
+            raise source.error(
+                f"MRR312: has index {shown(indexes)} in this order, without their response: are they in order, or of several "
+                "responses? Pass the response itself, or decode each choice."
+            )
+        return [[item] for item in items]
 
     def _request(self, item: Any) -> Any:
         inside = (get_field(get_field(item, name), "id") for name in self.inside)
@@ -333,24 +321,14 @@ class ReplyReader:
         request = self._request(item)
         return f"request {str(request)[:60]}" if isinstance(request, str) or is_count(request) else ""
 
-    def _find_responses(self, result: Any, source: Source) -> list[tuple[Sequence[Any], list[Sequence[Any]]]] | None:
-        """Return (chunks, parts of each choice) of the responses of a result, in order of appearance; None: it is none."""
-        if _has_choices(result):
-            return [_whole(result, source)]
-        if not _is_filled(result) or not all(map(_has_choices, result)):
-            return None
-        # One chunk makes chunks of all: whether a finished reply among them is whole or the last chunk, its id tells.
-        if not any(self._is_chunk(item, source) for item in result):
-            return [_whole(item, source) for item in result]
-        streams: dict[Any, list[Any]] = {}
-        for item in result:
-            request = self._request(item)
-            streams.setdefault(request if isinstance(request, (str, int)) else None, []).append(item)
-        if None in streams and len(streams) > 1:
+    def _check_request(self, chunks: Sequence[Any], source: Source) -> None:
+        # As texts: an id may be anything, and arrays do not compare to one truth.
+        requests = {shown(self._request(chunk), 200) for chunk in chunks}
+        if len(requests) > 1:
             raise source.error(
-                f"MRR311: {len(streams[None])} of {len(result)} chunks have no request_id or id, so nothing tells them apart."
+                f"MRR311: its chunks are of several requests, {', '.join(sorted(requests)[:4])}: decode each stream by "
+                "itself, or pass a list of streams."
             )
-        return [self._joined(chunks, source) for chunks in streams.values()]
 
     def _is_chunk(self, response: Any, source: Source) -> bool:
         choices = _choices(response, source)
@@ -369,33 +347,27 @@ class ReplyReader:
                 return get_field(holder, "finish_reason") is None
         return False
 
-    def _joined(self, chunks: Sequence[Any], source: Source) -> tuple[Sequence[Any], list[Sequence[Any]]]:
-        parts = self._join_chunks((pair for chunk in chunks for pair in _choices(chunk, source)), source)
-        if not parts:
-            raise source.error("MRR311: of the stream are none.")
-        return chunks, _in_order(parts, list(parts), source)
-
-    def _join_chunks(self, chunks: Iterable[tuple[_Key, Any]], source: Source) -> dict[_Key, Sequence[Any]]:
-        """Return the chunks of each stream, in order, from (stream, chunk) pairs in the order in which they came.
+    def _joined(self, chunks: Iterable[tuple[int, Any]], source: Source) -> list[Sequence[Any]]:
+        """Return the chunks of each choice, from (index, chunk) pairs in the order in which they came.
 
         Raises:
-            PayloadError: a chunk came behind the one that finished its stream, or a stream is not finished.
+            PayloadError: a chunk came behind the one that finished its choice, or a choice is lost or not finished.
         """
-        streams: dict[_Key, list[Any]] = {}
-        for key, chunk in chunks:
-            stream = streams.setdefault(key, [])
+        streams: dict[int, list[Any]] = {}
+        for index, chunk in chunks:
+            stream = streams.setdefault(index, [])
             if stream and not self._is_unfinished(stream[-1]):
                 raise source.error(
-                    f"MRR311: the stream has a chunk of index {shown(key)} behind the one that finished it: a chunk came "
-                    "twice, or replies that share an id or index lie among the chunks. Decode each stream by itself."
+                    f"MRR311: the stream has a chunk of index {index} behind the one that finished it: a chunk came twice, "
+                    "or whole replies lie among the chunks. Decode each stream by itself."
                 )
             stream.append(chunk)
-        unfinished = [key for key, stream in streams.items() if self._is_unfinished(stream[-1])]
+        unfinished = [index for index, stream in streams.items() if self._is_unfinished(stream[-1])]
         if unfinished:
             raise source.error(
                 f"MRR311: the stream ends before index {unfinished[:8]} is finished: missing its last chunk."
             )
-        return dict(streams)
+        return _in_order(list(streams), list(streams.values()), source)
 
 
 def _is_same(value: Any, first: Any) -> bool:
@@ -403,25 +375,9 @@ def _is_same(value: Any, first: Any) -> bool:
     return value is first or (isinstance(value, (str, bytes)) and type(value) is type(first) and value == first)
 
 
-def _agreed_ids(values: Sequence[Any], what: str, source: Source) -> Any:
-    """Return ids that must be the same wherever they stand; None where they stand nowhere."""
-    if others := [value for value in values if value is not values[0]]:
-        ids = as_token_ids(values[0], source=source)
-        for other in (as_token_ids(value, source=source) for value in others):
-            if not np.array_equal(ids, other):
-                raise source.error(
-                    f"MRR311: states different {what}, of {len(other)} and {len(ids)} ids: is a chunk of another request?"
-                )
-    return values[0] if values else None
-
-
 def _index(choice: Any) -> int | None:
     index = get_field(choice, "index")
     return index if type(index) is int and 0 <= index < _MAX_CHOICES else None
-
-
-def _is_filled(result: Any) -> bool:
-    return isinstance(result, (list, tuple)) and len(result) > 0
 
 
 def _has_choices(item: Any) -> bool:
@@ -435,27 +391,22 @@ def _choices(response: Any, source: Source) -> list[tuple[int, Any]]:
     is_dict = isinstance(response, Mapping)
     items = response["choices" if "choices" in response else "outputs"] if is_dict else response.outputs
     if not isinstance(items, (list, tuple)):
-        raise source.error(f"MRR301: of the response are {type(items).__name__}, expected a list.")
+        raise source.error(f"MRR301: its choices are {type(items).__name__}, expected a list.")
     indexes = [get_field(item, "index") for item in items]
     if all(index is None for index in indexes):
         return list(enumerate(items))
     if any(_index(item) is None for item in items):
-        raise source.error(f"MRR312: have index {shown(indexes)}: each must be an integer of 0 or more.")
+        raise source.error(f"MRR312: its choices have index {shown(indexes)}: each must be an integer of 0 or more.")
     return list(zip(indexes, items))
 
 
-def _whole(response: Any, source: Source) -> tuple[Sequence[Any], list[Sequence[Any]]]:
-    choices = _choices(response, source)
-    if not choices:
-        raise source.error("MRR301: of the response are none.")
-    return [response], [[choice] for choice in _in_order(dict(choices), [index for index, _ in choices], source)]
-
-
-def _in_order(items: Mapping[int, _Item], indexes: Sequence[int], source: Source) -> list[_Item]:
-    """Return items by their index, or raise PayloadError unless `indexes` are each of 0..n-1 once."""
+def _in_order(indexes: Sequence[int], choices: Sequence[Sequence[Any]], source: Source) -> list[Sequence[Any]]:
+    """Return choices by their index, or raise PayloadError unless `indexes` are each of 0..n-1 once."""
+    if not indexes:
+        raise source.error("MRR301: it has no choices.")
     if sorted(indexes) != list(range(len(indexes))):
         raise source.error(
-            f"MRR312: have index {list(indexes)[:8]}, expected each of 0..{len(indexes) - 1} once: one is lost or "
-            "there twice."
+            f"MRR312: its choices have index {list(indexes)[:8]}, expected each of 0..{len(indexes) - 1} once: one is lost "
+            "or there twice."
         )
-    return [items[index] for index in range(len(indexes))]
+    return [choice for _, choice in sorted(zip(indexes, choices), key=lambda pair: pair[0])]

@@ -24,19 +24,6 @@ class StatedCount(NamedTuple):
     value: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
-    """Token counts of a response with several choices: output summed over choices, each prompt counted once.
-
-    Args:
-        largest_prompt: the prompts are not summed, their largest is stated (Megatron-Core's server).
-    """
-
-    source: Source
-    counts: tuple[StatedCount, ...]
-    largest_prompt: bool = False
-
-
 class WeightSpan(NamedTuple):
     """Output tokens start..end - 1 were sampled by the weights that the engine calls `version`."""
 
@@ -54,7 +41,6 @@ class Reply:
             `reply[name]` is None where the response has none.
         aborted: the engine gave the request up; without any output it then has no routes.
         counts: what the response states of this sequence.
-        usage: what it states of all its sequences together; the replies of one response share the object.
         weight_spans: which weights sampled which part of the output; the last one ends with the output.
         weight_name: the engine's name of the weights, where it does not send spans.
     """
@@ -63,7 +49,6 @@ class Reply:
     fields: Mapping[str, Any] = field(default_factory=dict)
     aborted: bool = False
     counts: tuple[StatedCount, ...] = ()
-    usage: Usage | None = None
     weight_spans: tuple[WeightSpan, ...] = ()
     weight_name: str | None = None
 
@@ -108,60 +93,18 @@ def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: 
     return tuple(counts)
 
 
-_USAGE: Mapping[str, Kind] = {"prompt_tokens": "prompt", "completion_tokens": "output", "total_tokens": "all"}
-
-
-def read_usage(
-    response: Any, *, source: Source, num_choices: int, largest_prompt: bool = False
-) -> tuple[tuple[StatedCount, ...], Usage | None]:
-    """Return the counts of `usage` for the one choice of a response, or for all its choices together.
-
-    Raises:
-        PayloadError: a count is no integer, or they contradict each other.
-    """
-    counts = read_counts(get_field(response, "usage"), _USAGE, prefix="usage", source=source)
-    values = {count.kind: count.value for count in counts}
-    if len(values) == 3 and values["prompt"] + values["output"] != values["all"]:
-        raise source.error(
-            f"MRR309: usage.total_tokens={values['all']} is not usage.prompt_tokens={values['prompt']} + "
-            f"usage.completion_tokens={values['output']}."
-        )
-    # Of one choice each count is its own; of several only their sums can be compared.
-    if num_choices == 1:
-        return counts, None
-    return (), Usage(source=source, counts=counts, largest_prompt=largest_prompt) if counts else None
-
-
 def refuse_non_reply(result: Any, engine: str) -> None:
     """Raise PayloadError, with the server's own words, where a caller holds something else than a reply."""
     words = None
     if result is None:
         words = "the result is None, so its routes are missing, though the model has MoE layers. Did the request fail?"
     elif isinstance(result, Mapping) and not {"choices", "outputs", "meta_info"} & set(result):
-        kind = result.get("object")
-        stated = first_known(
-            *(result.get(name) for name in ("error", "detail")),
-            result.get("message") if isinstance(kind, str) and kind == "error" else None,
-        )
+        stated = first_known(*(result.get(name) for name in ("error", "detail")))
+        if stated is None and result.get("object") == "error":
+            stated = result.get("message")
         if stated is not None:
-            stated = stated.get("message", stated) if isinstance(stated, Mapping) else stated
             words = f"the server answered with an error: {shown(stated, 300)}. There is no reply to decode."
-    elif isinstance(result, (str, bytes)):
-        text = (result if isinstance(result, str) else result[:200].decode("latin-1"))[:200].lstrip()
-        if text.startswith(('{"', '[{"', "data:")):
-            words = (
-                f"the result is the JSON text {shown(text, 60)}: parse it first, json.loads(...), of a stream each chunk by "
-                "itself."
-            )
-        elif text.startswith("<") or (" " in text.strip() and text.isprintable()):
-            words = f"the result is the text {shown(text, 120)}, no reply. Did the request fail?"
-    elif hasattr(result, "__await__"):
-        words = f"the result is a {type(result).__name__} that was not awaited: pass what it returns."
-    else:
-        status = getattr(result, "status_code", getattr(result, "status", None))
-        if type(status) is int and any(callable(getattr(result, name, None)) for name in ("json", "read")):
-            body = getattr(result, "text", "")
-            said = f", {shown(body, 200)}" if status >= 400 and isinstance(body, str) and body else ""
-            words = f"the result is an HTTP response (status {status}{said}), not its content: pass response.json()."
+    elif isinstance(result, str) and (" " in result[:200] or result[:1] in ("{", "[", "<")):  # as no base64 has
+        words = f"the result is the text {shown(result, 120)}: parse JSON first, of a stream each chunk by itself."
     if words is not None:
         raise PayloadError(f"MRR301: {engine}: {words}")

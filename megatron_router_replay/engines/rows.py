@@ -20,7 +20,7 @@ from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import Allocate, DecodeOptions
 from megatron_router_replay.engines.payload import Array, Source, as_array
 from megatron_router_replay.engines.reply import Reply
-from megatron_router_replay.engines.row_check import RowCheck
+from megatron_router_replay.engines.row_check import copy_routes
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype, spread_experts
@@ -46,8 +46,6 @@ class RowLayout:
             hidden layers have a column, else none.
         last_row: what a row of the last token is, where there is one: "none": an engine sends none, "padding", or "route" (of
             a full forward).
-        may_end_early: with missing="live" rows of the last tokens may be missing, for the first are known to be the prompt's.
-        explain_layers: what another number of columns means.
         explain_surplus: what more rows than are legal mean; they are then refused, whatever is allowed.
         explain_lost: what fewer rows may mean.
         start: the token of the first row, where the reply says it.
@@ -57,8 +55,6 @@ class RowLayout:
     columns: tuple[int, ...] | None = None
     filler: tuple[int, ...] | None = None
     last_row: Literal["none", "padding", "route"] = "none"
-    may_end_early: bool = False
-    explain_layers: str = "Is this the config of the served model?"
     explain_surplus: str = ""
     explain_lost: str = ""
     start: int | None = None
@@ -150,45 +146,38 @@ def _all_or_none(what: str, samples: Sequence[SampleRows], values: list[Any]) ->
 
 def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) -> None:
     """Copy and check one sample's rows into out [num_tokens, moe layers, topk] and mask [num_tokens]."""
-    start, num_tokens, border = sample.options.start, sample.tokens.num_tokens, sample.tokens.num_prompt_tokens
-    check = RowCheck(
-        layer_numbers=model.moe_layer_numbers,
-        num_experts=model.num_experts,
-        topk=model.topk,
-        missing=sample.options.missing,
-    )
-    ignored = sample.options.ignore_before
+    options, num_tokens = sample.options, sample.tokens.num_tokens
+    columns, filler, _ = find_columns(sample.layout, model)
     # The last sampled token is never fed back to the engine, so it has no route, whatever a row of its says.
     end = num_tokens if sample.last_row == "route" else max(num_tokens - 1, 0)
-    row = start
+    row = options.start
     for part in sample.layout.parts:
         rows = part[: max(end - row, 0)]
         if not len(rows):
             continue
-        columns, filler = find_columns(sample, part.shape[1], model)
         _check_filler(sample, rows, filler, row)
         place = slice(row, row + len(rows))
-        mask[place] = check.copy(
+        mask[place] = copy_routes(
             rows,
             out[place],
             columns=columns,
-            kept=slice(0, len(columns)),
+            model=model,
             source=sample.source,
+            missing=options.missing,
             first_row=row,
-            border=border,
-            has_route=None if row >= ignored else np.arange(row, place.stop) >= ignored,
+            num_ignored=options.ignore_before - row,
         )
         row = place.stop
+    num_lost = int((~mask[max(options.start, options.ignore_before) : row]).sum())
+    if num_lost:
+        _LOG.warning(
+            "%s: %d rows hold no route; the live router decides them (missing='live')", sample.source, num_lost
+        )
     # Rows without a route hold legal ids as well: uint8 has no -1, and they must never all go to one expert.
-    if start or row < num_tokens or not mask[:row].all():
+    if not mask.all():
         for _, first, length in neighbour_runs(np.flatnonzero(~mask)).tolist():
             filler_ids = spread_experts(first, length, topk=model.topk, num_experts=model.num_experts)
             out[first : first + length] = filler_ids.numpy()[:, None, :]
-    if check.num_absent or check.num_lost:
-        _LOG.warning(
-            "%s: %d rows hold no route and %d were lost; the live router decides them (missing='live')",
-            sample.source, check.num_absent, check.num_lost,
-        )  # fmt: skip
 
 
 def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:
@@ -196,26 +185,25 @@ def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:
     source, num_tokens = sample.source, sample.tokens.num_tokens
     if sample.options.start > num_tokens:
         raise source.error(f"MRR305: start={sample.options.start} must lie in 0..{num_tokens}, the number of tokens.")
+    num_columns = find_columns(sample.layout, model)[2]
     for part in sample.layout.parts:
         if part.ndim != 3:
             raise source.error(
-                f"MRR306: has shape {list(part.shape)}, expected [rows, layers, topk] = [rows, {model.num_layers}, "
-                f"{model.topk}]."
+                f"MRR306: has shape {list(part.shape)}, expected [rows, layers, topk] = [rows, {num_columns}, {model.topk}]."
             )
         if part.shape[0] == 0:  # no row, so no width that could be wrong
             continue
-        shared = part.shape[2] - model.topk
-        if shared:
-            cause = (
-                f"The {shared} more are the shared experts, which are not routed: have the engine send the routed "
-                "experts only."
-                if shared == model.num_shared_experts
-                else "Is this the config of the served model? Are shared experts appended?"
-            )
+        if part.shape[2] != model.topk:
             raise source.error(
-                f"MRR306: has {part.shape[2]} experts a token, the model's topk is {model.topk}. {cause}"
+                f"MRR306: has {part.shape[2]} experts a token, the model's topk is {model.topk}. Is this the config of the "
+                "served model? Shared experts are not routed: have the engine send the routed experts only."
             )
-        find_columns(sample, part.shape[1], model)
+        if part.shape[1] != num_columns:
+            raise source.error(
+                f"MRR306: has {part.shape[1]} layers, expected {num_columns}: the model has {model.num_layers}, "
+                f"{len(model.moe_layer_numbers)} of them MoE. Is this the config of the served model, and are the layers of "
+                "all pipeline stages there?"
+            )
 
 
 def _check_row_count(sample: SampleRows) -> None:
@@ -230,33 +218,27 @@ def _check_row_count(sample: SampleRows) -> None:
     with_last = num_tokens - start
     expected = max(with_last - 1, 0)
     may_have_last = sample.last_row != "none"
-    if rows == expected or (rows == with_last and may_have_last):
+    surplus = rows - expected
+    if not surplus or (rows == with_last and may_have_last):
         return
     if rows == 0 and sample.may_be_empty:
         # Memory for these rows follows from a number that the response states alone.
         if sample.tokens.token_ids is None and num_tokens > _MAX_COUNTED_TOKENS:
             raise source.error(f"MRR309: claims {num_tokens} prompt tokens without ids or routes: pass token_ids.")
         return
-    surplus = rows - expected
     if 0 < surplus <= MAX_SURPLUS_ROWS and options.allow_surplus_rows and not layout.explain_surplus:
         return
-    if surplus < 0 and layout.may_end_early and options.missing == "live":
-        return
-    drop = "If they are, allow_surplus_rows=True drops rows of speculative decoding that ran past a stop."
     if surplus > 0 and layout.explain_surplus:
         cause = layout.explain_surplus
     elif start and rows in (num_tokens - 1, num_tokens):
         cause = "The server ignored start and sent every row: decode with start=0."
     elif surplus < 0:
         cause = f"Are these the token ids (prompt and output) of this very sample? Was start passed on? {layout.explain_lost}"
-    elif surplus == 1:
-        cause = (
-            "One more is what a lost token of a stream, ids without their BOS token or a start that is off by one look "
-            f"like. Are these the ids (prompt and output) of this very sample? {drop}"
-        )
     else:
-        cause = "Are these the ids of prompt and output? Ids of the output alone are as many too few as the prompt has."
-        cause = f"{cause} {drop}" if surplus <= MAX_SURPLUS_ROWS else cause
+        cause = (
+            "Are these the ids of this very sample, prompt with BOS and output, and is start right? If they are, "
+            f"allow_surplus_rows=True drops up to {MAX_SURPLUS_ROWS} rows of speculative decoding that ran past a stop."
+        )
     legal = f"{expected} (the last token has no route)" + (f" or {with_last}" if may_have_last else "")
     raise source.error(
         f"MRR305: has {rows} rows for tokens {start}..{num_tokens - 1}: expected {legal}. {cause.rstrip()}"
@@ -273,33 +255,21 @@ def _check_filler(sample: SampleRows, part: Array, filler: tuple[int, ...], firs
         mixed = sample.options.missing == "live"
         if not mixed or not ((values == 0).all(axis=1) | (values == -1).all(axis=1)).all():
             row = int((values != 0).any(axis=1).argmax())
-            where = f"layer_number {column + 1}" if sample.layout.columns is None else f"column {column}"
             raise sample.source.error(
-                f"MRR306: {where} is dense by the model's config, but row {first_row + row} holds "
+                f"MRR306: column {column} is of a dense layer by the model's config, but row {first_row + row} holds "
                 f"{values[row].tolist()} there, not filler (0 or -1). Is this the config of the served model, and does "
                 "the payload have one column for each hidden layer?"
             )
 
 
-def find_columns(
-    sample: SampleRows, num_columns: int, model: ModelRoutingInfo
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the column of each MoE layer, and the columns that must be filler; raise if there are more or fewer."""
-    layout, numbers = sample.layout, model.moe_layer_numbers
+def find_columns(layout: RowLayout, model: ModelRoutingInfo) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return the column of each MoE layer, the columns that must be filler, and how many columns there are."""
     if layout.columns is not None:
-        columns, filler = layout.columns, layout.filler or ()
-        expected = len(columns) + len(filler)
-    else:
-        columns = tuple(number - 1 for number in numbers)  # layer_number counts from 1
-        dense = tuple(sorted(set(range(model.num_layers)).difference(columns)))
-        filler = dense if layout.filler is None else layout.filler
-        expected = model.num_layers
-    if num_columns != expected:
-        raise sample.source.error(
-            f"MRR306: has {num_columns} layers, the model has {model.num_layers} ({len(numbers)} of them MoE). "
-            f"{layout.explain_layers}"
-        )
-    return columns, filler
+        filler = layout.filler or ()
+        return layout.columns, filler, len(layout.columns) + len(filler)
+    columns = tuple(number - 1 for number in model.moe_layer_numbers)  # layer_number counts from 1
+    dense = tuple(sorted(set(range(model.num_layers)).difference(columns)))
+    return columns, dense if layout.filler is None else layout.filler, model.num_layers
 
 
 def all_layers(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
@@ -312,10 +282,9 @@ def moe_layers(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, opti
     return replace(all_layers(reply, model, tokens, options), columns=tuple(range(len(model.moe_layer_numbers))))
 
 
-def most_ids(model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> int:
+def most_ids(model: ModelRoutingInfo, tokens: SampleTokens) -> int:
     """Return how many expert ids a text may hold for these tokens; a longer one is refused before it is decoded.
 
-    More than are right: the check of rows can then say what is wrong with a few too many, or with shared experts.
+    More than are right: the check of rows can then say what is wrong with a few too many.
     """
-    surplus = 65536 if options.allow_surplus_rows else 4096
-    return (tokens.num_tokens + surplus) * model.num_layers * (model.topk + model.num_shared_experts)
+    return (tokens.num_tokens + 4096) * model.num_layers * model.topk

@@ -3,58 +3,33 @@
 Every turn sends the whole conversation so far and gets routes for some of it. What is kept, token by token:
 
 - The first generation wins: a token was sampled under the routes of its own forward, so a later prefill of it, perhaps
-  with newer weights, does not replace them. Where both have a route they are compared, which proves that they are of
-  the same tokens.
+  with newer weights, does not replace them.
 - The last token of a turn has no route until the next turn prefills it; that real route replaces the missing one.
-- Tokens between two parts that nobody sent routes for stay missing: the live router decides.
+- Tokens that nobody sent routes for stay missing: the live router decides.
 
-Rows are copied into memory that doubles when full, so n turns copy O(all tokens) bytes, not O(n * all tokens). Sequences are
-not compared with one another here: `concat_traces` does that where they are joined.
+Token ids prove that two turns are of one conversation, so every turn needs them. Rows are copied into memory that doubles
+when full, so n turns copy O(all tokens) bytes, not O(n * all tokens).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from megatron_router_replay.checks import as_integer
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelLike
 from megatron_router_replay.engines.options import DecodeOptions, SharedOptions, TokenIds
 from megatron_router_replay.engines.tokens import resolve_tokens
 from megatron_router_replay.errors import PayloadError, TraceError
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trace.ids import spread_experts
-
-_MIN_COMPARED = 64
-"""Decisions that an overlap must have before its disagreement says anything."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Overlap:
-    """How two forwards of the same tokens agreed: decisions are (token, layer) pairs, compared as sets."""
-
-    compared: int
-    differing: int
 
 
 class RoutingSegments:
-    """Joins the traces of one growing sequence; `append` them in order.
+    """Joins the traces of one growing sequence; `append` them in order."""
 
-    Args:
-        max_disagreement: share of decisions of one weight version that may differ where two segments overlap. Two
-            forwards with the same weights disagree on up to a tenth; of other tokens they disagree on most.
-
-    Attributes:
-        overlap: decisions compared and differing so far, with the same weights and with newer ones.
-    """
-
-    def __init__(self, *, max_disagreement: float = 0.25) -> None:
-        self.max_disagreement = max_disagreement
-        self.overlap = Overlap(compared=0, differing=0)
+    def __init__(self) -> None:
         self._first: RoutingTrace | None = None
         self._length = 0
         self._next_start = 0
@@ -76,53 +51,42 @@ class RoutingSegments:
     def num_missing(self) -> int:
         return int((~self._rows["replay_mask"][: self._length]).sum())
 
-    def append(self, trace: RoutingTrace, *, start: int = 0, weight_version: int | None = None) -> None:
-        """Add a segment; row i of `trace` is token start + i of the sequence.
+    def append(self, trace: RoutingTrace, *, weight_version: int | None = None) -> None:
+        """Add a turn.
 
         Args:
-            trace: a decoded turn. `decode(..., start=n)` returns all S rows of the turn, so its `start` here is 0.
-            start: >= 0; tokens between the end so far and `start` stay without a route.
+            trace: a decoded turn with its token ids, from the first token of the sequence on, as `decode` returns it.
             weight_version: of the weights that chose these routes, unless the trace carries it.
 
         Raises:
-            PayloadError: another model's trace, token ids that differ from those already known, an overlap with too
-                many different routes, only some segments with token ids or a weight version, or rows that were left live by
-                choice.
+            PayloadError: another model's trace, token ids that are missing or differ from those already known, only some
+                turns with a weight version, or rows that were left live by choice.
         """
-        start = as_integer("RoutingSegments: start", start, least=0, error=PayloadError)
         if not isinstance(trace, RoutingTrace):
             raise PayloadError(
                 f"MRR101: RoutingSegments: cannot append a {type(trace).__name__}: decode the reply first."
             )
-        trace = trace.to("cpu")
-        new = self._check(trace, start, weight_version)
-        old, end = self._length, start + len(trace)
-        shared = max(0, min(old, end) - start)
-        self._compare(new, trace, start, shared)
-        # From here on nothing can fail: a segment that is refused has changed nothing but `overlap`.
+        new = self._check(trace.to("cpu"), weight_version)
+        # From here on nothing can fail: a turn that is refused has changed nothing.
         if self._first is None:
             self._first = trace[:0]
             self._rows = {name: values[:0].clone() for name, values in new.items()}
-        self._reserve(max(end, old))
-        if start > old:
-            gap = spread_experts(old, start - old, topk=trace.topk, num_experts=trace.num_experts)
-            self._rows["topk_indices"][old:start] = gap.unsqueeze(1)
-            self._rows["replay_mask"][old:start] = False
-            if "weight_version" in self._rows:
-                self._rows["weight_version"][old:start] = -1
+        end = max(self._length, len(trace))
+        shared = min(self._length, len(trace))
+        self._reserve(end)
         # The first generation wins: of rows that both have, only those without a route so far take the new one.
-        rows = (new["replay_mask"][:shared] & ~self._rows["replay_mask"][start : start + shared]).nonzero()[:, 0]
+        rows = (new["replay_mask"][:shared] & ~self._rows["replay_mask"][:shared]).nonzero()[:, 0]
         for name, values in self._rows.items():
-            values[start + rows] = new[name][rows]
-            values[start + shared : end] = new[name][shared:]
-        self._length = max(end, old)
-        missing = (~self._rows["replay_mask"][self._next_start : self._length]).nonzero()
-        self._next_start = self._next_start + int(missing[0]) if len(missing) else self._length
+            values[rows] = new[name][rows]
+            values[shared : len(trace)] = new[name][shared:]
+        self._length = end
+        missing = (~self._rows["replay_mask"][self._next_start : end]).nonzero()
+        self._next_start = self._next_start + int(missing[0]) if len(missing) else end
 
     def trace(self, *, sample_id: str | None = None) -> RoutingTrace:
         """Return the joined trace, a copy, with sequence_lengths (len(self),).
 
-        Its weight_version, where segments have one, is that of each row's own forward, -1 on rows without a route.
+        Its weight_version, where turns have one, is that of each row's own forward, -1 on rows without a route.
 
         Raises:
             PayloadError: nothing was appended.
@@ -137,26 +101,25 @@ class RoutingSegments:
             **{name: values[: self._length].clone() for name, values in self._rows.items()},
         )
 
-    def _check(self, trace: RoutingTrace, start: int, weight_version: int | None) -> dict[str, Tensor]:
+    def _check(self, trace: RoutingTrace, weight_version: int | None) -> dict[str, Tensor]:
         """Raise unless the trace belongs to this sequence; return its tensors, a row a token each, by their names."""
         try:
             # A later turn's route would take the place of a row that somebody left out.
             trace.check_nothing_left_out("append a segment")
         except TraceError as error:
             raise PayloadError(f"MRR111: RoutingSegments: {error}") from None
-        if trace.weight_version is not None and weight_version is not None:
+        ids, versions = trace.token_ids, trace.weight_version
+        if ids is None:
+            raise PayloadError(
+                "MRR315: RoutingSegments: a turn has no token ids, so nothing proves that it is of this conversation: have "
+                "the engine return ids, or decode with token_ids=."
+            )
+        if versions is not None and weight_version is not None:
             raise PayloadError("MRR313: RoutingSegments: the trace carries weight versions; do not give another.")
-        versions = trace.weight_version
         if weight_version is not None:
             versions = torch.full((len(trace),), weight_version, dtype=torch.int32)
-        new = {"topk_indices": trace.topk_indices, "replay_mask": trace.replay_mask}
-        new |= {} if trace.token_ids is None else {"token_ids": trace.token_ids}
+        new = {"topk_indices": trace.topk_indices, "replay_mask": trace.replay_mask, "token_ids": ids}
         new |= {} if versions is None else {"weight_version": torch.where(trace.replay_mask, versions, -1)}
-        if start > self._length and trace.token_ids is not None:
-            raise PayloadError(
-                f"MRR315: RoutingSegments: a segment starts at token {start}, only {self._length} are known: append "
-                "the trace of the whole turn, whose rows without a route carry their token ids."
-            )
         if self._first is None:
             return new
         for name in ("layer_numbers", "num_experts", "topk"):
@@ -165,49 +128,20 @@ class RoutingSegments:
                     f"MRR107: RoutingSegments: a segment with {name}={getattr(trace, name)} behind one with "
                     f"{getattr(self._first, name)}: they are of different models."
                 )
-        for name, words in (("token_ids", "token ids"), ("weight_version", "weight versions")):
-            if (name in self._rows) != (name in new):
-                raise PayloadError(
-                    f"MRR315: RoutingSegments: only some segments have {words}; give all of them or none."
-                )
-        if trace.token_ids is not None:
-            shared = min(self._length - start, len(trace))
-            earlier, again = self._rows["token_ids"][start : start + shared], trace.token_ids[:shared]
-            if not torch.equal(earlier, again):
-                row = int((earlier != again).nonzero()[0])
-                raise PayloadError(
-                    f"MRR315: RoutingSegments: token {start + row} is {int(again[row])}, an earlier segment had "
-                    f"{int(earlier[row])} there. Was the history edited or tokenised anew between turns? Send the ids "
-                    "of the earlier turns, or begin a new RoutingSegments."
-                )
-        return new
-
-    def _compare(self, new: dict[str, Tensor], trace: RoutingTrace, start: int, shared: int) -> None:
-        """Count the decisions on which two forwards of the same tokens differ; raise if they are of other tokens."""
-        both = (self._rows["replay_mask"][start : start + shared] & new["replay_mask"][:shared]).nonzero()[:, 0]
-        if not len(both):
-            return
-        earlier = self._rows["topk_indices"][start + both].sort(dim=2)[0]
-        routes = new["topk_indices"][both].sort(dim=2)[0]
-        differing = (earlier != routes).any(dim=2)
-        self.overlap = Overlap(
-            compared=self.overlap.compared + differing.numel(),
-            differing=self.overlap.differing + int(differing.sum()),
-        )
-        # Other weights may choose other experts; only routes of the same weights say whether these are the same tokens.
-        same_weights = torch.ones(len(both), dtype=torch.bool)
-        if "weight_version" in new:
-            same_weights = self._rows["weight_version"][start + both] == new["weight_version"][both]
-        decisions = int(same_weights.sum()) * trace.num_layers
-        wrong = int(differing[same_weights].sum())
-        if decisions >= _MIN_COMPARED and wrong > self.max_disagreement * decisions:
-            row, layer = (int(i) for i in (differing & same_weights.unsqueeze(1)).nonzero()[0])
+        if ("weight_version" in self._rows) != ("weight_version" in new):
             raise PayloadError(
-                f"MRR315: RoutingSegments: {wrong} of {decisions} decisions on tokens {start + int(both[0])}.."
-                f"{start + int(both[-1])} differ from those of an earlier segment with the same weights, first token "
-                f"{start + int(both[row])}, layer_number {trace.layer_numbers[layer]}: {routes[row, layer].tolist()} after "
-                f"{earlier[row, layer].tolist()}. These are routes of other tokens: is the segment's start right?"
+                "MRR315: RoutingSegments: only some segments have weight versions; give all of them or none."
             )
+        shared = min(self._length, len(trace))
+        earlier = self._rows["token_ids"][:shared]
+        if not torch.equal(earlier, ids[:shared]):
+            token = int((earlier != ids[:shared]).nonzero()[0])
+            raise PayloadError(
+                f"MRR315: RoutingSegments: token {token} is {int(ids[token])}, an earlier segment had {int(earlier[token])} "
+                "there. Was the history edited or tokenised anew between turns? Send the ids of the earlier turns, or begin "
+                "a new RoutingSegments."
+            )
+        return new
 
     def _reserve(self, length: int) -> None:
         """Make room for `length` tokens; doubling keeps the copies of n appends proportional to the final size."""
@@ -254,23 +188,13 @@ def join_prefill_decode(
     Raises:
         PayloadError: as `decode`; the replies have different prompts, or a prompt row is missing in the prefill reply.
     """
-    replies = [engine.read(reply, batch=False) for reply in (prefill_reply, decode_reply)]
-    if [len(of_reply) for of_reply in replies] != [1, 1]:
-        raise PayloadError(
-            f"MRR312: {engine.title}: each reply must hold one choice, these hold {[len(r) for r in replies]}."
-        )
     given = DecodeOptions(prompt_token_ids=prompt_token_ids, **options)
-    prefill, decode = (resolve_tokens(of_reply[0], given) for of_reply in replies)
-    length = prefill.num_prompt_tokens
-    if length is None or prefill.token_ids is None or decode.token_ids is None:
+    replies = [engine.read(reply, batch=False)[0] for reply in (prefill_reply, decode_reply)]
+    length, of_decode = (resolve_tokens(reply, given).num_prompt_tokens for reply in replies)
+    if length is None or length != of_decode:
         raise PayloadError(
-            f"MRR315: {engine.title}: nothing proves that the two replies are of one request: have both return token "
-            "ids, or pass prompt_token_ids=..."
-        )
-    if length != decode.num_prompt_tokens:
-        raise PayloadError(
-            f"MRR315: {engine.title}: the prefill reply has a prompt of {length} tokens, the decode reply of "
-            f"{decode.num_prompt_tokens}: they are of different requests."
+            f"MRR315: {engine.title}: the prefill reply has a prompt of {length} tokens, the decode reply of {of_decode}: "
+            "have both return token ids, or pass prompt_token_ids=..., or they are of different requests."
         )
     first = engine.decode(prefill_reply, model=model, prompt_token_ids=prompt_token_ids, **options)[:length]
     missing = (~first.replay_mask).nonzero()

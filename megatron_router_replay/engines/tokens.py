@@ -26,7 +26,6 @@ from megatron_router_replay.engines.reply import (
     Kind,
     Reply,
     StatedCount,
-    Usage,
     WeightSpan,
     get_field,
     is_count,
@@ -139,64 +138,6 @@ def _following(known: dict[Kind, StatedCount]) -> Iterator[StatedCount]:
     elif both is not None and (part := prompt or output) is not None:
         name = f"{part.name}={part.value} of {both.name} ({both.value})"
         yield StatedCount(name, "output" if prompt is not None else "prompt", both.value - part.value)
-
-
-def check_usages(replies: Sequence[Reply], tokens: Mapping[int, SampleTokens]) -> None:
-    """Raise unless the counts of each response with several choices are those of its choices, as far as these are known.
-
-    Args:
-        tokens: of each reply that is decoded; the others only have their ids.
-
-    Source: vLLM 0.30, SGLang 0.5.23 (captures of n = 2 and of two prompts): choices of one prompt are neighbours.
-    """
-    # The replies of one response share the object, and two responses may have equal ones.
-    responses: dict[int, tuple[Usage, list[int]]] = {}
-    for i, reply in enumerate(replies):
-        if reply.usage is not None:
-            responses.setdefault(id(reply.usage), (reply.usage, []))[1].append(i)
-    for usage, members in responses.values():
-        sizes: list[tuple[int | None, int | None, int | None]] = []
-        for i in members:
-            prompt, output = (
-                len(ids) if hasattr(ids, "__len__") else None
-                for ids in (replies[i]["prompt_token_ids"], replies[i]["output_token_ids"])
-            )
-            total = None
-            if i in tokens:
-                prompt, total = tokens[i].num_prompt_tokens, tokens[i].num_tokens
-                output = None if prompt is None else total - prompt
-            sizes.append((prompt, output, total))
-        _check_usage(usage, *zip(*sizes))
-
-
-def _check_usage(usage: Usage, *sizes: Sequence[int | None]) -> None:
-    """Raise unless the counts of a response are those of its choices, in the order of their indexes.
-
-    Args:
-        sizes: of each choice's prompt, of its output, of both.
-    """
-    prompts, outputs, totals = ([n for n in column if n is not None] for column in sizes)
-    num_choices = len(sizes[0])
-    # Nothing says whether four choices are of one prompt, two or four; choices of one prompt are neighbours.
-    divisors = [n for n in range(1, num_choices + 1) if num_choices % n == 0]
-    stated, right = {count.kind: count for count in usage.counts}, dict[Kind, set[int]]()
-    if len(outputs) == num_choices:
-        right["output"] = {sum(outputs)}
-    if len(prompts) == num_choices:
-        by_repeats = {n: [size for size in prompts[::n] for _ in range(n)] for n in divisors}
-        sums = {sum(prompts[::n]) for n, repeated in by_repeats.items() if repeated == prompts}
-        right["prompt"] = {max(prompts)} if usage.largest_prompt else sums
-    elif len(totals) == num_choices and "output" in stated and not usage.largest_prompt:
-        # Each choice repeats its prompt, the count has it once for every n choices.
-        repeats = sum(totals) - stated["output"].value
-        right["prompt"] = {repeats // n for n in divisors if repeats % n == 0}
-    for kind, values in right.items():
-        if kind in stated and stated[kind].value not in values:
-            raise usage.source.error(
-                f"MRR309: {stated[kind].name}={stated[kind].value}, but the tokens of its choices make "
-                f"{' or '.join(map(str, sorted(values)))}: these are not the tokens that the engine counted. Is a choice or "
-                "part of one lost, or a BOS token?"
-            )
 
 
 def read_spans(value: Any, *, source: Source) -> tuple[WeightSpan, ...]:

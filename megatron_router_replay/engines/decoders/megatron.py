@@ -4,7 +4,7 @@
 - The text generation server (completions, chat): `moe_topk_indices` with each choice, as nested lists (0.17) or as
   `["ndarray", {"data": lists, "dtype": name}]` (0.18 and later), with `prompt_token_ids` and `generation_token_ids` (chat;
   completions from 0.18 on). `prompt_moe_topk_indices` is the first rows of the same array in 0.17; from 0.18 on the wrapper
-  is cut instead of the array, so it is never read. `usage.prompt_tokens` of several choices is the largest of their prompts.
+  is cut instead of the array, so it is never read.
 
 A request that was suspended and resumed is served in parts, and merging them concatenates the routes of every part, each of
 which starts at the first token again: it has more rows than S - 1 and is refused.
@@ -55,7 +55,6 @@ def _unwrapped(value: Any, source: Source) -> Any:
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
     return replace(
         moe_layers(reply, model, tokens, options),
-        explain_layers="Each pipeline stage records its own layers only: join them first.",
         explain_surplus="Are these the ids of this very request? Megatron sends no surplus rows; the parts of a request that "
         "was suspended are concatenated, each from its first token on: decode each part by itself.",
     )
@@ -72,7 +71,6 @@ megatron = register(
                 "prompt_token_ids": ("prompt_token_ids", "prompt_tokens"),
                 "output_token_ids": ("generation_token_ids", "generated_tokens"),
             },
-            largest_prompt=True,
             unwrap=_unwrapped,
         ).read,
         rows=_rows,

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+
 from megatron_router_replay.checks import shown
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
-from megatron_router_replay.engines.payload import as_array, decode_base64, parse_raw
+from megatron_router_replay.engines.payload import as_array, parse_tensor
 from megatron_router_replay.engines.reader import FIELDS, ReplyReader
 from megatron_router_replay.engines.registry import register
 from megatron_router_replay.engines.reply import Reply
-from megatron_router_replay.engines.row_check import RowCheck
-from megatron_router_replay.engines.rows import RowLayout, most_ids
+from megatron_router_replay.engines.rows import RowLayout, find_columns, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 
 _ENVELOPE = re.compile(r"nrlre1:(int8|int16|int32):([0-9]{1,9})x([0-9]{1,6})x([0-9]{1,6}):")
@@ -37,26 +38,21 @@ def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: 
             raise source.error(
                 f"MRR310: is the text {shown(value, 40)}, expected nrlre1:<int8|int16|int32>:<rows>x<layers>x<topk>:..."
             )
-        rows, layers, topk = (int(size) for size in match.groups()[1:])
-        if not layers or not topk:
-            raise source.error(f"MRR310: states {rows}x{layers}x{topk}, which are no routes.")
-        raw = decode_base64(value[match.end() :], source=source, max_bytes=4 * most_ids(model, tokens, options))
-        array = parse_raw(raw, dtype=match[1], source=source, num_columns=layers, topk=topk)
-        if len(array) != rows:
-            raise source.error(f"MRR310: states {rows} rows and holds {len(array)}: was it cut?")
+        tensor = {"data": value[match.end() :], "shape": [int(size) for size in match.groups()[1:]], "dtype": match[1]}
+        array, _ = parse_tensor(tensor, source=source, max_bytes=4 * most_ids(model, tokens))
     else:
         array = as_array(value, source=source)
-    is_compact = array.ndim == 3 and array.shape[1] == num_moe != model.num_layers
-    columns = tuple(range(num_moe)) if is_compact else tuple(number - 1 for number in model.moe_layer_numbers)
-    if array.ndim == 3 and 0 < len(array) == tokens.num_tokens - options.start and array.shape[1] > columns[-1]:
-        check = RowCheck(layer_numbers=model.moe_layer_numbers, num_experts=model.num_experts, topk=model.topk)
-        last = array[-1:, list(columns)]
-        if not check.is_filler(last).all():
+    is_compact = array.ndim == 3 and array.shape[1] == num_moe
+    layout = RowLayout(parts=(array,), columns=tuple(range(num_moe)) if is_compact else None, last_row="padding")
+    columns, _, num_columns = find_columns(layout, model)
+    if array.ndim == 3 and array.shape[1] == num_columns and 0 < len(array) == tokens.num_tokens - options.start:
+        last = array[-1, list(columns)]
+        if not ((last == -1).all() or (last == np.arange(array.shape[2])).all()):
             raise source.error(
-                f"MRR305: has a row for each of {tokens.num_tokens} tokens, and the last one is a route, "
-                f"{last[0, 0].tolist()}: the token that was sampled last has none, so every row may be one too late."
+                f"MRR305: has a row for each of {tokens.num_tokens} tokens, and the last one is a route, {last[0].tolist()}: "
+                "the token that was sampled last has none, so every row may be one too late."
             )
-    return RowLayout(parts=(array,), columns=columns if is_compact else None, last_row="padding")
+    return layout
 
 
 nemo_gym = register(

@@ -31,12 +31,12 @@ from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import as_array, decode_base64, parse_raw
 from megatron_router_replay.engines.reader import FIELDS, ReplyReader
 from megatron_router_replay.engines.registry import register
-from megatron_router_replay.engines.reply import Reply, StatedCount, Usage
+from megatron_router_replay.engines.reply import Reply
 from megatron_router_replay.engines.rows import RowLayout, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 
-_DTYPES = {"int32": 4, "uint16": 2, "uint8": 1}
-"""What the wire may hold, and its bytes: a reply that does not say it is int32."""
+_DTYPES = ("int32", "uint16", "uint8")
+"""What the wire may hold: a reply that does not say it is int32."""
 
 _KIMI_STUB = 3
 """Tokens in front of each answer of Kimi K3 that its chat endpoint does not count."""
@@ -44,23 +44,21 @@ _KIMI_STUB = 3
 
 def raw_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
     """Return the rows [rows, all hidden layers, topk] of a base64 string, of the raw bytes or of an array."""
-    value, source, columns = reply["routed_experts"], reply.source, model.num_layers
+    value, source = reply["routed_experts"], reply.source
     dtype = "int32" if reply["dtype"] is None else reply["dtype"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise source.error(f"MRR310: routed_experts_dtype is {shown(dtype)}, expected one of {', '.join(_DTYPES)}.")
     if isinstance(value, str):
-        value = decode_base64(value, source=source, max_bytes=4 * most_ids(model, tokens, options))
+        value = decode_base64(value, source=source, max_bytes=4 * most_ids(model, tokens))
     if isinstance(value, (bytes, bytearray, memoryview)):
-        raw, expected = bytes(value), max(tokens.num_tokens - options.start - 1, 0)
-        if len(raw) != expected * columns * model.topk * _DTYPES[dtype]:
-            _explain_size(len(raw), expected, dtype, model, reply)
-        array = parse_raw(raw, dtype=dtype, source=source, num_columns=columns, topk=model.topk)
+        array = parse_raw(bytes(value), dtype=dtype, source=source, num_columns=model.num_layers, topk=model.topk)
     else:
         array = as_array(value, source=source)
-        # What a caller decoded from base64 by himself has no shape.
-        if array.ndim == 1 and array.size % (columns * model.topk) == 0:
-            array = array.reshape(-1, columns, model.topk)
-    return RowLayout(parts=(array,))
+    return RowLayout(
+        parts=(array,),
+        explain_lost="Narrow ids need routed_experts_dtype of the reply's meta_info: pass the whole reply. Rows of the MoE "
+        "layers alone are not read: all hidden layers are expected.",
+    )
 
 
 def _sglang_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
@@ -69,49 +67,12 @@ def _sglang_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, op
     return replace(raw_rows(reply, model, tokens, options), filler=filler)
 
 
-def _explain_size(size: int, expected: int, dtype: str, model: ModelRoutingInfo, reply: Reply) -> None:
-    """Raise if the size fits a well-known mistake; else leave it to the check of the rows."""
-    layers, moe, topk, shared = model.num_layers, len(model.moe_layer_numbers), model.topk, model.num_shared_experts
-    mistakes = []
-    if shared:
-        what = f"of {topk + shared} experts a token: the model's topk is {topk}, and the {shared} shared experts, which are"
-        mistakes.append((layers, topk + shared, dtype, f"{what} not routed, are appended."))
-    if moe != layers:
-        what = f"of {moe} layers: the MoE layers only, expected all {layers} hidden layers."
-        mistakes.append((moe, topk, dtype, f"{what} Is this the config of the served model?"))
-    if not reply.counts and dtype == "int32":  # a whole reply says which dtype it sends; a bare string does not
-        for narrow in ("uint16", "uint8"):
-            what = f"of {narrow}, and nothing says so: pass the whole reply, whose meta_info has routed_experts_dtype."
-            mistakes.append((layers, topk, narrow, what))
-    for rows in filter(None, (expected, expected + 1)):
-        for columns, width, item, what in mistakes:
-            if size == rows * columns * width * _DTYPES[item]:
-                raise reply.source.error(f"MRR306: {size} bytes are {rows} rows {what}")
-
-
-def _with_stub(replies: list[Reply], model: ModelRoutingInfo) -> list[Reply]:
-    """Return replies of Kimi K3's chat endpoint with the three prompt tokens that it does not count."""
-    if model.model_type != "kimi_k3":
-        return replies
-
-    def corrected(counts: tuple[StatedCount, ...]) -> tuple[StatedCount, ...]:
-        return tuple(c if c.kind == "output" else c._replace(value=c.value + _KIMI_STUB) for c in counts)
-
-    # The replies of one response share the object, which is how its counts are told from another response's.
-    usages: dict[int, Usage] = {}
-    for reply in replies:
-        if reply.usage is not None and id(reply.usage) not in usages:
-            usages[id(reply.usage)] = replace(reply.usage, counts=corrected(reply.usage.counts))
-    return [
-        replace(
-            reply,
-            counts=corrected(reply.counts),
-            usage=None if reply.usage is None else usages[id(reply.usage)],
-        )
-        if reply["chat"] is not None
-        else reply
-        for reply in replies
-    ]
+def _with_stub(reply: Reply, model: ModelRoutingInfo) -> Reply:
+    """Return a reply of Kimi K3's chat endpoint with the three prompt tokens that it does not count."""
+    if model.model_type != "kimi_k3" or reply["chat"] is None:
+        return reply
+    counts = (c if c.kind == "output" else c._replace(value=c.value + _KIMI_STUB) for c in reply.counts)
+    return replace(reply, counts=tuple(counts))
 
 
 READER = ReplyReader(

@@ -9,29 +9,17 @@ Source: TensorRT-LLM's RFC 17778 and the merged pull request 18397, read; not ru
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_router_replay.engines.decoder import Decoder
-from megatron_router_replay.engines.model_info import ModelRoutingInfo
-from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.reader import ReplyReader
 from megatron_router_replay.engines.registry import register
-from megatron_router_replay.engines.reply import Reply
-from megatron_router_replay.engines.rows import RowLayout, moe_layers
-from megatron_router_replay.engines.tokens import SampleTokens
-
-
-def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    layout = moe_layers(reply, model, tokens, options)
-    return replace(layout, explain_layers="TensorRT-LLM sends the MoE layers. Is this the config of the served model?")
-
+from megatron_router_replay.engines.rows import moe_layers
 
 tensorrt_llm = register(
     Decoder(
         name="tensorrt_llm",
         title="TensorRT-LLM",
         read=ReplyReader(engine="TensorRT-LLM", abort="cancelled").read,
-        rows=_rows,
+        rows=moe_layers,
         start="Have the engine return routed experts with each request, and use a release that can.",
         sends="The LLM API's outputs, `outputs[i].routed_experts`: MoE layers only.",
         versions="the LLM API with pull request 18397 (merged)",

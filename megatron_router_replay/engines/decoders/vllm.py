@@ -28,8 +28,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
@@ -57,8 +55,8 @@ def rows_of_vllm(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, op
     if reply["prompt_routed_experts"] is not None:
         layout = _compact(_joined_parts(reply, model, tokens, options), model)
         # With multi-token prediction the generation has a row for its last token as well: padding, as far as is known.
-        return replace(layout, last_row="padding", may_end_early=True)
-    rows, start = _read(reply["routed_experts"], reply.source, model, tokens, options)
+        return replace(layout, last_row="padding")
+    rows, start = _read(reply["routed_experts"], reply.source, model, tokens)
     if options.version is not None and options.version.split(".")[:2] == ["0", "21"]:
         return _compact([rows], model)
     # Only the caller knows that an array is of vLLM 0.21: with a column for each layer it looks like one of a later release,
@@ -81,12 +79,7 @@ def _joined_parts(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, o
     source = replace(reply.source, field="prompt_routed_experts")
     if options.start:
         raise source.error(f"MRR305: start={options.start}, but vLLM 0.21 always sends every row: decode with start=0.")
-    if reply["has_another_prompt"]:
-        raise source.error(
-            "MRR302: vLLM 0.21 sends the prompt's routes for the first prompt of a request only, and this choice is "
-            "not proven to have that prompt. Send one prompt a request; return_token_ids=true lets choices prove theirs."
-        )
-    prompt, _ = _read(reply["prompt_routed_experts"], source, model, tokens, options)
+    prompt, _ = _read(reply["prompt_routed_experts"], source, model, tokens)
     if tokens.num_prompt_tokens is None:
         raise source.error(
             f"MRR309: has {prompt.shape[0]} rows, and nothing says how many tokens the prompt has: pass "
@@ -96,7 +89,7 @@ def _joined_parts(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, o
         raise source.error(f"MRR305: has {prompt.shape[0]} rows for {tokens.num_prompt_tokens} prompt tokens.")
     parts = [prompt]
     if reply["routed_experts"] is not None:
-        parts.append(_read(reply["routed_experts"], reply.source, model, tokens, options)[0])
+        parts.append(_read(reply["routed_experts"], reply.source, model, tokens)[0])
     # No rows may have any shape: an empty list has none.
     parts = [part for part in parts if part.shape[0]]
     if len({part.shape[1:] for part in parts}) > 1:
@@ -112,16 +105,13 @@ def _compact(parts: list[Array], model: ModelRoutingInfo) -> RowLayout:
         parts=tuple(parts),
         columns=tuple(range(num_moe)),
         filler=tuple(range(num_moe, model.num_layers)) if is_padded else (),
-        explain_layers=f"vLLM 0.21 sends the {num_moe} MoE layers or, padded, all {model.num_layers}.",
     )
 
 
-def _read(
-    value: Any, source: Source, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions
-) -> tuple[Array, int | None]:
+def _read(value: Any, source: Source, model: ModelRoutingInfo, tokens: SampleTokens) -> tuple[Array, int | None]:
     """Return routes of any form, and where they start if they say it."""
     # 8 bytes an id is the widest dtype there is.
-    most = 8 * most_ids(model, tokens, options) + MAX_NPY_HEADER
+    most = 8 * most_ids(model, tokens) + MAX_NPY_HEADER
     if is_tensor(value):
         return parse_tensor(value, source=source, max_bytes=most)
     if isinstance(value, (bytearray, memoryview)):
@@ -131,18 +121,18 @@ def _read(
     return parse_npy(value, source=source) if isinstance(value, bytes) else as_array(value, source=source), None
 
 
-def _prove_prompts(replies: list[Reply]) -> list[Reply]:
-    """Mark the choices whose prompt is not proven to be the first one's, the only one with routes in vLLM 0.21."""
+def _check_prompts(replies: list[Reply]) -> None:
+    """Raise unless all choices have the prompt of the first one, the only one with routes in vLLM 0.21."""
     if len(replies) == 1 or all(reply["prompt_routed_experts"] is None for reply in replies):
-        return replies
+        return
     # Without ids, n samples of one prompt look like one sample of each of n prompts.
-    known = all(reply["prompt_token_ids"] is not None for reply in replies)
-    prompts = [as_token_ids(reply["prompt_token_ids"], source=reply.source) for reply in replies] if known else []
-    is_first = [np.array_equal(prompt, prompts[0]) for prompt in prompts] or [False] * len(replies)
-    return [
-        replace(reply, fields={**reply.fields, "has_another_prompt": not first})
-        for reply, first in zip(replies, is_first)
-    ]
+    known = [reply["prompt_token_ids"] for reply in replies if reply["prompt_token_ids"] is not None]
+    prompts = {as_token_ids(ids, source=replies[0].source).tobytes() for ids in known}
+    if len(known) < len(replies) or len(prompts) > 1:
+        raise replies[0].source.error(
+            "MRR302: vLLM 0.21 sends the prompt's routes for the first prompt of a request only, and not all choices are "
+            "proven to have that prompt. Send one prompt a request; return_token_ids=true lets choices prove theirs."
+        )
 
 
 READER = ReplyReader(
@@ -155,7 +145,7 @@ READER = ReplyReader(
     },
     shared=("prompt_routed_experts",),
     stream="new",
-    prove=_prove_prompts,
+    check=_check_prompts,
 )
 
 vllm = register(

@@ -100,7 +100,7 @@ def test_sglang_and_sglang_jax_arrays_and_replies(name):
     decoded = 0
     for case, facts in runtime_cases(name):
         start, ids = facts.get("routed_experts_prompt_start", 0), facts["prompt_token_ids"] + facts["token_ids"]
-        forms = [arrays[case], arrays[case].reshape(-1), arrays[case].tobytes(), arrays[case].tolist()]
+        forms = [arrays[case], arrays[case].tobytes(), arrays[case].tolist()]
         forms.append(base64.b64encode(arrays[case].tobytes()).decode())
         for form in forms:
             trace = engine.decode(form, model=model, token_ids=ids, start=start)
@@ -109,7 +109,7 @@ def test_sglang_and_sglang_jax_arrays_and_replies(name):
         if case in meta["raw"]:
             trace = engine.decode(meta["raw"][case], model=model, prompt_token_ids=facts["prompt_token_ids"])
             assert_rows(trace, arrays[case][:, columns], ids)
-    assert decoded == 5 * 8
+    assert decoded == 4 * 8
 
 
 def test_sglang_http():

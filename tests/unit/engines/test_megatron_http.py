@@ -68,7 +68,7 @@ def test_completions_of_0_17_send_no_ids():
         engines.megatron.decode(bare, model=MODEL)
     with pytest.raises(PayloadError, match="has 8 rows"):
         engines.megatron.decode(bare, model=MODEL, token_ids=both[1:])
-    with pytest.raises(PayloadError, match="Each pipeline stage records its own layers only"):
+    with pytest.raises(PayloadError, match="are the layers of all pipeline stages there"):
         engines.megatron.decode(rows(0)[:, :2], model=MODEL, token_ids=both)
 
 
@@ -92,14 +92,6 @@ def test_prompt_moe_topk_indices_alone_are_refused(form):
     if form == "0.17":
         with pytest.raises(PayloadError, match="has 5 rows"):
             engines.megatron.decode(prompt_rows, model=MODEL, token_ids=[*ids(0)[0], *ids(0)[1]])
-
-
-@pytest.mark.parametrize(("field", "value"), [("prompt_tokens", 8), ("prompt_tokens", 4), ("completion_tokens", 9)])
-def test_stated_counts_must_agree(field, value):
-    reply = response("0.18")
-    reply["usage"] = {field: value}
-    with pytest.raises(PayloadError, match=f"usage.{field}"):
-        engines.megatron.decode_batch(reply, model=MODEL)
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ read = ModelRoutingInfo.from_hf_config
 
 
 def facts(info):
-    return info.num_layers, info.moe_layer_numbers, info.num_experts, info.topk, info.num_shared_experts
+    return info.num_layers, info.moe_layer_numbers, info.num_experts, info.topk
 
 
 def test_reads_a_dict_a_file_and_a_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config("qwen3moe")))
-    expected = (4, (1, 3, 4), 8, 2, 0)
+    expected = (4, (1, 3, 4), 8, 2)
     assert facts(read(config("qwen3moe"))) == expected
     assert facts(read(tmp_path)) == facts(read(str(tmp_path / "config.json"))) == expected
-    assert facts(read(DATA / "configs" / "mixtral.json")) == (3, (1, 2, 3), 4, 2, 0)
+    assert facts(read(DATA / "configs" / "mixtral.json")) == (3, (1, 2, 3), 4, 2)
 
 
 QWEN3 = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 128, "num_experts_per_tok": 8}
@@ -30,14 +30,14 @@ DEEPSEEK = {"num_hidden_layers": 5, "n_routed_experts": 384, "num_experts_per_to
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2", "glm4_moe"])
 def test_first_layers_are_dense(model_type):
     values = DEEPSEEK | {"model_type": model_type, "first_k_dense_replace": 2}
-    assert facts(read(values)) == (5, (3, 4, 5), 384, 8, 1)
+    assert facts(read(values)) == (5, (3, 4, 5), 384, 8)
     assert read(values | {"moe_layer_freq": 2}).moe_layer_numbers == (3, 5)
     assert read(values | {"moe_layer_freq": [1, 0, 0, 1, 1]}).moe_layer_numbers == (4, 5)
 
 
 def test_multimodal_and_qwen3_5_configs_are_read_through_text_config():
     text = {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 3, "num_experts": 512, "num_experts_per_tok": 10}
-    assert facts(read({"model_type": "qwen3_5_moe", "text_config": text})) == (3, (1, 2, 3), 512, 10, 1)
+    assert facts(read({"model_type": "qwen3_5_moe", "text_config": text})) == (3, (1, 2, 3), 512, 10)
     kimi = DEEPSEEK | {"model_type": "kimi_k2", "first_k_dense_replace": 1}
     assert read({"model_type": "kimi_k25", "text_config": kimi}).moe_layer_numbers == (2, 3, 4, 5)
 
@@ -45,7 +45,7 @@ def test_multimodal_and_qwen3_5_configs_are_read_through_text_config():
 def test_nemotron_h_patterns():
     values = {"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*E-", "num_hidden_layers": 6}
     values |= {"n_routed_experts": 512, "num_experts_per_tok": 22, "n_shared_experts": 1}
-    assert facts(read(values)) == (6, (2, 5), 512, 22, 1)
+    assert facts(read(values)) == (6, (2, 5), 512, 22)
     names = ["mamba", "moe", "mamba", "attention", "moe", "mlp"]
     assert read(values | {"hybrid_override_pattern": None, "layers_block_type": names}).moe_layer_numbers == (2, 5)
     with pytest.raises(PayloadError, match="'MEX'"):
@@ -100,36 +100,36 @@ def test_an_unreadable_config_raises_by_name(tmp_path):
 
 
 BUILT = [
-    ("Qwen3MoeConfig", {"mlp_only_layers": [1]}, (1, 3, 4, 5, 6), (128, 8, 0)),
-    ("Qwen3NextConfig", {}, (1, 2, 3, 4, 5, 6), (512, 10, 1)),
-    ("MixtralConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2, 0)),
-    ("OlmoeConfig", {}, (1, 2, 3, 4, 5, 6), (64, 8, 0)),
-    ("FlexOlmoConfig", {}, (1, 2, 3, 4, 5, 6), (7, 5, 0)),
-    ("PhimoeConfig", {}, (1, 2, 3, 4, 5, 6), (16, 2, 0)),
-    ("GptOssConfig", {}, (1, 2, 3, 4, 5, 6), (128, 4, 0)),
-    ("GraniteMoeConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2, 0)),
-    ("GraniteMoeSharedConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2, 1)),
-    ("GraniteMoeHybridConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2, 1)),
-    ("MiniMaxConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2, 0)),
-    ("MiniMaxM2Config", {}, (1, 2, 3, 4, 5, 6), (256, 8, 0)),
-    ("MiniMaxM3VLTextConfig", {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4}, (3, 4, 5, 6), (128, 4, 0)),
-    ("HunYuanMoEV1Config", {"num_experts": 8, "moe_topk": 2}, (1, 2, 3, 4, 5, 6), (8, 2, 1)),
-    ("LongcatFlashConfig", {"num_layers": 3}, (1, 2, 3), (512 + 256, 12, 0)),
-    ("DeepseekV3Config", {}, (4, 5, 6), (256, 8, 1)),
-    ("DeepseekV4Config", {}, (4, 5, 6), (256, 6, 1)),  # three hash layers first
-    ("KimiLinearConfig", {}, (2, 3, 4, 5, 6), (256, 8, 1)),
-    ("BailingHybridConfig", {}, (3, 4, 5, 6), (512, 8, 1)),
+    ("Qwen3MoeConfig", {"mlp_only_layers": [1]}, (1, 3, 4, 5, 6), (128, 8)),
+    ("Qwen3NextConfig", {}, (1, 2, 3, 4, 5, 6), (512, 10)),
+    ("MixtralConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2)),
+    ("OlmoeConfig", {}, (1, 2, 3, 4, 5, 6), (64, 8)),
+    ("FlexOlmoConfig", {}, (1, 2, 3, 4, 5, 6), (7, 5)),
+    ("PhimoeConfig", {}, (1, 2, 3, 4, 5, 6), (16, 2)),
+    ("GptOssConfig", {}, (1, 2, 3, 4, 5, 6), (128, 4)),
+    ("GraniteMoeConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2)),
+    ("GraniteMoeSharedConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2)),
+    ("GraniteMoeHybridConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2)),
+    ("MiniMaxConfig", {}, (1, 2, 3, 4, 5, 6), (8, 2)),
+    ("MiniMaxM2Config", {}, (1, 2, 3, 4, 5, 6), (256, 8)),
+    ("MiniMaxM3VLTextConfig", {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4}, (3, 4, 5, 6), (128, 4)),
+    ("HunYuanMoEV1Config", {"num_experts": 8, "moe_topk": 2}, (1, 2, 3, 4, 5, 6), (8, 2)),
+    ("LongcatFlashConfig", {"num_layers": 3}, (1, 2, 3), (512 + 256, 12)),
+    ("DeepseekV3Config", {}, (4, 5, 6), (256, 8)),
+    ("DeepseekV4Config", {}, (4, 5, 6), (256, 6)),  # three hash layers first
+    ("KimiLinearConfig", {}, (2, 3, 4, 5, 6), (256, 8)),
+    ("BailingHybridConfig", {}, (3, 4, 5, 6), (512, 8)),
     ("Dots1Config", {"first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
-     (3, 4, 5, 6), (8, 2, 1)),
-    ("MiMoV2FlashConfig", {}, (2, 3, 4, 5, 6), (256, 8, 0)),
-    ("ExaoneMoeConfig", {}, (2, 3, 4, 5, 6), (64, 8, 1)),
-    ("Glm4MoeConfig", {}, (2, 3, 4, 5, 6), (128, 8, 1)),
-    ("Glm4MoeLiteConfig", {}, (2, 3, 4, 5, 6), (64, 4, 1)),
-    ("Ernie4_5_MoeConfig", {"moe_layer_start_index": 2, "moe_layer_end_index": 4}, (3, 4, 5), (64, 6, 2)),
-    ("Ernie4_5_MoeConfig", {"moe_layer_interval": 2}, (2, 4, 6), (64, 6, 2)),
-    ("AfmoeConfig", {"num_dense_layers": 2}, (3, 4, 5, 6), (64, 6, 2)),
-    ("Lfm2MoeConfig", {"num_dense_layers": 2, "layer_types": ["full_attention"] * 6}, (3, 4, 5, 6), (32, 4, 0)),
-    ("JambaConfig", {"expert_layer_period": 3, "expert_layer_offset": 1}, (2, 5), (16, 2, 0)),
+     (3, 4, 5, 6), (8, 2)),
+    ("MiMoV2FlashConfig", {}, (2, 3, 4, 5, 6), (256, 8)),
+    ("ExaoneMoeConfig", {}, (2, 3, 4, 5, 6), (64, 8)),
+    ("Glm4MoeConfig", {}, (2, 3, 4, 5, 6), (128, 8)),
+    ("Glm4MoeLiteConfig", {}, (2, 3, 4, 5, 6), (64, 4)),
+    ("Ernie4_5_MoeConfig", {"moe_layer_start_index": 2, "moe_layer_end_index": 4}, (3, 4, 5), (64, 6)),
+    ("Ernie4_5_MoeConfig", {"moe_layer_interval": 2}, (2, 4, 6), (64, 6)),
+    ("AfmoeConfig", {"num_dense_layers": 2}, (3, 4, 5, 6), (64, 6)),
+    ("Lfm2MoeConfig", {"num_dense_layers": 2, "layer_types": ["full_attention"] * 6}, (3, 4, 5, 6), (32, 4)),
+    ("JambaConfig", {"expert_layer_period": 3, "expert_layer_offset": 1}, (2, 5), (16, 2)),
 ]  # fmt: skip
 
 
@@ -159,18 +159,18 @@ def layer_of(module_name):
     ("values", "expected"),
     [
         ({"model_type": "step3p5", "num_hidden_layers": 5, "moe_layers_enum": "3,4,5", "moe_num_experts": 288,
-          "moe_top_k": 8}, (5, (4, 5), 288, 8, 1)),
+          "moe_top_k": 8}, (5, (4, 5), 288, 8)),
         ({"model_type": "bailing_moe_v2", "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_experts": 256,
-          "num_experts_per_tok": 8, "num_shared_experts": 1}, (3, (2, 3), 256, 8, 1)),
+          "num_experts_per_tok": 8, "num_shared_experts": 1}, (3, (2, 3), 256, 8)),
         ({"model_type": "minimax_m3", "num_hidden_layers": 3, "moe_layer_freq": [0, 1, 1], "num_local_experts": 128,
-          "num_experts_per_tok": 4}, (3, (2, 3), 128, 4, 0)),
+          "num_experts_per_tok": 4}, (3, (2, 3), 128, 4)),
         ({"model_type": "deepseek_v4", "num_hidden_layers": 4, "num_hash_layers": 3, "n_routed_experts": 256,
-          "num_experts_per_tok": 6, "n_shared_experts": 1}, (4, (4,), 256, 6, 1)),
+          "num_experts_per_tok": 6, "n_shared_experts": 1}, (4, (4,), 256, 6)),
         ({"model_type": "llama4_text", "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "num_local_experts": 16,
-          "num_experts_per_tok": 1}, (4, (2, 4), 16, 1, 1)),
+          "num_experts_per_tok": 1}, (4, (2, 4), 16, 1)),
         ({"model_type": "qwen3_omni_moe", "thinker_config": {"model_type": "x", "text_config": {
             "model_type": "qwen3_omni_moe_text", "num_hidden_layers": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
-            "num_experts": 128, "num_experts_per_tok": 8}}}, (2, (1, 2), 128, 8, 0)),
+            "num_experts": 128, "num_experts_per_tok": 8}}}, (2, (1, 2), 128, 8)),
     ],
 )  # fmt: skip
 def test_released_configs_that_transformers_does_not_write(values, expected):

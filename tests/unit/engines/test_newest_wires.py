@@ -90,8 +90,8 @@ def test_sglangs_openai_replies_have_ids_that_are_compared(form):
 
 def test_a_reply_whose_ids_or_routes_contradict_each_other_is_refused():
     for place, value, message in (
-        ("response_token_ids", OUTPUTS[1], "states different outputs"),
-        ("prompt_token_ids", PROMPT[::-1], "states different prompts"),
+        ("response_token_ids", OUTPUTS[1], "states different output_token_ids"),
+        ("prompt_token_ids", PROMPT[::-1], "states different prompt_token_ids"),
     ):
         reply = copy.deepcopy(SGLANG["both"])
         reply["choices"][0][place] = value

@@ -20,7 +20,7 @@ def test_sglang_qwen3_moe_sends_ids_on_dense_layers():
     array = np.concatenate([GOOD[:, :1], GOOD], axis=1).astype(np.int32)
     trace = engines.sglang.decode(array, model=values, token_ids=IDS)
     assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(GOOD))
-    with pytest.raises(PayloadError, match="layer_number 1 is dense"):
+    with pytest.raises(PayloadError, match="column 0 is of a dense layer"):
         engines.vllm.decode(array, model=values, token_ids=IDS)
 
 

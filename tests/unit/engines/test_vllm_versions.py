@@ -57,7 +57,7 @@ def test_0_21_with_first_dense_layers_has_the_moe_layers_in_the_first_columns():
 
 def test_0_21_columns_are_never_read_as_those_of_other_versions():
     want = routes(P + G - 1, 3, num_experts=64, topk=4)
-    with pytest.raises(PayloadError, match="layer_number 1 is dense by the model's config, but row 0"):
+    with pytest.raises(PayloadError, match="column 0 is of a dense layer by the model's config, but row 0"):
         engines.vllm.decode(padded(want), model=FIRST_DENSE, token_ids=IDS)
     with pytest.raises(PayloadError, match=r'Pass version="0\.21"'):
         engines.vllm.decode(want, model=FIRST_DENSE, token_ids=IDS)
@@ -91,12 +91,11 @@ def test_0_21_refuses_prompt_routes_of_another_prompt_of_the_batch():
         for i, prompt in enumerate([PROMPT, tokens(P, seed=9)])
     ]
     response = {"prompt_routed_experts": want[:P].tolist(), "choices": choices}
-    check(engines.vllm.decode(response, model=MODEL, choice=0), want.astype(np.int64))
-    with pytest.raises(PayloadError, match=r"choice 1.*first prompt of a request only"):
+    with pytest.raises(PayloadError, match="first prompt of a request only"):
         engines.vllm.decode_batch(response, model=MODEL)
     for choice in choices:
         del choice["prompt_token_ids"]
-    with pytest.raises(PayloadError, match="not proven"):
+    with pytest.raises(PayloadError, match="not all choices are proven"):
         engines.vllm.decode_batch(response, model=MODEL, token_ids=[IDS, IDS])
 
 
@@ -104,7 +103,7 @@ def test_0_21_prefix_cache_hits_lose_prompt_rows_and_raise():
     want = routes(P + G - 1, 3, num_experts=300, topk=4).astype(np.int16)
     prompt = want[:P].copy()
     prompt[:4] = 0
-    with pytest.raises(PayloadError, match=r"all zero.*rows 0\.\.3 \(prompt\).*prefix-cache hit"):
+    with pytest.raises(PayloadError, match=r"all zero.*rows 0\.\.3.*prefix-cache hit"):
         engines.vllm.decode(vllm_output(want[P:], PROMPT, OUTPUT, prompt_array=prompt), model=MODEL)
 
 

@@ -236,32 +236,18 @@ FLAT = [3, 1, 0, 2, 0, 0, 2, 3, 1, 2, 3, 0, 0, 0, 0, 1, 2, 0, 1, 3, 0, 0, 3, 2]
 
 
 @pytest.mark.parametrize("engine", [engines.sglang, engines.sglang_jax])
-def test_routes_that_a_caller_decoded_himself_have_no_shape_or_the_right_one(engine):
+def test_routes_that_a_caller_decoded_himself_are_bytes_or_have_the_right_shape(engine):
     ids = [11, 12, 13, 14]
     want = [[[3, 1], [0, 2], [2, 3]], [[1, 2], [3, 0], [0, 1]], [[2, 0], [1, 3], [3, 2]]]
-    # The bytes fit the tokens, so nothing is explained that they would be if they did not.
-    for value in (np.array(FLAT, np.int32), struct.pack("<24i", *FLAT), np.array(FLAT).reshape(3, 4, 2)):
+    for value in (struct.pack("<24i", *FLAT), np.array(FLAT).reshape(3, 4, 2)):
         assert engine.decode(value, model=FOUR_LAYERS, token_ids=ids).topk_indices[:3].tolist() == want
         later = engine.decode(value, model=FOUR_LAYERS, token_ids=[10, *ids], start=1)
         assert later.topk_indices[1:4].tolist() == want
         assert later.replay_mask.tolist() == [False, True, True, True, False]
-    for other in (
-        np.array(FLAT).reshape(4, 3, 2),
-        np.array(FLAT).reshape(3, 8),
-        np.array(FLAT).reshape(6, 2, 2),
-        np.array(FLAT[:22]),
-        np.array(FLAT[:17]),
-    ):
+    for shape in ((4, 3, 2), (3, 8), (6, 2, 2), (24,)):
         with pytest.raises(PayloadError):
-            engine.decode(other, model=FOUR_LAYERS, token_ids=ids)
-
-
-@pytest.mark.parametrize("rows", [3, 4])
-def test_bytes_of_a_known_mistake_are_explained(rows):
-    # With another number of tokens, four rows of MoE layers are no longer three of all.
-    model = engines.ModelRoutingInfo(
-        num_layers=5, moe_layer_numbers=(1, 2, 4), num_experts=4, topk=2, num_shared_experts=1
-    )
-    for layers, width, named in ((3, 2, "3 layers: the MoE layers only"), (5, 3, "of 3 experts a token")):
-        with pytest.raises(PayloadError, match=f"are {rows} rows of {named}|are {rows} rows {named}"):
-            engines.sglang.decode(bytes(4 * rows * layers * width), model=model, token_ids=[11, 12, 13, 14])
+            engine.decode(np.array(FLAT).reshape(shape), model=FOUR_LAYERS, token_ids=ids)
+    # 3 layers: the MoE layers alone; experts of width 3: a shared expert appended; half the bytes: uint16.
+    for size in (4 * 3 * 3 * 2, 4 * 3 * 4 * 3, 2 * 3 * 4 * 2):
+        with pytest.raises(PayloadError, match="rows"):
+            engine.decode(bytes(size), model=FOUR_LAYERS, token_ids=ids)
