@@ -71,35 +71,38 @@ def lay_out(
     given = {"token_ids": token_ids, "padding": padding, "trained": trained, "stale": stale}
     beside, device = _on_one_device(given, shape, values.device)
     tokens, padded = beside["token_ids"], beside["padding"]
-    is_token = torch.ones((), dtype=torch.bool, device=device) if padded is None else ~padded
     columns = _columns(chunk, values, layer_numbers, stamped=stamped)
     flat = values.flatten(0, 1)
     rows, lost = _read(flat, columns, stamped=stamped, num_experts=num_experts, filler=filler)
-    others = torch.zeros_like(is_token)
+    others = None
     if stamped and tokens is not None:
         others = rows.of_other_tokens(tokens.flatten()).view(shape)
-        wrong, why = others & is_token, seal.OTHER_TOKENS
+        wrong, why = _unpadded(others, padded), seal.OTHER_TOKENS
         if is_known(wrong):
             why = seal.explain(flat, rows, wrong.flatten(), tokens.flatten(), num_experts=num_experts)
             check(wrong.any(), f"MRR203: {why}")
         elif wrong.device.type != "cpu":
-            assert rows.tokens is not None, "sealed rows"
-            sealed = to_device(rows.tokens.view(shape), device)
+            assert rows.words is not None, "sealed rows"
+            sealed = to_device(rows.words.view(shape), device) >> 8
             count, tell = count_differing_tokens(tokens, sealed, why=why, wrong=wrong)
             check(count, f"MRR203: {why}", lambda: f"MRR203: {tell()}")
-        check_padding(~others & to_device(~rows.absent.view(shape), device), padded, check)
+        if padded is not None:
+            check_padding(~others & to_device(~rows.absent.view(shape), device), padded, check)
     if missing == "raise":
         check(
-            (to_device(lost.view(shape), device) & is_token).any(),
+            _unpadded(to_device(lost.view(shape), device), padded).any(),
             f"MRR103: routes of a token are none that a router can have chosen: an expert outside 0..{num_experts - 1}, an "
             "expert twice, or some layers without a route. If padding was written without -1, name it: padding=, filler=. "
             "missing='live' leaves such tokens to the live router.",
         )
     rows = rows.without(lost)
     absent = to_device(rows.absent.view(shape), device)
-    _check_dense(values, columns.dense, ~(absent | others) & is_token, check, num_experts)
+    if columns.dense:
+        known = ~absent if others is None else ~(absent | others)
+        _check_dense(values, columns.dense, _unpadded(known, padded), check, num_experts)
     if beside["trained"] is not None:
-        check_trained(beside["trained"] & (absent | ~is_token), check, order="of the batch")
+        without = absent if padded is None else absent | padded
+        check_trained(beside["trained"] & without, check, order="of the batch")
     tokens = None if split else tokens
     if tokens is not None:
         for found in (each for each in hashed if each.layer_number in columns.of_layer):
@@ -172,7 +175,12 @@ def _read(
         return rows, rows.broken
     rows = seal.prove(values, num_experts=num_experts, filler=filler)
     rows = replace(rows, ids=take_layers(rows.ids, columns.judged, dim=1))
-    return rows, rows.lack_a_layer(num_experts)
+    return rows, rows.lack_a_layer()
+
+
+def _unpadded(mask: Tensor, padding: Tensor | None) -> Tensor:
+    """Return a mask without the positions that are padding."""
+    return mask if padding is None else mask & ~padding
 
 
 def _routers_view(
@@ -259,11 +267,10 @@ def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None, 
 
 def _check_dense(routes: Tensor, dense: list[int], known: Tensor, check: Check, num_experts: int) -> None:
     """Check that columns of dense layers hold filler; a trainer's own, in rows without a route, spreads over all layers."""
-    if dense:
-        ids = take_layers(routes, dense, dim=2).to(torch.int64)  # torch takes 255 for -1 in uint8
-        is_filler = (ids == 0) | (ids == -1) | ((ids == 255) if num_experts <= 255 else False)
-        check(
-            (~is_filler & to_device(known, ids.device)[..., None, None]).any(),
-            f"MRR411: routes of the dense layers {[place + 1 for place in dense]} are not filler (0 or -1): the layers are "
-            "shifted, or of another model.",
-        )
+    ids = take_layers(routes, dense, dim=2).to(torch.int64)  # torch takes 255 for -1 in uint8
+    is_filler = (ids == 0) | (ids == -1) | ((ids == 255) if num_experts <= 255 else False)
+    check(
+        (~is_filler & to_device(known, ids.device)[..., None, None]).any(),
+        f"MRR411: routes of the dense layers {[place + 1 for place in dense]} are not filler (0 or -1): the layers are "
+        "shifted, or of another model.",
+    )
