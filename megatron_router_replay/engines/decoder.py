@@ -50,7 +50,6 @@ class Decoder:
         versions, tested: which releases are read, and how that was tested.
         routes: the fields of a reply of which one has routes.
         counted: what the engine counts differently from its ids; a reply -> the same with right counts.
-        reads_version: the payloads of some release do not say that they are of it, so that `version` must.
         reads_files: a payload may stand in a file; False: it exists in a process alone.
     """
 
@@ -65,7 +64,6 @@ class Decoder:
     tested: str = ""
     routes: tuple[str, ...] = ("routed_experts",)
     counted: Callable[[Reply, ModelRoutingInfo], Reply] | None = None
-    reads_version: bool = False
     reads_files: bool = True
 
     def decode(
@@ -191,10 +189,6 @@ class Decoder:
             )
 
     def _sample(self, reply: Reply, model: ModelRoutingInfo, options: DecodeOptions) -> SampleRows:
-        if options.version is not None and not self.reads_version:
-            raise reply.source.error(
-                f"MRR101: version={options.version!r} means nothing here: the payload says what it is."
-            )
         reply = reply if self.counted is None else self.counted(reply, model)
         tokens = resolve_tokens(reply, options)
         # An aborted request that had generated tokens had routes for them: without these they are lost.

@@ -36,7 +36,6 @@ class DecodeOptions:
             `routed_experts_start_len` (SGLang).
         ignore_before: rows of tokens before this one are not looked at and have no route: those that a decode server sends
             of a prompt that another server has routed.
-        version: the engine's release, for the payloads that do not say it ("0.21" for arrays of that vLLM).
         missing: what becomes of rows that are there and hold no route: -1, an expert twice. "raise", or "live": the
             live router decides these tokens, and the log says how many they are.
         allow_surplus_rows: drop up to 8 rows behind the last token (speculative decoding that ran past a stop: vLLM 0.22
@@ -54,7 +53,6 @@ class DecodeOptions:
     num_tokens: int | None = None
     start: int = 0
     ignore_before: int = 0
-    version: str | None = None
     missing: Missing = "raise"
     allow_surplus_rows: bool = False
     weight_version: WeightVersion | None = None
@@ -70,7 +68,6 @@ class DecodeOptions:
 class SharedOptions(TypedDict, total=False):
     """The fields of `DecodeOptions` that all samples of a batch have in common."""
 
-    version: str | None
     missing: Missing
     allow_surplus_rows: bool
     weight_version: WeightVersion | None

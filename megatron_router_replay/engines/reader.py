@@ -37,25 +37,6 @@ FIELDS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Response:
-    """What one response says of all its choices.
-
-    Args:
-        num_choices: 0: the choice came without a response.
-        holders: where it may have fields: its chunks, the last one first, and what they hold.
-        counts: of its only choice.
-        prompt_ids: the prompt, or None.
-        output_ids: the output of each choice, wherever the response states it.
-    """
-
-    num_choices: int = 0
-    holders: Sequence[Any] = ()
-    counts: Sequence[StatedCount] = ()
-    prompt_ids: Any = None
-    output_ids: Sequence[Sequence[Any]] = ((),)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyReader:
     """Where an engine's results have what is read of them; `read` is what its `Decoder` calls.
 
@@ -183,19 +164,24 @@ class ReplyReader:
         usage = first_known(*(get_field(chunk, "usage") for chunk in reversed(chunks)))
         if len(choices) == 1:
             counts = read_counts(usage, _USAGE, prefix="usage", source=source)
-        response = _Response(
-            num_choices=len(choices),
-            holders=holders,
-            counts=counts,
-            prompt_ids=self._ids("prompt_token_ids", holders, source),
-            output_ids=self._outputs_of_response(holders, len(choices), source),
-        )
-        replies = [self._of_choice(parts, request, number=i, response=response) for i, parts in enumerate(choices)]
+        prompt, outputs = self._ids("prompt_token_ids", holders, source), self._outputs(holders, len(choices), source)
+        replies = [
+            self._of_choice(
+                parts,
+                self._source(f"choice {i}", request),
+                response=holders,
+                is_only=len(choices) == 1,
+                counts=counts,
+                prompt=prompt,
+                outputs=outputs[i],
+            )
+            for i, parts in enumerate(choices)
+        ]
         if self.check is not None:
             self.check(replies)
         return replies
 
-    def _outputs_of_response(self, holders: Iterable[Any], num_choices: int, source: Source) -> list[list[Any]]:
+    def _outputs(self, holders: Iterable[Any], num_choices: int, source: Source) -> list[list[Any]]:
         """Return what a response states, beside its choices, of the output of each."""
         outputs: list[list[Any]] = [[] for _ in range(num_choices)]
         for holder in holders:
@@ -212,21 +198,33 @@ class ReplyReader:
         return outputs
 
     def _of_choice(
-        self, parts: Sequence[Any], request: str = "", *, number: int = 0, response: _Response | None = None
+        self,
+        parts: Sequence[Any],
+        source: Source | None = None,
+        *,
+        response: Sequence[Any] = (),
+        is_only: bool = True,
+        counts: Sequence[StatedCount] = (),
+        prompt: Any = None,
+        outputs: Sequence[Any] = (),
     ) -> Reply:
-        """Return the reply of one choice; `parts`: the chunks of a stream, or the whole choice."""
-        if response is None:
-            response, index = _Response(), _index(parts[0])
+        """Return the reply of one choice.
+
+        Args:
+            parts: the chunks of a stream, or the whole choice.
+            response: where its response may have fields; () if it came without one.
+            is_only: it is the only choice of its response.
+            counts, prompt, outputs: what the response states of it.
+        """
+        if source is None:
+            index = _index(parts[0])
             source = self._source("" if index is None else f"choice {index}", self._request_label(parts[0]))
-        else:
-            source = self._source(f"choice {number}", request)
         # The last chunk comes first: it has the counts and the spans of all the output.
         holders = [holder for part in reversed(parts) for holder in self._holders(part)]
-        every = [*holders, *response.holders]
         # What a response says of several choices could be of any of them, but for the prompt.
-        known = every if response.num_choices == 1 else holders
+        known = [*holders, *response] if is_only else holders
         fields = {name: first_known(*self._values(name, known)) for name in self.fields}
-        fields |= {name: first_known(*self._values(name, every)) for name in self.shared}
+        fields |= {name: first_known(*self._values(name, [*holders, *response])) for name in self.shared}
         routes = self._values("routed_experts", known)
         if any(not _is_same(value, routes[0]) for value in routes):
             raise source.error(
@@ -234,12 +232,11 @@ class ReplyReader:
             )
         fields["routed_experts"] = self._unwrapped(routes[0], source) if routes else None
         # A batch of prompts has a prompt a choice, which is not the one of the response.
-        has_prompt = response.num_choices > 1 and bool(self._values("prompt_token_ids", holders))
-        prompt = None if has_prompt else response.prompt_ids
+        prompt = prompt if is_only or not self._values("prompt_token_ids", holders) else None
         fields["prompt_token_ids"] = self._ids("prompt_token_ids", holders, source, prompt)
-        outputs = [self._output_ids(parts, source, has_routes=bool(routes)), *response.output_ids[number]]
-        fields["output_token_ids"] = self._ids("output_token_ids", (), source, *outputs)
-        counts = [*response.counts, *self._counts(parts[-1], dict(self.counts), source)]
+        output = self._output_ids(parts, source, has_routes=bool(routes))
+        fields["output_token_ids"] = self._ids("output_token_ids", (), source, output, *outputs)
+        counts = [*counts, *self._counts(parts[-1], dict(self.counts), source)]
         for part in parts[:-1]:  # every chunk repeats the number of prompt tokens
             counts += self._counts(part, {name: kind for name, kind in self.counts if kind == "prompt"}, source)
         reason = first_known(*(get_field(holder, "finish_reason") for holder in self._holders(parts[-1])))

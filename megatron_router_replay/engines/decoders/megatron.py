@@ -45,11 +45,12 @@ def _unwrapped(value: Any, source: Source) -> Any:
         )
     if not isinstance(content["dtype"], str) or content["dtype"] not in INTEGERS:
         raise source.error(f"MRR310: is an ndarray of dtype {shown(content['dtype'])}, expected integers.")
-    # The dtype is a promise about the data: ids beyond it mean that the payload was put together by something else.
+    # The dtype is a promise about the data: ids beyond it mean that the payload was put together by something else. And ids
+    # that were cast to a narrow dtype before they were sent must be seen to be of it.
     array, limits = as_array(content["data"], source=source), np.iinfo(content["dtype"])
     if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
         raise source.error(f"MRR310: holds ids that {content['dtype']}, its dtype, does not.")
-    return array
+    return array.astype(content["dtype"])
 
 
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:

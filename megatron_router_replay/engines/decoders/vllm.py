@@ -5,7 +5,7 @@ S tokens are P of the prompt and G generated, L hidden layers, Lm of them MoE.
 - 0.14 to 0.20: python objects only, `CompletionOutput.routed_experts` int32 [S - 1, L, topk].
 - 0.21: `prompt_routed_experts` [P, Lm, topk] on the response and `routed_experts` [G - 1, or G with MTP, Lm, topk] on each
   choice, int16 or nested lists. Models with first_k_dense_replace have L columns, of which the first Lm are the MoE layers
-  in order and the rest are zero.
+  in order and the rest are zero. An array alone does not say that it is of 0.21: `engines.array` names its layers.
 - 0.22 and later: [S - 1 - start, L, topk], uint8 up to 256 experts, else uint16; over HTTP (completions, chat,
   /inference/v1/generate and its stream) base64 of a `.npy` file. Dense layers are zero. Completions and chat streams never
   carry routes.
@@ -50,22 +50,10 @@ from megatron_router_replay.engines.tokens import SampleTokens
 
 
 def rows_of_vllm(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    """Return what any release sends; the arrays of 0.21 are told by their second field, or by `version`."""
-    num_moe = len(model.moe_layer_numbers)
+    """Return what any release sends; the arrays of 0.21 are told by their second field."""
     if reply["prompt_routed_experts"] is not None:
-        layout = _compact(_joined_parts(reply, model, tokens, options), model)
-        # With multi-token prediction the generation has a row for its last token as well: padding, as far as is known.
-        return replace(layout, last_row="padding")
+        return _rows_of_0_21(reply, model, tokens, options)
     rows, start = _read(reply["routed_experts"], reply.source, model, tokens)
-    if options.version is not None and options.version.split(".")[:2] == ["0", "21"]:
-        return _compact([rows], model)
-    # Only the caller knows that an array is of vLLM 0.21: with a column for each layer it looks like one of a later release,
-    # whose columns are of other layers.
-    if rows.ndim == 3 and rows.shape[0] and rows.shape[1] == num_moe != model.num_layers:
-        raise reply.source.error(
-            f"MRR306: has {num_moe} layers, as many as the model has MoE layers, not all {model.num_layers}: vLLM 0.21 "
-            'sends these. Pass version="0.21" if it did.'
-        )
     return RowLayout(
         parts=(rows,),
         start=start,
@@ -74,8 +62,8 @@ def rows_of_vllm(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, op
     )
 
 
-def _joined_parts(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> list[Array]:
-    """Return the prompt's and the generation's routes of vLLM 0.21."""
+def _rows_of_0_21(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+    """Return the prompt's and the generation's routes: the MoE layers, and zeros behind if there is a column a layer."""
     source = replace(reply.source, field="prompt_routed_experts")
     if options.start:
         raise source.error(f"MRR305: start={options.start}, but vLLM 0.21 always sends every row: decode with start=0.")
@@ -94,17 +82,14 @@ def _joined_parts(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, o
     parts = [part for part in parts if part.shape[0]]
     if len({part.shape[1:] for part in parts}) > 1:
         raise source.error(f"MRR306: prompt and generation differ in shape: {[list(part.shape) for part in parts]}.")
-    return parts
-
-
-def _compact(parts: list[Array], model: ModelRoutingInfo) -> RowLayout:
-    """Return vLLM 0.21's layout: the MoE layers in order, and behind them zeros if there is a column for each layer."""
-    num_moe = len(model.moe_layer_numbers)
-    is_padded = any(part.ndim == 3 and part.shape[1] == model.num_layers for part in parts)
+    num_moe, num_layers = len(model.moe_layer_numbers), model.num_layers
+    is_padded = any(part.ndim == 3 and part.shape[1] == num_layers for part in parts)
     return RowLayout(
         parts=tuple(parts),
         columns=tuple(range(num_moe)),
-        filler=tuple(range(num_moe, model.num_layers)) if is_padded else (),
+        filler=tuple(range(num_moe, num_layers)) if is_padded else (),
+        # With multi-token prediction the generation has a row for its last token as well: padding, as far as is known.
+        last_row="padding",
     )
 
 
@@ -166,7 +151,6 @@ POST /v1/completions
         versions="0.22 and later; 0.21 (prompt and generation apart); 0.14 to 0.20 (Python objects); prime-rl's server",
         tested="0.30.0 run on a CPU: Python, completions, chat, generate and its stream, n > 1, prefix hits, aborts, TP2, "
         "bf16; others written",
-        reads_version=True,
     )
 )
 """vLLM; see the module."""

@@ -61,12 +61,6 @@ def test_start_is_an_integer_of_0_or_more(value):
     assert engines.vllm.decode(ROWS[1:], model=MODEL, token_ids=IDS, start=np.int64(1)).replay_mask.sum() == 7
 
 
-@pytest.mark.parametrize("engine", [decoder.name for decoder in registered() if not decoder.reads_version])
-def test_a_version_that_would_be_ignored_is_refused(engine):
-    with pytest.raises(PayloadError, match=r"version='0\.21' means nothing here"):
-        getattr(engines, engine).decode(array_of(engine), model=MODEL, token_ids=IDS, version="0.21")
-
-
 @pytest.mark.parametrize("choice", [2, -1, True])
 def test_a_choice_that_is_not_there(choice):
     choices = [choice_of(ROWS.astype(np.uint8), IDS[:5], IDS[5:], i) for i in range(2)]

@@ -115,14 +115,21 @@ def test_other_wrappers_are_refused(wrapped):
 
 
 def test_the_last_id_of_a_dtype_is_one_of_it():
-    model = engines.ModelRoutingInfo(num_layers=1, moe_layer_numbers=(1,), num_experts=256, topk=2)
     for dtype, top in (("uint8", 255), ("int8", 127)):
+        model = engines.ModelRoutingInfo(num_layers=1, moe_layer_numbers=(1,), num_experts=top + 1, topk=2)
         wrapped = ["ndarray", {"data": [[[0, top]]], "dtype": dtype}]
         trace = engines.megatron.decode({"routing_indices": wrapped}, model=model, num_tokens=2)
         assert trace.topk_indices[0].tolist() == [[0, top]]
         wrapped[1]["data"] = [[[0, top + 1]]]
         with pytest.raises(PayloadError, match=f"holds ids that {dtype}, its dtype, does not"):
             engines.megatron.decode({"routing_indices": wrapped}, model=model, num_tokens=2)
+
+
+def test_ids_that_were_cast_before_they_were_wrapped_are_refused():
+    model = engines.ModelRoutingInfo(num_layers=1, moe_layer_numbers=(1,), num_experts=300, topk=2)
+    wrapped = ["ndarray", {"data": [[[0, 44]]], "dtype": "uint8"}]  # 44 was 300
+    with pytest.raises(PayloadError, match="ids are uint8, which cannot hold the ids of 300 experts"):
+        engines.megatron.decode({"routing_indices": wrapped}, model=model, num_tokens=2)
 
 
 def test_serialised_requests():

@@ -24,11 +24,10 @@ def check(trace, want):
     assert trace.token_ids.tolist() == IDS
 
 
-@pytest.mark.parametrize("version", ["0.14", "0.17", "0.20"])
-def test_0_14_to_0_20_send_int32_python_arrays_over_all_layers(version):
+def test_0_14_to_0_20_send_int32_python_arrays_over_all_layers():
     want = routes(P + G - 1, 3, num_experts=300, topk=4)
     array = with_dense(want, 5, MOE).astype(np.int32)
-    check(engines.vllm.decode(vllm_output(array, PROMPT, OUTPUT), model=MODEL, version=version), want)
+    check(engines.vllm.decode(vllm_output(array, PROMPT, OUTPUT), model=MODEL), want)
 
 
 @pytest.mark.parametrize("num_experts", [64, 256, 257, 512])
@@ -52,18 +51,19 @@ def test_0_21_with_first_dense_layers_has_the_moe_layers_in_the_first_columns():
     trace = engines.vllm.decode(output, model=FIRST_DENSE)
     check(trace, want)
     assert trace.layer_numbers == (3, 4, 5)
-    check(engines.vllm.decode(padded(want), model=FIRST_DENSE, token_ids=IDS, version="0.21.1"), want)
+    named = {"axes": ("token", "layer", "expert"), "layer_numbers": (3, 4, 5, 1, 2)}
+    check(engines.array.decode(padded(want), model=FIRST_DENSE, token_ids=IDS, **named), want)
 
 
 def test_0_21_columns_are_never_read_as_those_of_other_versions():
     want = routes(P + G - 1, 3, num_experts=64, topk=4)
     with pytest.raises(PayloadError, match="column 0 is of a dense layer by the model's config, but row 0"):
         engines.vllm.decode(padded(want), model=FIRST_DENSE, token_ids=IDS)
-    with pytest.raises(PayloadError, match=r'Pass version="0\.21"'):
+    with pytest.raises(PayloadError, match="has 3 layers, expected 5"):
         engines.vllm.decode(want, model=FIRST_DENSE, token_ids=IDS)
-    full = with_dense(want, 5, [2, 3, 4])
+    full = with_dense(want, 5, [2, 3, 4]).astype(np.int16)
     with pytest.raises(PayloadError, match="not filler"):
-        engines.vllm.decode(full, model=FIRST_DENSE, token_ids=IDS, version="0.21")
+        engines.vllm.decode(vllm_output(full[P:], PROMPT, OUTPUT, prompt_array=full[:P]), model=FIRST_DENSE)
 
 
 def test_no_rows_are_of_no_version():
