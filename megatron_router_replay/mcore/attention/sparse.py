@@ -190,10 +190,10 @@ def _replaced() -> list[str]:
 def _attention_seam(original: Any) -> Any:
     @_disable_dynamo
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        holders = seam.held_by(self)
-        if holders is None:
+        hold = seam.hold_of(self)
+        if hold is None:
             return original(self, *args, **kwargs)
-        again, holder, is_written = seam.repeat_or_decide(self, holders)
+        again, holder, is_written = seam.repeat_or_decide(self, hold)
         if again is None and holder is None:
             output = original(self, *args, **kwargs)
             if is_written:

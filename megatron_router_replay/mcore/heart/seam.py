@@ -1,7 +1,7 @@
 """A router is told its experts inside `TopKRouter.routing`, in this order; the order is the promise.
 
     1  a tape is being read          -> its next entry, which must be this router's; no session is asked
-    2  any other backward            -> raises, if the router was ever held, by an open session or by one that was left
+    2  any other backward            -> raises, if its forward may have run while a session held the router
     3  a session holds the router    -> what the session decides, written on every tape that is being written
     4  else                          -> Megatron-Core's own code, untouched
 
@@ -27,6 +27,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -55,12 +57,49 @@ class _Thread(threading.local):
         self.decision: Decision | None = None  # of the router's call that runs
 
 
-_thread = _Thread()
-_holders: WeakKeyDictionary[Any, list[Callable[[], Holder | None]]] = WeakKeyDictionary()
-"""Every router that was ever held -> its holders, the innermost last; empty: nobody holds it any more.
+_UNKNOWN = -1
 
-A holder that is None has lost its handle without an end: the router's next forward raises.
-"""
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """Who holds a router or a sparse attention, and which nodes of autograd may still repeat what it was told.
+
+    Autograd numbers the nodes that a thread makes, and a backward knows the node that it is at. So once nobody holds the
+    router, a backward at a node that was made later repeats a forward that was not held.
+
+    Args:
+        holders: the innermost last; one that is None has lost its handle without an end, so the next forward raises.
+        thread: in which its forwards ran; 0: none did; `_UNKNOWN`: in several, whose numbers cannot be compared.
+        last_node: the highest number of a node that was made before the last holder released it, in `thread`.
+    """
+
+    holders: list[Callable[[], Holder | None]] = field(default_factory=list)
+    thread: int = 0
+    last_node: int = 0
+
+    def release(self, holder: Holder | None) -> None:
+        """End that holder, None: all that were lost."""
+        had_one = bool(self.holders)
+        self.holders = [each for each in self.holders if each() is not holder]
+        if had_one and not self.holders:
+            self.last_node = torch._C._autograd._get_sequence_nr()
+            if self.thread not in (0, get_ident()):
+                self.thread = _UNKNOWN
+
+    def may_be_repeated(self) -> bool:
+        """Return whether the backward that runs may repeat a forward for which this router was held."""
+        node = torch._C._current_autograd_node()
+        if self.holders or self.thread == _UNKNOWN or node is None:
+            return True
+        number = node._sequence_nr()
+        return number <= self.last_node or number == _LEAF  # a leaf's node says nothing of when it was made
+
+
+_LEAF = (1 << 64) - 1
+
+_thread = _Thread()
+_holds: WeakKeyDictionary[Any, Hold] = WeakKeyDictionary()
+"""Every router and sparse attention that was ever held."""
 
 driven: WeakSet[Any] = WeakSet()
 """Objects of routers that are driven now; while there are any, as while routers are held, the seams must be in place."""
@@ -85,32 +124,32 @@ def hold(router: Any, holder: Holder, dispatchers: Iterable[Any] = ()) -> None:
     release(router, None)
     # A freeze lasts a whole run and needs no handle. What takes micro-batches is lost with its handle: nobody could end it.
     reference: Callable[[], Holder | None] = weakref.ref(holder) if holder.takes_microbatches else lambda: holder
-    _holders.setdefault(router, []).append(reference)
+    _holds.setdefault(router, Hold()).holders.append(reference)
     dispatch.held.add(router)
     dispatch.watch(router, dispatchers)
 
 
 def release(router: Any, holder: Holder | None) -> None:
-    """End that, None: of all that were lost; the router stays known, so that it never runs in a backward without its tape."""
-    if router in _holders:
-        _holders[router] = [each for each in _holders[router] if each() is not holder]
-        if not _holders[router]:
+    """End that, None: all that were lost; the router stays known, so that no backward repeats live what it was told."""
+    hold = _holds.get(router)
+    if hold is not None:
+        hold.release(holder)
+        if not hold.holders:
             dispatch.held.discard(router)
 
 
-def held_by(router: Any) -> list[Callable[[], Holder | None]] | None:
-    """Return who holds a router, as `_holders` has it; empty: nobody any more; None: it was never held."""
-    return _holders.get(router)
+def hold_of(router: Any) -> Hold | None:
+    """Return who holds a router or a sparse attention; None: it was never held."""
+    return _holds.get(router)
 
 
 def holders_of(router: Any) -> list[Holder]:
     """Return who holds a router, the innermost last."""
-    return [holder for reference in _holders.get(router, []) if (holder := reference()) is not None]
+    hold = _holds.get(router)
+    return [holder for reference in (hold.holders if hold else ()) if (holder := reference()) is not None]
 
 
-def repeat_or_decide(
-    router: Any, holders: list[Callable[[], Holder | None]]
-) -> tuple[Entry | None, Holder | None, bool]:
+def repeat_or_decide(router: Any, hold: Hold) -> tuple[Entry | None, Holder | None, bool]:
     """Return which of the four lines above answers this call of a router, or of sparse attention.
 
     Returns:
@@ -120,24 +159,29 @@ def repeat_or_decide(
         ReplayStateError: it repeats a forward that no tape tells of, or its session was lost.
     """
     run, repeats, is_written = tape.moment()
+    holders = hold.holders
     if holders or run is not None:
         check_runs_python(router)  # a recompute that is traced would keep the entry of this one
     if run is not None:
         entry = run.next(router, getattr(router, REPLAY_ARGUMENT, None))
         if entry.counter is not None:
+            if not holders:
+                hold.thread = _UNKNOWN  # nodes of a recompute are made late, and may be those of a checkpoint inside it
             return entry, None, is_written
         if holders:  # nobody held it
             raise ReplayStateError(
                 f"MRR412: {tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, "
                 "live or driven: run that backward before the session begins."
             )
-    elif repeats:
+    elif repeats and hold.may_be_repeated():
         raise ReplayStateError(
             f"MRR412: {tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
             "session, or in a kind of checkpoint that is not known (known: those of torch, Megatron-Core and Transformer "
             "Engine). If your own autograd function runs the model again, name its runs with mcore.Tape."
         )
     elif holders:
+        if hold.thread != get_ident():
+            hold.thread = _UNKNOWN if hold.thread else get_ident()
         if tape.open_runs and not is_written and torch.is_grad_enabled():
             raise ReplayStateError(
                 f"MRR413: {tape.layer_of(router)} is called in a thread that runs no checkpointed function, while another "
@@ -254,14 +298,16 @@ def check_installed() -> None:
 def _routing_seam(original: Any) -> Any:
     @_disable_dynamo
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        holders = _holders.get(self)
-        if holders is None:
+        hold = _holds.get(self)
+        if hold is None:
             return _pass_on(original, self, logits, *args, **kwargs)
         # What was routed alone, as in a recompute of the router, or failed behind the routing, has entered no dispatcher.
         dispatch.thread.left.pop(self, None)
-        if not holders and _is_left_to(getattr(self, REPLAY_ARGUMENT, None)):
+        if not hold.holders and _is_left_to(replay := getattr(self, REPLAY_ARGUMENT, None)):
+            if getattr(replay, "is_driven", False):
+                hold.thread = _UNKNOWN  # nodes that were made while it was driven are later than the session's
             return _pass_on(original, self, logits, *args, **kwargs)
-        entry, holder, is_written = repeat_or_decide(self, holders)
+        entry, holder, is_written = repeat_or_decide(self, hold)
         decision: Decision | None = None
         if entry is not None:
             entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
@@ -289,7 +335,7 @@ def _routing_seam(original: Any) -> Any:
         if decision is not None and decision.holder is not None:
             decision.counter.add(forwards=1)
             decision.holder.decided(decision)
-        if holders or decision is not None:
+        if hold.holders or decision is not None:
             # Not in a function, which every call of every router would pay for.
             dispatch.thread.left[self] = (
                 (weakref.ref(routing_map.untyped_storage()), routing_map.data_ptr(), routing_map.shape),

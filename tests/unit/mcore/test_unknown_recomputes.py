@@ -7,15 +7,17 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.mcore import Tape
+from megatron_router_replay.mcore import RouterReplay, RouterReplayAction, Tape
 from tests.unit.mcore.tiny_chunk import (
     ROWS,
+    STARTS,
     Chunk,
     disturb,
     disturbed_backward,
     flips,
     forward,
     non_reentrant,
+    num_recomputed,
     random_trace,
     recompute,
     reentrant,
@@ -204,4 +206,87 @@ def test_a_recompute_of_a_forward_before_the_session_raises(around):
     loss = forward(chunk)
     unheld = r"where the forward called none: .* must have run while a session"
     with pytest.raises(ReplayStateError, match=unheld), mrr.freeze_recompute(chunk):
+        loss.backward()
+
+
+# ---- a model that a session has left
+
+
+def gradients_of_a_step(chunk, number):
+    """The maps and gradients of one forward and backward without a session; the routers change in between."""
+    with watched(chunk) as seen:
+        disturbed_backward(chunk, forward(chunk, number=number))
+    gradients = [parameter.grad.clone() for parameter in chunk.parameters() if parameter.grad is not None]
+    chunk.zero_grad()
+    return seen, gradients
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_with_a_checkpoint_of_its_own_trains_on_when_a_session_has_left_it(kind, start, grad):
+    chunk, never_held = Chunk(), Chunk()
+    chunk.around = never_held.around = KINDS[kind]
+    for step in range(2):
+        with start(chunk) as session, grad():  # the old policy's forward, whose backward never comes
+            forward(chunk, session)
+        seen, gradients = gradients_of_a_step(chunk, step)
+        expected_seen, expected = gradients_of_a_step(never_held, step)
+        assert num_recomputed(seen) >= 3
+        assert all(map(torch.equal, gradients, expected))
+        assert all(torch.equal(*pair) for key in seen for pair in zip(seen[key], expected_seen[key]))
+
+
+def test_a_forward_that_a_session_held_raises_in_its_backward_behind_steps_that_it_did_not_hold():
+    chunk = Chunk()
+    chunk.around = unknown
+    with mrr.freeze_recompute(chunk):
+        held_loss = forward(chunk)
+    forward(chunk, number=1).backward()
+    with pytest.raises(ReplayStateError, match=UNKNOWN):
+        held_loss.backward()
+
+
+def test_a_recompute_by_a_hook_on_a_leaf_does_not_say_when_its_forward_ran_and_raises():
+    chunk = Chunk()
+    leaf = torch.zeros(4, 2, 8, requires_grad=True)
+    with mrr.freeze_recompute(chunk):
+        loss = chunk.layers[0](leaf).sum()
+    leaf.register_hook(lambda grad: grad + chunk.layers[0](leaf.detach()))
+    with pytest.raises(ReplayStateError, match=UNKNOWN):
+        loss.backward()
+
+
+@pytest.mark.parametrize("case", ["forward", "close", "second forward"])
+def test_what_another_thread_forwarded_under_a_session_raises_when_it_was_left(case):
+    """Autograd numbers the nodes of each thread for itself, so which of two came first is not known."""
+    chunk = Chunk()
+    chunk.around = unknown
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        session = other.submit(mrr.freeze_recompute, chunk).result()
+        # Nodes of this thread have higher numbers than those of the thread that leaves the session.
+        one.submit(lambda: [torch.ones(1, requires_grad=True) * 1 for _ in range(10_000)]).result()
+        loss = one.submit(forward, chunk).result()
+        if case == "second forward":
+            other.submit(forward, chunk).result()
+        (one if case == "close" else other).submit(session.close).result()
+        if case == "close":
+            one.submit(forward, chunk).result().backward()
+            other.submit(lambda: mrr.freeze_recompute(chunk).close()).result()
+        with pytest.raises(ReplayStateError, match=UNKNOWN):
+            loss.backward()
+
+
+def test_a_forward_that_its_own_driver_told_raises_when_the_driver_is_gone():
+    chunk = Chunk(num_layers=1, moe_enable_routing_replay=True)
+    chunk.around = unknown
+    (router,) = chunk.routers
+    router.router_replay = RouterReplay()
+    with mrr.freeze_recompute(chunk):
+        pass
+    router.router_replay.set_target_indices(random_trace(8).layer(1))
+    router.router_replay.router_replay_action = RouterReplayAction.REPLAY_FORWARD
+    loss = forward(chunk)
+    router.router_replay.router_replay_action = None
+    with pytest.raises(ReplayStateError, match=UNKNOWN):
         loss.backward()
