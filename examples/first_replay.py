@@ -15,7 +15,7 @@ folder = tempfile.TemporaryDirectory()
 checkpoint = write_checkpoint(folder.name)  # a tiny Qwen3-MoE
 response = load_response()  # what vLLM, which served it, answered to 8 prompts
 
-trace = mrr.engines.vllm.decode(response, model=checkpoint, choice=0)  # decode_batch: all 8, behind one another
+trace = mrr.engines.vllm.decode(response, model=checkpoint, choice=0)  # decode_batch takes all 8
 print(trace)
 
 with megatron_on_cpu():  # on a GPU, and in a trainer, Megatron-Core is up already
