@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_router_replay.cli.output import Json, Out, Step, check_out, emit, progress, reporting_errors
-from megatron_router_replay.tables import Table, number_words, printable
+from megatron_router_replay.tables import Table, number_words, percent, printable
 
 if TYPE_CHECKING:
     from megatron_router_replay.store import TraceStore
@@ -123,7 +123,7 @@ def _trace_text(values: dict[str, Any]) -> str:
     span = f", {lengths['min']:,} to {lengths['max']:,} tokens" if lengths else ""
     facts = {
         "tokens": f"{values['num_tokens']:,}",
-        "without a route": f"{missing:,} ({values['missing_share']:.2%})",
+        "without a route": f"{missing:,} ({percent(values['missing_share'])})",
         "experts": f"top-{values['topk']} of {values['num_experts']}, stored as {values['dtype']}",
         "MoE layers": f"{len(layers)}: {number_words(layers)}",
         "samples": "unknown" if values["samples"] is None else f"{values['samples']:,}{span}",

@@ -166,12 +166,13 @@ def noise_words(diff: TraceDiff) -> str:
     if not sum(different) or any(fact.rows is not None for fact in diff.facts):
         return ""
     one_expert = int(diff.overlap_counts[:, -2].sum()) / sum(different)
+    exchange = {0.0: "none exchanges just", 1.0: "all exchange"}.get(one_expert, f"{percent(one_expert)} of these exchange")
     # Near-ties flip one expert; whatever flips whole sets, or most decisions, is not rounding.
     rounding = one_expert >= 0.8 and sum(different) <= 0.5 * diff.decisions
     return (
         f"{'looks like rounding' if rounding else 'no rows or layers stand out'}: "
         f"{share(sum(different), diff.decisions)} of decisions{_depth_words(diff.layer_numbers, different)}; "
-        f"{'all exchange' if one_expert == 1 else f'{percent(one_expert)} of these exchange'} one expert."
+        f"{exchange} one expert."
     )
 
 
