@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import capture, decode, memory, router, step, store
+from benchmarks import capture, decode, gather, memory, router, step, store
 from benchmarks.measure import environment
 
 FOLDER = Path(__file__).parent
@@ -29,6 +29,7 @@ PARTS: dict[str, Any] = {
     "capture": capture,
     "decode": decode,
     "store": store,
+    "gather": gather,
 }
 
 # The allocator keeps freed memory: fresh pages cost more than the arithmetic, and come to whoever asks first. (Without

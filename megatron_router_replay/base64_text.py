@@ -1,4 +1,4 @@
-"""Bytes <-> base64 text, strictly: with pybase64 where it is installed, which is several times faster."""
+"""Base64 text -> bytes, strictly: with pybase64 where it is installed, which is several times faster."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ try:
     _fast: Any = import_module("pybase64")
 except ImportError:
     _fast = None
-
-
-def encode_base64(data: bytes | bytearray | memoryview) -> str:
-    """Return `data` as base64, in ASCII, without line breaks."""
-    encoded: bytes = binascii.b2a_base64(data, newline=False) if _fast is None else _fast.b64encode(data)
-    return encoded.decode("ascii")
 
 
 def decode_base64(text: str | bytes) -> bytes:

@@ -25,9 +25,9 @@ _MODULES = {"megatron-core": "megatron.core", "transformer-engine": "transformer
 
 
 def doctor(as_json: Json = False, out: Out = None) -> None:
-    """Check what is installed, and with which Megatron-Core sessions were run.
+    """Show what is installed, and which versions of Megatron-Core are tested.
 
-    Whether a model can be replayed says mrr.explain(model).
+    To check a model, call mrr.explain(model).
 
     Exit code 0: fine; 1: something is missing.
     """

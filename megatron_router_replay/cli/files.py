@@ -44,10 +44,6 @@ def read_any(
         raise StoreError(f"MRR902: cannot read {path}: there is no such file or folder.")
     if engine and engine not in engine_names():
         raise StoreError(f"MRR901: --engine {engine} is none of {', '.join(engine_names())}.")
-    if path.suffix == ".npy":
-        raise StoreError(
-            f"MRR901: {path} holds an array: mrr.engines.array.decode(numpy.load(...), model=..., axes=...) reads it."
-        )
     if path.suffix == ".json" and path.is_file():
         return _from_payload(path, engine, model, key, token_ids)
     given = {"--engine": engine, "--model": model, "--key": key, "--token-ids": token_ids}
@@ -67,26 +63,11 @@ def read_any(
 
 def _from_payload(path: Path, engine: str, model: Path | None, key: str, token_ids: Path | None) -> RoutingTrace:
     content = load_payload(path, key)
-    missing = (
-        f"{path} is no trace, so it may be an engine's payload: give --engine and --model (the model's config.json)."
-    )
-    found = _checked(model if engine else None, missing)
+    if not engine or model is None:
+        raise StoreError(
+            f"MRR901: {path} is no trace, so it may be an engine's payload: give --engine and --model (the model's "
+            "config.json)."
+        )
     ids = None if token_ids is None else load_token_ids(token_ids)
-    decoded: RoutingTrace = getattr(engines, engine).decode_batch(content, model=found, token_ids=ids)
+    decoded: RoutingTrace = getattr(engines, engine).decode_batch(content, model=model, token_ids=ids)
     return decoded
-
-
-def _checked(model: Path | None, missing: str) -> Path:
-    """Return a model's path, or say what it must be; an id of the hub is named as one."""
-    if model is None:
-        raise StoreError(f"MRR901: {missing}")
-    if model.exists():
-        return model
-    hub = not model.is_absolute() and len(model.parts) == 2 and model.suffix != ".json" and not model.parent.exists()
-    advice = (
-        f"It looks like an id of the Hugging Face hub: nothing is downloaded here, so fetch the config first (hf download "
-        f"{model} config.json) and give its path."
-        if hub
-        else "Give the model's config.json or the folder that holds it."
-    )
-    raise StoreError(f"MRR902: cannot read the model's config {model}: there is no such file or folder. {advice}")

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from megatron_router_replay.errors import StoreError
-
-_MAX_SHOWN = 12
-_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
-"""What JSON calls a value."""
 
 
 def load_json(path: Path) -> Any:
@@ -35,52 +29,17 @@ def load_payload(path: Path, key: str) -> Any:
     """Return the payload at a dotted key of a JSON file, such as response.choices or 0.response.
 
     Raises:
-        StoreError: nothing lies there, and the message names the keys that there are; or what does is surely no payload: a
-            server's error, JSON inside a text, a plain value.
+        StoreError: nothing lies there, and the message names the keys that there are.
     """
-    content, walked = load_json(path), "its top"
+    content = load_json(path)
     for part in key.split(".") if key else []:
-        if isinstance(content, dict) and part in content:
-            content = content[part]
-        # At most 18 digits, more than any list has: int() of thousands of them raises.
-        elif isinstance(content, list) and re.fullmatch("[0-9]{1,18}", part) and int(part) < len(content):
-            content = content[int(part)]
-        else:
-            raise StoreError(
-                f"MRR902: {path} has nothing at {key!r}: {part!r} is not at {walked}, {_what_is(content, part)}."
-            )
-        walked = part if walked == "its top" else f"{walked}.{part}"
-    if isinstance(content, str):
-        inner = content.lstrip()[:1]
-        hint = " that holds JSON: it was encoded twice, so save the object itself" if inner in "{[" and inner else ""
-        raise StoreError(f"MRR902: {path} holds a text{hint}, expected an object or a list.")
-    if not isinstance(content, (dict, list)):
-        raise StoreError(f"MRR902: {path} holds {_KINDS.get(type(content), 'null')}, expected an object or a list.")
-    if isinstance(content, dict) and "choices" not in content and "meta_info" not in content:
-        refusal = content.get("error") or content.get("detail")
-        if refusal:
-            text = refusal.get("message", refusal) if isinstance(refusal, dict) else refusal
-            raise StoreError(f"MRR902: {path} holds an error of the server, no routes: {str(text)[:300]}")
-        if isinstance(content.get("response"), (dict, list)) and not key:
-            raise StoreError(
-                f"MRR901: {path} holds its payload below a key: --key response reads it. It has {_shown(list(content))}."
-            )
+        try:
+            content = content[int(part) if isinstance(content, list) else part]
+        except (LookupError, TypeError, ValueError):
+            keys = ", ".join(repr(name[:60]) for name in [*content][:12]) if isinstance(content, dict) else ""
+            there = f"a list of {len(content)}, from 0" if isinstance(content, list) else keys or "no keys"
+            raise StoreError(f"MRR902: {path} has nothing at {key!r}: in place of {part!r} there is {there}.") from None
     return content
-
-
-def _what_is(content: Any, wanted: str) -> str:
-    if isinstance(content, dict):
-        names = [str(name) for name in content]
-        close = get_close_matches(wanted, names, n=1)
-        return f"which has {_shown(names)}" + (f"; did you mean {close[0]!r}?" if close else "")
-    if isinstance(content, list):
-        return f"which is a list of {len(content)}: 0 is its first entry"
-    return f"which is {_KINDS.get(type(content), 'null')}"
-
-
-def _shown(names: list[str]) -> str:
-    listed = ", ".join(repr(name[:60]) for name in names[:_MAX_SHOWN]) + (", ..." if len(names) > _MAX_SHOWN else "")
-    return listed or "no keys"
 
 
 def load_token_ids(path: Path) -> list[list[int]]:

@@ -14,8 +14,8 @@ from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_router_replay.diagnostics.diff import diff_traces
-    from megatron_router_replay.diagnostics.metrics import logprob_mismatch, mismatch_by_routes, route_checksums
+    from megatron_router_replay.diagnostics.metrics import logprob_mismatch, mismatch_by_routes
 
-__all__ = ["diff_traces", "logprob_mismatch", "mismatch_by_routes", "route_checksums"]
+__all__ = ["diff_traces", "logprob_mismatch", "mismatch_by_routes"]
 
 __getattr__, __dir__ = lazy_names(__name__, {name: "diff" if name == "diff_traces" else "metrics" for name in __all__})

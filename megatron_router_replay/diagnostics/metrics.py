@@ -1,9 +1,8 @@
-"""Numbers over routes and log-probs: mismatch between two engines, checksums that ranks and runs compare."""
+"""The mismatch of two engines' log-probs, and which part of it routes explain."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -142,36 +141,3 @@ def _routes_differ(a: RoutingTrace, b: RoutingTrace) -> Tensor:
             raise TraceError(f"MRR107: cannot compare traces with {name} {getattr(a, name)} and {getattr(b, name)}.")
     overlap, _ = shared_experts(a.topk_indices.cpu(), b.topk_indices.cpu())
     return (overlap < a.topk).any(dim=1) & a.replay_mask.cpu() & b.replay_mask.cpu()
-
-
-def route_checksums(trace: RoutingTrace, *, microbatches: Sequence[Tensor] | None = None) -> Tensor:
-    """Return one number for each micro-batch and layer. They are [num_microbatches, num_layers] int64.
-
-    It depends on which rows used which sets of experts, and on nothing else: not on the order of rows, of experts in a
-    row, or on the dtype. It adds up: the sum over ranks that routed different rows is the checksum of all rows.
-
-    Args:
-        microbatches: trace rows of each micro-batch, any shape, -1 on padding; None: all rows as one micro-batch.
-            Rows without a route are left out.
-    """
-    rows = [torch.arange(len(trace))] if microbatches is None else list(microbatches)
-    sums = torch.zeros(len(rows), trace.num_layers, dtype=torch.int64, device=trace.device)
-    for i, numbers in enumerate(rows):
-        flat = torch.as_tensor(numbers).reshape(-1).to(trace.device, torch.int64)
-        flat = flat[flat >= 0]
-        flat = flat[trace.replay_mask[flat]]
-        # The row is mixed in, so that two rows that exchange their routes do not cancel out.
-        row_numbers = _mix(flat + 1)
-        for layer in range(trace.num_layers):
-            set_numbers = _mix(trace.topk_indices[flat, layer].to(torch.int64) + 1).sum(dim=1)
-            sums[i, layer] = _mix(set_numbers ^ row_numbers).sum()
-    return sums
-
-
-def _mix(values: Tensor) -> Tensor:
-    """splitmix64's finaliser in wrapping int64 arithmetic."""
-    values = values + (0x9E3779B97F4A7C15 - (1 << 64))
-    for bits, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1)):
-        # A signed shift brings copies of the sign, which the mask takes away.
-        values = (values ^ (values >> bits & (1 << 64 - bits) - 1)) * factor
-    return values

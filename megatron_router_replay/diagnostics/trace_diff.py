@@ -166,7 +166,9 @@ def noise_words(diff: TraceDiff) -> str:
     if not sum(different) or any(fact.rows is not None for fact in diff.facts):
         return ""
     one_expert = int(diff.overlap_counts[:, -2].sum()) / sum(different)
-    exchange = {0.0: "none exchanges just", 1.0: "all exchange"}.get(one_expert, f"{percent(one_expert)} of these exchange")
+    exchange = {0.0: "none exchanges just", 1.0: "all exchange"}.get(
+        one_expert, f"{percent(one_expert)} of these exchange"
+    )
     # Near-ties flip one expert; whatever flips whole sets, or most decisions, is not rounding.
     rounding = one_expert >= 0.8 and sum(different) <= 0.5 * diff.decisions
     return (

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megatron_router_replay.errors import StoreError
@@ -99,32 +98,16 @@ class TraceBytes:
         return cls(trace=trace, header=header, start=start, places=places)
 
     def write_file(self, path: Path) -> None:
-        """Write over a new file, without the care that `save_trace` takes."""
-        with path.open("r+b", buffering=0) as file:
-
-            def write(at: int, data: memoryview) -> None:
-                while data:  # a disk that is nearly full takes a part, and refuses the next one
-                    count = os.pwrite(file.fileno(), data, at)
-                    data, at = data[count:], at + count
-
-            self.write(write)
-
-    def to_memory(self) -> npt.NDArray[np.uint8]:
-        """Return all bytes."""
-        content = np.empty(max(place.stop for place in self.places.values()), np.uint8)
-
-        def write(at: int, data: memoryview) -> None:
-            content.data[at : at + len(data)] = data
-
-        self.write(write)
-        return content
-
-    def write(self, write: Callable[[int, memoryview], None]) -> None:
-        """Call write(place, bytes) for all bytes, in several threads at once and in no order."""
+        """Write over a new file, without the care that `save_trace` takes; in several threads, blocks in no order."""
         header, trace = self.header, self.trace
         names = header.tensors()
         crc = np.zeros(1 + len(names) * header.num_blocks, dtype="<u4")
         table = crc[1:].reshape(len(names), header.num_blocks)
+
+        def write(at: int, data: memoryview) -> None:
+            while data:  # a disk that is nearly full takes a part, and refuses the next one
+                count = os.pwrite(file.fileno(), data, at)
+                data, at = data[count:], at + count
 
         def write_block(block: int) -> None:
             first = block * header.block_rows
@@ -138,8 +121,9 @@ class TraceBytes:
                 table[i, block] = zlib.crc32(data)
                 write(self.places[name].start + first * value.itemsize, data)
 
-        run_blocks(write_block, range(header.num_blocks))
-        # The first checksum proves the others and the metadata, so that a slice needs no byte of what it leaves out.
-        crc[0] = zlib.crc32(crc[1:].data, zlib.crc32(header.encode().encode("ascii")))
-        write(0, memoryview(self.start))
-        write(self.places["crc32"].start, crc.view(np.uint8).data)
+        with path.open("r+b", buffering=0) as file:
+            run_blocks(write_block, range(header.num_blocks))
+            # The first checksum proves the others and the metadata, so that a slice needs no byte of what it leaves out.
+            crc[0] = zlib.crc32(crc[1:].data, zlib.crc32(header.encode().encode("ascii")))
+            write(0, memoryview(self.start))
+            write(self.places["crc32"].start, crc.view(np.uint8).data)

@@ -226,7 +226,7 @@ def encode_container(metadata: str, tensors: Mapping[str, Kind]) -> tuple[bytes,
     return start, {name: slice(*bounds) for name, bounds in zip(tensors, pairwise(stops))}
 
 
-def decode_container(data: bytes | mmap) -> tuple[FileHeader, dict[str, slice]]:
+def decode_container(data: mmap) -> tuple[FileHeader, dict[str, slice]]:
     """Return the header of a trace file, and the bytes of the file that each tensor takes.
 
     Raises:

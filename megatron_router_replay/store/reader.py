@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """A trace in a file, which is mapped as long as this lives, or in memory; its header is proven.
+    """A trace in a file, which is mapped as long as this lives; its header is proven.
 
     Args:
         header: what the file holds.
@@ -48,15 +48,7 @@ class Reader:
         with open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
                 raise StoreError("MRR502: it is empty: it is no trace file, or truncated.")
-            return cls.of_bytes(mmap(file.fileno(), 0, access=ACCESS_READ))
-
-    @classmethod
-    def of_bytes(cls, data: bytes | mmap) -> Reader:
-        """Read a file's bytes.
-
-        Raises:
-            StoreError: not those of a trace file, truncated, or the header was altered.
-        """
+            data = mmap(file.fileno(), 0, access=ACCESS_READ)
         header, places = decode_container(data)
         content = np.frombuffer(data, np.uint8)
         tensors = {name: content[place] for name, place in places.items()}

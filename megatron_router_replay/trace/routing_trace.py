@@ -55,7 +55,7 @@ class RoutingTrace:
 
     Attributes:
         left_out: [num_tokens] bool, True: `keep` left this row out, which has a route, so that the live router decides it;
-            None: nobody chose. It stays with the rows in memory. Files, envelopes, transports and merges refuse a trace in
+            None: nobody chose. It stays with the rows in memory. Files, transports and merges refuse a trace in
             which rows were left out: choose where the trace is replayed.
 
     Raises:

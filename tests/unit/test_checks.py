@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_router_replay import base64_text
-from megatron_router_replay.base64_text import decode_base64, encode_base64
+from megatron_router_replay.base64_text import decode_base64
 from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.errors import StoreError, TraceError
 
@@ -60,11 +60,10 @@ def either_library(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("either_library")
-def test_base64_is_written_without_line_breaks_and_read_from_texts_and_bytes():
-    assert encode_base64(b"\0" * 100) == "A" * 134 + "=="
+def test_base64_is_read_from_texts_and_bytes():
     assert decode_base64("A" * 134 + "==") == b"\0" * 100
     assert decode_base64("AwEA/+8=") == decode_base64(b"AwEA/+8=") == b"\3\1\0\xff\xef"
-    assert (encode_base64(b""), decode_base64("")) == ("", b"")
+    assert decode_base64("") == b""
 
 
 @pytest.mark.usefixtures("either_library")

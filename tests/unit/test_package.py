@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.store import TraceStore, encode_envelope, load_trace
+from megatron_router_replay.store import TraceStore, load_trace
 from tests.unit.store.store_traces import make_trace
 
 PUBLIC = (
@@ -55,7 +55,6 @@ CALLS = {
     "save_trace(tensor, path)": (lambda p: mrr.save_trace(TENSOR, p / "x"), FIRST),
     "load_trace(trace)": (lambda p: load_trace(TRACE), FIRST),
     "TraceStore(trace)": (lambda p: TraceStore(TRACE), FIRST),
-    "encode_envelope(text)": (lambda p: encode_envelope("x"), FIRST),
     "store.save(step, trace)": (lambda p: TraceStore(p, run="a").save(12, step=TRACE), "step="),
     "store.load(step)": (lambda p: TraceStore(p).load(3), "load takes a StoredPart of parts(step)"),
     "no step": (lambda p: TraceStore(p).load_step(1), "it has no part; the folder has steps []"),

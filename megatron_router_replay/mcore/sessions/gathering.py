@@ -19,6 +19,10 @@ _PIECE_BYTES = 32 << 20
 """What one message holds at most; a GPU holds no more, where the group takes tensors from there alone."""
 
 
+_FILLED_ROWS = 1 << 16
+"""Rows that get filler at a time: that of a million rows would take half as much memory as their routes."""
+
+
 def collective_device(group: dist.ProcessGroup | None) -> torch.device:
     """Return where a group takes tensors from: the host if it can, as gloo does, else this process's GPU."""
     if "cpu:" in str(dist.get_backend_config(group)):
@@ -103,8 +107,12 @@ class _Whole:
     def trace(self) -> RoutingTrace:
         # Of no layers at all (stages without MoE layers alone), all() would be True.
         mask = self._seen.all(dim=1) & self._seen.any(dim=1)
-        filler = spread_experts(0, len(mask), topk=self.topk, num_experts=self.num_experts)
-        self._indices[~mask] = filler[~mask].unsqueeze(1)
+        for start in range(0, len(mask), _FILLED_ROWS):
+            block = slice(start, start + _FILLED_ROWS)
+            unrouted = ~mask[block]
+            if bool(unrouted.any()):
+                filler = spread_experts(start, len(unrouted), topk=self.topk, num_experts=self.num_experts)
+                self._indices[block][unrouted] = filler[unrouted].unsqueeze(1)
         return RoutingTrace.from_checked(
             topk_indices=self._indices,
             layer_numbers=self.layer_numbers,

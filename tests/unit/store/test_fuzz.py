@@ -1,6 +1,5 @@
-"""Damaged files and envelopes: each is read correctly or raises RouterReplayError, in little time and memory."""
+"""Damaged files: each is read correctly or raises RouterReplayError, in little time and memory."""
 
-import json
 import multiprocessing
 import random
 import resource
@@ -16,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_router_replay import RouterReplayError
-from megatron_router_replay.store import TraceStore, decode_envelope, encode_envelope, load_trace, save_trace
+from megatron_router_replay.store import TraceStore, load_trace, save_trace
 from tests.support.damaged_bytes import BYTES
 from tests.unit.store import damage
 from tests.unit.store.store_traces import assert_same, assert_valid, full_trace, make_trace
@@ -109,18 +108,6 @@ def parts_of_a_store(seeds) -> Counter:
         return run(cases(), decode)
 
 
-def envelopes(seeds) -> Counter:
-    written = [(trace, json.dumps(encode_envelope(trace)).encode()) for trace in TRACES]
-
-    def cases():
-        for seed in seeds:
-            rng = random.Random(-1 - seed)
-            trace, good = rng.choice(written)
-            yield rng.choice(BYTES)(rng, good), trace
-
-    return run(cases(), lambda text: decode_envelope(text, max_bytes=1 << 20))
-
-
 @pytest.mark.slow
 def test_damage_with_checksums_that_fit_is_refused_or_makes_another_valid_trace():
     # Some must be valid, or the damage would not reach behind the checksums.
@@ -128,9 +115,8 @@ def test_damage_with_checksums_that_fit_is_refused_or_makes_another_valid_trace(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fuzz", [parts_of_a_store, envelopes])
-def test_damage_that_nobody_signed_is_never_another_trace(fuzz):
-    assert in_processes(fuzz, 25_000)["another valid trace"] == 0
+def test_damage_that_nobody_signed_is_never_another_trace():
+    assert in_processes(parts_of_a_store, 25_000)["another valid trace"] == 0
 
 
 @settings(deadline=None)
@@ -141,5 +127,3 @@ def test_any_bytes_are_refused(data):
         file.flush()
         with pytest.raises(RouterReplayError):
             load_trace(file.name)
-    with pytest.raises(RouterReplayError):
-        decode_envelope(data)
