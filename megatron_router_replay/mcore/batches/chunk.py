@@ -60,6 +60,11 @@ class Chunk:
         splits = self._sequence_parallel and not split
         return rows_for_router(values, tp_rank=self._tp_rank, tp_size=self._tp_size, sequence_parallel=splits)
 
+    @property
+    def sequence_share(self) -> tuple[int, int]:
+        """(number of this rank's part, number of parts) of the positions that tensor-parallel ranks share."""
+        return (self._tp_rank, self._tp_size) if self._sequence_parallel else (0, 1)
+
     def router_shape(self, batch_shape: tuple[int, int], *, split: bool = False) -> tuple[int, int]:
         """Return (positions, sequences) of what this rank's routers get for [b, s] tokens."""
         num_sequences, length = batch_shape
@@ -116,7 +121,10 @@ class Chunk:
         if tokens is not None and not self.queue.num_waiting:
             self._session.on_unqueued(self, tokens)
         microbatch = self.queue.enter()
-        microbatch.packed = kwargs.get("packed_seq_params") is not None
+        packing = kwargs.get("packed_seq_params")
+        microbatch.packed = packing is not None
+        lengths = (getattr(packing, name, None) for name in ("cu_seqlens_q_padded", "cu_seqlens_q"))
+        microbatch.cu_seqlens = next((each for each in lengths if each is not None), None)
         self._session.on_forward(self, microbatch, tokens)
 
     def unwatch(self) -> None:

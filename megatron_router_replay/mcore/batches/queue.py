@@ -52,6 +52,8 @@ class Microbatch:
         batch_rows: [b, s] int64, the rows of the trace that know these tokens; None: the caller alone named them.
         is_token: [num_tokens] bool on the routers' device, False: known to be padding; None: nothing is known of padding.
         asked: position of the layer that is asked for its live top-k, -1: all are; None: none is.
+        packed: its forward got packed sequences.
+        cu_seqlens: [num_seqs + 1] integers, where they start in the row, over all context-parallel ranks; None: not known.
     """
 
     shape: tuple[int, int]
@@ -67,6 +69,7 @@ class Microbatch:
     is_token: Tensor | None = None
     asked: int | None = None
     packed: bool = False
+    cu_seqlens: Tensor | None = None
     state: State = State.WAITING
     number: int = -1
     routed: set[int] = field(default_factory=set)

@@ -5,16 +5,17 @@ Both choices stay on the device and are counted when the session ends. Agreement
 experts, 0 what a random token of the micro-batch would share. It is judged by unit:
 
     layer    one layer over the session's rows; with too few of them, together with the sessions before it
-    block    32 to 191 rows of one sample in one layer on this rank (neighbouring rows of a packed row)
-    sample   one sample (one block of a packed row) over the layers that were asked
+    part     32 to 191 neighbouring rows of one sample in one layer on this rank
+    sample   all rows of one sample in the layers that were asked, and those of its parts that are low
 
-Evidence counts different routes: a run of one token at a near-tie flips as one, and is no evidence of anything.
+Evidence counts different routes: a run of one token at a near-tie flips as one, and so does a loop of few tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
+from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,21 +29,22 @@ from megatron_router_replay.mcore.heart.streams import current_stream, follow, t
 ALL = -1
 """In place of a layer's position: all layers are asked."""
 
-BLOCK, LEAST_ROWS = 96, 32
-EVIDENCE, LAYER_EVIDENCE = 48.0, 64.0
-"""Decisions beyond chance that a unit, and a layer, must have to be judged; few blocks of a collapsed router have them."""
-LEAST_EVIDENCE = 16.0
-"""A layer or a sample with fewer is not named in a report."""
+PART, LEAST_ROWS = 96, 32
+EVIDENCE, LAYER_EVIDENCE, SAMPLE_EVIDENCE = 48.0, 64.0, 96.0
+"""Decisions beyond chance that a part, a layer, and all that is low of a sample must have to be judged."""
 PAIR_EVIDENCE = 8.0
 """What one pair of routes, live and replayed, can be of them at most, however often it comes."""
 PAIR_SHARE = 1 / 8
 """What one pair that hardly agrees can be of a unit's rows at most."""
 WARN = 0.5
-FOLD_ROWS = 1 << 20
-"""Rows that were asked and wait on the device; beyond it they are counted, and the host waits once."""
-FOLD_CALLS = 8192
+FOLD_ROWS, FOLD_CALLS = 1 << 20, 8192
+"""What waits on the device; beyond it rows are counted, and the host waits once."""
 
-_CODE_BITS = 16
+PAIRS = 256
+"""Numbers that tell pairs of routes apart; different pairs may share one, and then count as one."""
+
+Sums = NDArray[np.float64]
+"""[..., PAIRS, 3]: rows, experts that both name, and experts that chance would have them name, by pair of routes."""
 
 
 class _Rotation:
@@ -50,7 +52,7 @@ class _Rotation:
 
     def __init__(self) -> None:
         self.microbatches = 0
-        self.carried: dict[int, Pairs] = {}
+        self.carried: dict[int, Sums] = {}
 
     def next(self, num_layers: int) -> int:
         """Return the position of the layer that the next micro-batch asks, or ALL."""
@@ -63,75 +65,38 @@ _rotations: WeakKeyDictionary[nn.Module, _Rotation] = WeakKeyDictionary()
 
 
 # ---- from rows to units
-@dataclass(slots=True, eq=False)
-class Pairs:
-    """Rows added up by what they have in common: a unit, and a pair of routes (the live one and the replayed one).
-
-    Args:
-        keys: [n] int64, the unit's number and 16 bits that tell pairs of routes apart; different ones, in order.
-        sums: [n, 3] float64, rows, experts that both name, and experts that chance would have them name.
-    """
-
-    keys: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    sums: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 3)))
-
-    def unit(self, number: int) -> Pairs:
-        """Return those of one unit."""
-        kept = self.keys >> _CODE_BITS == number
-        return Pairs(self.keys[kept], self.sums[kept])
-
-    @classmethod
-    def of(cls, units: NDArray[np.int64], rows: NDArray[np.int16]) -> Pairs:
-        """Return [4, n] rows, as `count_rows` makes them, by unit and pair of routes."""
-        keys = units << _CODE_BITS | rows[2].view(np.uint16)
-        sums = np.stack([np.ones(len(keys)), rows[0], rows[1].view(np.float16)], axis=1)
-        return cls.merge([cls(keys, sums.astype(np.float64))])
-
-    @classmethod
-    def merge(cls, parts: Sequence[Pairs]) -> Pairs:
-        """Return what is in all of them."""
-        keys, inverse = np.unique(np.concatenate([part.keys for part in parts]), return_inverse=True)
-        sums = np.concatenate([part.sums for part in parts]).T
-        return cls(keys, np.stack([np.bincount(inverse, column, len(keys)) for column in sums], axis=1))
-
-    def measure(self, topk: int) -> dict[int, Unit]:
-        """Return agreement and evidence of each unit."""
-        numbers, unit = np.unique(self.keys >> _CODE_BITS, return_inverse=True)
-        rows, overlap, chance = self.sums.T
-        beyond = rows * topk - chance
-        total = np.bincount(unit, rows, len(numbers))
-        # A pair that hardly agrees is one near-tie if it comes again and again, and many if they are different ones.
-        weight = np.where(overlap - chance < beyond / 2, np.minimum(1, PAIR_SHARE * total[unit] / rows), 1.0)
-        columns = (rows, weight * overlap, weight * chance, weight * rows * topk, np.minimum(beyond, PAIR_EVIDENCE))
-        sums = zip(*(np.bincount(unit, column, len(numbers)).tolist() for column in columns))
-        return {number: Unit(*each) for number, each in zip(numbers.tolist(), sums)}
-
-
-SOURCES = ("the trace's routes", "the routes that were fed")
-"""What the live router is compared with."""
-
-
 @dataclass(frozen=True, slots=True)
 class Unit:
     """What is known of a unit: rows, and sums over its decisions; those of several ranks add up."""
 
-    rows: float = 0.0
-    overlap: float = 0.0
-    chance: float = 0.0
-    decisions: float = 0.0
-    evidence: float = 0.0
+    rows: Any = 0.0
+    overlap: Any = 0.0
+    chance: Any = 0.0
+    decisions: Any = 0.0
+    evidence: Any = 0.0
 
     @property
-    def agreement(self) -> float:
+    def agreement(self) -> Any:
         """1: the live router names the same experts; 0: no more of them than by chance."""
-        return (self.overlap - self.chance) / max(self.decisions - self.chance, 1e-9)
+        return (self.overlap - self.chance) / np.maximum(self.decisions - self.chance, 1e-9)
 
     def __add__(self, other: Unit) -> Unit:
         return Unit(*(getattr(self, name) + getattr(other, name) for name in Unit.__slots__))
 
 
+def measure(sums: Sums, topk: int) -> Unit:
+    """Return what sums come to: [PAIRS, 3] one unit; [num_units, PAIRS, 3] a unit of arrays."""
+    rows, overlap, chance = np.moveaxis(sums, -1, 0)
+    beyond = rows * topk - chance
+    # A pair that hardly agrees is one near-tie if it comes again and again, and many if they are different ones.
+    most = PAIR_SHARE * rows.sum(-1, keepdims=True) / np.maximum(rows, 1)
+    weight = np.where(overlap - chance < beyond / 2, np.minimum(1, most), 1.0)
+    columns = (rows, weight * overlap, weight * chance, weight * rows * topk, np.minimum(beyond, PAIR_EVIDENCE))
+    return Unit(*(column.sum(-1) for column in columns))
+
+
 def count_rows(ids: Tensor, counts: Tensor | None, table: Tensor) -> Tensor:
-    """Return what rows agree in, [4, n] int16, without a wait; the middle two are counted as 16 bits of another kind.
+    """Return what rows agree in, [4, n] int16, without a wait; the second are float16, viewed as 16 bits.
 
     Args:
         ids: [n, 2 * topk], the live experts and the replayed ones.
@@ -139,8 +104,8 @@ def count_rows(ids: Tensor, counts: Tensor | None, table: Tensor) -> Tensor:
         table: [2 * num_experts] int64, random.
 
     Returns:
-        Experts that both name; what a random row that counts would share with the replayed ones (float16); 16 bits that
-        tell pairs of routes apart; whether the row counts.
+        Experts that both name; what a random row that counts would share with the replayed ones (float16); the number of the
+        pair of routes; whether the row counts.
     """
     num_experts, both = table.numel() // 2, ids.long()
     live, used = both.tensor_split(2, dim=1)
@@ -149,23 +114,33 @@ def count_rows(ids: Tensor, counts: Tensor | None, table: Tensor) -> Tensor:
     load.scatter_add_(0, live.reshape(-1), weight.unsqueeze(1).expand_as(live).reshape(-1))
     overlap = (live.unsqueeze(2) == used.unsqueeze(1)).sum((1, 2), dtype=torch.int16)
     chance = (load[used].sum(1) / weight.sum().clamp(min=1)).half().view(torch.int16)
-    codes = (table[live] + table[num_experts:][used]).sum(1).to(torch.int16)
-    return torch.stack([overlap, chance, codes, weight.to(torch.int16)])
+    pairs = ((table[live] + table[num_experts:][used]).sum(1) % PAIRS).to(torch.int16)
+    return torch.stack([overlap, chance, pairs, weight.to(torch.int16)])
 
 
-def blocks_of(counted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return sequence and block of each position that counts, both in the order of positions of one sequence after another.
+def sum_parts(rows: NDArray[np.int16], samples: NDArray[np.int64], num_samples: int) -> tuple[Sums, NDArray[np.int64]]:
+    """Return the sums of each part, and the first part of each sample.
 
     Args:
-        counted: [b, s] bool. A sequence of 192 such positions and more has blocks of 96 and more.
+        rows: [3, n], the first three of `count_rows`, of the rows that count.
+        samples: [n], the sample of each row, in order. One of 192 rows and more has parts of 96 and more.
     """
-    sequence = counted.nonzero()[0]
-    totals = counted.sum(1)
-    place = np.arange(len(sequence)) - (totals.cumsum() - totals)[sequence]
-    return sequence, place * np.maximum(1, totals // BLOCK)[sequence] // np.maximum(1, totals[sequence])
+    totals = np.bincount(samples, minlength=num_samples)
+    parts = np.maximum(1, totals // PART)
+    place = np.arange(len(samples)) - (totals.cumsum() - totals)[samples]
+    first = parts.cumsum() - parts
+    part = first[samples] + place * parts[samples] // totals[samples]
+    keys, shape = part * PAIRS + rows[2], (int(parts.sum()), PAIRS)
+    columns = (None, rows[0], rows[1].view(np.float16))
+    sums = [np.bincount(keys, column, shape[0] * PAIRS).reshape(shape) for column in columns]
+    return np.stack(sums, axis=-1).astype(np.float64), first
 
 
 # ---- a session
+SOURCES = ("the trace's routes", "the routes that were fed")
+"""What the live router is compared with."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Asked:
     """One layer of one micro-batch, in the order of its router (s-major)."""
@@ -173,11 +148,23 @@ class _Asked:
     layer: int
     chunk: int
     microbatch: int
-    shape: tuple[int, int]  # positions, sequences
-    packed: bool
+    sequences: int
+    cu_seqlens: Tensor | None  # of a packed row
+    first: int  # position in it that this rank begins with
+    length: int  # of it, over the ranks that share it
     ids: Tensor
     counts: Tensor | None
     stream: Any
+
+    def samples(self) -> Tensor:
+        """Return the number of each row's sample in the micro-batch, [n] int16."""
+        rows = torch.arange(len(self.ids), device=self.ids.device)
+        if self.cu_seqlens is None:
+            return (rows % self.sequences).to(torch.int16)
+        ends = to_device(self.cu_seqlens, rows.device)[1:]
+        # Each context-parallel rank has the same share of each sample.
+        ends = ends // (ends[-1] / self.length).round().clamp(min=1)
+        return torch.bucketize(rows + self.first, ends.long(), right=True).to(torch.int16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +174,7 @@ class LiveAgreement:
     Args:
         layers: layer number -> its sums over this session.
         num_layers: layers that replay.
-        least_sample: of the sample that agrees least, None: none has enough evidence.
+        least_sample: of the sample, or 96 rows of one in one layer, that agrees least; None: none has enough evidence.
         source: what the routes are said to be from, of SOURCES.
     """
 
@@ -205,14 +192,13 @@ class LiveAgreement:
     @property
     def judged(self) -> dict[int, float]:
         """Layer number -> agreement, of those with enough evidence."""
-        return {number: unit.agreement for number, unit in self.layers.items() if unit.evidence >= LEAST_EVIDENCE}
+        return {number: unit.agreement for number, unit in self.layers.items() if unit.evidence >= EVIDENCE}
 
     def to_dict(self) -> dict[str, float | None]:
         """Return the numbers to plot."""
-        least = min(self.judged.values(), default=None)
         return {
             "agreement": self.all_layers,
-            "agreement_least_layer": least,
+            "agreement_least_layer": min(self.judged.values(), default=None),
             "agreement_least_sample": self.least_sample,
         }
 
@@ -247,11 +233,10 @@ class Agreement:
         self._rows = 0  # that wait on the device
         self._rotations: dict[int, _Rotation] = {}  # by chunk
         self._chunk_of: dict[int, int] = {}  # by layer
-        self._layers = Pairs()
-        self._units = 0  # blocks and samples that were judged
-        self._low: dict[str, int] = {}  # sample -> how many of its units are below `least`
-        self._least_unit = 1.0, ""
-        self._least_sample: float | None = None
+        self._layers: dict[int, Sums] = {}
+        self._low = np.zeros(2, np.int64)  # samples that are below `least`, as a whole or in a part; of how many
+        self._evidence = 0.0  # the most that there is of what is low of one sample
+        self._least = np.inf, ""  # agreement of the least sample or part of one, and its name
 
     def next_layer(self, chunk: Any) -> int:
         """Return the position of the layer that a chunk's next micro-batch asks, or ALL."""
@@ -260,7 +245,7 @@ class Agreement:
         return ALL if self.every_layer else position
 
     def add(
-        self, microbatch: Any, chunk: int, layer: int, live: Tensor, replayed: Tensor, counts: Tensor | None
+        self, microbatch: Any, chunk: Any, layer: int, live: Tensor, replayed: Tensor, counts: Tensor | None
     ) -> None:
         """Keep what one layer would choose and what it is told. No wait, but for each million rows.
 
@@ -271,15 +256,18 @@ class Agreement:
         """
         if self._rows > FOLD_ROWS or len(self._asked) > FOLD_CALLS:
             self.fold()
-        self._chunk_of[layer] = chunk
+        self._chunk_of[layer] = chunk.index
         self._rows += len(live)
+        share, shares = chunk.sequence_share
         self._asked.append(
             _Asked(
                 layer=layer,
-                chunk=chunk,
+                chunk=chunk.index,
                 microbatch=microbatch.number,
-                shape=microbatch.shape,
-                packed=microbatch.packed,
+                sequences=microbatch.shape[1],
+                cu_seqlens=microbatch.cu_seqlens,
+                first=share * len(live),
+                length=shares * len(live),
                 ids=torch.cat([live.to(replayed.dtype), replayed], dim=1),
                 counts=counts,
                 stream=current_stream(live.device),
@@ -288,95 +276,90 @@ class Agreement:
 
     def fold(self) -> None:
         """Add up what waits on the device; one wait."""
-        if not self._asked:
-            return
         asked, self._asked, self._rows = self._asked, [], 0
-        rows = self._to_host(asked)
-        microbatches = list(dict.fromkeys((each.chunk, each.microbatch) for each in asked))
-        parts, blocks, samples, layers, at = [], [], [], [], 0
-        for index, each in enumerate(asked):
-            positions, sequences = each.shape
-            part = rows[:, at : at + len(each.ids)].reshape(4, positions, sequences).transpose(0, 2, 1)
-            at += len(each.ids)
-            parts.append(part[:, part[3] != 0])
-            sequence, block = blocks_of(part[3] != 0)
-            # A number for each unit: its block (20 bits) or, where that is no sample of its own, 0, sequence (10), and call.
-            blocks.append(index << 30 | sequence << 20 | block)
-            place = microbatches.index((each.chunk, each.microbatch))
-            samples.append(place << 30 | sequence << 20 | (block if each.packed else 0))
-            layers.append(np.full(len(block), each.layer))
-        flat, block, sample = np.concatenate(parts, axis=1), np.concatenate(blocks), np.concatenate(samples)
-        self._layers = Pairs.merge([self._layers, Pairs.of(np.concatenate(layers), flat)])
-        names = [f"rank {self.rank}, chunk {chunk}, micro-batch {number}" for chunk, number in microbatches]
-        sample_of, with_blocks = dict(zip(block.tolist(), sample.tolist())), set()
-        for number, unit in Pairs.of(block, flat).measure(self.topk).items():
-            if unit.rows >= LEAST_ROWS and unit.evidence >= EVIDENCE:
-                with_blocks.add(sample_of[number])
-                self._judge(
-                    unit, names, sample_of[number], f"layer {asked[number >> 30].layer}, part {number & 0xFFFFF}"
-                )
-        for number, unit in Pairs.of(sample, flat).measure(self.topk).items():
-            if unit.rows >= LEAST_ROWS and unit.evidence >= LEAST_EVIDENCE:
-                self._least_sample = min(unit.agreement, 1.0 if self._least_sample is None else self._least_sample)
-                if unit.evidence >= EVIDENCE and number not in with_blocks:
-                    self._judge(unit, names, number, "the layers that were asked")
+        if not asked:
+            return
+        rows, at = self._to_host(asked), 0
+        for (chunk, number), calls in groupby(asked, lambda each: (each.chunk, each.microbatch)):
+            layers = []
+            for each in calls:
+                layers.append((each.layer, rows[:, at : at + len(each.ids)]))
+                at += len(each.ids)
+            self._count(f"rank {self.rank}, chunk {chunk}, micro-batch {number}", layers)
 
     def _to_host(self, asked: list[_Asked]) -> NDArray[np.int16]:
-        """Return [4, n] for the rows of all calls; see `count_rows`."""
+        """Return [5, n] for the rows of all calls: see `count_rows`, and the sample of each."""
         generator = torch.Generator().manual_seed(0)
-        table = torch.randint(1 << _CODE_BITS, (2 * self.num_experts,), generator=generator)
-        table = to_device(table, asked[0].ids.device)
+        table = to_device(torch.randint(PAIRS, (2 * self.num_experts,), generator=generator), asked[0].ids.device)
         counted = []
         for each in asked:
-            follow(each.stream, *(tensor for tensor in (each.ids, each.counts) if tensor is not None))
-            counted.append(count_rows(each.ids, each.counts, table))
+            kept = (each.ids, each.counts, each.cu_seqlens)
+            follow(each.stream, *(tensor for tensor in kept if tensor is not None))
+            counted.append(torch.cat([count_rows(each.ids, each.counts, table), each.samples().unsqueeze(0)]))
         rows: NDArray[np.int16] = torch.cat(counted, dim=1).cpu().numpy()
         return rows
 
-    def _judge(self, unit: Unit, names: list[str], sample: int, place: str) -> None:
-        self._units += 1
-        name = f"{names[sample >> 30]}, sequence {sample >> 20 & 0x3FF}"
-        if unit.agreement < self._least_unit[0]:
-            self._least_unit = unit.agreement, f"{name}, {place}"
-        if unit.agreement < self.least:
-            name += f", part {sample & 0xFFFFF}" if sample & 0xFFFFF else ""
-            self._low[name] = self._low.get(name, 0) + 1
+    def _count(self, name: str, layers: list[tuple[int, NDArray[np.int16]]]) -> None:
+        """Add up and judge what one micro-batch was asked: layers, and [5, n] rows of each."""
+        num_samples = 1 + max((int(rows[4].max()) for _, rows in layers if rows.size), default=0)
+        whole, low = np.zeros((2, num_samples, PAIRS, 3))
+        least = np.full(num_samples, np.inf)
+        for layer, rows in layers:
+            rows = rows[:, rows[3] != 0]
+            rows = rows[:, rows[4].argsort(kind="stable")]
+            sums, first = sum_parts(rows[:3], rows[4].astype(np.int64), num_samples)
+            self._layers[layer] = self._layers.get(layer, 0.0) + sums.sum(0)
+            whole += np.add.reduceat(sums, first)
+            agreement = self._judged(sums)
+            least = np.minimum(least, np.minimum.reduceat(agreement, first))
+            low += np.add.reduceat(np.where((agreement < self.least)[:, None, None], sums, 0), first)
+        agreement = self._judged(whole)
+        least = np.minimum(least, agreement)
+        low = np.where((agreement < self.least)[:, None, None], whole, low)
+        self._low += np.array([(least < self.least).sum(), np.isfinite(least).sum()])
+        self._evidence = max(self._evidence, float(measure(low, self.topk).evidence.max()))
+        self._least = min(self._least, (float(least.min()), f"{name}, sequence {least.argmin()}"))
+
+    def _judged(self, sums: Sums) -> NDArray[np.float64]:
+        """Return the agreement of parts or samples, infinite where there is too little evidence to judge it."""
+        unit = measure(sums, self.topk)
+        agreement: NDArray[np.float64] = np.where(
+            (unit.rows >= LEAST_ROWS) & (unit.evidence >= EVIDENCE), unit.agreement, np.inf
+        )
+        return agreement
 
     # ---- the end
     def report(self) -> LiveAgreement:
         """Return what was counted so far; waits for the device."""
         self.fold()
         return LiveAgreement(
-            layers=self._layers.measure(self.topk),
+            layers={layer: measure(sums, self.topk) for layer, sums in self._layers.items()},
             num_layers=self.num_layers,
-            least_sample=self._least_sample,
+            least_sample=None if self._least[0] == np.inf else self._least[0],
             source=self.source,
         )
 
     def numbers(self) -> dict[str, Any]:
         """Return what this rank tells the others: layers with enough evidence, and what is low. Ask once, at the end."""
         self.fold()
-        worst = max(self._low, key=self._low.__getitem__, default="")
         return {
-            "layers": {number: astuple(unit) for number, unit in self._settled()},
-            "units": self._units,
-            "low": sum(self._low.values()),
-            "worst": [worst, self._low.get(worst, 0)],
-            "least": list(self._least_unit),
+            "layers": {layer: astuple(unit) for layer, unit in self._settled()},
+            "low": [*self._low.tolist(), self._evidence],
+            "least": list(self._least),
         }
 
     def _settled(self) -> Iterator[tuple[int, Unit]]:
         """Yield the layers with enough evidence, of this session or with those before it; the others wait for the next."""
-        for layer, unit in self._layers.measure(self.topk).items():
-            pairs, carried = self._layers.unit(layer), self._rotations[self._chunk_of[layer]].carried
-            earlier = carried.pop(layer, None)
+        for layer, sums in self._layers.items():
+            carried = self._rotations[self._chunk_of[layer]].carried
+            earlier, unit = carried.pop(layer, None), measure(sums, self.topk)
             if unit.evidence < LAYER_EVIDENCE and earlier is not None:
-                pairs = Pairs.merge([pairs, earlier])
-                unit = pairs.measure(self.topk)[layer]
+                sums = sums + earlier
+                unit = measure(sums, self.topk)
             if unit.evidence >= LAYER_EVIDENCE:
                 yield layer, unit
             else:
-                carried[layer] = pairs
+                carried[layer] = sums
 
 
 def problems(everyone: Sequence[Mapping[str, Any]], least: float) -> list[str]:
@@ -398,12 +381,13 @@ def problems(everyone: Sequence[Mapping[str, Any]], least: float) -> list[str]:
             f"the live router agrees with the replayed routes by less than min_agreement={least} in {len(low)} of "
             f"{len(layers)} layers: {_list(low)}; layers changed places, or lost their routes. {hint}"
         ]
-    num_low, units = (sum(numbers[name] for numbers in everyone) for name in ("low", "units"))
-    worst, in_worst = max((numbers["worst"] for numbers in everyone), key=lambda each: each[1])
-    if in_worst >= 2 or (num_low >= 3 and num_low * 1000 > units):
+    num_low, num_samples, _ = np.sum([numbers["low"] for numbers in everyone], axis=0).astype(int).tolist()
+    evidence = max(numbers["low"][2] for numbers in everyone)
+    if evidence >= SAMPLE_EVIDENCE or (num_low >= 3 and num_low * 1000 > num_samples):
         return [
-            f"the live router agrees with the replayed routes by less than min_agreement={least} in {num_low} of {units} "
-            f"parts of samples, {in_worst} of them in {worst}: routes of another sample, or of other places in it. {hint}"
+            f"the live router agrees with the replayed routes by less than min_agreement={least} in {num_low} of "
+            f"{num_samples} samples, or in parts of them, least of all in {_least(everyone)[1]}: routes of another sample, "
+            f"or of other places in it. {hint}"
         ]
     return []
 
@@ -412,8 +396,7 @@ def warning(everyone: Sequence[Mapping[str, Any]]) -> str | None:
     """Return what a user should look at, of routes that are not wrong enough to raise."""
     everyone = [numbers for numbers in everyone if numbers]
     low = {number: value for number, value in _layers(everyone).items() if value < WARN}
-    least: list[Any] = min((numbers["least"] for numbers in everyone), default=[1.0, ""])
-    value, where = least
+    value, where = _least(everyone)
     if not low and value >= WARN:
         return None
     found = [f"layers {_list(low)}"] if low else []
@@ -424,12 +407,18 @@ def warning(everyone: Sequence[Mapping[str, Any]]) -> str | None:
     )
 
 
+def _least(everyone: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+    """Return agreement and name of the sample, or part of one, that agrees least."""
+    least: Sequence[Any] = min((numbers["least"] for numbers in everyone), default=(np.inf, ""))
+    return least
+
+
 def _layers(everyone: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     totals: dict[int, Unit] = {}
     for numbers in everyone:
         for number, sums in numbers["layers"].items():  # numbers are strings where they came through JSON
             totals[int(number)] = totals.get(int(number), Unit()) + Unit(*sums)
-    return {number: totals[number].agreement for number in sorted(totals)}
+    return {number: float(totals[number].agreement) for number in sorted(totals)}
 
 
 def _list(values: Mapping[int, float]) -> str:

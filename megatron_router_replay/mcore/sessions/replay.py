@@ -144,7 +144,7 @@ class ReplaySession(QueueingSession):
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
         held = self._held[decision.router]
         replayed = microbatch.routes.compact[:, held.position]
-        self._agreement.add(microbatch, held.chunk_index, held.found.layer_number, live, replayed, counts)
+        self._agreement.add(microbatch, held.chunk, held.found.layer_number, live, replayed, counts)
 
     def _choose_some(self, decision: Decision, microbatch: Microbatch, used: Tensor) -> Tensor:
         """Ask `choose=` which decisions are replayed, and count those that are not."""

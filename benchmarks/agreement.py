@@ -1,0 +1,60 @@
+"""What it costs a training step to ask the live router: `mrr.replay` with and without its question, in turns.
+
+python -m benchmarks.agreement          # whole steps with the session opened and closed, where the rows are counted
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import megatron_router_replay as mrr
+from benchmarks.measure import ratio, rounds, table
+from benchmarks.step import LARGER, TINY, Case, Trainer
+from tests.support.workers import GlooWorkers
+
+KINDS: dict[str, dict[str, Any]] = {
+    "not asked": {"min_agreement": 0},
+    "one layer asked": {},
+    "every layer asked": {"ask_every_layer": True},
+}
+CASES = [
+    Case(model=TINY, repeats=25),
+    Case(model=replace(LARGER, name="larger, half of its layers", layers=4), repeats=15),
+]
+
+
+class Asking(Trainer):
+    """A trainer whose every step is a replay."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.inner = {kind: [] for kind in KINDS}
+
+    def session(self, kind: str) -> Any:
+        return mrr.replay(self.chunks, self.trace, **KINDS[kind])
+
+
+def time_steps(case: Case) -> dict[str, list[float]]:
+    """Run on the rank: seconds of the steps of every kind."""
+    trainer = Asking(case)
+    steps = {kind: partial(trainer.step, kind) for kind in KINDS}
+    # The first session of a model asks all layers; here it is one to warm up.
+    return rounds(steps, repeats=case.repeats, warm_up=2, clock=trainer.clock)
+
+
+def main() -> None:
+    rows = []
+    for case in CASES:
+        with GlooWorkers(1) as workers:
+            (seconds,) = workers.run(time_steps, case, timeout_s=900.0)
+        ms = sorted(seconds["not asked"])[case.repeats // 2] * 1000
+        rows.append(
+            [case.model.name, f"{ms:.0f}", *(str(ratio(seconds, kind, "not asked")) for kind in list(KINDS)[1:])]
+        )
+    print(table(["model", "not asked, ms", *(f"{kind} / not asked" for kind in list(KINDS)[1:])], rows))
+
+
+if __name__ == "__main__":
+    main()
