@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-from torch import nn
-
 from megatron_router_replay.errors import UnsupportedRouterError, listed
 from megatron_router_replay.mcore.attention.sparse import CHOOSE, DSA, AttentionHolder, install_seams
 from megatron_router_replay.mcore.heart import seam, tape
-from megatron_router_replay.mcore.model.find import as_chunks, unwrap
+from megatron_router_replay.mcore.model.find import Walk
 from megatron_router_replay.mcore.model.upstream import captured_by_cuda_graphs, megatron_version
 
 
@@ -43,15 +40,16 @@ class FoundIndexer:
         return f"refused by freeze_recompute: {self.reason}" if self.reason else "frozen by freeze_recompute"
 
 
-def find_indexers(model_chunks: nn.Module | Sequence[nn.Module]) -> list[FoundIndexer]:
-    """Return every sparse attention of a model, in order, and every indexer that belongs to none of them."""
+def find_indexers(walks: Sequence[Walk]) -> list[FoundIndexer]:
+    """Return every sparse attention of a model, in order, and every indexer that belongs to none of them.
+
+    Args:
+        walks: the modules of each chunk.
+    """
     dsa = sys.modules.get(DSA)
     found, known = [], set()
-    for index, chunk in enumerate(as_chunks(model_chunks)):
-        in_mtp: tuple[str, ...] = ()
-        for name, module in unwrap(chunk).named_modules():
-            if isinstance(module, MultiTokenPredictionLayer):
-                in_mtp = (*in_mtp, f"{name}.")
+    for index, walked in enumerate(walks):
+        for name, module, mtp_layer in walked:
             if dsa is not None and isinstance(module, dsa.DSAttention):
                 known.add(getattr(module, "indexer", None))
                 reason = _refusal(module, dsa)
@@ -59,8 +57,9 @@ def find_indexers(model_chunks: nn.Module | Sequence[nn.Module]) -> list[FoundIn
                 reason = f"{type(module).__name__} is an indexer of an attention that nobody here has read"
             else:
                 continue
-            is_mtp = name.startswith(in_mtp) if in_mtp else False
-            found.append(FoundIndexer(chunk=index, name=name, attention=module, is_mtp=is_mtp, reason=reason))
+            found.append(
+                FoundIndexer(chunk=index, name=name, attention=module, is_mtp=mtp_layer is not None, reason=reason)
+            )
     return found
 
 
@@ -86,16 +85,16 @@ class HeldIndexers:
     """The sparse attentions of a frozen model.
 
     Args:
-        modules: the chunks.
+        walks: the modules of each chunk.
         holder: what the freeze leaves with the seam.
 
     Raises:
         UnsupportedRouterError: what an indexer chooses cannot be frozen; names the layers, and the config field behind it.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], holder: AttentionHolder) -> None:
-        self._modules, self.holder = modules, holder
-        self.found = find_indexers(modules)
+    def __init__(self, walks: Sequence[Walk], holder: AttentionHolder) -> None:
+        self.holder = holder
+        self.found = find_indexers(walks)
         check_indexers(self.found)
 
     def hold(self) -> None:
@@ -110,10 +109,14 @@ class HeldIndexers:
         for found in self.found:
             seam.release(found.attention, self.holder)
 
-    def exchanged(self) -> list[str]:
-        """Return which attentions the session did not reach: they were built into the model, or changed, meanwhile."""
+    def exchanged(self, walks: Sequence[Walk]) -> list[str]:
+        """Return which attentions the session did not reach: they were built into the model, or changed, meanwhile.
+
+        Args:
+            walks: the modules of each chunk now.
+        """
         held = {found.attention for found in self.found}
-        built = [found for found in find_indexers(self._modules) if held and found.attention not in held]
+        built = [found for found in find_indexers(walks) if held and found.attention not in held]
         replaced = [found for found in self.found if "forward" in vars(found.attention)]
         asks_nobody = [found for found in self.found if not hasattr(type(found.attention).forward, "is_seam")]
         return [

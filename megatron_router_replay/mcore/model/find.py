@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import Router
@@ -119,8 +119,41 @@ def check_whole_pipeline(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def find_routers(chunk: nn.Module) -> list[FoundRouter]:
+class Placed(NamedTuple):
+    """A module of a chunk: its path there, and the multi-token-prediction layer that it is or is in, or None."""
+
+    path: str
+    module: nn.Module
+    mtp_layer: Any
+
+
+Walk = Sequence[Placed]
+"""Every module of a chunk once. A model has thousands, so a session walks once where it opens and once where it closes."""
+
+
+def walk(chunk: nn.Module) -> Walk:
+    """Return every module of the innermost model, in the order of named_modules()."""
+    placed: dict[int, Placed] = {}
+    ahead: list[Placed] = [Placed("", unwrap(chunk), None)]
+    while ahead:
+        path, module, mtp_layer = ahead.pop()
+        if id(module) in placed:
+            continue
+        if isinstance(module, MultiTokenPredictionLayer):
+            mtp_layer = module
+        placed[id(module)] = Placed(path, module, mtp_layer)
+        inner = [
+            Placed(f"{path}.{name}" if path else name, child, mtp_layer) for name, child in module.named_children()
+        ]
+        ahead += reversed(inner)
+    return list(placed.values())
+
+
+def find_routers(chunk: nn.Module, walked: Walk | None = None) -> list[FoundRouter]:
     """Return the chunk's routers, ordered by layer number.
+
+    Args:
+        walked: its modules, where the caller has them.
 
     Raises:
         LayoutError: two routers have the same layer number, or a router has none.
@@ -128,34 +161,23 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
     model = unwrap(chunk)
     routers: dict[int, Any] = {}
     dispatchers: dict[int, list[Any]] = {}
-    places: dict[int, tuple[str, Any]] = {}  # of every module: its path, and the MTP layer that it is in
-    # One walk, in the order of named_modules() and in 0.7 of its time: a model has thousands of modules, and every session
-    # walks.
-    ahead: list[tuple[str, nn.Module, Any]] = [("", model, None)]
-    while ahead:
-        path, module, mtp_layer = ahead.pop()
-        if id(module) in places:
-            continue
-        if isinstance(module, MultiTokenPredictionLayer):
-            mtp_layer = module
-        elif isinstance(module, BaseMoELayer):
+    places: dict[int, Placed] = {}
+    for place in walk(chunk) if walked is None else walked:
+        module: Any = place.module
+        places[id(module)] = place
+        if isinstance(module, BaseMoELayer):
             # A router that an MoE layer uses without being a Router is found too: it must be refused, not overlooked. One
             # that wraps a Router (PEFT's) calls it, and the seam is inside.
-            if not _wraps_router(module.router):
+            if isinstance(module.router, Router) or len(_routers_in(module.router)) != 1:
                 routers[id(module.router)] = module.router
         elif isinstance(module, Router):
             routers[id(module)] = module
-        places[id(module)] = path, mtp_layer
         if "router" in module._modules:
-            called: Any = module.router
-            inside = [each for each in called.modules() if isinstance(each, Router)]
-            for router in inside:
+            for router in _routers_in(module.router):
                 dispatchers.setdefault(id(router), []).extend(filter(is_dispatcher, vars(module).values()))
-        inner = [(f"{path}.{name}" if path else name, child, mtp_layer) for name, child in module.named_children()]
-        ahead += reversed(inner)
     found = []
     for key, router in routers.items():
-        path, mtp_layer = places.get(key, ("?", None))
+        path, _, mtp_layer = places.get(key, ("?", None, None))
         number = getattr(router, "layer_number", None)
         if mtp_layer is not None:
             number = num_decoder_layers(model) + _number_in_mtp_block(mtp_layer, router)
@@ -177,9 +199,8 @@ def find_routers(chunk: nn.Module) -> list[FoundRouter]:
     return found
 
 
-def _wraps_router(module: nn.Module) -> bool:
-    inner = [each for each in module.modules() if isinstance(each, Router)]
-    return not isinstance(module, Router) and len(inner) == 1
+def _routers_in(module: nn.Module) -> list[nn.Module]:
+    return [module] if isinstance(module, Router) else [each for each in module.modules() if isinstance(each, Router)]
 
 
 def _number_in_mtp_block(mtp_layer: Any, router: Any) -> int:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.mcore.model.find import (
     FoundRouter,
+    Walk,
     as_chunks,
     check_has_experts,
     find_routers,
@@ -23,6 +23,7 @@ from megatron_router_replay.mcore.model.find import (
     mtp_pattern,
     num_decoder_layers,
     unwrap,
+    walk,
 )
 
 
@@ -46,8 +47,10 @@ def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int
     chunks = as_chunks(model_chunks)
     numbers = _moe_layers(unwrap(chunks[0]))
     # What the config says is held against what was built: a spec of the user's own may not follow it.
-    here = {found.layer_number for chunk in chunks for found in find_routers(chunk) if not found.is_mtp}
-    built = {number for chunk in chunks for number in _decoder_layers(unwrap(chunk))}
+    walks = list(map(walk, chunks))
+    routers = [found for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
+    here = {found.layer_number for found in routers if not found.is_mtp}
+    built = {number for chunk, walked in zip(chunks, walks) for number in _decoder_layers(unwrap(chunk), walked)}
     if here != built & set(numbers):
         raise LayoutError(
             f"MRR411: the model says that its layers {list(numbers)} route, but of this rank's layers {sorted(built)} "
@@ -82,7 +85,7 @@ def check_trace_layers(
     layer_numbers: Sequence[int],
     model_chunks: nn.Module | Sequence[nn.Module],
     *,
-    routers: Sequence[FoundRouter] | None = None,
+    walks: Sequence[Walk] | None = None,
     mtp: bool = False,
     hashed: Collection[int] = (),
 ) -> None:
@@ -91,7 +94,7 @@ def check_trace_layers(
     Args:
         layer_numbers: of the trace.
         model_chunks: the model or its chunks on this rank.
-        routers: those of all chunks, where the caller has looked for them already.
+        walks: the modules of each chunk, where the caller has them.
         mtp: multi-token-prediction layers need routes too.
         hashed: layers that a table of token ids routes: the trace may have routes for them.
 
@@ -102,8 +105,8 @@ def check_trace_layers(
     chunks = as_chunks(model_chunks)
     model = unwrap(chunks[0])
     given = set(layer_numbers)
-    if routers is None:
-        routers = [found for chunk in chunks for found in find_routers(chunk)]
+    walks = list(map(walk, chunks)) if walks is None else walks
+    routers = [found for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
     for found in routers:
         if found.layer_number not in given | set(hashed) and (mtp or not found.is_mtp):
             raise TraceError(
@@ -112,8 +115,7 @@ def check_trace_layers(
             )
     decoder = num_decoder_layers(model)
     elsewhere = given - {found.layer_number for found in routers}  # on another pipeline stage, or nowhere
-    # Looked for only where it matters: walking a model's modules takes as long as finding its routers.
-    built = {number for chunk in chunks for number in _decoder_layers(unwrap(chunk))} if elsewhere else set()
+    built = {number for chunk, walked in zip(chunks, walks) for number in _decoder_layers(unwrap(chunk), walked)}
     dense = sorted(elsewhere & built)
     if dense:
         raise TraceError(
@@ -159,15 +161,11 @@ def _moe_layers(model: nn.Module) -> tuple[int, ...]:
     return tuple(i + 1 for i, is_moe in enumerate(routes) if is_moe)
 
 
-def _decoder_layers(model: nn.Module) -> set[int]:
+def _decoder_layers(model: nn.Module, walked: Walk) -> set[int]:
     """Return the numbers of the layers that this rank has, of any kind, without MTP layers."""
-    modules = list(model.modules())
-    in_mtp = {
-        id(inner) for layer in modules if isinstance(layer, MultiTokenPredictionLayer) for inner in layer.modules()
-    }
     # A hybrid model's other kinds of layers, Mamba's for one, are no TransformerLayer.
-    layers = [*getattr(getattr(model, "decoder", None), "layers", ())]
-    layers += [module for module in modules if isinstance(module, TransformerLayer) and id(module) not in in_mtp]
+    layers: list[Any] = [*getattr(getattr(model, "decoder", None), "layers", ())]
+    layers += [each.module for each in walked if isinstance(each.module, TransformerLayer) and each.mtp_layer is None]
     return {layer.layer_number for layer in layers if hasattr(layer, "layer_number")}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_router_replay.errors import listed
 from megatron_router_replay.mcore.attention.indexers import FoundIndexer, find_indexers
-from megatron_router_replay.mcore.model.find import as_chunks, find_routers
+from megatron_router_replay.mcore.model.find import as_chunks, find_routers, walk
 from megatron_router_replay.mcore.model.support import is_hashed, refusals_of
 from megatron_router_replay.mcore.model.upstream import check_version
 
@@ -107,7 +107,9 @@ def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
         UnsupportedRouterError: this Megatron-Core has no way to replay at all.
     """
     check_version()
-    found = [(index, found) for index, chunk in enumerate(as_chunks(model_chunks)) for found in find_routers(chunk)]
+    chunks = as_chunks(model_chunks)
+    walks = list(map(walk, chunks))
+    found = [(index, each) for index, chunk in enumerate(chunks) for each in find_routers(chunk, walks[index])]
     reasons = refusals_of([router for _, router in found])
     explanation = Explanation(
         RouterSupport(
@@ -125,5 +127,5 @@ def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
         )
         for (index, router), of_router in zip(found, reasons)
     )
-    explanation.indexers = tuple(find_indexers(model_chunks))
+    explanation.indexers = tuple(find_indexers(walks))
     return explanation

@@ -55,7 +55,7 @@ class FreezeSession(Session):
     def __init__(self, model_chunks: Models, *, count_flips: bool, verify: bool, indexers: bool) -> None:
         super().__init__(model_chunks, verify=verify, flips=count_flips)
         self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._held.items()})
-        self._indexers = HeldIndexers(self._modules, self._frozen) if indexers else None
+        self._indexers = HeldIndexers(self._walks, self._frozen) if indexers else None
 
     def _holder(self) -> Frozen:
         return self._frozen

@@ -26,10 +26,12 @@ from megatron_router_replay.mcore.heart.tally import Tally
 from megatron_router_replay.mcore.model.find import (
     FoundRouter,
     Models,
+    Walk,
     as_chunks,
     check_has_experts,
     check_whole_pipeline,
     find_routers,
+    walk,
 )
 from megatron_router_replay.mcore.model.support import check_supported, is_hashed, takes_topk_again
 from megatron_router_replay.mcore.model.upstream import check_version
@@ -80,6 +82,7 @@ class Session:
         self, model_chunks: Models, *, verify: bool, flips: bool = False, choice: Balance | None = None
     ) -> None:
         self._modules = as_chunks(model_chunks)
+        self._walks: list[Walk] = []  # while the session is opened
         found = self._find_routers()
         # In a Megatron-Core that nobody here has read, what leaves the seam is verified, whether asked for or not.
         verify_seam = check_supported([router for routers in found for router in routers])
@@ -99,7 +102,8 @@ class Session:
 
     def _find_routers(self) -> list[list[FoundRouter]]:
         check_version()
-        found = [find_routers(module) for module in self._modules]
+        self._walks = list(map(walk, self._modules))
+        found = [find_routers(module, walked) for module, walked in zip(self._modules, self._walks)]
         check_has_experts(self._modules, found)
         check_whole_pipeline(self._modules)
         return found
@@ -111,6 +115,7 @@ class Session:
             ReplayStateError: a router is held by another session, or driven by its own RouterReplay; or this one was closed.
         """
         self._check_open()
+        self._walks = []
         seam.install()
         seam.check_installed()
         # All of them before the first is held: a model of which a part is under a session already is left as it was.
@@ -252,20 +257,21 @@ class Session:
             seam.check_installed()
         except ReplayStateError as error:
             problems.append(str(error))
-        problems += self._exchanged_routers()
+        walks = list(map(walk, self._modules))
+        problems += self._exchanged_routers(walks)
         if self._indexers is not None:
-            problems += self._indexers.exchanged()
+            problems += self._indexers.exchanged(walks)
         return problems
 
     def _settled(self, problems: list[str]) -> list[str]:
         """Return this rank's problems, and those of the ranks that judge with it."""
         return problems
 
-    def _exchanged_routers(self) -> list[str]:
+    def _exchanged_routers(self, walks: list[Walk]) -> list[str]:
         """Return which routers the session did not reach: they were built into the model, or changed, meanwhile."""
         problems = []
-        for module in self._modules:
-            for found in find_routers(module):
+        for module, walked in zip(self._modules, walks):
+            for found in find_routers(module, walked):
                 if is_hashed(found.router):
                     continue
                 if found.router not in self._held:
@@ -343,8 +349,10 @@ def close_sessions(model_chunks: Models) -> int:
     Returns:
         How many sessions were ended.
     """
-    routers = [found.router for module in as_chunks(model_chunks) for found in find_routers(module)]
-    routers += [found.attention for found in find_indexers(model_chunks)]
+    chunks = as_chunks(model_chunks)
+    walks = list(map(walk, chunks))
+    routers = [found.router for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
+    routers += [found.attention for found in find_indexers(walks)]
     holders = {id(holder): holder for router in routers for holder in seam.holders_of(router)}
     for session in filter(None, [holder.session() for holder in holders.values()]):
         session.close(verify=False)

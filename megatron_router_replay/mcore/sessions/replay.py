@@ -174,7 +174,7 @@ class ReplaySession(QueueingSession):
         check_trace_layers(
             trace.layer_numbers,
             self._modules,
-            routers=[held.found for held in self._held.values()] + self.hashed,
+            walks=self._walks,
             mtp=mtp,
             hashed={found.layer_number for found in self.hashed},
         )

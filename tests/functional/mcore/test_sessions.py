@@ -1,11 +1,13 @@
 """What a session touches, holds and counts in a real model; recomputes use the experts of their forward."""
 
+import functools
 import gc
 import sys
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore.batches import chunk as chunk_module
@@ -57,6 +59,33 @@ def old_log_probs_then_training() -> None:
 
 def test_a_forward_only_pass_leaves_nothing_for_the_next_recompute(on_ranks):
     on_ranks(2, old_log_probs_then_training)
+
+
+@pytest.mark.parametrize("kind", ["freeze", "record", "replay", "replay of a stage's part"])
+def test_a_session_visits_each_module_once_where_it_opens_and_once_where_it_closes(kind, megatron, monkeypatch):
+    case = Case()
+    _, (model,), _ = build(case)
+    trace = random_trace(case)
+    if kind == "replay of a stage's part":  # the last layer is another stage's
+        del model.decoder.layers[-1]
+    start = {"freeze": mrr.freeze_recompute, "record": mrr.record}.get(kind, lambda model: mrr.replay(model, trace))
+    visits: list[Any] = []
+    for name in ("named_modules", "named_children"):  # modules() and children() call these
+
+        def counted(*args: Any, original: Any, **options: Any) -> Any:
+            visits.append(original)
+            return original(*args, **options)
+
+        original = getattr(nn.Module, name)
+        monkeypatch.setattr(nn.Module, name, functools.partialmethod(counted, original=original))
+    session = start(model)
+    opened = len(visits)
+    visits.clear()
+    problems = session._faults()
+    closed = len(visits)
+    session.close(verify=False)
+    num_modules = len(list(model.modules()))
+    assert (opened, closed, problems) == (num_modules, num_modules, [])
 
 
 @pytest.mark.parametrize(("num_experts", "bytes_an_id"), [(8, 1), (258, 2)])

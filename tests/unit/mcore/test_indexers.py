@@ -17,6 +17,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore.attention.indexers import find_indexers
 from megatron_router_replay.mcore.attention.sparse import decode_positions, encode_positions
+from megatron_router_replay.mcore.model.find import walk
 from megatron_router_replay.mcore.model.upstream import megatron_version, version_numbers
 from megatron_router_replay.testing import ParallelSizes
 from tests.unit.mcore.tiny_chunk import Around, non_reentrant, plain, reentrant, unknown
@@ -478,7 +479,7 @@ def test_explain_lists_them_and_those_of_mtp_layers_are_told_apart():
     nn.Module.__init__(mtp)
     mtp.layer = Layer(model.config, 1)
     model.mtp, model.mtp_layers = mtp, nn.ModuleList([Layer(model.config, 2)])
-    found = {each.name: each.is_mtp for each in find_indexers(model)}
+    found = {each.name: each.is_mtp for each in find_indexers([walk(model)])}
     names = ("layers.0", "layers.1", "mtp.layer", "mtp_layers.0")
     assert found == {f"{name}.attention": name == "mtp.layer" for name in names}
 
