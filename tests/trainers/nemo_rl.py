@@ -27,11 +27,11 @@ def batch(seed: int) -> dict[str, Any]:
         tokens[i, : len(part)] = part
         experts[i, : len(route)] = route.to(torch.int16)
         experts[i, len(part) - 1] = torch.arange(oracle.TOPK)  # vLLM's worker fills so
-        token_mask[i, oracle.PROMPTS[i] : len(part)] = 1
+        token_mask[i, oracle.SHARDS[seed % 2][1][i] : len(part)] = 1
     experts[3, 9:11] = -1  # their sentinel of a missing route
     return {
         "input_ids": tokens,
-        "input_lengths": torch.tensor(oracle.LENGTHS),
+        "input_lengths": torch.tensor(oracle.SHARDS[seed % 2][0]),
         "routed_experts": experts,
         "token_mask": token_mask,
         "sample_mask": torch.ones(len(ids)),
@@ -52,7 +52,7 @@ def routes_of_tokens(seed: int) -> dict[int, Any]:
 
 def config(layout: ParallelSizes, packs: bool, dynamic: bool) -> dict[str, Any]:
     return {
-        "train_global_batch_size": len(oracle.LENGTHS),
+        "train_global_batch_size": oracle.NUM_SAMPLES,
         "train_micro_batch_size": 2,
         "logprob_batch_size": 2,
         "make_sequence_length_divisible_by": 8,
@@ -140,7 +140,7 @@ def step(
             seen.mark()
             me.get_logprobs(data=shard())
             seen.mark()
-            me.train(shard(), ClippedPGLossFn(ClippedPGLossConfig()), gbs=len(oracle.LENGTHS) * me.dp_size)
+            me.train(shard(), ClippedPGLossFn(ClippedPGLossConfig()), gbs=oracle.NUM_SAMPLES * me.dp_size)
         return [part.counts() for part in seen]
 
 

@@ -65,8 +65,8 @@ def batch(seed: int) -> Any:
     from skyrl.train import trainer
 
     ids, routes = oracle.rollout(seed)
-    prompts = [part[:prompt].tolist() for part, prompt in zip(ids, oracle.PROMPTS)]
-    responses = [part[prompt:].tolist() for part, prompt in zip(ids, oracle.PROMPTS)]
+    prompts = [part[:prompt].tolist() for part, prompt in zip(ids, oracle.SHARDS[seed % 2][1])]
+    responses = [part[prompt:].tolist() for part, prompt in zip(ids, oracle.SHARDS[seed % 2][1])]
     me = object.__new__(trainer.RayPPOTrainer)
     me.cfg = Config(
         trainer=Config(

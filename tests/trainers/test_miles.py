@@ -20,6 +20,7 @@ CASES = {
     "tp2-bshd": (ParallelSizes(tp_size=2), {}, BSHD),
     "cp2-moe": (ParallelSizes(cp_size=2), MOE, {}),
     "cp2-bshd-full": (ParallelSizes(cp_size=2), FULL, BSHD),
+    "dp2-ep2-moe": (ParallelSizes(ep_size=2), MOE, {}),
     "pp2-full": (ParallelSizes(pp_size=2), FULL, {}),
     "pp2-vpp2-moe": (ParallelSizes(pp_size=2, vp_size=2), MOE, {}),
 }

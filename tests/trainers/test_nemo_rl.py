@@ -19,6 +19,7 @@ CASES = {
     "tp2-full": (ParallelSizes(tp_size=2), FULL, {}),
     "tp2-packed": (ParallelSizes(tp_size=2), {}, PACKED),
     "cp2-packed-moe": (ParallelSizes(cp_size=2), MOE, PACKED),
+    "dp2-ep2-packed-full": (ParallelSizes(ep_size=2), FULL, PACKED),
     "pp2-full": (ParallelSizes(pp_size=2), FULL, {}),
     "pp2-packed-moe": (ParallelSizes(pp_size=2), MOE, PACKED),
 }

@@ -18,6 +18,7 @@ CASES = {
     "tp2-full": (ParallelSizes(tp_size=2), FULL, {}),
     "tp2-packed-dynamic": (ParallelSizes(tp_size=2), {}, {"packs": True, "max_tokens": 30}),
     "cp2-packed-moe": (ParallelSizes(cp_size=2), MOE, {"packs": True}),
+    "dp2-ep2-packed-moe": (ParallelSizes(ep_size=2), MOE, {"packs": True}),
     "pp2-packed-full": (ParallelSizes(pp_size=2), FULL, {"packs": True}),
 }
 

@@ -17,6 +17,7 @@ CASES = {
     "single-moe-two-steps": (ParallelSizes(), MOE, {"steps": 2}),
     "tp2-full": (ParallelSizes(tp_size=2), FULL, {}),
     "cp2-moe": (ParallelSizes(cp_size=2), MOE, {}),
+    "dp2-ep2-full": (ParallelSizes(ep_size=2), FULL, {}),
     "pp2-full": (ParallelSizes(pp_size=2), FULL, {}),
     "pp2-vpp2-moe": (ParallelSizes(pp_size=2, vp_size=2), MOE, {}),
 }
