@@ -59,7 +59,8 @@ def results() -> str:
         "Made by `make bench` from the samples in `raw/`, the seconds of every repeat. Every figure is a ratio of "
         "alternatives that ran in turns in one process, or says what else it is.",
         "`python -m benchmarks.transport` and `python -m benchmarks.diff` are run by themselves: "
-        "[RESULTS_transport.md](RESULTS_transport.md), [RESULTS_diff.md](RESULTS_diff.md).",
+        "[RESULTS_transport.md](RESULTS_transport.md), [RESULTS_diff.md](RESULTS_diff.md). What needs a trainer or counts "
+        "operations: [RESULTS_by_hand.md](RESULTS_by_hand.md).",
     ]
     for name, part in PARTS.items():
         path = RAW / f"{name}.json"

@@ -1,4 +1,4 @@
-"""The rows of the benchmark, and the table that they become; `docs/cost.md` takes it as it is."""
+"""The rows of the benchmark, and the table that they become; `benchmarks/RESULTS.md` takes it as it is."""
 
 from __future__ import annotations
 
