@@ -420,13 +420,11 @@ def _changed_by_cast(flat: Tensor, num_ids: int, packed: Tensor) -> Tensor:
 
 def _holds_filler(ids: npt.NDArray[Any]) -> bool:
     """Return whether rows [n, layers, topk] of routes and filler hold filler: -1, or zeros of topk above 1."""
-    topk = ids.shape[2]
-    if topk == 1:
-        return bool((ids == ids.dtype.type(255 if ids.itemsize == 1 else -1)).any())
-    if topk * ids.itemsize not in (2, 4, 8):
+    topk, num_bytes = ids.shape[2], ids.shape[2] * ids.itemsize
+    if num_bytes not in (1, 2, 4, 8):
         return bool((ids[:, :, 0] == ids[:, :, -1]).any())
-    layers = ids.view(f"u{topk * ids.itemsize}")  # a whole layer is compared at once
-    return bool((layers == 0).any() or (layers == np.iinfo(layers.dtype).max).any())
+    layers = ids.view(f"u{num_bytes}")  # a layer is one number, and its range is found without a temporary
+    return int(layers.max(initial=0)) == np.iinfo(layers.dtype).max or (topk > 1 and int(layers.min(initial=1)) == 0)
 
 
 def _legal_where(mask: Tensor, ids: Tensor) -> Tensor:
