@@ -16,31 +16,31 @@ from megatron_router_replay.mcore.sessions.gathering import gather_trace
 from megatron_router_replay.trace.header import TraceHeader
 
 TITLE = "Gather: bytes of one rank"
-TOKENS, LAYERS, EXPERTS, TOPK = 1 << 20, 48, 128, 8
+LAYERS, EXPERTS, TOPK = 48, 128, 8
 RANKS = (16, 64)
 
 
-def measure() -> dict[str, Any]:
+def measure(tokens: int = 1 << 20) -> dict[str, Any]:
     """Return bytes by number of ranks; a process each, so that its peak of memory is its own."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        return {str(ranks): pool.map(gather_as_rank_0, [ranks], chunksize=1)[0] for ranks in RANKS}
+        return {str(ranks): pool.apply(gather_as_rank_0, (ranks, tokens)) for ranks in RANKS}
 
 
-def gather_as_rank_0(ranks: int) -> dict[str, int]:
-    """Run `gather_trace` as rank 0 of so many; each recorded an equal part of TOKENS rows."""
-    own = TOKENS // ranks
+def gather_as_rank_0(ranks: int, tokens: int) -> dict[str, int]:
+    """Run `gather_trace` as rank 0 of so many; each recorded an equal part of the rows."""
+    own = tokens // ranks
     some = torch.rand(4096, EXPERTS).topk(TOPK).indices.to(torch.uint8)
     routes = some[torch.randint(len(some), (own, LAYERS))]
     part = RoutingTrace(topk_indices=routes, layer_numbers=range(1, LAYERS + 1), num_experts=EXPERTS)
     # The recording as a session leaves it: all rows of the batch, of which this rank has some.
-    mask = torch.arange(TOKENS) < own
-    indices = torch.arange(TOPK, dtype=torch.uint8).expand(TOKENS, LAYERS, TOPK).clone()
+    mask = torch.arange(tokens) < own
+    indices = torch.arange(TOPK, dtype=torch.uint8).expand(tokens, LAYERS, TOPK).clone()
     indices[:own] = routes
     recorded = part._with(topk_indices=indices, replay_mask=mask)
     sent, messages = [0] * ranks, [0]
 
     def all_gather_object(headers: list[Any], value: Any, group: Any = None) -> None:
-        headers[:] = [(TOKENS, TraceHeader.of(part))] * ranks
+        headers[:] = [(tokens, TraceHeader.of(part))] * ranks
 
     def broadcast(message: torch.Tensor, src: int, group: Any = None) -> None:
         sent[src] += message.numel()
@@ -70,6 +70,7 @@ def gather_as_rank_0(ranks: int) -> dict[str, int]:
     assert bool(whole.replay_mask.all())
     assert torch.equal(whole.topk_indices[-own:], routes)
     return {
+        "tokens": tokens,
         "own_bytes": routes.numel(),
         "sent": sent[0],
         "received": sum(sent[1:]),
@@ -97,11 +98,11 @@ def render(raw: dict[str, Any]) -> str:
         ]
         for ranks, of_rank in raw.items()
     ]
+    tokens = next(iter(raw.values()))["tokens"]
     head = (
-        f"MB of rank 0, of a batch of {TOKENS:,} rows, {LAYERS} layers, top-{TOPK} of {EXPERTS}, that all ranks recorded in "
+        f"MB of rank 0, of a batch of {tokens:,} rows, {LAYERS} layers, top-{TOPK} of {EXPERTS}, that all ranks recorded in "
         "equal parts. The other ranks are played in the same process. Held is how far the process grew at its peak, with the "
-        "whole that it returns. "
-        "Sending the recording as it lies would be the whole from every rank.\n\n"
+        "whole that it returns. Sending the recording as it lies would be the whole from every rank.\n\n"
     )
     names = ["ranks", "its routes", "it sends", "it receives", "largest message", "the whole", "held at the peak"]
     return head + table(names, rows)

@@ -11,7 +11,7 @@ from megatron_router_replay.diagnostics.counting import Counter, Samples
 from megatron_router_replay.diagnostics.evidence import Evidence
 from megatron_router_replay.diagnostics.fact import Fact
 from megatron_router_replay.diagnostics.where import Claim, search
-from megatron_router_replay.tables import number_words, percent
+from megatron_router_replay.tables import number_words, percent, share
 
 
 def find_facts(counts: Counter) -> list[Fact]:
@@ -42,10 +42,10 @@ def _coverage(counts: Counter) -> Iterator[Fact]:
         yield Fact(kind="samples", text=_length_words(a.sequence_lengths, b.sequence_lengths, name_a, name_b))
     if a.sample_ids and b.sample_ids and a.sample_ids != b.sample_ids and len(a.sample_ids) == len(b.sample_ids):
         other = tuple(i for i, (one, two) in enumerate(zip(a.sample_ids, b.sample_ids)) if one != two)
-        same = " in another order" if sorted(a.sample_ids) == sorted(b.sample_ids) else ""
+        same = " (the same in a different order)" if sorted(a.sample_ids) == sorted(b.sample_ids) else ""
         yield Fact(
             kind="samples",
-            text=f"{len(other):,} of {len(a.sample_ids):,} samples have other names{same}: {number_words(other)}.",
+            text=f"{len(other):,} of {len(a.sample_ids):,} samples have different names{same}: {number_words(other)}.",
             samples=other,
         )
     for name, other_name, only in (
@@ -69,7 +69,7 @@ def _coverage(counts: Counter) -> Iterator[Fact]:
         numbers = tuple(counts.layers[i] for i in listed)
         yield Fact(
             kind="expert_order",
-            text=f"{held:,} of {decisions:,} decisions that agree list their experts in another order, "
+            text=f"{held:,} of {decisions:,} decisions that agree list their experts in a different order, "
             f"in {layer_words(numbers)}.",
             layer_numbers=numbers,
             held=held,
@@ -78,7 +78,7 @@ def _coverage(counts: Counter) -> Iterator[Fact]:
     if counts.rows_other_token:
         yield Fact(
             kind="tokens",
-            text=f"{counts.rows_other_token:,} of {counts.rows_with_tokens:,} rows hold another token, first row "
+            text=f"{counts.rows_other_token:,} of {counts.rows_with_tokens:,} rows hold a different token, first row "
             f"{counts.first_other_token:,}.",
             held=counts.rows_other_token,
             decisions=counts.rows_with_tokens,
@@ -90,7 +90,7 @@ def _length_words(a: Sequence[int], b: Sequence[int], name_a: str, name_b: str) 
         return f"{name_a} has {len(a):,} samples of {sum(a):,} rows, {name_b} has {len(b):,} of {sum(b):,} rows."
     other = [i for i, (one, two) in enumerate(zip(a, b)) if one != two]
     shown = ", ".join(f"sample {i} {a[i]:,} and {b[i]:,}" for i in other[:3]) + (", ..." if len(other) > 3 else "")
-    return f"{len(other):,} of {len(a):,} samples have another length, in {name_a} and in {name_b}: {shown} rows."
+    return f"{len(other):,} of {len(a):,} samples have different lengths in {name_a} and in {name_b}: {shown} rows."
 
 
 class _Words:
@@ -126,9 +126,8 @@ class _Words:
         rows = self._scattered_words(claim) if claim.scattered else self._row_words(fact)
         layers = layer_words(fact.layer_numbers)
         where = "in all layers" if fact.layer_numbers == self.b.layer_numbers else f"in {layers}"
-        counted = f"{fact.held:,} of {fact.decisions:,} decisions"
-        if not self.evidence.complete:
-            counted += " that were looked at"
+        decisions = f"{fact.decisions:,} decisions{'' if self.evidence.complete else ' that were looked at'}"
+        counted = f"{fact.held:,} of {decisions}"
         if fact.kind == "sample_order":
             return f"{self._order_words(fact)}, {where}: {counted}."
         if fact.kind == "row":
@@ -145,9 +144,10 @@ class _Words:
             return f"{b} names {_name_words(claim)}, {where}: so named, {counted} are near those of {a}."
         if fact.kind == "unused":
             return f"{b} never names {_expert_words(claim, fact)}: {a} does in {fact.held:,} decisions."
+        near, by_chance = share(fact.held, fact.decisions), percent(self.evidence.by_chance[claim.layers].mean())
         return (
-            f"{rows} of {b} are as unlike {a}'s as unrelated rows, {where}: {counted} are near, of unrelated rows "
-            f"{percent(self.evidence.by_chance[claim.layers].mean())}."
+            f"{rows} of {b} are as unlike {a}'s as unrelated rows, {where}: {near} of {decisions} are near, and {by_chance} "
+            "of unrelated ones."
         )
 
     def _scattered_words(self, claim: Claim) -> str:
@@ -230,7 +230,7 @@ def _name_words(claim: Claim) -> str:
         return f"each expert by its id plus {offsets[0, 0]} (modulo {len(experts)})"
     moved = np.flatnonzero(claim.names[0] != experts)
     shown = ", ".join(f"{expert} as {claim.names[0, expert]}" for expert in moved[:4].tolist())
-    return f"experts by other ids ({shown}{', ...' if len(moved) > 4 or len(claim.names) > 1 else ''})"
+    return f"experts by different ids ({shown}{', ...' if len(moved) > 4 or len(claim.names) > 1 else ''})"
 
 
 def _expert_words(claim: Claim, fact: Fact) -> str:

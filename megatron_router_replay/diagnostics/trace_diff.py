@@ -27,7 +27,7 @@ class TraceDiff:
         rows_other_token: compared rows whose token_ids are known in both and differ.
         rows_all_same: rows whose decisions agree in every layer.
         overlap_counts: [num_layers, topk + 1] int64, decisions by the number of experts that both named.
-        other_order: [num_layers] int64, decisions that agree and name their experts in another order.
+        other_order: [num_layers] int64, decisions that agree and name their experts in a different order.
         position_width: positions in a bin of the two below.
         compared_by_position: [bins] int64, rows compared. Positions count within samples, or all rows without samples.
         different_by_position: [num_layers, bins] int64, decisions that differ.
@@ -242,7 +242,7 @@ def summary_table(diff: TraceDiff) -> Table:
         if layers:
             rows.append((f"layers in {name} only", f"{len(layers)}", f"({', '.join(map(str, layers))})"))
     if diff.rows_other_token:
-        rows.append(("rows with another token", f"{diff.rows_other_token:,}", ""))
+        rows.append(("rows with a different token", f"{diff.rows_other_token:,}", ""))
     if diff.decisions:
         different, same = diff.decisions_different, diff.rows_all_same
         rows += [
@@ -269,7 +269,7 @@ def layers_table(diff: TraceDiff, *, max_layers: int | None = None, hint: str = 
     agreement, overlap = diff.agreement_by_layer.tolist(), diff.overlap_by_layer.tolist()
     return Table(
         name="layers",
-        head=("layer", "differ", "agreement", "overlap", "other order"),
+        head=("layer", "differ", "agreement", "overlap", "different order"),
         rows=[
             (
                 f"{diff.layer_numbers[i]}",

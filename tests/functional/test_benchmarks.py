@@ -41,6 +41,7 @@ assert capture.render([capture.measure_size(size, 1)]).count('%') == 2
 """,
     "decode": "from benchmarks import decode; assert 'int32' in decode.render(decode.measure(64, repeats=1))",
     "store": "from benchmarks import store; assert 'load, cold' in store.render(store.measure(64, repeats=1))",
+    "gather": "from benchmarks import gather; assert '| 64 |' in gather.render(gather.measure(1 << 12))",
 }
 
 

@@ -229,6 +229,28 @@ def test_a_rank_that_hangs_at_the_end_of_a_batch_is_noticed_within_timeout(port:
     assert time.monotonic() - began < PROMPTLY_S
 
 
+@pytest.mark.parametrize("hanging", ["rollout process 0", THE_RANK])
+def test_a_peer_that_hangs_in_the_middle_of_a_batch_is_noticed_within_timeout(port: int, hanging: str) -> None:
+    limits = {"timeout": timedelta(seconds=4)}  # ready_timeout is minutes
+    over = threading.Event()
+
+    def told(act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        finally:
+            over.set()
+
+    def hang() -> None:
+        over.wait(100)
+
+    sender = partial(send, port, action=hang if hanging == "rollout process 0" else None, **limits)
+    rank = partial(receive, port, at_second_bucket=hang if hanging == THE_RANK else None, **limits)
+    began = time.monotonic()
+    results = attempts(*(partial(told, act) for act in (sender, rank)))
+    assert results[hanging == "rollout process 0"].endswith(f" waited 4 s for {hanging}.")
+    assert time.monotonic() - began < PROMPTLY_S
+
+
 def test_who_has_all_of_a_batch_waits_for_others_whose_buckets_still_move(port: int) -> None:
     limits = {"timeout": timedelta(seconds=4), "bucket_bytes": 33 * 100}
     trace = make_trace(800)

@@ -126,7 +126,7 @@ def test_facts_stand_before_the_layers_that_differ_and_the_verdict():
         mrr.diff_traces(big_trace(), with_routes(big_trace(), big_trace().topk_indices.roll(1, 0)))
     ).splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("fact: rows 1..599 of b hold a's rows 0..598"))
-    assert lines[place + 1].split() == ["layer", "differ", "agreement", "overlap", "other", "order"]
+    assert lines[place + 1].split() == ["layer", "differ", "agreement", "overlap", "different", "order"]
     assert [line.split()[0] for line in lines[place + 2 : -1]] == ["2", "3", "4", "5", "6"]
     assert lines[-1] == "the traces differ"
 
@@ -220,7 +220,7 @@ def test_other_tokens_in_the_same_rows_are_found():
     diff = mrr.diff_traces(a, b)
     assert diff.rows_other_token == 9
     assert not diff.same
-    assert [str(fact) for fact in diff.facts] == ["9 of 600 rows hold another token, first row 591."]
+    assert [str(fact) for fact in diff.facts] == ["9 of 600 rows hold a different token, first row 591."]
 
 
 PLANTED = {

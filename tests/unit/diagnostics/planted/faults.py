@@ -283,13 +283,13 @@ FAULTS = {
     "rows and layers shifted at once": Fault(
         in_turn(change(rolled(1)), change(flipped(1), layers=[3, 9])), "row", offset=-1),
     # Experts of b under other ids, named in another order, or never named.
-    "expert ids permuted in every layer": Fault(permuted(), "names", (), words="by other ids"),
-    "expert ids permuted in one layer": Fault(permuted(layers=[7]), "names", (9,), words="by other ids"),
+    "expert ids permuted in every layer": Fault(permuted(), "names", (), words="by different ids"),
+    "expert ids permuted in one layer": Fault(permuted(layers=[7]), "names", (9,), words="by different ids"),
     "two experts exchanged in one layer": Fault(exchange_two_experts, "names", (9,)),
     "expert ids with an offset in every layer": Fault(plus(8), "names", (), words="by its id plus 8 (modulo 32)"),
     "expert ids off by one in one layer": Fault(plus(1, [0]), "names", (2,), words="by its id plus 1 (modulo 32)"),
     "experts of a decision in another order": Fault(
-        change(flipped(2)), "expert_order", (), words="list their experts in another order"),
+        change(flipped(2)), "expert_order", (), words="list their experts in a different order"),
     "experts of one layer in another order": Fault(
         change(lambda part: part.sort(dim=2).values, layers=[4]), "expert_order", (6,), words="in layer 6."),
     "one expert is masked in one layer": Fault(masked([7]), "unused", (9,), words="b never names expert"),
