@@ -24,10 +24,6 @@ def numbers(replayed=0, live=0, padding=0, *, choice="replayed", **others):
     return Numbers(chunks=1, options=[choice, "live", None, 0], **rows, **others)
 
 
-def judge(*ranks, least=None):
-    return judge_replay({2 + rank: told for rank, told in enumerate(ranks)}, least)  # ranks 2, 3, ...
-
-
 def test_the_numbers_of_a_session_are_these():
     chunk = Chunk()
     session = mrr.replay(chunk, random_trace(8), min_agreement=0)
@@ -35,66 +31,54 @@ def test_the_numbers_of_a_session_are_these():
     mrr.close_sessions(chunk)
 
 
-def test_a_rank_of_padding_alone_is_in_order_beside_one_that_replays():
-    assert judge(numbers(0, 0, 8), numbers(6, 2, 0)) == []
-    assert judge(numbers(0, 8), numbers(1, 7)) == []
+N = numbers
+LOST = "none of {}; the trace has no route for any of them, or all rows are -1. Were the routes lost on the way, or"
+OTHER_LOSS = "ranks that share an auxiliary loss (those of rank 0) were not told of padding"
+
+# What the ranks of a group tell, min_replayed, and how their one problem begins; None: they are in order.
+JUDGED = [
+    # One rank may have padding alone, or nothing.
+    ([N(0, 0, 8), N(6, 2, 0)], None, None),
+    ([N(0, 8), N(1, 7)], None, None),
+    ([N(), N(4)], None, None),
+    ([N()._replace(chunks=0)], None, None),  # a stage without routers
+    ([N(0, 0, 8)] * 2, None, "none of 16 tokens was replayed on 2 ranks, for padding= calls all of them padding."),
+    ([N()] * 2, None, "nothing ran on 2 ranks, so nothing was replayed"),
+    ([N()], 0, None),
+    ([N(0, 0, 8)], 0, None),
+    ([N(0, 5), N(0, 3)], None, LOST.format("8 tokens was replayed on 2 ranks")),
+    ([N(0, 5)], None, LOST.format("5 tokens was replayed on this rank")),
+    (
+        [N(0, 5, rows_left_out=2), N(0, 3, rows_left_out=1)],
+        None,
+        "none of 8 tokens was replayed on 2 ranks: 3 were left out (trace.keep); others have no",
+    ),
+    ([N(0, 5, rows_left_out=5), N(0, 3)], 0, None),
+    ([N(0, 5), N(0, 3)], 0, LOST.format("8 tokens was replayed on 2 ranks")),
+    # The share is that of all ranks, without padding, and without the decisions that choose= turned down: 27 of 36.
+    ([N(8, 0), N(4, 4, 100)], 0.75, None),
+    ([N(8, 0), N(4, 4, 100)], 0.76, "75.0000% of 16 tokens were replayed on 2 ranks, less than min_replayed=0.76."),
+    ([N(8, asked=24), N(4, 4, asked=12, left_live=9)], 0.5625, None),
+    ([N(8, asked=24), N(4, 4, asked=12, left_live=9)], 0.57, "56.2500% of 16 tokens were replayed on 2 ranks"),
+    ([N(8, 0), N(4, 4, padding_known=False)], 0.75, None),
+    (
+        [N(8, 0), N(4, 4, padding_known=False)],
+        0.76,
+        "min_replayed=0.76 cannot be judged: routes came without padding= or filler=",
+    ),
+    # Ranks that balance otherwise raise first.
+    ([N(0, 8, choice="off"), N(0, 8)], None, "ranks replay with different expert_bias=, aux_loss=, min_replayed="),
+    ([N(8, loss_group=0, padding_digest=5), N(8, loss_group=0, padding_digest=6)], None, OTHER_LOSS),
+    ([N(8, loss_group=2, padding_digest=5), N(8, loss_group=3, padding_digest=6)], None, None),
+    ([N(8, padding_digest=5), N(8, padding_digest=6)], None, None),
+]
 
 
-def test_ranks_that_have_padding_alone_or_nothing_raise_together():
-    (problem,) = judge(numbers(0, 0, 8), numbers(0, 0, 8))
-    assert problem.startswith("none of 16 tokens was replayed on 2 ranks, for padding= calls all of them padding.")
-    (problem,) = judge(numbers(), numbers())
-    assert problem.startswith("nothing ran on 2 ranks, so nothing was replayed")
-    assert judge(numbers(), numbers(4)) == [], "one rank of a group may have nothing"
-    assert judge(numbers(), least=0) == judge(numbers(0, 0, 8), least=0) == []
-    assert judge(numbers()._replace(chunks=0)) == [], "a stage without routers"
-
-
-def test_ranks_that_replayed_nothing_raise_together():
-    (problem,) = judge(numbers(0, 5), numbers(0, 3))
-    assert problem.startswith("none of 8 tokens was replayed on 2 ranks; the trace has no route for any of them")
-    (problem,) = judge(numbers(0, 5))
-    assert problem.startswith("none of 5 tokens was replayed on this rank;")
-    (problem,) = judge(numbers(0, 5, rows_left_out=2), numbers(0, 3, rows_left_out=1))
-    assert problem.startswith("none of 8 tokens was replayed on 2 ranks: 3 were left out (trace.keep); others have no")
-    assert judge(numbers(0, 5, rows_left_out=5), numbers(0, 3), least=0) == []
-    (problem,) = judge(numbers(0, 5), numbers(0, 3), least=0)
-    assert "Were the routes lost on the way" in problem
-
-
-@pytest.mark.parametrize(("share", "enough"), [(0.75, True), (0.76, False)])
-def test_the_least_share_is_that_of_all_ranks_together(share, enough):
-    problems = judge(numbers(8, 0), numbers(4, 4, 100), least=share)
-    expected = "75.0000% of 16 tokens were replayed on 2 ranks, less than min_replayed=0.76."
-    assert problems == ([] if enough else [expected])
-
-
-def test_the_share_of_all_ranks_counts_the_decisions_that_choose_turned_down():
-    ranks = numbers(8, asked=24, left_live=0), numbers(4, 4, asked=12, left_live=9)
-    assert judge(*ranks, least=0.5625) == [], "12 of 16 rows, of whose 36 decisions 27 were replayed"
-    (problem,) = judge(*ranks, least=0.57)
-    assert problem.startswith("56.2500% of 16 tokens were replayed on 2 ranks")
-
-
-def test_a_share_is_not_judged_where_one_rank_does_not_know_its_padding():
-    (problem,) = judge(numbers(8, 0), numbers(4, 4, padding_known=False), least=0.76)
-    assert problem.startswith("min_replayed=0.76 cannot be judged: routes came without padding= or filler=")
-    assert judge(numbers(8, 0), numbers(4, 4, padding_known=False), least=0.75) == []
-
-
-def test_ranks_that_balance_otherwise_raise_first():
-    (problem,) = judge(numbers(0, 8, choice="off"), numbers(0, 8))
-    assert (
-        problem
-        == "ranks replay with different expert_bias=, aux_loss=, min_replayed= or min_agreement=: give them all the same."
-    )
-
-
-def test_only_ranks_that_share_a_loss_must_know_padding_of_the_same_micro_batches():
-    (problem,) = judge(numbers(8, loss_group=0, padding_digest=5), numbers(8, loss_group=0, padding_digest=6))
-    assert problem.startswith("ranks that share an auxiliary loss (those of rank 0) were not told of padding")
-    assert judge(numbers(8, loss_group=2, padding_digest=5), numbers(8, loss_group=3, padding_digest=6)) == []
-    assert judge(numbers(8, padding_digest=5), numbers(8, padding_digest=6)) == []
+@pytest.mark.parametrize(("ranks", "least", "problem"), JUDGED)
+def test_what_ranks_tell_is_judged_together(ranks, least, problem):
+    problems = judge_replay({2 + rank: told for rank, told in enumerate(ranks)}, least)  # ranks 2, 3, ...
+    assert len(problems) == (problem is not None)
+    assert problem is None or problems[0].startswith(problem)
 
 
 def digest(*told):
