@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from tests.unit.mcore.tiny_chunk import (
-    EXPERTS,
     HIDDEN,
     ROWS,
     VOCAB,
@@ -418,16 +417,6 @@ def test_chunks_that_share_a_router_are_refused_where_micro_batches_are_queued()
         disturbed_backward(other, losses[0] * 0)
         disturbed_backward(one, losses[1])
     assert (len(seen[1, 3]), flips(seen)) == (2, 0)
-
-
-def test_a_router_whose_logits_are_not_numbers_replays_all_the_same():
-    chunk, trace = Chunk(), random_trace(8)
-    # Nor shall the next layer's hidden state be NaN.
-    chunk.around = lambda layer, hidden: (layer.router(hidden), hidden)[1]
-    for router in chunk.routers:
-        router.gating = lambda hidden: torch.full((*hidden.shape[:-1], EXPERTS), torch.nan)
-    seen, _ = replayed(chunk, trace)
-    assert (len(seen), wrong(seen, trace)) == (3, 0)
 
 
 # ---- attach: a model that takes its rows beside its tokens
