@@ -69,6 +69,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "mcore/model": MCORE,
     "mcore/heart": MCORE,
     "mcore/batches": MCORE,
+    "mcore/balance": ("tests/unit/mcore/test_balance_counters.py", "tests/unit/mcore/test_balance_losses.py"),
     "mcore/attention": ("tests/unit/mcore/test_indexers.py",),
     "mcore/sessions": SESSIONS,
     "capture": ("tests/unit/capture",),
@@ -77,7 +78,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "trainers": ("tests/unit/trainers",),
     "cli": ("tests/unit/cli",),
 }
-"""The folders of the package, and the quick tests of each."""
+"""The folders of the package, one file of it, and the quick tests of each."""
 
 
 def is_annotation_or_text(node: ast.AST) -> bool:
@@ -225,7 +226,8 @@ def main() -> int:
                 parser.error("name files and their --tests, or --rooms")
             return run_mutants(options)
         for room in options.rooms or ROOMS:
-            options.files, options.tests = sorted((PACKAGE / room).rglob("*.py")), [*ROOMS[room], "-m", "not slow"]
+            options.files = sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]
+            options.tests = [*ROOMS[room], "-m", "not slow"]
             options.load = ["megatron.core.models.gpt"] if room.startswith(("mcore", "trainers")) else []
             options.every = max(1, sum(len(places_in(path.read_text())) for path in options.files) // options.sample)
             print(f"\n{room}:", flush=True)
