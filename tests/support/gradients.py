@@ -10,15 +10,6 @@ from torch import Tensor
 from megatron_router_replay.testing.global_parameters import is_expert, iterate_global_parameters, merge_parameter
 
 
-def named_global_parameters(chunks: Iterable[Any]) -> dict[str, torch.nn.Parameter]:
-    """Return this rank's (sharded) parameters by global name.
-
-    Of a parameter that lives in two chunks of one rank (the embedding that an MTP layer shares) the last one is
-    returned; `gradients` accounts for both.
-    """
-    return {name: parameter for name, _, parameter in iterate_global_parameters(chunks)}
-
-
 def merge_by_name(results: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Unite what the ranks return by global name (as `gradients` does).
 

@@ -20,6 +20,7 @@ from megatron_router_replay.mcore.attention.sparse import decode_positions, enco
 from megatron_router_replay.mcore.model.find import walk
 from megatron_router_replay.mcore.model.upstream import megatron_version, version_numbers
 from megatron_router_replay.testing import ParallelSizes
+from tests.support.tiny_dsa import DuplicatedLinear
 from tests.unit.mcore.tiny_chunk import Around, non_reentrant, plain, reentrant, unknown
 
 VERSION = version_numbers(megatron_version())
@@ -34,15 +35,6 @@ def the_dsa() -> Any:
     return dsa
 
 
-class Projection(nn.Module):
-    def __init__(self, input_size: int, output_size: int, **unused: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(output_size, input_size) / input_size**0.5)
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        return nn.functional.linear(hidden, self.weight), None
-
-
 class Norm(nn.LayerNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -55,7 +47,7 @@ class Layer(nn.Module):
 
         super().__init__()
         dsa = the_dsa()
-        linears = dict.fromkeys(("linear_wq_b", "linear_wk", "linear_weights_proj"), Projection)
+        linears = dict.fromkeys(("linear_wq_b", "linear_wk", "linear_weights_proj"), DuplicatedLinear)
         indexer = ModuleSpec(module=dsa.DSAIndexer, submodules=dsa.DSAIndexerSubmodules(k_norm=Norm, **linears))
         self.causal = AttnMaskType.causal
         self.attention = dsa.DSAttention(
