@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_router_replay.mcore.heart.streams import current_stream, follow
 
 _MAX_PENDING = 256
 """Scalars on a device that wait to be read; more are added up there first, for a freeze may last a whole training."""
@@ -19,7 +22,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._pending: list[tuple[str, Tensor]] = []
+        self._pending: list[tuple[str, Tensor, Any]] = []  # the stream that makes it, for another may read it
         self._limit = _MAX_PENDING
         self._lock = threading.Lock()  # several threads may run backwards at once
 
@@ -32,7 +35,8 @@ class Tally:
         with self._lock:
             for name, count in counts.items():
                 if isinstance(count, Tensor) and count.device.type != "cpu":
-                    self._pending.append((name, count))
+                    stream = current_stream(count.device) if count.is_cuda else None
+                    self._pending.append((name, count, stream))
                 else:
                     self._counts[name] = self._counts.get(name, 0) + int(count)
             if len(self._pending) > self._limit:
@@ -40,9 +44,13 @@ class Tally:
 
     def _add_up(self) -> None:
         by_name: dict[str, list[Tensor]] = {}
-        for name, count in self._pending:
+        for name, count, stream in self._pending:
+            follow(stream, count)
             by_name.setdefault(name, []).append(count)
-        self._pending = [(name, torch.stack(parts).sum()) for name, parts in by_name.items()]
+        sums = {name: torch.stack(parts).sum() for name, parts in by_name.items()}
+        self._pending = [
+            (name, total, current_stream(total.device) if total.is_cuda else None) for name, total in sums.items()
+        ]
         self._limit = len(self._pending) + _MAX_PENDING
 
     @property
@@ -56,7 +64,9 @@ class Tally:
         taken: list[tuple[Tally, str, Tensor]] = []
         for tally in tallies:
             with tally._lock:
-                taken += [(tally, name, count) for name, count in tally._pending]
+                for name, count, stream in tally._pending:
+                    follow(stream, count)
+                    taken.append((tally, name, count))
                 tally._pending = []
         if taken:
             counts = torch.cat([count.reshape(1) for _, _, count in taken])

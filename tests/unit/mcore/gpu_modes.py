@@ -309,6 +309,20 @@ def told_late(what: str) -> str:
     return ""
 
 
+def ran_under_another_stream() -> list[str]:
+    """Return the races of a replay, some of whose rows are live, which is left under another current stream than it ran."""
+    with SoftGpu() as gpu:
+        chunk: Any = to_gpu(Chunk(LAYERS))
+        side = torch.cuda.Stream()
+        ids = IDS[0].to("cuda")
+        with _some_live(chunk) as session:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                session.microbatch(ROWS[0], chunk)
+                chunk(ids)
+        return sorted(set(gpu.races))
+
+
 def captured(what: str) -> str:
     """Return what is said where a CUDA graph captures a micro-batch that is queued, or a router."""
     with SoftGpu():

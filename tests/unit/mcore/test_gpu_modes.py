@@ -11,7 +11,19 @@ import torch
 from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from tests.support.soft_gpu import SoftGpu
 from tests.support.workers import GlooWorkers
-from tests.unit.mcore.gpu_modes import IDS, LIVE_MODES, MODES, NUM, ROWS, ask, ask_top4, captured, recording, told_late
+from tests.unit.mcore.gpu_modes import (
+    IDS,
+    LIVE_MODES,
+    MODES,
+    NUM,
+    ROWS,
+    ask,
+    ask_top4,
+    captured,
+    ran_under_another_stream,
+    recording,
+    told_late,
+)
 from tests.unit.mcore.tiny_chunk import SCORES, as_map
 
 OURS = [name for name in MODES if name != "no session" and "Megatron" not in name]
@@ -141,6 +153,10 @@ def test_routes_that_are_all_there_take_no_live_topk(asked):
 def test_what_only_the_device_knows_raises_when_the_session_is_left(gpu_worker, what, message):
     (said,) = gpu_worker.run(told_late, what)
     assert re.search(message, said)
+
+
+def test_a_session_waits_at_its_end_for_what_ran_under_another_stream(gpu_worker):
+    assert gpu_worker.run(ran_under_another_stream) == [[]]
 
 
 @pytest.mark.parametrize(("what", "who"), [("microbatch", "a micro-batch that is queued"), ("router", "layer 1")])
