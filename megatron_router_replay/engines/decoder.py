@@ -163,8 +163,8 @@ class Decoder:
         self, replies: list[tuple[Reply, DecodeOptions]], model: ModelRoutingInfo, allocate: Allocate | None
     ) -> RoutingTrace:
         # Before the tokens: a reply without routes has no ids either, most of the time, and to ask for those would mislead.
-        for reply, _ in replies:
-            self._check_routes(reply, may_be_empty=reply.aborted)
+        for reply, options in replies:
+            self._check_routes(reply, may_be_empty=reply.aborted or (options.missing == "live" and len(replies) > 1))
         samples = [self._sample(reply, model, options) for reply, options in replies]
         trace = build_trace(samples, model=model, allocate=allocate)
         if trace.token_ids is None:
@@ -191,24 +191,27 @@ class Decoder:
     def _sample(self, reply: Reply, model: ModelRoutingInfo, options: DecodeOptions) -> SampleRows:
         reply = reply if self.counted is None else self.counted(reply, model)
         tokens = resolve_tokens(reply, options)
-        # An aborted request that had generated tokens had routes for them: without these they are lost.
-        aborted = reply.aborted and tokens.nothing_generated
-        self._check_routes(reply, may_be_empty=aborted)
-        layout = self.rows(reply, model, tokens, options) if self._has_routes(reply) else RowLayout(parts=())
-        if layout.start is not None and layout.start != options.start:
-            if options.start:
-                raise reply.source.error(
-                    f"MRR305: its rows begin at token {layout.start}, not at start={options.start}: leave start out."
-                )
-            options = replace(options, start=layout.start)
-        return SampleRows(
+        sample = SampleRows(
             source=reply.source,
-            layout=layout,
+            layout=RowLayout(parts=()),
             tokens=tokens,
             options=options,
-            may_be_empty=aborted,
             weight_version=stamp_versions(reply, tokens, options.weight_version),
         )
+        try:
+            # An aborted request that had generated tokens had routes for them: without these they are lost.
+            aborted = reply.aborted and tokens.nothing_generated
+            self._check_routes(reply, may_be_empty=aborted)
+            layout = self.rows(reply, model, tokens, options) if self._has_routes(reply) else RowLayout(parts=())
+            if layout.start not in (None, options.start):
+                if options.start:
+                    raise reply.source.error(
+                        f"MRR305: its rows begin at token {layout.start}, not at start={options.start}: leave start out."
+                    )
+                options = replace(options, start=layout.start)
+        except PayloadError as error:
+            return replace(sample, fault=error)  # `build_trace` raises it, or leaves the sample live
+        return replace(sample, layout=layout, options=options, may_be_empty=aborted)
 
 
 def _as_list(name: str, values: Any) -> Sequence[Any]:

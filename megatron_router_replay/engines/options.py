@@ -37,7 +37,8 @@ class DecodeOptions:
         ignore_before: rows of tokens before this one are not looked at and have no route: those that a decode server sends
             of a prompt that another server has routed.
         missing: what becomes of rows that are there and hold no route: -1, an expert twice. "raise", or "live": the
-            live router decides these tokens, and the log says how many they are.
+            live router decides these tokens, and the log says how many they are. It also decides a sample of a batch whose
+            routes are refused, and the log says why; if none of the batch has a route, that raises.
         allow_surplus_rows: drop up to 8 rows behind the last token (speculative decoding that ran past a stop: vLLM 0.22
             to 0.31, SGLang up to 0.5.12) instead of refusing them. A lost token can then no longer be told.
         weight_version: of the weights that chose the routes, stored with every token; a mapping gives the number of each

@@ -22,6 +22,7 @@ from megatron_router_replay.engines.payload import Array, Source, as_array
 from megatron_router_replay.engines.reply import Reply
 from megatron_router_replay.engines.row_check import copy_routes
 from megatron_router_replay.engines.tokens import SampleTokens
+from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype, spread_experts
 from megatron_router_replay.trace.runs import neighbour_runs
@@ -66,6 +67,7 @@ class SampleRows:
 
     Args:
         may_be_empty: the request was aborted before its first token, so no rows at all are right.
+        fault: why its routes could not be read.
         weight_version: [S] int32, or None where unknown.
     """
 
@@ -74,6 +76,7 @@ class SampleRows:
     tokens: SampleTokens
     options: DecodeOptions
     may_be_empty: bool = False
+    fault: PayloadError | None = None
     weight_version: Array | None = None
 
     @property
@@ -100,9 +103,8 @@ def build_trace(
     """
     lengths = tuple(sample.tokens.num_tokens for sample in samples)
     num_tokens, dtype = sum(lengths), np.dtype(np.uint8 if index_dtype(model.num_experts) is torch.uint8 else np.int16)
-    for sample in samples:
-        _check_shape(sample, model)
-        _check_row_count(sample)
+    faults: list[PayloadError] = []
+    samples = [_checked(sample, model, faults) for sample in samples]
     shape = (num_tokens, len(model.moe_layer_numbers), model.topk)
     # Nothing is cleared: `_fill` writes every row, as a route or as filler.
     indices = (
@@ -120,10 +122,16 @@ def build_trace(
     begin = 0
     for sample, length in zip(samples, lengths):
         rows = slice(begin, begin + length)
-        _fill(sample, model, indices[rows], mask[rows])
+        try:
+            _fill(sample, model, indices[rows], mask[rows])
+        except PayloadError as error:
+            mask[rows] = False
+            _fill(_left_live(sample, error, faults), model, indices[rows], mask[rows])
         if has_versions and sample.weight_version is not None:
-            versions[rows] = sample.weight_version
+            versions[rows] = np.where(mask[rows].any(), sample.weight_version, -1)
         begin += length
+    if faults and not mask.any():
+        raise faults[0]
     return RoutingTrace.from_checked(
         topk_indices=torch.from_numpy(indices),
         layer_numbers=model.moe_layer_numbers,
@@ -134,6 +142,27 @@ def build_trace(
         sample_ids=tuple(map(str, sample_ids)) if sample_ids else None,
         weight_version=torch.from_numpy(versions) if has_versions else None,
     )
+
+
+def _checked(sample: SampleRows, model: ModelRoutingInfo, faults: list[PayloadError]) -> SampleRows:
+    """Return the sample, or the same without rows if it is at fault and the live router may decide it."""
+    try:
+        if sample.fault is not None:
+            raise sample.fault
+        _check_shape(sample, model)
+        _check_row_count(sample)
+    except PayloadError as error:
+        return _left_live(sample, error, faults)
+    return sample
+
+
+def _left_live(sample: SampleRows, error: PayloadError, faults: list[PayloadError]) -> SampleRows:
+    is_bounded = sample.tokens.token_ids is not None or sample.tokens.num_tokens <= _MAX_COUNTED_TOKENS
+    if sample.options.missing != "live" or not is_bounded:
+        raise error
+    _LOG.warning("%s The live router decides this sample (missing='live').", error)
+    faults.append(error)
+    return replace(sample, layout=RowLayout(parts=()))
 
 
 def _all_or_none(what: str, samples: Sequence[SampleRows], values: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import decode as decode_form
-from tests.unit.engines.engine_payloads import envelope, routes, sglang_result, tokens, vllm_output
+from tests.unit.engines.engine_payloads import envelope, npy_base64, routes, sglang_result, tokens, vllm_output
 
 L, E, K = 6, 32, 2
 MODEL = engines.ModelRoutingInfo(num_layers=L, moe_layer_numbers=tuple(range(1, L + 1)), num_experts=E, topk=K)
@@ -66,6 +66,52 @@ def test_missing_rows_are_live_and_said_where_that_is_allowed(form, lie, caplog)
     for row in missing:  # distinct experts, spread
         assert len(set(trace.topk_indices[row, 0].tolist())) == K
     assert str(len(missing)) in caplog.text
+
+
+def without_routes(reply):
+    reply.outputs[0].routed_experts = None
+    return reply
+
+
+BAD_SAMPLES = {
+    "an id that is no expert's": lambda: vllm_output(changed([3], E), PROMPT, OUTPUT),
+    "a row too few": lambda: vllm_output(GOOD[:-1], PROMPT, OUTPUT),
+    "a layer too few": lambda: vllm_output(GOOD[:, 1:], PROMPT, OUTPUT),
+    "a payload that was cut": lambda: vllm_output(npy_base64(GOOD)[:-5], PROMPT, OUTPUT),
+    "no routes": lambda: without_routes(vllm_output(GOOD, PROMPT, OUTPUT)),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_SAMPLES)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_live_router_decides_a_sample_that_is_refused_and_no_other(fault, place, caplog):
+    """AReaL's and NeMo-RL's users: one bad reply must not end a run, where the caller allows it."""
+    replies = [vllm_output(GOOD, PROMPT, OUTPUT) for _ in range(3)]
+    replies[place] = BAD_SAMPLES[fault]()
+    with pytest.raises(PayloadError) as raised:
+        engines.vllm.decode_batch(replies, model=MODEL)
+    with caplog.at_level(logging.WARNING):
+        samples = list(engines.vllm.decode_batch(replies, model=MODEL, missing="live", weight_version=7).samples())
+    assert f"sample {place}" in caplog.text
+    assert f"{raised.value.code}:" in caplog.text
+    assert "The live router decides this sample" in caplog.text
+    for number, sample in enumerate(samples):
+        assert sample.replay_mask.tolist() == [number != place] * (S - 1) + [False]
+        assert sample.token_ids.tolist() == IDS
+        assert set(sample.weight_version[:-1].tolist()) == {-1 if number == place else 7}
+        assert all(len(set(route)) == K for route in sample.topk_indices[:, 0].tolist())
+        if number != place:
+            assert torch.equal(sample.topk_indices[:-1].int(), torch.from_numpy(GOOD))
+    for whole in (replies[place : place + 1], replies[place]):  # nothing in it has a route: that is no lost sample
+        with pytest.raises(PayloadError, match=raised.value.code):
+            engines.vllm.decode_batch(whole, model=MODEL, missing="live")
+
+
+def test_a_sample_whose_tokens_disagree_is_refused_whatever_may_be_missing():
+    """Nobody knows which tokens the live router would decide."""
+    replies = [vllm_output(GOOD, PROMPT, OUTPUT) for _ in range(2)]
+    with pytest.raises(PayloadError, match="do not end with the output"):
+        engines.vllm.decode_batch(replies, model=MODEL, token_ids=[IDS, [*IDS[:-1], 1]], missing="live")
 
 
 @pytest.mark.parametrize(

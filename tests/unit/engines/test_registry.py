@@ -70,6 +70,7 @@ def test_an_engine_in_one_file_is_found_everywhere(toy, tmp_path):
         engines.toy.decode(reply | {"experts": None}, model=model)
 
     assert "toy" in engine_names()
+    assert "toy" in [decoder.name for decoder in registry.registered()]  # of which tests make their parameters
     (tmp_path / "reply.json").write_text(json.dumps(reply))
     (tmp_path / "config.json").write_text(json.dumps(model))
     read = read_any(tmp_path / "reply.json", engine="toy", model=tmp_path)

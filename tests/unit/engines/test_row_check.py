@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from megatron_router_replay.engines import ModelRoutingInfo
+from megatron_router_replay.engines import ModelRoutingInfo, vllm
 from megatron_router_replay.engines.payload import Source
 from megatron_router_replay.engines.row_check import copy_routes
 from megatron_router_replay.errors import PayloadError
@@ -86,13 +86,20 @@ def test_a_dtype_that_cannot_hold_the_experts_has_wrapped_them(dtype, num_expert
 @pytest.mark.parametrize("topk", [1, 2])
 def test_legal_routes_that_look_odd_are_all_believed(hot, num_layers, topk):
     """Hot experts, one token many times, loops: a trained model does all of it, and no rule of chance may refuse it."""
-    for num_tokens in (1, 40, 997, 4096):
-        rng = np.random.default_rng([num_tokens, num_layers, topk])
-        drawn = routes(num_tokens, num_layers, num_experts=16, topk=topk, seed=rng)
-        skewed = np.where(rng.random((num_tokens, num_layers, 1)) < hot, np.arange(topk), drawn)
-        for rows in (skewed, np.repeat(skewed[:1], num_tokens, axis=0), skewed[np.arange(num_tokens) % 7 % num_tokens]):
-            out, routed = copy(rows, num_experts=16)
-            assert routed.all()
-            assert np.array_equal(out, rows)
-        copied = np.repeat(skewed[:, :1], num_layers, axis=1)  # every layer chooses as the first one
-        assert copy(copied, num_experts=16)[1].all()
+    numbers = tuple(range(1, num_layers + 1))
+    model = ModelRoutingInfo(num_layers=num_layers, moe_layer_numbers=numbers, num_experts=16, topk=topk)
+    for num_rows in (1, 39, 997, 4096, 131_071) if num_layers == 1 else (1, 39, 997, 4096):
+        rng = np.random.default_rng([num_rows, num_layers, topk])
+        drawn = routes(num_rows, num_layers, num_experts=16, topk=topk, seed=rng).astype(np.uint8)
+        skewed = np.where(rng.random((num_rows, num_layers, 1)) < hot, np.arange(topk, dtype=np.uint8), drawn)
+        looped = np.arange(num_rows) % 7 % num_rows
+        for rows, ids in (
+            (skewed, rng.integers(0, 50_000, num_rows + 1)),
+            (np.repeat(skewed[:1], num_rows, axis=0), np.full(num_rows + 1, 220)),  # a run of one token
+            (skewed[looped], np.append(looped, 0)),  # n-grams again and again
+            (np.repeat(skewed[:, :1], num_layers, axis=1), np.arange(num_rows + 1)),  # each layer as the first one
+        ):
+            for given in ({"token_ids": ids}, {"num_tokens": len(ids)}):
+                trace = vllm.decode(rows, model=model, **given)
+                assert int(trace.replay_mask.sum()) == num_rows
+                assert np.array_equal(trace.topk_indices[:-1].numpy(), rows)
