@@ -313,7 +313,7 @@ def queueing(bench: Bench) -> Iterator[Row]:
 def flips(bench: Bench) -> Iterator[Row]:
     """How many decisions a live recompute would flip, for which freeze exists; 0 where kernels are deterministic."""
     step = bench.step
-    with step.set(**RECOMPUTE["full"]), mrr.freeze_recompute(step.model, count_flips=True) as session:
+    with step.set(**RECOMPUTE["full"]), mrr.freeze_recompute(step.model, ask_every_layer=True) as session:
         for _ in range(5 if bench.on_gpu else 1):
             step.run()
     found, of = sum(session.report.flips_of_layer.values()), session.report.decisions["recomputed"]

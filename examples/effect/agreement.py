@@ -124,6 +124,16 @@ def text(samples: int, length: int, generator: torch.Generator) -> Tensor:
     return tokens
 
 
+def loops(generator: torch.Generator) -> Tensor:
+    """Tokens that repeat one passage behind 32 free ones: nearly all that is low of legal routes is in such samples."""
+    samples, free, length = 160, 32, 160
+    rows = []
+    for period in (6, 8, 10, 13, 17, 24, 40):
+        tokens = text(2 * samples, free + period, generator)[1::2]
+        rows.append(tokens[:, torch.cat([torch.arange(free), free + torch.arange(length - free) % period])])
+    return torch.cat(rows)
+
+
 def trained(model: Model, seed: int, steps: int) -> Network:
     torch.manual_seed(seed)
     network, generator = Network(model), torch.Generator().manual_seed(seed)
@@ -207,18 +217,21 @@ def counted(experts: int, live: Tensor, used: Tensor) -> Counted:
 
 
 def tail(values: list[float], at: float) -> float:
-    """Return the part of values beyond `at`: counted, or from an exponential fitted to what is beyond 12."""
-    beyond = [value - 12 for value in values if value > 12]
-    if any(value >= at - 12 for value in beyond) or not beyond:
-        return sum(value >= at - 12 for value in beyond) / len(values)
-    return len(beyond) / len(values) * math.exp(-(at - 12) / (sum(beyond) / len(beyond)))
+    """Return the part of values beyond `at`, from an exponential fitted to what is beyond 20; their tail is lighter."""
+    beyond = [value - 20 for value in values if value > 20]
+    if not beyond:
+        return 0.0
+    counted = sum(value >= at - 20 for value in beyond) / len(values)
+    return max(counted, len(beyond) / len(values) * math.exp(-(at - 20) / (sum(beyond) / len(beyond))))
 
 
-def stops(low: list[float], samples: int = 512) -> float:
-    """Return what part of sessions of so many samples, each asked in one layer, would raise without a reason.
+def stops(low: list[float], samples: int = 256) -> float:
+    """Return what part of sessions with so many of these samples, each asked in one layer, would raise without a reason.
+
+    The reason would be what is low of one sample, or three samples with a low part that is judged.
 
     Args:
-        low: see `Counted`; what is low of one sample, or three samples with a low part that is judged.
+        low: see `Counted`.
     """
     expected = samples * tail(low, EVIDENCE)
     three = sum(math.exp(-expected + n * math.log(max(expected, 1e-300)) - math.lgamma(n + 1)) for n in range(3, 60))
@@ -265,6 +278,14 @@ def real_rows() -> tuple[Tensor, Tensor]:
     return tuple(torch.cat(each).permute(1, 0, 2).unsqueeze(1) for each in (live, used))  # type: ignore[return-value]
 
 
+def draws_of(target: float) -> int:
+    return DRAWS if target == 0.1 else 1
+
+
+def joined(draws: list[Counted]) -> Counted:
+    return Counted(*([*chain(*each)] for each in zip(*map(astuple, draws))))
+
+
 def shown(model: str, name: str, found: Counted, *, rate: float | None = None) -> None:
     low = sum(value < LEAST for value in found.parts)
     least, most = min(found.parts, default=math.nan), max(found.low)
@@ -286,15 +307,10 @@ def compare(model: Model, seed: int, network: Network, different: Network) -> No
         return counted(model.experts, live, routes_of(changed_network, tokens))
 
     for name, change in LEGAL.items():
-        found = legal(changed(network, model, change))
-        shown(model.name, name, found, rate=stops(found.low))
+        shown(model.name, name, legal(changed(network, model, change)))
     for target in STALE:
-        draws = [
-            legal(stale(network, model, short, target, 1000 * seed + draw))
-            for draw in range(DRAWS if target == 0.1 else 1)
-        ]
-        found = Counted(*([*chain(*each)] for each in zip(*map(astuple, draws))))
-        shown(model.name, f"older weights, KL {target:g}", found, rate=stops(found.low))
+        draws = [legal(stale(network, model, short, target, 1000 * seed + draw)) for draw in range(draws_of(target))]
+        shown(model.name, f"older weights, KL {target:g}", joined(draws))
     wrong = {name: damage(live) for name, damage in WRONG.items()}
     wrong |= {"ids permuted": (live + (model.experts // 2 - 1)) % model.experts}
     wrong |= {"different checkpoint": routes_of(different, tokens)}
@@ -304,7 +320,12 @@ def compare(model: Model, seed: int, network: Network, different: Network) -> No
         tokens = text(SAMPLES * LENGTH // LONG, LONG, torch.Generator().manual_seed(seed + 200))
         live = routes_of(network, tokens)
         found = legal(stale(network, model, short, 0.1, 1000 * seed))
-        shown(model.name, f"older weights, KL 0.1, samples of {LONG:,} tokens", found, rate=stops(found.low))
+        shown(model.name, f"older weights, KL 0.1, samples of {LONG:,} tokens", found)
+    tokens = loops(torch.Generator().manual_seed(seed + 7))
+    live = routes_of(network, tokens)
+    older = [stale(network, model, short, 0.1, 1000 * seed + draw) for draw in range(DRAWS)]
+    found = joined([legal(each) for each in [*older, changed(network, model, to_int4)]])
+    shown(model.name, "loops of 6 to 40 tokens, KL 0.1 and int4", found, rate=stops(found.low))
 
 
 def main(steps: int = 100) -> None:

@@ -116,7 +116,7 @@ def one_step(run: Run, trainer: Trainer, engine: Engine, step: int) -> Metrics:
         "reward": float(rewards.mean()),
         "kl_live": mean_k3(sampled, live[trained]),
         "router_disagreement": share(disagreement(routes, recorded)),
-        # What compare_live=True reports: of the decisions replayed, those that the trainer's own router disagrees with.
+        # Of the decisions replayed, those that the trainer's own router would not make; a session reports its agreement.
         "replayed_disagreement": 0.0 if trace is None else share(disagreement(trace, recorded)),
     }
     if step % run.measure_every == 0:

@@ -52,8 +52,8 @@ class FreezeSession(Session):
 
     kind = Frozen.kind
 
-    def __init__(self, model_chunks: Models, *, count_flips: bool, verify: bool, indexers: bool) -> None:
-        super().__init__(model_chunks, verify=verify, flips=count_flips)
+    def __init__(self, model_chunks: Models, *, ask_every_layer: bool, verify: bool, indexers: bool) -> None:
+        super().__init__(model_chunks, verify=verify, flips=ask_every_layer)
         self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._held.items()})
         self._indexers = HeldIndexers(self._walks, self._frozen) if indexers else None
 
@@ -75,7 +75,7 @@ class FreezeSession(Session):
 
 
 def freeze_recompute(
-    model_chunks: Models, *, count_flips: bool = False, verify: bool = False, indexers: bool = True
+    model_chunks: Models, *, ask_every_layer: bool = False, verify: bool = False, indexers: bool = True
 ) -> FreezeSession:
     """Let recomputes use their forward's experts, and attend to its positions.
 
@@ -87,7 +87,7 @@ def freeze_recompute(
 
     Args:
         model_chunks: the model or its chunks on this rank; multi-token-prediction routers are frozen too.
-        count_flips: also take the live top-k in every recompute and report how many decisions it would have flipped.
+        ask_every_layer: also take the live top-k in every recompute and report how many decisions it would have flipped.
         verify: compare every routing map that a token dispatcher gets with what was chosen.
         indexers: False leaves those of sparse attention live, so their recomputes may choose different positions.
 
@@ -96,4 +96,4 @@ def freeze_recompute(
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return FreezeSession(model_chunks, count_flips=count_flips, verify=verify, indexers=indexers).start()
+    return FreezeSession(model_chunks, ask_every_layer=ask_every_layer, verify=verify, indexers=indexers).start()

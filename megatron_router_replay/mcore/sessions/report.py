@@ -29,7 +29,7 @@ class Decisions(TypedDict, total=False):
 
     Args:
         asked, left_live: pairs with a route that replay(choose=) was asked about, and those that it left to the live router.
-        recomputed: pairs among which flips were looked for; with count_flips=True.
+        recomputed: pairs among which flips were looked for; with ask_every_layer=True.
         verified, wrong: pairs whose routing map was compared as it left the router, and those that did not hold exactly the
             decided experts; with verify=True.
         counted: pairs that went into the counters behind the expert bias, each once, without padding; if the model has one.
@@ -92,7 +92,7 @@ class SessionReport:
 
     @property
     def recompute_flips(self) -> int | None:
-        """Decisions whose recompute would have chosen different experts. It needs count_flips=True."""
+        """Decisions whose recompute would have chosen different experts. It needs ask_every_layer=True."""
         return sum(self.flips_of_layer.values()) if "recomputed" in self.decisions else None
 
     @property

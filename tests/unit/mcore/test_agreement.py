@@ -1,4 +1,4 @@
-"""What the live router's opinion of replayed routes comes to: counted by hand, folded, and judged."""
+"""How the live router agrees with replayed routes: counted by hand, folded, and judged."""
 
 import re
 import warnings
@@ -155,6 +155,22 @@ def test_a_run_of_one_token_at_a_near_tie_is_no_evidence():
     asks = asking(topk=1)
     ask(asks, live, used)
     assert (problems(asks), asks.numbers()["low"][0]) == ([], 0)
+
+
+@pytest.mark.parametrize("hot_share", [0.5, 0.9, 0.98])
+def test_a_top_1_router_with_a_hot_expert_is_legal(hot_share):
+    """An early rule refused up to 42 % of such routes, because most rows name one expert."""
+    for seed in range(20):
+        asks, generator = asking(topk=1), torch.Generator().manual_seed(seed)
+        for number in range(10):
+            scores = torch.randn(400, 8, generator=generator)
+            margin = scores[:, 1:].max(1).values - scores[:, 0]
+            scores[:, 0] += margin.quantile(hot_share)
+            live = scores.topk(1).indices
+            used = (scores + 0.1 * torch.randn(scores.shape, generator=generator)).topk(1).indices
+            ask(asks, live, used, number=number, layer=number % 4 + 1, sequences=2)
+        told = [asks.numbers()]
+        assert (agreement.problems(told, 0.25), agreement.warning(told)) == ([], None)
 
 
 @pytest.mark.parametrize(("experts", "low"), [(5, 0), (6, 1)])

@@ -119,7 +119,7 @@ class Program:
         self.log.append(f"open {kind}")
         verify = self.random.random() < 0.3
         if kind == "freeze":
-            session = mrr.freeze_recompute(self.wrapper, verify=verify, count_flips=self.random.random() < 0.3)
+            session = mrr.freeze_recompute(self.wrapper, verify=verify, ask_every_layer=self.random.random() < 0.3)
         elif kind == "record":
             session = mrr.record(self.wrapper, verify=verify)
         else:

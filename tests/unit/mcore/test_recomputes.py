@@ -392,12 +392,12 @@ def test_without_checkpoints_nothing_is_kept_at_all():
     assert (freeze.report.forwards, freeze.report.microbatches) == (3, 1)
 
 
-# ---- count_flips
+# ---- ask_every_layer
 
 
 def test_flips_are_the_decisions_that_a_live_recompute_would_have_changed(chunk):
     live = live_maps(chunk)
-    with watched(chunk) as seen, mrr.freeze_recompute(chunk, count_flips=True) as freeze:
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk, ask_every_layer=True) as freeze:
         losses = [forward(chunk, number=number) for number in range(3)]
         assert freeze.report.flips_of_layer == {1: 0, 2: 0, 3: 0}
         disturb(chunk)
@@ -418,6 +418,6 @@ def test_without_a_change_nothing_flips_whatever_the_order_of_the_columns(chunk)
     # Since Megatron-Core 0.18 a forward without gradients leaves the experts of a row unsorted.
     of_five = Chunk(moe_router_topk=5)
     of_five.around = chunk.around
-    with mrr.freeze_recompute(of_five, count_flips=True) as freeze:
+    with mrr.freeze_recompute(of_five, ask_every_layer=True) as freeze:
         forward(of_five).backward()
     assert (freeze.report.recompute_flips, freeze.report.decisions["recomputed"]) == (0, 24)

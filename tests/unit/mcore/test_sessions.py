@@ -133,7 +133,7 @@ def test_a_lost_session_is_named_by_its_kind_and_place_and_can_be_ended():
         pass
 
 
-@pytest.mark.parametrize("options", [{}, {"verify": True, "count_flips": True}], ids=["", "verify"])
+@pytest.mark.parametrize("options", [{}, {"verify": True, "ask_every_layer": True}], ids=["", "verify"])
 def test_a_freeze_that_nobody_keeps_holds_its_model_and_does_not_keep_it_alive(options):
     gc.collect()
     num_held = len(dispatch.held)
