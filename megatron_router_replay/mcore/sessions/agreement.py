@@ -37,8 +37,8 @@ PAIR_EVIDENCE = 8.0
 PAIR_SHARE = 1 / 8
 """What one pair that hardly agrees can be of a unit's rows at most."""
 WARN = 0.5
-FOLD_ROWS, FOLD_CALLS = 1 << 20, 8192
-"""What waits on the device; beyond it rows are counted, and the host waits once."""
+FOLD_ROWS, LEAST_TENSOR = 1 << 20, 128
+"""Rows that wait on the device; beyond it they are counted, and the host waits once. A small tensor takes as much as 128."""
 
 PAIRS = 256
 """Numbers that tell pairs of routes apart; different pairs may share one, and then count as one."""
@@ -231,8 +231,7 @@ class Agreement:
         self.least, self.every_layer, self.rank, self.source = least, every_layer, rank, source
         self._asked: list[_Asked] = []
         self._rows = 0  # that wait on the device
-        self._rotations: dict[int, _Rotation] = {}  # by chunk
-        self._chunk_of: dict[int, int] = {}  # by layer
+        self._carried: dict[int, dict[int, Sums]] = {}  # layer -> what its chunk carries from session to session
         self._layers: dict[int, Sums] = {}
         self._low = np.zeros(2, np.int64)  # samples that are below `least`, as a whole or in a part; of how many
         self._evidence = 0.0  # the most that there is of what is low of one sample
@@ -240,8 +239,7 @@ class Agreement:
 
     def next_layer(self, chunk: Any) -> int:
         """Return the position of the layer that a chunk's next micro-batch asks, or ALL."""
-        rotation = self._rotations[chunk.index] = _rotations.setdefault(chunk.module, _Rotation())
-        position = rotation.next(len(chunk.taking_part))
+        position = _rotations.setdefault(chunk.module, _Rotation()).next(len(chunk.taking_part))
         return ALL if self.every_layer else position
 
     def add(
@@ -254,10 +252,10 @@ class Agreement:
             replayed: [n, topk] in the dtype of the trace.
             counts: [n] bool, True: the row is replayed; None: all are.
         """
-        if self._rows > FOLD_ROWS or len(self._asked) > FOLD_CALLS:
+        if self._rows > FOLD_ROWS:
             self.fold()
-        self._chunk_of[layer] = chunk.index
-        self._rows += len(live)
+        self._carried[layer] = _rotations[chunk.module].carried
+        self._rows += max(LEAST_TENSOR, len(live))
         share, shares = chunk.sequence_share
         self._asked.append(
             _Asked(
@@ -351,7 +349,7 @@ class Agreement:
     def _settled(self) -> Iterator[tuple[int, Unit]]:
         """Yield the layers with enough evidence, of this session or with those before it; the others wait for the next."""
         for layer, sums in self._layers.items():
-            carried = self._rotations[self._chunk_of[layer]].carried
+            carried = self._carried[layer]
             earlier, unit = carried.pop(layer, None), measure(sums, self.topk)
             if unit.evidence < LAYER_EVIDENCE and earlier is not None:
                 sums = sums + earlier
@@ -364,7 +362,6 @@ class Agreement:
 
 def problems(everyone: Sequence[Mapping[str, Any]], least: float) -> list[str]:
     """Return what is wrong with the routes of a group of ranks, from the `Agreement.numbers` of each; the same on all."""
-    everyone = [numbers for numbers in everyone if numbers]
     if not everyone or not least:
         return []
     layers = _layers(everyone)
@@ -394,7 +391,6 @@ def problems(everyone: Sequence[Mapping[str, Any]], least: float) -> list[str]:
 
 def warning(everyone: Sequence[Mapping[str, Any]]) -> str | None:
     """Return what a user should look at, of routes that are not wrong enough to raise."""
-    everyone = [numbers for numbers in everyone if numbers]
     low = {number: value for number, value in _layers(everyone).items() if value < WARN}
     value, where = _least(everyone)
     if not low and value >= WARN:

@@ -25,14 +25,16 @@ def asking(chunk=None, *, experts=8, topk=2, rank=0):
     made = Agreement(
         topk=topk, num_experts=experts, num_layers=LAYERS, least=0.25, every_layer=False, rank=rank, source="routes"
     )
-    made.next_layer(chunk or module())
+    made.chunk = chunk or module()
+    made.next_layer(made.chunk)
     return made
 
 
 def ask(asks, live, used, *, number=0, layer=1, sequences=1, cu_seqlens=None, share=(0, 1), counts=None):
     shape = (len(live) // sequences, sequences)
     microbatch = SimpleNamespace(number=number, shape=shape, cu_seqlens=cu_seqlens)
-    asks.add(microbatch, SimpleNamespace(index=0, sequence_share=share), layer, live, used.to(torch.uint8), counts)
+    asks.chunk.sequence_share = share
+    asks.add(microbatch, asks.chunk, layer, live, used.to(torch.uint8), counts)
 
 
 def routes(rows, seed=0, *, experts=8, topk=2, noise=0.1):
