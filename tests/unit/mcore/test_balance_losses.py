@@ -15,6 +15,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.mcore.balance import aux_loss_group
 from tests.unit.mcore.balanced_chunk import BALANCED_KINDS, balanced, logged, not_compiled, one_rank
 from tests.unit.mcore.tiny_chunk import EXPERTS, TOPK, Chunk, plain, random_routes, tokens
 
@@ -211,6 +212,23 @@ def test_a_micro_batch_of_padding_alone_has_no_loss_and_harms_no_gradient(name, 
     assert all(one.isfinite().all() for one in on)
     assert not any(torch.equal(one, other) for one, other in zip(on, off))  # the other micro-batch has a loss
     assert logged(NAMES[name]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "group"),
+    [
+        ({}, None),
+        ({"aux_loss": 0.1}, "tp_cp"),
+        ({"seq_aux_loss": 0.1}, "tp_cp"),
+        ({"aux_loss": 0.1, "global_aux_loss": 0.1}, "tp_dp_cp"),
+    ],
+)
+def test_ranks_that_share_a_loss_are_those_of_its_largest_group(coefficients, group):
+    def coefficient(name: str) -> float:
+        return coefficients.get(name, 0.0)
+
+    router = types.SimpleNamespace(get_aux_loss_coeff=coefficient, tp_cp_group="tp_cp", tp_dp_cp_group="tp_dp_cp")
+    assert aux_loss_group([router]) == group
 
 
 def test_a_padding_mask_of_megatrons_own_holds_too():

@@ -340,14 +340,6 @@ def test_both_are_exact_after_both_were_left_in_either_order(chunk, inner_first)
     assert all(torch.equal(seen[2, layer][0], after[2, layer][0]) for layer in (1, 2, 3)), "it is live"
 
 
-def test_a_model_that_a_session_has_left_trains_on_under_checkpoints(chunk):
-    with mrr.freeze_recompute(chunk):
-        pass
-    with watched(chunk) as seen:
-        forward(chunk).backward()
-    assert num_recomputed(seen) == 3
-
-
 def test_a_copy_inside_its_originals_checkpoint_is_not_given_the_originals_routes():
     chunk = Chunk()
     with watched(chunk) as seen:
