@@ -237,7 +237,7 @@ def test_a_model_with_a_checkpoint_of_its_own_trains_on_when_a_session_has_left_
         assert all(torch.equal(*pair) for key in seen for pair in zip(seen[key], expected_seen[key]))
 
 
-def test_a_forward_that_a_session_held_raises_in_its_backward_behind_steps_that_it_did_not_hold():
+def test_a_held_forward_raises_in_its_backward_behind_steps_without_a_session():
     chunk = Chunk()
     chunk.around = unknown
     with mrr.freeze_recompute(chunk):
@@ -247,7 +247,7 @@ def test_a_forward_that_a_session_held_raises_in_its_backward_behind_steps_that_
         held_loss.backward()
 
 
-def test_a_recompute_by_a_hook_on_a_leaf_does_not_say_when_its_forward_ran_and_raises():
+def test_a_recompute_by_a_hook_on_a_leaf_raises():
     chunk = Chunk()
     leaf = torch.zeros(4, 2, 8, requires_grad=True)
     with mrr.freeze_recompute(chunk):
