@@ -20,7 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "every layer asked": {"ask_every_layer": True},
 }
 CASES = [
-    Case(model=TINY, repeats=25),
+    Case(model=TINY, repeats=15),
     Case(model=replace(LARGER, name="larger, half of its layers", layers=4), repeats=15),
 ]
 
