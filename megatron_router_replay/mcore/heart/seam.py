@@ -37,6 +37,7 @@ from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd.function import BackwardCFunction
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore.heart import checkpoints, dispatch, tape
@@ -65,7 +66,7 @@ class Hold:
     """Who holds a router or a sparse attention, and which nodes of autograd may still repeat what it was told.
 
     Autograd numbers the nodes that a thread makes, and a backward knows the node that it is at. So once nobody holds the
-    router, a backward at a node that was made later repeats a forward that was not held.
+    router, an autograd function whose node was made later repeats a forward that was not held.
 
     Args:
         holders: the innermost last; one that is None has lost its handle without an end, so the next forward raises.
@@ -89,13 +90,12 @@ class Hold:
     def may_be_repeated(self) -> bool:
         """Return whether the backward that runs may repeat a forward for which this router was held."""
         node = torch._C._current_autograd_node()
-        if self.holders or self.thread == _UNKNOWN or node is None:
+        # A checkpoint of somebody's own is an autograd function. Elsewhere a hook of a tensor runs, and may repeat any forward.
+        if self.holders or self.thread == _UNKNOWN or not isinstance(node, BackwardCFunction):
             return True
         number = node._sequence_nr()
-        return number <= self.last_node or number == _LEAF  # a leaf's node says nothing of when it was made
+        return number <= self.last_node
 
-
-_LEAF = (1 << 64) - 1
 
 _thread = _Thread()
 _holds: WeakKeyDictionary[Any, Hold] = WeakKeyDictionary()
