@@ -138,7 +138,9 @@ def tables() -> list[str]:
     """Return the tables of docs/effect.md."""
     freeze = load("freeze")
     return [
-        gap_table({"transformers, bf16": load("gap_transformers"), "vLLM 0.30.0, bf16": load("gap_vllm")}),
+        gap_table(
+            {"transformers, bf16": load("gap_transformers"), "vLLM 0.30.0, bf16, a live server": load("gap_vllm")}
+        ),
         freeze_table({"recompute": freeze["live"], "`freeze_recompute`": freeze["frozen"]}),
         rl_table(load("rl")["arms"]),
         positions_table(load("positions")),
