@@ -90,7 +90,7 @@ class Hold:
     def may_be_repeated(self) -> bool:
         """Return whether the backward that runs may repeat a forward for which this router was held."""
         node = torch._C._current_autograd_node()
-        # A checkpoint of somebody's own is an autograd function. Elsewhere a hook of a tensor runs, and may repeat any forward.
+        # A checkpoint of somebody's own is an autograd function. Else a tensor's hook runs, which may repeat any forward.
         if self.holders or self.thread == _UNKNOWN or not isinstance(node, BackwardCFunction):
             return True
         number = node._sequence_nr()
