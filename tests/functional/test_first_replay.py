@@ -19,6 +19,6 @@ def test_it_replays_one_payload_and_prints_the_report():
     # vLLM returned 24 prompt and 40 generated tokens, and 63 rows: the last token was never fed back.
     assert "64 tokens (63 with a route)" in done.stdout
     printed = " ".join(done.stdout.split())
-    assert "tokens replayed 63 (98.4% of those with a token) tokens routed live 1" in printed
+    assert "tokens replayed 63 (98.4% of the tokens) tokens routed live 1" in printed
     code = [line for line in SCRIPT.read_text().splitlines() if line.strip() and not line.strip().startswith('"""')]
     assert len(code) <= 30

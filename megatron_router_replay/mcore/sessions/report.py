@@ -159,7 +159,7 @@ class SessionReport:
         if self.kind == "freeze_recompute" and not self.recomputes and not self.indexer_recomputes:
             rows.append(("nothing to freeze", "", "no router was recomputed: is activation checkpointing on?"))
         if self.kind == "replay":
-            share = "" if self.replayed_share is None else f"({self.replayed_share:.1%} of those with a token)"
+            share = "" if self.replayed_share is None else f"({self.replayed_share:.1%} of the tokens)"
             rows += [
                 ("tokens replayed", f"{self.rows_replayed:,}", share),
                 ("tokens routed live", f"{self.rows_live:,}", self._why_live()),

@@ -31,7 +31,7 @@ def test_the_text_of_a_replay():
     assert str(REPLAY).splitlines() == [
         "router replay: 3 routers, 4 micro-batches",
         "  forwards / recomputes          12  / 8",
-        "  tokens replayed             1,000  (97.7% of those with a token)",
+        "  tokens replayed             1,000  (97.7% of the tokens)",
         "  tokens routed live             24",
         "  padding                       226",
         "  decisions verified / wrong     20  / 0",
@@ -92,7 +92,7 @@ def test_the_text_of_a_replay_says_why_rows_were_live_and_what_is_not_proved():
     assert str(CHOSEN).splitlines() == [
         "router replay: 2 routers, 1 micro-batches",
         "  forwards / recomputes           2  / 0",
-        "  tokens replayed                 6  (50.0% of those with a token)",
+        "  tokens replayed                 6  (50.0% of the tokens)",
         "  tokens routed live              3  (1 without a route, 2 left out)",
         "  padding                         1",
         "  rows named twice                4  (two tokens got one token's routes)",
