@@ -19,10 +19,7 @@ def blocks() -> str:
     parts = []
     for engine in registered():
         request = f"\n```text\n{engine.request}\n```\n" if engine.request else ""
-        parts.append(
-            f"### {engine.title}: `engines.{engine.name}`\n\n{engine.start}\n{request}\n{engine.sends}\n\n"
-            f"Versions: {engine.versions}. Tested: {engine.tested}.\n"
-        )
+        parts.append(f"### {engine.title}: `engines.{engine.name}`\n\n{engine.start}\n{request}\n{engine.sends}\n")
     return "\n".join(parts)
 
 

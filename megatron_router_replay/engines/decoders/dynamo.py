@@ -31,7 +31,7 @@ dynamo = register(
         request="""\
 POST /v1/chat/completions
 {"model": "MODEL", "messages": [...], "nvext": {"extra_fields": ["engine_data"]}}""",
-        sends="`nvext.engine_data` with `routed_experts`, `prompt_token_ids` and `completion_token_ids` of the one choice.",
+        sends="`nvext.engine_data` has `routed_experts`, `prompt_token_ids` and `completion_token_ids` of the one choice.",
         versions="pull requests 9651 and 10529 (merged)",
         tested="written from its source",
     )

@@ -35,7 +35,7 @@ lmdeploy = register(
         rows=_rows,
         start="Start the engine with enable_return_routed_experts=True and ask with return_routed_experts=True.",
         request="pipe(prompts, gen_config=GenerationConfig(return_routed_experts=True))",
-        sends="The pipeline's `Response.routed_experts`, uint16 over all layers; give `prompt_token_ids`.",
+        sends="`Response.routed_experts` of the pipeline is uint16 and has all layers. Pass `prompt_token_ids` to `decode`.",
         versions="the PyTorch engine with pull requests 4090 and 4737",
         tested="written from its source",
     )

@@ -62,7 +62,7 @@ nemo_gym = register(
         read=ReplyReader(engine="NeMo Gym", fields=FIELDS | {"output_token_ids": ("generation_token_ids",)}).read,
         rows=_rows,
         start="Start NeMo-RL with router replay, so that its vLLM workers return routed experts.",
-        sends="The text `nrlre1:<dtype>:<rows>x<layers>x<topk>:<base64>` on each model call, with the ids of its tokens.",
+        sends="Each model call has the text `nrlre1:<dtype>:<rows>x<layers>x<topk>:<base64>` and the ids of its tokens.",
         versions="the `nrlre1:` envelope of NeMo Gym and NeMo-RL",
         tested="written from the source of both sides",
     )

@@ -110,9 +110,9 @@ POST /generate
 POST /v1/chat/completions
 {"model": "MODEL", "messages": [...], "n": 4, "return_routed_experts": true, "return_meta_info": true,
  "return_token_ids": true}""",
-        sends="`meta_info.routed_experts` of each result or choice, base64 of raw int32 over all layers; without "
-        "`return_meta_info` the OpenAI endpoints send the first choice's alone. A stream has routes in its last chunk: use "
-        "`return_output_ids_in_sglext` there for the ids. `routed_experts_start_len` leaves rows out: give it as `start`.",
+        sends="`meta_info.routed_experts` of each result or choice is base64 of raw int32 and has all layers. Without "
+        "`return_meta_info`, the OpenAI endpoints send only the first choice's. A stream has its routes in the last chunk; "
+        "`return_output_ids_in_sglext` adds the ids. If you set `routed_experts_start_len`, pass it to `decode` as `start`.",
         versions="0.5.7 to 0.5.23; ids and meta_info of the OpenAI endpoints as of September 2026",
         tested="0.5.23 run: Python and HTTP; others written",
     )

@@ -21,7 +21,7 @@ sglang_jax = register(
         request="""\
 POST /generate
 {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 16}, "return_routed_experts": true}""",
-        sends="As SGLang; completions have `routed_experts` with each choice.",
+        sends="It replies as SGLang does. In completions, each choice has `routed_experts`.",
         versions="commit cddbf6f",
         tested="the same, run",
     )

@@ -20,8 +20,8 @@ tensorrt_llm = register(
         title="TensorRT-LLM",
         read=ReplyReader(engine="TensorRT-LLM", abort="cancelled").read,
         rows=moe_layers,
-        start="Have the engine return routed experts with each request, and use a release that can.",
-        sends="The LLM API's outputs, `outputs[i].routed_experts`: MoE layers only.",
+        start="Use a release that can return routed experts, and ask for them with each request.",
+        sends="`outputs[i].routed_experts` of the LLM API has MoE layers only.",
         versions="the LLM API with pull request 18397 (merged)",
         tested="written from it",
     )

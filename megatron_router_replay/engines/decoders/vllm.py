@@ -145,9 +145,9 @@ vllm = register(
         request="""\
 POST /v1/completions
 {"model": "MODEL", "prompt": "The capital of France is", "max_tokens": 16, "logprobs": 1, "return_token_ids": true}""",
-        sends="`choices[i].routed_experts`, base64 of a `.npy` file with a row for each token but the last, all layers. "
-        "`routed_experts_prompt_start` leaves rows out: give it as `start`. prime-rl and verifiers send a dict of bytes that "
-        "says where it starts. Read Python's `RequestOutput`, any response, or all chunks of a generate stream.",
+        sends="`choices[i].routed_experts` is base64 of a `.npy` file, with all layers and a row for each token but the "
+        "last. If you set `routed_experts_prompt_start`, pass it as `start`. `decode` also reads Python's "
+        "`RequestOutput`, the chunks of a generate stream, and the dict of bytes that prime-rl and verifiers send.",
         versions="0.22 and later; 0.21 (prompt and generation apart); 0.14 to 0.20 (Python objects); prime-rl's server",
         tested="0.30.0 run on a CPU: Python, completions, chat, generate and its stream, n > 1, prefix hits, aborts, TP2, "
         "bf16; others written",
