@@ -44,8 +44,10 @@ class Microbatch:
         counts: what the session counts of it, ints or scalars on a device: see `count_rows`.
         num_routers: routers of the chunk that route it.
         routes: what they replay; None: they route live, for a recording.
-        live: the rows that the live router decides, on the routers' device: [num_live] int64 positions where the host knows
-            them, else [num_tokens] bool; None: there are none.
+        live_rows: [num_live] int64 on the routers' device, positions of the rows that the live router decides; None: there
+            are none, or the host does not know them.
+        live_mask: [num_tokens] bool on the routers' device, True: the live router decides the row; None: the host knows the
+            positions.
         replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: all are.
         rows: [num_tokens] int64, trace rows as this rank's routers see them; None: a replay does not keep them.
         token_ids: [b, s] integers, what tokens its forward must get, below 0 where that is not known; None: nothing is.
@@ -61,7 +63,8 @@ class Microbatch:
     counts: dict[str, Tensor | int]
     num_routers: int
     routes: LayerRoutes | None = None
-    live: Tensor | None = None
+    live_rows: Tensor | None = None
+    live_mask: Tensor | None = None
     replayed: Tensor | None = None
     rows: Tensor | None = None
     token_ids: Tensor | None = None
@@ -81,7 +84,7 @@ class Microbatch:
         self.stream = current_stream(on_device[0].device) if on_device else None
 
     def _on_device(self) -> list[Tensor]:
-        tensors = (self.live, self.replayed, self.token_ids, self.batch_rows, self.is_token)
+        tensors = (self.live_rows, self.live_mask, self.replayed, self.token_ids, self.batch_rows, self.is_token)
         return [tensor for tensor in tensors if tensor is not None and tensor.device.type == "cuda"]
 
     def follow_stream(self) -> None:
@@ -201,7 +204,8 @@ class Queue:
                 microbatch.state = State.DONE
             self._on_done(microbatch)
             # The graph keeps what recomputes need; the micro-batch itself may stay the current one for long.
-            microbatch.routes = microbatch.live = microbatch.replayed = microbatch.rows = microbatch.batch_rows = None
+            microbatch.routes = microbatch.live_rows = microbatch.live_mask = microbatch.replayed = None
+            microbatch.rows = microbatch.batch_rows = None
             microbatch.used = {}
 
     def problems(self) -> Iterator[str]:

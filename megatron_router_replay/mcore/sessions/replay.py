@@ -125,18 +125,22 @@ class ReplaySession(QueueingSession):
         used = microbatch.routes.layer(position)
         if used.shape != (decision.scores.shape[0], decision.topk):
             return used  # refused behind this
-        if self._choose is not None:
-            return self._choose_some(decision, microbatch, used)
-        if microbatch.asked is not None and microbatch.asked in (position, ALL):
-            self._ask(decision, microbatch, decision.live(), microbatch.replayed)
-        live = microbatch.live
-        if live is None:
-            if decision.is_written:
-                decision.kept = KeptLayer(microbatch.routes, position)
-            return used
-        if live.dtype is torch.bool:
-            return torch.where(live.unsqueeze(1), decision.live(), used)
-        return used.index_copy(0, live, decision.live_of(live))
+        live, replayed = microbatch.live_mask, microbatch.replayed
+        is_asked = microbatch.asked is not None and microbatch.asked in (position, ALL)
+        if is_asked or live is not None or self._choose is not None:
+            own = decision.live()
+            if self._choose is not None:
+                replayed = self._chosen(decision, microbatch, used, own)
+                live = ~replayed
+            if is_asked:
+                self._ask(decision, microbatch, own, replayed)
+            if live is not None:
+                return torch.where(live.unsqueeze(1), own, used)
+        if microbatch.live_rows is not None:
+            return used.index_copy(0, microbatch.live_rows, decision.live_of(microbatch.live_rows))
+        if decision.is_written:
+            decision.kept = KeptLayer(microbatch.routes, position)
+        return used
 
     def _ask(self, decision: Decision, microbatch: Microbatch, live: Tensor, counts: Tensor | None) -> None:
         """Keep what a router that is asked would choose; of the rows that count."""
@@ -146,10 +150,9 @@ class ReplaySession(QueueingSession):
         replayed = microbatch.routes.compact[:, held.position]
         self._agreement.add(microbatch, held.chunk, held.found.layer_number, live, replayed, counts)
 
-    def _choose_some(self, decision: Decision, microbatch: Microbatch, used: Tensor) -> Tensor:
-        """Ask `choose=` which decisions are replayed, and count those that are not."""
+    def _chosen(self, decision: Decision, microbatch: Microbatch, used: Tensor, own: Tensor) -> Tensor:
+        """Ask `choose=` which decisions are replayed, [num_tokens] bool, and count those that are not."""
         assert self._choose is not None, "asked by it"
-        own = decision.live()
         layer_number = self._held[decision.router].found.layer_number
         # Copies: what is done with them in place must change neither routes nor probabilities.
         chosen = self._choose(layer_number, used.clone(), own.clone(), decision.scores.detach().clone())
@@ -161,9 +164,7 @@ class ReplaySession(QueueingSession):
         chosen = chosen & microbatch.replayed
         left = microbatch.replayed & ~chosen
         decision.counter.add(asked=microbatch.replayed.sum(), left_live=left.sum())
-        if microbatch.asked is not None and microbatch.asked in (self._held[decision.router].position, ALL):
-            self._ask(decision, microbatch, own, chosen)
-        return torch.where(chosen.unsqueeze(1), used, own)
+        return chosen
 
     # ---- rows into the trace
     def _take_trace(self, trace: RoutingTrace, *, mtp: bool) -> None:
@@ -259,18 +260,21 @@ class ReplaySession(QueueingSession):
             replayed = to_device(~live if padding is None else ~(live | padding), chunk.device)
         if replayed is None and self._choose is not None:
             replayed = torch.ones(num_tokens, dtype=torch.bool, device=chunk.device)
+        live_rows = live_mask = None  # None spares every router of the micro-batch its live top-k
         if live is not None and live.device.type == "cpu":
-            live = live.nonzero().squeeze(1)  # on a GPU, asking which rows are live would wait for it
-        elif self._min_replayed == 1:
-            live = None  # there is none, or the session raises: the rows are counted above, and judged when it is left
+            live_rows = to_device(live.nonzero().squeeze(1), chunk.device) if bool(live.any()) else None
+        elif live is not None and self._min_replayed != 1:
+            # Asking a GPU which rows are live would wait for it. With min_replayed=1 none is, or the session raises: they
+            # are counted above, and judged when it is left.
+            live_mask = to_device(live, chunk.device)
         return Microbatch(
             shape=chunk.router_shape(routes.batch_shape, split=split),
             batch_shape=routes.batch_shape,
             counts=counts,
             num_routers=len(chunk.taking_part),
             routes=LayerRoutes(compact),
-            # None spares every router of the micro-batch its live top-k.
-            live=to_device(live, chunk.device) if live is not None and live.numel() else None,
+            live_rows=live_rows,
+            live_mask=live_mask,
             replayed=replayed,
             token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
             batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
