@@ -28,12 +28,16 @@ with only_rank():
 from dataclasses import replace
 from benchmarks import step
 tiny = replace(step.TINY, sequence=16, microbatches=2)
-cases = [step.Case(model=tiny, repeats=6, recompute=True, peak=True), step.Case(model=tiny, repeats=6, pp_size=2)]
+cases = [step.Case(model=tiny, repeats=2, recompute=True, peak=True), step.Case(model=tiny, repeats=2, pp_size=2)]
 raw = step.measure(cases)
 rendered = step.render(raw)
 assert "replay / off, tiny, full recompute" in rendered and "replay / off, tiny, PP2" in rendered
 """,
-    "memory": "from benchmarks import memory; memory.render(memory.measure())",
+    "memory": """
+from benchmarks import memory
+memory.LAYERS, memory.EXPERTS, memory.TOKENS = 2, 16, 16
+assert "ours, freeze |" in memory.render(memory.measure())
+""",
     "capture": """
 from benchmarks import capture
 size = capture.Size(hidden=64, layers=2, experts=8, topk=2, batch=2, prompt=4, new=3)
@@ -41,7 +45,11 @@ assert capture.render([capture.measure_size(size, 1)]).count('%') == 2
 """,
     "decode": "from benchmarks import decode; assert 'int32' in decode.render(decode.measure(64, repeats=1))",
     "store": "from benchmarks import store; assert 'load, cold' in store.render(store.measure(64, repeats=1))",
-    "gather": "from benchmarks import gather; assert '| 64 |' in gather.render(gather.measure(1 << 12))",
+    "gather": """
+from benchmarks import gather
+gather.RANKS = (16,)
+assert '| 16 |' in gather.render(gather.measure(1 << 12))
+""",
 }
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,27 +20,39 @@ def parts():
     return [line.split(":")[0] for line in run("--list").stdout.splitlines()]
 
 
+def report_of(path, *arguments):
+    done = run("--device", "soft", "--out", str(path), *arguments)
+    return done, path.read_text() if path.exists() else ""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Of a run as it is, and of one with planted faults; at the same time, for the second waits a minute for a part."""
+    folder, limit = tmp_path_factory.mktemp("reports"), ("--limit-s", "60")
+    plants = ["--plant", "wait", "pageable", "layer", "exception", "hang"]
+    wanted = ["--parts", "step", "step, full recompute", "checkpoints", "columns"]
+    with ThreadPoolExecutor(2) as pool:
+        as_it_is = pool.submit(report_of, folder / "as_it_is.md")
+        planted = pool.submit(report_of, folder / "planted.md", *limit, *plants, *wanted)
+        return {"as it is": as_it_is.result(), "planted": planted.result()}
+
+
 @pytest.mark.slow
-def test_every_part_runs_to_its_end_and_is_as_promised(tmp_path):
-    report = tmp_path / "gpu.md"
-    done = run("--device", "soft", "--out", str(report))
+def test_every_part_runs_to_its_end_and_is_as_promised(reports):
+    done, report = reports["as it is"]
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split(" | ") for line in report.read_text().splitlines() if line.startswith("| ")][2:]
+    rows = [line.split(" | ") for line in report.splitlines() if line.startswith("| ")][2:]
     assert list(dict.fromkeys(row[0].removeprefix("| ") for row in rows)) == parts()
     assert {len(row) for row in rows} == {10}
     replays = [row for row in rows if row[0] == "| step" and row[1].startswith("replay")]
     assert [row[-1] for row in replays] == ["exact |"] * 5
-    assert "All of it is as promised." in report.read_text()
+    assert "All of it is as promised." in report
 
 
 @pytest.mark.slow
-def test_planted_faults_are_found_and_end_no_other_part(tmp_path):
-    plants = ["wait", "pageable", "layer", "exception", "hang"]
-    wanted = ["step", "step, full recompute", "checkpoints", "columns"]
-    report = tmp_path / "gpu.md"
-    done = run("--device", "soft", "--out", str(report), "--limit-s", "60", "--plant", *plants, "--parts", *wanted)
+def test_planted_faults_are_found_and_end_no_other_part(reports):
+    done, said = reports["planted"]
     assert done.returncode == 1, done.stdout + done.stderr
-    said = report.read_text()
     (row,) = (line for line in said.splitlines() if line.startswith("| step | replay, rows |"))
     for problem in ("decisions are not those of the trace", "2 waits more than", "2 pageable uploads more than"):
         assert problem in row

@@ -1,12 +1,12 @@
 """Mutated payloads are decoded to what an independent reader finds in them, or raise RouterReplayError; nothing else.
 
-`INPUTS` payloads in all, drawn anew by fixed seeds. No case may take `MAX_CASE_SECONDS` of the processor, allocate
-`MAX_CASE_BYTES` more than there was before (the process gets no more address space), or leave memory behind.
+The payloads are new in each run, which prints the first seed: FIRST_SEED=<it> repeats them. CI_ALL=1 draws 100,000 in place
+of 40,000. No case may take `MAX_CASE_SECONDS` of the processor, allocate `MAX_CASE_BYTES` more than there was before (the
+process gets no more address space), or leave memory behind.
 """
 
 import base64
 import contextlib
-import os
 import random
 import resource
 import struct
@@ -19,6 +19,7 @@ import pytest
 from megatron_router_replay import engines
 from megatron_router_replay.engines.registry import registered
 from megatron_router_replay.errors import RouterReplayError
+from tests.support.new_seeds import new_seeds
 from tests.unit.engines.engine_payloads import npy_base64, read_npy
 from tests.unit.engines.fuzz_inputs import (
     FULL,
@@ -39,10 +40,6 @@ from tests.unit.engines.fuzz_inputs import (
 
 pytestmark = pytest.mark.slow
 
-INPUTS = int(os.environ.get("FUZZ_INPUTS", "100000"))
-"""Payloads of this file; FUZZ_INPUTS=1000000 takes minutes."""
-
-JSON, STRUCTURE, ANY = (INPUTS * share // 100 for share in (50, 40, 10))
 MAX_CASE_SECONDS = 2.0
 MAX_CASE_BYTES = 512 << 20
 MAX_GROWTH_KIB = 100 << 10
@@ -96,10 +93,11 @@ def assert_decoded_right(trace, array, ids=None):
 
 
 def test_mutated_json_responses():
-    rng, kinds = random.Random(0), [(engine, Tree(response)) for engine, response in responses()]
+    seeds, kinds = new_seeds(20_000, num_of_all=50_000), [(engine, Tree(response)) for engine, response in responses()]
     outcomes = {"decoded": 0, "refused": 0}
-    for i in range(JSON):
-        engine, response = kinds[i % len(kinds)]
+    for seed in seeds:
+        rng = random.Random(seed)
+        engine, response = rng.choice(kinds)
         mutated = response.mutated(rng, rng.randrange(1, 3), change_anything)
         outcomes["refused"] += 1
         with bounded_case():
@@ -114,7 +112,7 @@ def test_mutated_json_responses():
             assert sum(trace.sequence_lengths) == len(trace)
             if len(trace) == S and int(trace.replay_mask.sum()) == S - 1:
                 check_against(engine, mutated, trace)
-    assert min(outcomes.values()) > JSON // 20, outcomes
+    assert min(outcomes.values()) > len(seeds) // 20, outcomes
 
 
 def check_against(engine, mutated, trace):
@@ -137,21 +135,22 @@ def check_against(engine, mutated, trace):
 
 def test_mutated_structures_never_give_a_sample_the_routes_of_another():
     """Chunks, choices and replies are lost, repeated, swapped or renumbered: what decodes has its own routes."""
-    rng = random.Random(5)
+    seeds = new_seeds(16_000, num_of_all=40_000)
     kinds = [(engine, Tree(result, kept=KEPT), options) for engine, result, options in structures()]
     wanted = {tuple(prompt + output): array[:, [0, 2, 3]] for (prompt, output), array in zip(SAMPLES, SAMPLE_ROUTES)}
     outcomes = {"decoded": 0, "refused": 0}
-    for i in range(STRUCTURE):
-        engine, result, options = kinds[i % len(kinds)]
+    for seed in seeds:
+        rng = random.Random(seed)
+        engine, result, options = kind = rng.choice(kinds)
         # sglang-jax's completions have no ids: a choice that is copied in place of another, with its index, is forged.
         # vLLM's chunks have no number: one that is lost and one that comes twice make up for each other, and their order
         # is that of their arrival.
-        unnumbered = i % len(kinds) == len(kinds) - 1
+        unnumbered = kind is kinds[-1]
         times = 1 if unnumbered or engine == "sglang_jax" else rng.randrange(1, 4)
         mutated = result.mutated(rng, times, change_structure)
         outcomes["refused"] += 1
         with bounded_case():
-            missing = "live" if i % 3 == 0 else "raise"  # a sample that is refused has no route then
+            missing = rng.choice(["live", "raise", "raise"])  # a sample that is refused has no route then
             trace = getattr(engines, engine).decode_batch(mutated, model=MODEL, missing=missing, **options)
             outcomes["refused"] -= 1
             outcomes["decoded"] += 1
@@ -170,13 +169,14 @@ def test_mutated_structures_never_give_a_sample_the_routes_of_another():
                 assert rows is not None, (engine, mutated)
                 assert np.array_equal(sample.topk_indices[:-1].numpy(), rows), (engine, mutated)
                 assert sample.replay_mask.tolist() == [True] * len(rows) + [False]
-    assert min(outcomes.values()) > STRUCTURE // 20, outcomes
+    assert min(outcomes.values()) > len(seeds) // 20, outcomes
 
 
 def test_arbitrary_values():
-    rng, refused = random.Random(9), 0
+    seeds, refused = new_seeds(4_000, num_of_all=10_000), 0
     decoders = registered()
-    for _ in range(ANY):
+    for seed in seeds:
+        rng = random.Random(seed)
         decoder, value = rng.choice(decoders), arbitrary(rng)
         refused += 1
         with bounded_case():
@@ -186,4 +186,4 @@ def test_arbitrary_values():
                 trace = decoder.decode(value, model=MODEL, token_ids=rng.choice([None, [], [1], 5]))
             refused -= 1
             assert len(trace) == len(trace.replay_mask)
-    assert refused > ANY // 2
+    assert refused > len(seeds) // 2

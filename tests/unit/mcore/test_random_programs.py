@@ -14,7 +14,6 @@ FIRST_SEED=<it> repeats them. CI_ALL=1 draws 5,000 in place of 1,500.
 from __future__ import annotations
 
 import gc
-import os
 import random
 import threading
 import time
@@ -29,6 +28,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore.heart.seam import holders_of
+from tests.support.new_seeds import new_seeds
 from tests.unit.mcore.tiny_chunk import (
     Chunk,
     as_map,
@@ -44,7 +44,7 @@ from tests.unit.mcore.tiny_chunk import (
 )
 
 ROWS = 64
-QUICK, SLOW = 50, 5000 if os.environ.get("CI_ALL") == "1" else 1500
+QUICK = 50
 
 FALSE_ALARMS = ("MRR414", "MRR415", "exchanged during the session", "other experts than were decided")
 """What no program does, so an error of these words is one of the package itself."""
@@ -353,7 +353,5 @@ def test_random_programs_are_exact_or_raise():
 
 @pytest.mark.slow
 def test_thousands_of_random_programs_are_exact_or_raise():
-    first = int(os.environ.get("FIRST_SEED") or random.SystemRandom().randrange(QUICK, 1 << 40))
-    print(f"{SLOW} random programs; FIRST_SEED={first} repeats them")
-    counts = endings(range(first, first + SLOW))
-    assert counts["exact"] > SLOW / 5
+    seeds = new_seeds(1500, num_of_all=5000)
+    assert endings(seeds)["exact"] > len(seeds) / 5
