@@ -27,6 +27,7 @@ from megatron_router_replay.mcore.sessions.agreement import (
     LEAST_ROWS,
     PAIRS,
     SAMPLE_EVIDENCE,
+    agreement_of,
     count_rows,
     measure,
     sum_parts,
@@ -37,6 +38,7 @@ SAMPLES, LENGTH = 64, 2048
 LONG = 8192
 FREE = 32  # tokens in front of a loop
 DRAWS = 4  # of weights that are older by a KL of 0.1
+LOOPS = 4  # sets of 1,120 samples that loop
 CAPTURES = Path(__file__).parents[2] / "tests/unit/data/engine_captures"
 
 
@@ -206,37 +208,42 @@ def counted(experts: int, live: Tensor, used: Tensor) -> Counted:
     for of_live, of_used in zip(live, used):
         total = np.zeros((PAIRS, 3))
         for ids in torch.split(torch.cat([of_live, of_used], -1), 4):
-            samples = np.arange(len(ids)).repeat(ids.shape[1])
-            sums, first = sum_parts(count_rows(ids.flatten(0, 1), None, table).numpy(), samples, len(ids))
-            unit, total = measure(sums, topk), total + sums.sum(0)
-            enough = unit.rows >= LEAST_ROWS
-            parts += unit.agreement[enough & (unit.evidence >= EVIDENCE)].tolist()
-            sums[~(enough & (unit.agreement < LEAST))] = 0
-            low += measure(np.add.reduceat(sums, first), topk).evidence.tolist()
-        layers.append(float(measure(total, topk).agreement))
+            samples = torch.arange(len(ids)).repeat_interleave(ids.shape[1]).unsqueeze(0)
+            rows = torch.cat([count_rows(ids.flatten(0, 1), None, table), samples])
+            sums, first = sum_parts(rows.numpy(), len(ids))
+            units, total = measure(sums, topk), total + sums.sum(0)
+            agreement, enough = agreement_of(units), units[:, 0] >= LEAST_ROWS
+            parts += agreement[enough & (units[:, 3] >= EVIDENCE)].tolist()
+            sums[~(enough & (agreement < LEAST))] = 0
+            low += measure(np.add.reduceat(sums, first), topk)[:, 3].tolist()
+        layers.append(float(agreement_of(measure(total, topk))))
     return Counted(layers, parts, low)
-
-
-def tail(values: list[float], at: float) -> float:
-    """Return the part of values beyond `at`, from an exponential fitted to what is beyond 20; their tail is lighter."""
-    beyond = [value - 20 for value in values if value > 20]
-    if not beyond:
-        return 0.0
-    counted = sum(value >= at - 20 for value in beyond) / len(values)
-    return max(counted, len(beyond) / len(values) * math.exp(-(at - 20) / (sum(beyond) / len(beyond))))
 
 
 def stops(low: list[float], samples: int = 64) -> float:
     """Return what part of sessions with so many of these samples, each asked in one layer, would raise without a reason.
 
-    The reason would be what is low of one sample, or three samples with a low part that is judged.
+    They raise if all that is low of samples, in parts that are judged, has the evidence for it together. Values beyond 20 are
+    taken for exponential; their tail is lighter.
 
     Args:
         low: see `Counted`.
     """
-    expected = samples * tail(low, EVIDENCE)
-    three = sum(math.exp(-expected + n * math.log(max(expected, 1e-300)) - math.lgamma(n + 1)) for n in range(3, 60))
-    return min(1.0, samples * tail(low, SAMPLE_EVIDENCE)) + three
+    beyond = [value - 20 for value in low if value > 20]
+    if not beyond:
+        return 0.0
+    scale = sum(beyond) / len(beyond)
+    expected = samples * len(beyond) / len(low) * math.exp(-(EVIDENCE - 20) / scale)
+    rate, number = 0.0, math.exp(-expected)
+    for count in range(1, 40):
+        number *= (
+            expected / count
+        )  # sessions with so many low samples, each of which has EVIDENCE and an exponential excess
+        excess, term, together = max(0.0, SAMPLE_EVIDENCE - count * EVIDENCE) / scale, 1.0, 0.0
+        for power in range(count):
+            together, term = together + term, term * excess / (power + 1)
+        rate += number * math.exp(-excess) * together
+    return rate
 
 
 LEGAL: dict[str, Callable[[Tensor], Tensor]] = {
@@ -322,11 +329,14 @@ def compare(model: Model, seed: int, network: Network, different: Network) -> No
         live = routes_of(network, tokens)
         found = legal(stale(network, model, short, 0.1, 1000 * seed))
         shown(model.name, f"older weights, KL 0.1, samples of {LONG:,} tokens", found)
-    tokens = loops(torch.Generator().manual_seed(seed + 7))
-    live = routes_of(network, tokens)[:, :, FREE:]
     older = [stale(network, model, short, 0.1, 1000 * seed + draw) for draw in range(DRAWS)]
     older.append(changed(network, model, to_int4))
-    found = joined([counted(model.experts, live, routes_of(each, tokens)[:, :, FREE:]) for each in older])
+    sets = []
+    for number in range(LOOPS):
+        tokens = loops(torch.Generator().manual_seed(seed + 7 + 1000 * number))
+        live = routes_of(network, tokens)[:, :, FREE:]
+        sets += [counted(model.experts, live, routes_of(each, tokens)[:, :, FREE:]) for each in older]
+    found = joined(sets)
     shown(model.name, "loops of 6 to 40 tokens, KL 0.1 and int4", found, rate=stops(found.low))
 
 

@@ -13,10 +13,9 @@ Evidence counts different routes: a run of one token at a near-tie flips as one,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from itertools import groupby
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,14 +23,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.heart.streams import current_stream, follow, to_device
 
 ALL = -1
 """In place of a layer's position: all layers are asked."""
 
 PART, LEAST_ROWS = 96, 32
-EVIDENCE, LAYER_EVIDENCE, SAMPLE_EVIDENCE = 48.0, 64.0, 96.0
-"""Decisions beyond chance that a part, a layer, and all that is low of a sample must have to be judged."""
+EVIDENCE, LAYER_EVIDENCE, SAMPLE_EVIDENCE = 48.0, 64.0, 192.0
+"""Decisions beyond chance that a part, a layer, and all that is low of a thousand samples must have to be judged."""
 PAIR_EVIDENCE = 8.0
 """What one pair of routes, live and replayed, can be of them at most, however often it comes."""
 PAIR_SHARE = 1 / 8
@@ -43,7 +44,8 @@ FOLD_ROWS, LEAST_TENSOR = 1 << 20, 128
 PAIRS = 256
 """Numbers that tell pairs of routes apart; different pairs may share one, and then count as one."""
 
-Sums = NDArray[np.float64]
+Array = NDArray[np.float64]
+Sums = Array
 """[..., PAIRS, 3]: rows, experts that both name, and experts that chance would have them name, by pair of routes."""
 
 
@@ -65,38 +67,53 @@ _rotations: WeakKeyDictionary[nn.Module, _Rotation] = WeakKeyDictionary()
 
 
 # ---- from rows to units
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """What is known of a unit: rows, and sums over its decisions; those of several ranks add up."""
+class Unit(NamedTuple):
+    """What is known of a unit; those of several ranks add up, number by number.
 
-    rows: Any = 0.0
-    overlap: Any = 0.0
-    chance: Any = 0.0
-    decisions: Any = 0.0
-    evidence: Any = 0.0
+    Args:
+        rows: those that count.
+        shared: experts that the live router and the replayed routes both name, less those by chance.
+        most: what that would be if they named the same.
+        evidence: decisions beyond chance, of different routes.
+    """
+
+    rows: float = 0.0
+    shared: float = 0.0
+    most: float = 0.0
+    evidence: float = 0.0
 
     @property
-    def agreement(self) -> Any:
+    def agreement(self) -> float:
         """1: the live router names the same experts; 0: no more of them than by chance."""
-        return (self.overlap - self.chance) / np.maximum(self.decisions - self.chance, 1e-9)
-
-    def __add__(self, other: Unit) -> Unit:
-        return Unit(*(getattr(self, name) + getattr(other, name) for name in Unit.__slots__))
+        return float(agreement_of(np.array(self)))
 
 
-def measure(sums: Sums, topk: int) -> Unit:
-    """Return what sums come to: [PAIRS, 3] one unit; [num_units, PAIRS, 3] a unit of arrays."""
+def agreement_of(units: Array) -> Array:
+    """Return the agreement of [..., 4], the numbers of units."""
+    agreement: Array = units[..., 1] / np.maximum(units[..., 2], 1e-9)
+    return agreement
+
+
+def total(units: Iterable[Unit]) -> Unit:
+    """Return several units as one."""
+    return Unit(*np.sum([Unit(), *units], axis=0).tolist())
+
+
+def measure(sums: Sums, topk: int) -> Array:
+    """Return the numbers of units, [..., 4] in the order of `Unit`, that [..., PAIRS, 3] sums come to."""
     rows, overlap, chance = np.moveaxis(sums, -1, 0)
-    beyond = rows * topk - chance
+    shared, beyond = overlap - chance, rows * topk - chance
     # A pair that hardly agrees is one near-tie if it comes again and again, and many if they are different ones.
     most = PAIR_SHARE * rows.sum(-1, keepdims=True) / np.maximum(rows, 1)
-    weight = np.where(overlap - chance < beyond / 2, np.minimum(1, most), 1.0)
-    columns = (rows, weight * overlap, weight * chance, weight * rows * topk, np.minimum(beyond, PAIR_EVIDENCE))
-    return Unit(*(column.sum(-1) for column in columns))
+    weight = np.where(shared < beyond / 2, np.minimum(1, most), 1.0)
+    units: Array = np.stack([rows, weight * shared, weight * beyond, np.minimum(beyond, PAIR_EVIDENCE)], axis=-1).sum(
+        -2
+    )
+    return units
 
 
 def count_rows(ids: Tensor, counts: Tensor | None, table: Tensor) -> Tensor:
-    """Return what rows agree in, [4, n] int16, without a wait; the second are float16, viewed as 16 bits.
+    """Return what rows agree in, [4, n] float32, without a wait.
 
     Args:
         ids: [n, 2 * topk], the live experts and the replayed ones.
@@ -104,36 +121,38 @@ def count_rows(ids: Tensor, counts: Tensor | None, table: Tensor) -> Tensor:
         table: [2 * num_experts] int64, random.
 
     Returns:
-        Experts that both name; what a random row that counts would share with the replayed ones (float16); the number of the
-        pair of routes; whether the row counts.
+        Experts that both name; what a random row that counts would share with the replayed ones; the number of the pair of
+        routes; whether the row counts.
     """
     num_experts, both = table.numel() // 2, ids.long()
     live, used = both.tensor_split(2, dim=1)
     weight = torch.ones(len(ids), device=ids.device) if counts is None else counts.float()
     load = torch.zeros(num_experts, device=ids.device)
     load.scatter_add_(0, live.reshape(-1), weight.unsqueeze(1).expand_as(live).reshape(-1))
-    overlap = (live.unsqueeze(2) == used.unsqueeze(1)).sum((1, 2), dtype=torch.int16)
-    chance = (load[used].sum(1) / weight.sum().clamp(min=1)).half().view(torch.int16)
-    pairs = ((table[live] + table[num_experts:][used]).sum(1) % PAIRS).to(torch.int16)
-    return torch.stack([overlap, chance, pairs, weight.to(torch.int16)])
+    overlap = (live.unsqueeze(2) == used.unsqueeze(1)).sum((1, 2))
+    chance = load[used].sum(1) / weight.sum().clamp(min=1)
+    pairs = (table[live] + table[num_experts:][used]).sum(1) % PAIRS
+    return torch.stack([overlap.float(), chance, pairs.float(), weight])
 
 
-def sum_parts(rows: NDArray[np.int16], samples: NDArray[np.int64], num_samples: int) -> tuple[Sums, NDArray[np.int64]]:
+def sum_parts(rows: NDArray[np.float32], num_samples: int) -> tuple[Sums, NDArray[np.int64]]:
     """Return the sums of each part, and the first part of each sample.
 
     Args:
-        rows: [3, n], the first three of `count_rows`, of the rows that count.
-        samples: [n], the sample of each row, in order. One of 192 rows and more has parts of 96 and more.
+        rows: [5, n], those of `count_rows`, and the sample of each. One of 192 rows and more has parts of 96 and more.
+        num_samples: in the micro-batch; one without a row has an empty part.
     """
+    rows = rows[:, rows[3] != 0]
+    rows = rows[:, rows[4].argsort(kind="stable")]
+    samples = rows[4].astype(np.int64)
     totals = np.bincount(samples, minlength=num_samples)
     parts = np.maximum(1, totals // PART)
     place = np.arange(len(samples)) - (totals.cumsum() - totals)[samples]
     first = parts.cumsum() - parts
     part = first[samples] + place * parts[samples] // totals[samples]
-    keys, shape = part * PAIRS + rows[2], (int(parts.sum()), PAIRS)
-    columns = (None, rows[0], rows[1].view(np.float16))
-    sums = [np.bincount(keys, column, shape[0] * PAIRS).reshape(shape) for column in columns]
-    return np.stack(sums, axis=-1).astype(np.float64), first
+    keys, shape = part * PAIRS + rows[2].astype(np.int64), (int(parts.sum()), PAIRS)
+    sums = [np.bincount(keys, column, shape[0] * PAIRS).reshape(shape) for column in (rows[3], rows[0], rows[1])]
+    return np.stack(sums, axis=-1), first
 
 
 # ---- a session
@@ -146,25 +165,27 @@ class _Asked:
     """One layer of one micro-batch, in the order of its router (s-major)."""
 
     layer: int
-    chunk: int
-    microbatch: int
     sequences: int
     cu_seqlens: Tensor | None  # of a packed row
     first: int  # position in it that this rank begins with
     length: int  # of it, over the ranks that share it
     ids: Tensor
     counts: Tensor | None
-    stream: Any
+    stream: Any  # under which they were made
 
-    def samples(self) -> Tensor:
-        """Return the number of each row's sample in the micro-batch, [n] int16."""
-        rows = torch.arange(len(self.ids), device=self.ids.device)
+    def counted(self, table: Tensor) -> Tensor:
+        """Return [5, n]: see `count_rows`, and the number of each row's sample in the micro-batch."""
+        kept = (self.ids, self.counts, self.cu_seqlens)
+        follow(self.stream, *(tensor for tensor in kept if tensor is not None))
+        samples = torch.arange(len(self.ids), device=self.ids.device)
         if self.cu_seqlens is None:
-            return (rows % self.sequences).to(torch.int16)
-        ends = to_device(self.cu_seqlens, rows.device)[1:]
-        # Each context-parallel rank has the same share of each sample.
-        ends = ends // (ends[-1] / self.length).round().clamp(min=1)
-        return torch.bucketize(rows + self.first, ends.long(), right=True).to(torch.int16)
+            samples = samples % self.sequences
+        else:
+            ends = to_device(self.cu_seqlens, samples.device)[1:]
+            # Each context-parallel rank has the same share of each sample.
+            ends = ends // (ends[-1] / self.length).round().clamp(min=1)
+            samples = torch.bucketize(samples + self.first, ends.long(), right=True)
+        return torch.cat([count_rows(self.ids, self.counts, table), samples.float().unsqueeze(0)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,8 +207,8 @@ class LiveAgreement:
     @property
     def all_layers(self) -> float | None:
         """Over all layers that were asked; None: no row was."""
-        total = sum(self.layers.values(), Unit())
-        return total.agreement if total.decisions else None
+        unit = total(self.layers.values())
+        return unit.agreement if unit.rows else None
 
     @property
     def judged(self) -> dict[int, float]:
@@ -229,21 +250,21 @@ class Agreement:
     ) -> None:
         self.topk, self.num_experts, self.num_layers = topk, num_experts, num_layers
         self.least, self.every_layer, self.rank, self.source = least, every_layer, rank, source
-        self._asked: list[_Asked] = []
+        self._asked: dict[tuple[int, int], list[_Asked]] = {}  # by chunk and micro-batch
         self._rows = 0  # that wait on the device
         self._carried: dict[int, dict[int, Sums]] = {}  # layer -> what its chunk carries from session to session
         self._layers: dict[int, Sums] = {}
-        self._low = np.zeros(2, np.int64)  # samples that are below `least`, as a whole or in a part; of how many
-        self._evidence = 0.0  # the most that there is of what is low of one sample
+        # Samples that are below `least`, as a whole or in a part; of how many; the evidence of all that is low.
+        self._low = np.zeros(3)
         self._least = np.inf, ""  # agreement of the least sample or part of one, and its name
 
-    def next_layer(self, chunk: Any) -> int:
+    def next_layer(self, chunk: Chunk) -> int:
         """Return the position of the layer that a chunk's next micro-batch asks, or ALL."""
         position = _rotations.setdefault(chunk.module, _Rotation()).next(len(chunk.taking_part))
         return ALL if self.every_layer else position
 
     def add(
-        self, microbatch: Any, chunk: Any, layer: int, live: Tensor, replayed: Tensor, counts: Tensor | None
+        self, microbatch: Microbatch, chunk: Chunk, layer: int, live: Tensor, replayed: Tensor, counts: Tensor | None
     ) -> None:
         """Keep what one layer would choose and what it is told. No wait, but for each million rows.
 
@@ -252,18 +273,19 @@ class Agreement:
             replayed: [n, topk] in the dtype of the trace.
             counts: [n] bool, True: the row is replayed; None: all are.
         """
-        if self._rows > FOLD_ROWS:
+        key = chunk.index, microbatch.number
+        if self._rows > FOLD_ROWS and key not in self._asked:
             self.fold()
         self._carried[layer] = _rotations[chunk.module].carried
         self._rows += max(LEAST_TENSOR, len(live))
         share, shares = chunk.sequence_share
-        self._asked.append(
+        lengths = microbatch.cu_seqlens
+        self._asked.setdefault(key, []).append(
             _Asked(
                 layer=layer,
-                chunk=chunk.index,
-                microbatch=microbatch.number,
                 sequences=microbatch.shape[1],
-                cu_seqlens=microbatch.cu_seqlens,
+                # Our own: a trainer may write the next micro-batch's into its again.
+                cu_seqlens=None if lengths is None else lengths.clone(),
                 first=share * len(live),
                 length=shares * len(live),
                 ids=torch.cat([live.to(replayed.dtype), replayed], dim=1),
@@ -274,38 +296,25 @@ class Agreement:
 
     def fold(self) -> None:
         """Add up what waits on the device; one wait."""
-        asked, self._asked, self._rows = self._asked, [], 0
-        if not asked:
+        asked, self._asked, self._rows = self._asked, {}, 0
+        calls = [each for calls in asked.values() for each in calls]
+        if not calls:
             return
-        rows, at = self._to_host(asked), 0
-        for (chunk, number), calls in groupby(asked, lambda each: (each.chunk, each.microbatch)):
-            layers = []
-            for each in calls:
-                layers.append((each.layer, rows[:, at : at + len(each.ids)]))
-                at += len(each.ids)
+        numbers = torch.randint(PAIRS, (2 * self.num_experts,), generator=torch.Generator().manual_seed(0))
+        table = to_device(numbers, calls[0].ids.device)
+        rows: NDArray[np.float32] = torch.cat([each.counted(table) for each in calls], dim=1).cpu().numpy()
+        pieces = iter(np.split(rows, np.cumsum([len(each.ids) for each in calls])[:-1], axis=1))
+        for (chunk, number), of_one in asked.items():
+            layers = [(each.layer, next(pieces)) for each in of_one]
             self._count(f"rank {self.rank}, chunk {chunk}, micro-batch {number}", layers)
 
-    def _to_host(self, asked: list[_Asked]) -> NDArray[np.int16]:
-        """Return [5, n] for the rows of all calls: see `count_rows`, and the sample of each."""
-        generator = torch.Generator().manual_seed(0)
-        table = to_device(torch.randint(PAIRS, (2 * self.num_experts,), generator=generator), asked[0].ids.device)
-        counted = []
-        for each in asked:
-            kept = (each.ids, each.counts, each.cu_seqlens)
-            follow(each.stream, *(tensor for tensor in kept if tensor is not None))
-            counted.append(torch.cat([count_rows(each.ids, each.counts, table), each.samples().unsqueeze(0)]))
-        rows: NDArray[np.int16] = torch.cat(counted, dim=1).cpu().numpy()
-        return rows
-
-    def _count(self, name: str, layers: list[tuple[int, NDArray[np.int16]]]) -> None:
+    def _count(self, name: str, layers: list[tuple[int, NDArray[np.float32]]]) -> None:
         """Add up and judge what one micro-batch was asked: layers, and [5, n] rows of each."""
         num_samples = 1 + max((int(rows[4].max()) for _, rows in layers if rows.size), default=0)
         whole, low = np.zeros((2, num_samples, PAIRS, 3))
         least = np.full(num_samples, np.inf)
         for layer, rows in layers:
-            rows = rows[:, rows[3] != 0]
-            rows = rows[:, rows[4].argsort(kind="stable")]
-            sums, first = sum_parts(rows[:3], rows[4].astype(np.int64), num_samples)
+            sums, first = sum_parts(rows, num_samples)
             self._layers[layer] = self._layers.get(layer, 0.0) + sums.sum(0)
             whole += np.add.reduceat(sums, first)
             agreement = self._judged(sums)
@@ -314,24 +323,20 @@ class Agreement:
         agreement = self._judged(whole)
         least = np.minimum(least, agreement)
         low = np.where((agreement < self.least)[:, None, None], whole, low)
-        self._low += np.array([(least < self.least).sum(), np.isfinite(least).sum()])
-        self._evidence = max(self._evidence, float(measure(low, self.topk).evidence.max()))
+        self._low += (least < self.least).sum(), np.isfinite(least).sum(), measure(low, self.topk)[:, 3].sum()
         self._least = min(self._least, (float(least.min()), f"{name}, sequence {least.argmin()}"))
 
-    def _judged(self, sums: Sums) -> NDArray[np.float64]:
+    def _judged(self, sums: Sums) -> Array:
         """Return the agreement of parts or samples, infinite where there is too little evidence to judge it."""
-        unit = measure(sums, self.topk)
-        agreement: NDArray[np.float64] = np.where(
-            (unit.rows >= LEAST_ROWS) & (unit.evidence >= EVIDENCE), unit.agreement, np.inf
-        )
-        return agreement
+        units = measure(sums, self.topk)
+        return np.where((units[:, 0] >= LEAST_ROWS) & (units[:, 3] >= EVIDENCE), agreement_of(units), np.inf)
 
     # ---- the end
     def report(self) -> LiveAgreement:
         """Return what was counted so far; waits for the device."""
         self.fold()
         return LiveAgreement(
-            layers={layer: measure(sums, self.topk) for layer, sums in self._layers.items()},
+            layers={layer: Unit(*measure(sums, self.topk).tolist()) for layer, sums in self._layers.items()},
             num_layers=self.num_layers,
             least_sample=None if self._least[0] == np.inf else self._least[0],
             source=self.source,
@@ -341,8 +346,8 @@ class Agreement:
         """Return what this rank tells the others: layers with enough evidence, and what is low. Ask once, at the end."""
         self.fold()
         return {
-            "layers": {layer: astuple(unit) for layer, unit in self._settled()},
-            "low": [*self._low.tolist(), self._evidence],
+            "layers": dict(self._settled()),
+            "low": self._low.tolist(),
             "least": list(self._least),
         }
 
@@ -350,14 +355,13 @@ class Agreement:
         """Yield the layers with enough evidence, of this session or with those before it; the others wait for the next."""
         for layer, sums in self._layers.items():
             carried = self._carried[layer]
-            earlier, unit = carried.pop(layer, None), measure(sums, self.topk)
-            if unit.evidence < LAYER_EVIDENCE and earlier is not None:
-                sums = sums + earlier
-                unit = measure(sums, self.topk)
-            if unit.evidence >= LAYER_EVIDENCE:
-                yield layer, unit
+            for tried in (sums, sums + carried.pop(layer, 0.0)):
+                unit = Unit(*measure(tried, self.topk).tolist())
+                if unit.evidence >= LAYER_EVIDENCE:
+                    yield layer, unit
+                    break
             else:
-                carried[layer] = sums
+                carried[layer] = tried
 
 
 def problems(everyone: Sequence[Mapping[str, Any]], least: float) -> list[str]:
@@ -378,13 +382,12 @@ def problems(everyone: Sequence[Mapping[str, Any]], least: float) -> list[str]:
             f"the live router agrees with the replayed routes by less than min_agreement={least} in {len(low)} of "
             f"{len(layers)} layers: {_list(low)}; layers changed places, or lost their routes. {hint}"
         ]
-    num_low, num_samples, _ = np.sum([numbers["low"] for numbers in everyone], axis=0).astype(int).tolist()
-    evidence = max(numbers["low"][2] for numbers in everyone)
-    if evidence >= SAMPLE_EVIDENCE or (num_low >= 3 and num_low * 1000 > num_samples):
+    num_low, num_samples, evidence = np.sum([numbers["low"] for numbers in everyone], axis=0)
+    if evidence >= SAMPLE_EVIDENCE * max(1, num_samples / 1000):
         return [
-            f"the live router agrees with the replayed routes by less than min_agreement={least} in {num_low} of "
-            f"{num_samples} samples, or in parts of them, least of all in {_least(everyone)[1]}: routes of another sample, "
-            f"or of other places in it. {hint}"
+            f"the live router agrees with the replayed routes by less than min_agreement={least} in {num_low:.0f} of "
+            f"{num_samples:.0f} samples, or in parts of them, least of all in {_least(everyone)[1]}: routes of another "
+            f"sample, or of other places in it. {hint}"
         ]
     return []
 
@@ -410,11 +413,11 @@ def _least(everyone: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
 
 
 def _layers(everyone: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    totals: dict[int, Unit] = {}
+    units: dict[int, list[Unit]] = {}
     for numbers in everyone:
-        for number, sums in numbers["layers"].items():  # numbers are strings where they came through JSON
-            totals[int(number)] = totals.get(int(number), Unit()) + Unit(*sums)
-    return {number: float(totals[number].agreement) for number in sorted(totals)}
+        for number, unit in numbers["layers"].items():  # numbers are strings where they came through JSON
+            units.setdefault(int(number), []).append(unit)
+    return {number: total(units[number]).agreement for number in sorted(units)}
 
 
 def _list(values: Mapping[int, float]) -> str:

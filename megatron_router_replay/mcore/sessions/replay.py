@@ -147,6 +147,7 @@ class ReplaySession(QueueingSession):
         assert self._agreement is not None, "it asks"
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
         held = self._held[decision.router]
+        assert held.chunk is not None, "it takes micro-batches"
         replayed = microbatch.routes.compact[:, held.position]
         self._agreement.add(microbatch, held.chunk, held.found.layer_number, live, replayed, counts)
 

@@ -245,7 +245,7 @@ def _flat(report: SessionReport, top: int) -> dict[str, float]:
         put(f"flips {layer}", report.flips_of_layer.get(layer))
         put(f"undispatched {layer}", 1 if layer in report.undispatched else None)
         unit = None if agreement is None else agreement.layers.get(layer)
-        for name in Unit.__slots__:
+        for name in Unit._fields:
             put(f"{name} {layer}", None if unit is None else getattr(unit, name))
     return flat
 
@@ -269,7 +269,7 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
     def by_layer(name: str) -> dict[int, int]:
         return {layer: count for layer in range(int(top) + 1) if (count := get(f"{name} {layer}")) is not None}
 
-    units = {layer: Unit(*(total[f"{name} {layer}"] for name in Unit.__slots__)) for layer in by_layer("rows")}
+    units = {layer: Unit(*(total[f"{name} {layer}"] for name in Unit._fields)) for layer in by_layer("rows")}
     decisions = {name: count for name in Decisions.__annotations__ if (count := get(f"decisions {name}")) is not None}
     sources = [source for source in SOURCES if get(source)]
     return SessionReport(
