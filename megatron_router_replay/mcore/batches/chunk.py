@@ -40,7 +40,7 @@ class Chunk:
         layers = [f"{'MTP ' if found.is_mtp else ''}layer {found.layer_number}" for found in taking_part]
         self._session = weakref.proxy(session)
         where = f"rank {rank}, chunk {index}"
-        self.queue = Queue(where, layers, session.lacks, lambda done: self._session.on_done(self, done))
+        self.queue = Queue(where, layers, session._lacks, lambda done: self._session._on_done(self, done))
         group = taking_part[0].router.tp_group
         self._tp_rank, self._tp_size = get_pg_rank(group), get_pg_size(group)
         self._sequence_parallel = bool(self.config.sequence_parallel)
@@ -119,13 +119,13 @@ class Chunk:
         is_ids = isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and not input_ids.is_nested
         tokens = input_ids if embeds and is_ids else None
         if tokens is not None and not self.queue.num_waiting:
-            self._session.on_unqueued(self, tokens)
+            self._session._on_unqueued(self, tokens)
         microbatch = self.queue.enter()
         packing = kwargs.get("packed_seq_params")
         microbatch.packed = packing is not None
         lengths = (getattr(packing, name, None) for name in ("cu_seqlens_q_padded", "cu_seqlens_q"))
         microbatch.cu_seqlens = next((each for each in lengths if each is not None), None)
-        self._session.on_forward(self, microbatch, tokens)
+        self._session._on_forward(self, microbatch, tokens)
 
     def unwatch(self) -> None:
         """Take the hooks off and forget every micro-batch."""

@@ -19,27 +19,27 @@ class Holder(Protocol):
     """What decides for a router or for sparse attention: a session, or what a freeze leaves with the seam."""
 
     kind: str
-    takes_microbatches: bool
-    made_at: str
+    _takes_microbatches: bool
+    _made_at: str
 
-    def session(self) -> Any:
+    def _session(self) -> Any:
         """Return the session; None: it lost its handle."""
 
 
 class RouterHolder(Holder, Protocol):
     """What decides for a router."""
 
-    def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
+    def _decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
         """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it.
 
         Args:
             is_written: a tape is being written.
         """
 
-    def choose(self, decision: Decision) -> Tensor | None:
+    def _experts(self, decision: Decision) -> Tensor | None:
         """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
 
-    def decided(self, decision: Decision) -> None:
+    def _on_routed(self, decision: Decision) -> None:
         """Take note that the call is over."""
 
 
@@ -131,7 +131,7 @@ class Decision:
         # A forward chooses and a recompute recalls: what differs between the two is hidden from a selective checkpoint.
         values: Tensor | None = None
         with tape.unpaired():
-            used = self._recall() if self.holder is None else self.holder.choose(self)
+            used = self._recall() if self.holder is None else self.holder._experts(self)
             if used is None:
                 values, used = self._live_topk()
             if used.shape != (scores.shape[0], topk):

@@ -9,12 +9,12 @@ The answer is a `Decision`. It stands for `router.router_replay` in one call of 
 Megatron-Core's own way to ask; a call that asks never, or twice, raises. The seams are process-wide: `install` puts them in
 once, and they pass calls on while nothing is held. A forward's way through a session, in the order of calls:
 
-    routing -> repeat_or_decide -> tape.moment                                       whether this is a recompute
-            -> Session.decide -> Queue.microbatch_of                                 which micro-batch this call belongs to
-    topk_routing_with_score_function -> Decision.get_replay_topk -> Session.choose   which experts it uses
-    routing -> tape.write                                                            for its recomputes
-            -> Session.decided -> Queue.routed                                       the micro-batch is one router further
-    dispatch_preprocess                                                              gets what left it; see `dispatch`
+    routing -> repeat_or_decide -> tape.moment                                         whether this is a recompute
+            -> Session._decide -> Queue.microbatch_of                                  which micro-batch this call belongs to
+    topk_routing_with_score_function -> Decision.get_replay_topk -> Session._experts   which experts it uses
+    routing -> tape.write                                                              for its recomputes
+            -> Session._on_routed -> Queue.routed                                      the micro-batch is one router further
+    dispatch_preprocess                                                                gets what left it; see `dispatch`
 
 Nothing is put on a model.
 
@@ -123,7 +123,7 @@ def hold(router: Any, holder: Holder, dispatchers: Iterable[Any] = ()) -> None:
     """
     release(router, None)
     # A freeze lasts a whole run and needs no handle. What takes micro-batches is lost with its handle: nobody could end it.
-    reference: Callable[[], Holder | None] = weakref.ref(holder) if holder.takes_microbatches else lambda: holder
+    reference: Callable[[], Holder | None] = weakref.ref(holder) if holder._takes_microbatches else lambda: holder
     _holds.setdefault(router, Hold()).holders.append(reference)
     dispatch.held.add(router)
     dispatch.watch(router, dispatchers)
@@ -313,7 +313,7 @@ def _routing_seam(original: Any) -> Any:
             entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
             decision = Decision(self, entry.counter, entry.topk_indices.dtype, again=entry, tokens=entry.balance)
         elif holder is not None:
-            decision = cast(RouterHolder, holder).decide(self, logits.shape[:-1], is_written)
+            decision = cast(RouterHolder, holder)._decide(self, logits.shape[:-1], is_written)
         outer, _thread.decision = _thread.decision, decision
         try:
             probs, routing_map = original(self, logits, *args, **kwargs)
@@ -334,7 +334,7 @@ def _routing_seam(original: Any) -> Any:
             tape.write(Entry(self, None) if decision is None else decision.entry())
         if decision is not None and decision.holder is not None:
             decision.counter.add(forwards=1)
-            decision.holder.decided(decision)
+            decision.holder._on_routed(decision)
         if hold.holders or decision is not None:
             # Not in a function, which every call of every router would pay for.
             dispatch.thread.left[self] = (
@@ -392,7 +392,7 @@ def _topk_seam(original: Any) -> Any:
 def _inference_seam(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A frozen model may generate between its steps: a freeze queues nothing.
-        if any(holder.takes_microbatches for holder in holders_of(self)):
+        if any(holder._takes_microbatches for holder in holders_of(self)):
             for reason in inference_refusals(self):
                 raise UnsupportedRouterError(f"MRR401: {tape.layer_of(self)}: {reason}.")
         return original(self, *args, **kwargs)

@@ -25,14 +25,14 @@ class Frozen:
     """
 
     kind = "freeze_recompute"
-    takes_microbatches = False
+    _takes_microbatches = False
 
     def __init__(self, freeze: FreezeSession, held: dict[int, tuple[Counter, torch.dtype]]) -> None:
-        self.session = weakref.ref(freeze)
-        self.made_at, self._balance, self._held = freeze.made_at, freeze._balance, held
+        self._session = weakref.ref(freeze)
+        self._made_at, self._balance, self._held = freeze._made_at, freeze._balance, held
         self.indexer_counter = Counter()
 
-    def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
+    def _decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
         """Return what a router's forward uses; see `RouterHolder`."""
         counter, dtype = self._held[id(router)]
         if not (is_written or counter.verify or balances(router)):
@@ -40,10 +40,10 @@ class Frozen:
             return None  # nothing of it is needed again
         return Decision(router, counter, dtype, holder=self, tokens=Tokens(self._balance), is_written=is_written)
 
-    def choose(self, decision: Decision) -> None:
+    def _experts(self, decision: Decision) -> None:
         """Let the router choose; see `RouterHolder`."""
 
-    def decided(self, decision: Decision) -> None:
+    def _on_routed(self, decision: Decision) -> None:
         """Keep nothing; see `RouterHolder`."""
 
 
@@ -96,4 +96,4 @@ def freeze_recompute(
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return FreezeSession(model_chunks, ask_every_layer=ask_every_layer, verify=verify, indexers=indexers).start()
+    return FreezeSession(model_chunks, ask_every_layer=ask_every_layer, verify=verify, indexers=indexers)._start()

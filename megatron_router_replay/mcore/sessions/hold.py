@@ -76,7 +76,7 @@ class Session:
     """
 
     kind: str
-    takes_microbatches = False
+    _takes_microbatches = False
 
     def __init__(
         self, model_chunks: Models, *, verify: bool, flips: bool = False, choice: Balance | None = None
@@ -86,7 +86,7 @@ class Session:
         found = self._find_routers()
         # In a Megatron-Core that nobody here has read, what leaves the seam is verified, whether asked for or not.
         verify_seam = check_supported([router for routers in found for router in routers])
-        self.made_at = _caller()
+        self._made_at = _caller()
         self._verify, self._verify_seam = verify, verify_seam
         self._indexers: HeldIndexers | None = None  # of a freeze
         self._balance = choice or Balance()
@@ -95,7 +95,7 @@ class Session:
         self._dispatches: dict[Any, int] = {}  # while the session is open, less what was counted before it began
         for index, (module, routers) in enumerate(zip(self._modules, found)):
             self._add_chunk(index, module, [r for r in routers if not is_hashed(r.router)], flips=flips)
-        self.hashed = [router for routers in found for router in routers if is_hashed(router.router)]
+        self._hashed = [router for routers in found for router in routers if is_hashed(router.router)]
         if verify or verify_seam:
             self._check_verifiable()
         self._closed = False
@@ -108,7 +108,7 @@ class Session:
         check_whole_pipeline(self._modules)
         return found
 
-    def start(self) -> Self:
+    def _start(self) -> Self:
         """Hold the routers; nothing is held before.
 
         Raises:
@@ -326,9 +326,9 @@ class Session:
 
     def _check_free(self, router: Any, found: FoundRouter | FoundIndexer) -> None:
         for outer in seam.holders_of(router):
-            if outer.takes_microbatches or not self.takes_microbatches:
+            if outer._takes_microbatches or not self._takes_microbatches:
                 raise ReplayStateError(
-                    f"MRR404: {found} is under another session already, a {outer.kind} made at {outer.made_at}: leave that "
+                    f"MRR404: {found} is under another session already, a {outer.kind} made at {outer._made_at}: leave that "
                     "first, or end it with close_sessions(model_chunks) if its handle is lost. Only freeze_recompute may "
                     "surround record or replay."
                 )
@@ -354,7 +354,7 @@ def close_sessions(model_chunks: Models) -> int:
     routers = [found.router for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
     routers += [found.attention for found in find_indexers(walks)]
     holders = {id(holder): holder for router in routers for holder in seam.holders_of(router)}
-    for session in filter(None, [holder.session() for holder in holders.values()]):
+    for session in filter(None, [holder._session() for holder in holders.values()]):
         session.close(verify=False)
     for router in routers:
         for lost in [*seam.holders_of(router), None]:

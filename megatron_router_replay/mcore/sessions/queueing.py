@@ -50,8 +50,8 @@ class QueueingSession(Session):
         options: see `Session`.
     """
 
-    takes_microbatches = True
-    lacks = "routes"
+    _takes_microbatches = True
+    _lacks = "routes"
     """What a forward is without that no micro-batch was queued for."""
 
     def __init__(
@@ -103,21 +103,21 @@ class QueueingSession(Session):
         for position, found in enumerate(taking_part):
             self._held[found.router].position = position
 
-    def start(self) -> Self:
+    def _start(self) -> Self:
         self._check_open()
         if not self._enabled:
             open_sessions.append(weakref.ref(self))
             return self
         self._account = Account(self._group)
         try:
-            super().start()
+            super()._start()
         except BaseException:
             self._abandon()
             raise
         for chunk in self._chunks:
             chunk.watch()
         open_sessions.append(weakref.ref(self))
-        what = f"the {self.kind} session made at {self.made_at}"
+        what = f"the {self.kind} session made at {self._made_at}"
         self._end = weakref.finalize(self, _lost, what, self._chunks, self._account)
         self._end.atexit = False  # the store of a job that ends may be gone
         self._strangers = seam.strangers
@@ -195,11 +195,11 @@ class QueueingSession(Session):
     def _holder(self) -> RouterHolder:
         return self
 
-    def session(self) -> QueueingSession:
+    def _session(self) -> QueueingSession:
         """Return itself; see `RouterHolder`."""
         return self
 
-    def decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
+    def _decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
         """Return what a router's forward uses; see `RouterHolder`."""
         held = self._held[router]
         tokens = Tokens(self._balance)
@@ -219,11 +219,11 @@ class QueueingSession(Session):
             router, held.counter, held.dtype, holder=self, tokens=tokens, microbatch=microbatch, is_written=is_written
         )
 
-    def choose(self, decision: Decision) -> Tensor | None:
+    def _experts(self, decision: Decision) -> Tensor | None:
         """Let the router choose; see `RouterHolder`."""
         return None
 
-    def decided(self, decision: Decision) -> None:
+    def _on_routed(self, decision: Decision) -> None:
         """Take note that a router's forward is over."""
         if decision.microbatch is not None:
             held = self._held[decision.router]
@@ -242,10 +242,10 @@ class QueueingSession(Session):
             "a trace."
         )
 
-    def on_unqueued(self, chunk: Chunk, input_ids: Tensor) -> None:
+    def _on_unqueued(self, chunk: Chunk, input_ids: Tensor) -> None:
         """Take note that the model is called, and no micro-batch is queued for it."""
 
-    def on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
+    def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
         """Compare the tokens that the model's forward gets with those of the micro-batch that was queued for it."""
         if input_ids is None:
             return
@@ -270,7 +270,7 @@ class QueueingSession(Session):
             where = f"micro-batch {microbatch.number} of chunk {chunk.index}"
             self._check(count, f"MRR203: {where}: {why}", lambda: f"MRR203: {where}: {tell()}")
 
-    def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Take note that every router of a chunk has routed this micro-batch."""
         self._microbatches += 1
         self._rows.add(**microbatch.counts)
@@ -422,7 +422,7 @@ def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
     except BaseException:
         Account(group).fail()
         raise
-    return session.start()
+    return session._start()
 
 
 def _lost(what: str, chunks: list[Chunk], account: Account) -> None:

@@ -30,7 +30,7 @@ class RecordSession(QueueingSession):
     """Forwards are recorded, recomputes use what their forward chose; see `record`."""
 
     kind = "record"
-    lacks = "rows, so which tokens it recorded is not known (one rank alone numbers what the model gets as input_ids)"
+    _lacks = "rows, so which tokens it recorded is not known (one rank alone numbers what the model gets as input_ids)"
 
     def __init__(self, model_chunks: Models, *, mtp: bool, verify: bool, group: dist.ProcessGroup | None) -> None:
         super().__init__(model_chunks, mtp=mtp, verify=verify, group=group)
@@ -54,7 +54,7 @@ class RecordSession(QueueingSession):
             )
         self._record(chunk, inputs)
 
-    def on_unqueued(self, chunk: Chunk, input_ids: Tensor) -> None:
+    def _on_unqueued(self, chunk: Chunk, input_ids: Tensor) -> None:
         """Number the tokens, one sample after the other as they come.
 
         One of several ranks cannot know which they are, so it asks for rows.
@@ -94,23 +94,23 @@ class RecordSession(QueueingSession):
             )
         )
 
-    def decided(self, decision: Decision) -> None:
+    def _on_routed(self, decision: Decision) -> None:
         """Keep what a router used; see `RouterHolder`."""
         if decision.microbatch is not None:
             assert decision.used is not None, "the call is over"
             # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.
             used = decision.used if decision.kept is None else decision.kept
             decision.microbatch.used[self._held[decision.router].position] = used
-        super().decided(decision)
+        super()._on_routed(decision)
 
-    def on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
-        super().on_forward(chunk, microbatch, input_ids)
+    def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
+        super()._on_forward(chunk, microbatch, input_ids)
         if microbatch.token_ids is None and input_ids is not None:
             # A copy: trainers reuse the buffer, and this is kept until the trace is asked for.
             microbatch.token_ids = input_ids.to(torch.int64, copy=True).view(microbatch.batch_shape)
 
-    def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        super().on_done(chunk, microbatch)
+    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        super()._on_done(chunk, microbatch)
         assert microbatch.rows is not None, "a recorded micro-batch has them"
         tokens = None if microbatch.token_ids is None else chunk.router_view(microbatch.token_ids)
         used = torch.stack([microbatch.used[position] for position in range(len(chunk.taking_part))], dim=1)

@@ -115,7 +115,7 @@ class ReplaySession(QueueingSession):
         return [sum(held.counter[name] for held in self._held.values()) for name in ("asked", "left_live")]
 
     # ---- what a router uses
-    def choose(self, decision: Decision) -> Tensor | None:
+    def _experts(self, decision: Decision) -> Tensor | None:
         """Return a micro-batch's routes, or the router's own experts. See `Holder`."""
         microbatch: Microbatch | None = decision.microbatch
         if microbatch is None:
@@ -178,7 +178,7 @@ class ReplaySession(QueueingSession):
             self._modules,
             walks=self._walks,
             mtp=mtp,
-            hashed={found.layer_number for found in self.hashed},
+            hashed={found.layer_number for found in self._hashed},
         )
         self._any_live = not bool(trace.replay_mask.all())
         for chunk in self._chunks:
@@ -289,13 +289,13 @@ class ReplaySession(QueueingSession):
                 "MRR411: this session replays a trace: pass routing_rows= to the attached model, or call "
                 "session.microbatch(rows, model). Routes themselves are for mrr.replay(model) without a trace."
             )
-        laid_out = lay_out(chunk, self._check, self.hashed, **given)
+        laid_out = lay_out(chunk, self._check, self._hashed, **given)
         self._unproved |= not given.get("stamped")
         self._padding_known &= any(given.get(name) is not None for name in ("padding", "filler"))
         chunk.queue.queue(self._microbatch(chunk, laid_out))
 
-    def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        super().on_done(chunk, microbatch)
+    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        super()._on_done(chunk, microbatch)
         self._digest = (self._digest * 1_000_003 + 1 + (microbatch.is_token is not None)) % _PRIME
 
     # ---- checks of one micro-batch
@@ -350,7 +350,7 @@ class ReplaySession(QueueingSession):
         """Compare a trace's routes for hash layers with the layers' own tables."""
         if self._trace is None or tokens is None:
             return
-        for found in self.hashed:
+        for found in self._hashed:
             if found.layer_number in self._trace.layer_numbers:
                 routes = self._trace.layer(found.layer_number)[rows.clamp(min=0)]
                 routed = _at_rows(self._trace.replay_mask, rows)
@@ -489,7 +489,7 @@ def replay(
             enabled=enabled,
         )
 
-    return open_session(make, group) if enabled else make().start()
+    return open_session(make, group) if enabled else make()._start()
 
 
 def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace | None:

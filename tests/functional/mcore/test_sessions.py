@@ -297,7 +297,7 @@ def noise_flips_nothing(case: Case, kind: str) -> None:
     _, chunks, microbatches = build(case)
     add_noise_in_recompute(chunks)
     with watched(chunks) as seen, start(kind, chunks, random_trace(case)) as session:
-        run(chunks, case, microbatches, session if session.takes_microbatches else None)
+        run(chunks, case, microbatches, session if session._takes_microbatches else None)
         assert seen["recompute"]
         assert flips(seen) == 0
         assert alive_entries(chunks) == []

@@ -130,10 +130,10 @@ def test_inference_mode_that_is_switched_on_inside_a_session_raises_or_is_live(k
     trace = random_trace(CASE)
     starts = {"record": mrr.record, "replay": lambda m: mrr.replay(m, trace, **DRAWN), "freeze": mrr.freeze_recompute}
     session = starts[kind](model)
-    if session.takes_microbatches:
+    if session._takes_microbatches:
         session.microbatch(torch.arange(6).view(1, 6), model)
     with inference_switched_on(model), torch.no_grad():
-        if session.takes_microbatches:
+        if session._takes_microbatches:
             with pytest.raises(UnsupportedRouterError, match="^MRR401: layer 1: " + ALONE):
                 router(hidden)
         else:

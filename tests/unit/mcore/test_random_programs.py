@@ -151,7 +151,7 @@ class Program:
         chunk.around = self.random.choice([plain, reentrant, non_reentrant, reentrant_with_gradients, by_hooks])
         b, s = self.random.choice([(1, 4), (2, 3), (3, 2)])
         input_ids = torch.randint(32, (b, s))
-        queued = next((session for session in reversed(self.sessions) if session.takes_microbatches), None)
+        queued = next((session for session in reversed(self.sessions) if session._takes_microbatches), None)
         rows = None
         if queued is not None:
             if self.again is not None and self.again[0] is queued:
@@ -262,7 +262,7 @@ class Program:
             gc.collect()
 
     def evaluate(self) -> None:
-        if any(session.takes_microbatches for session in self.sessions):
+        if any(session._takes_microbatches for session in self.sessions):
             return
         self.log.append("evaluate")
         with self.random.choice([torch.no_grad, torch.inference_mode])():

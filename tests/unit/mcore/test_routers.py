@@ -221,7 +221,7 @@ def test_a_router_that_is_traced_is_refused(kind):
     chunk = Chunk()
     trace = torch.fx.experimental.proxy_tensor.make_fx(lambda hidden: chunk.routers[0](hidden)[0])
     session = STARTS[kind](chunk)
-    if session.takes_microbatches:
+    if session._takes_microbatches:
         session.microbatch(ROWS)
     with pytest.raises(ReplayStateError, match=r"layer 1 .*is captured into a graph"):
         trace(torch.ones(4, 2, 8))

@@ -53,7 +53,7 @@ def test_a_session_that_is_over_takes_nothing_and_cannot_be_begun_again(start, b
     else:
         with pytest.raises(ArithmeticError), session:
             raise ArithmeticError("injected")
-    for again in (lambda: session.microbatch(ROWS), session.start, session.__enter__):
+    for again in (lambda: session.microbatch(ROWS), session._start, session.__enter__):
         with pytest.raises(ReplayStateError, match=rf"this {session.kind} session is closed: make a new one"):
             again()
     session.close()  # says nothing more
