@@ -210,4 +210,4 @@ def _tokens(decision: Any) -> Tokens | None:
     return tokens
 
 
-seam.beside_routing.append(install)
+seam.on_install.append(install)

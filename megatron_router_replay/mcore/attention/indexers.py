@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_router_replay.errors import UnsupportedRouterError, listed
-from megatron_router_replay.mcore.attention.sparse import CHOOSE, DSA, AttentionHolder, install_seams
+from megatron_router_replay.mcore.attention.sparse import DSA, TOPK, AttentionHolder, install_seams
 from megatron_router_replay.mcore.heart import seam, tape
 from megatron_router_replay.mcore.model.find import Walk
 from megatron_router_replay.mcore.model.upstream import captured_by_cuda_graphs, megatron_version
@@ -115,8 +115,8 @@ class HeldIndexers:
         Args:
             walks: the modules of each chunk now.
         """
-        held = {found.attention for found in self.found}
-        built = [found for found in find_indexers(walks) if held and found.attention not in held]
+        attentions = {found.attention for found in self.found}
+        built = [found for found in find_indexers(walks) if attentions and found.attention not in attentions]
         replaced = [found for found in self.found if "forward" in vars(found.attention)]
         asks_nobody = [found for found in self.found if not hasattr(type(found.attention).forward, "is_seam")]
         return [
@@ -134,8 +134,8 @@ class HeldIndexers:
 
 def _refusal(attention: Any, dsa: Any) -> str:
     """Return why what a DSAttention chooses cannot be frozen; empty if it can."""
-    if not hasattr(dsa, CHOOSE):
-        return f"Megatron-Core {megatron_version()} has no dsa.{CHOOSE}, where indexers are told: use 0.17 or later"
+    if not hasattr(dsa, TOPK):
+        return f"Megatron-Core {megatron_version()} has no dsa.{TOPK}, where indexers are told: use 0.17 or later"
     if "forward" in vars(attention) or type(attention).forward is not dsa.DSAttention.forward:
         return "DSAttention.forward is replaced or overridden, and nothing is known of how it chooses"
     kernels = getattr(dsa, "dsa_kernels", None)

@@ -33,7 +33,7 @@ from megatron_router_replay.mcore.heart.tape import Entry
 from megatron_router_replay.mcore.model.upstream import check_names
 
 DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
-CHOOSE, _LOSS = "fused_qk_topk_naive", "fwd_fused_indexer_loss_naive"
+TOPK, _LOSS = "fused_qk_topk_naive", "fwd_fused_indexer_loss_naive"
 _HOLDER = "_get_index_share_topk_holder"
 _NONE = 0xFFFF
 """What stands for -1, no position, in 16 bits."""
@@ -174,7 +174,7 @@ def install_seams() -> None:
 def _seams(dsa: Any) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     seams = [
         (dsa.DSAttention, "forward", _attention_seam),
-        (dsa, CHOOSE, _choice_seam),
+        (dsa, TOPK, _choice_seam),
         (dsa, _LOSS, _loss_seam),
         (dsa.DSAttention, _HOLDER, _holder_seam),
     ]
@@ -210,7 +210,7 @@ def _attention_seam(original: Any) -> Any:
         if not choice.is_asked:
             raise ReplayStateError(
                 f"MRR414: {tape.layer_of(self)} chose positions without asking: something else than Megatron-Core's "
-                f"dsa.{CHOOSE} decided. Was a fused kernel switched on since the session began?"
+                f"dsa.{TOPK} decided. Was a fused kernel switched on since the session began?"
             )
         if is_written:
             tape.write(again or Entry(self, choice.kept, cast("AttentionHolder", holder).indexer_counter))
@@ -226,8 +226,8 @@ def _choice_seam(original: Any) -> Any:
         choice = _thread.choice
         if choice is None:
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        queries, keys = given["q"], given["k"]  # [sq, b, heads, dim] and [sk, b, dim]
+        arguments = signature.bind(*args, **kwargs).arguments
+        queries, keys = arguments["q"], arguments["k"]  # [sq, b, heads, dim] and [sk, b, dim]
         shape = int(queries.shape[1]), int(queries.shape[0])
         return choice.positions(partial(original, *args, **kwargs), shape, int(keys.shape[0]))
 

@@ -133,7 +133,7 @@ class Decision:
         with tape.unpaired():
             used = self._recall() if self.holder is None else self.holder._experts(self)
             if used is None:
-                values, used = self._live_topk()
+                values, used = self._values_and_topk()
             if used.shape != (scores.shape[0], topk):
                 raise ReplayStateError(
                     f"MRR201: {tape.layer_of(self.router)} routes {scores.shape[0]} tokens to {topk} experts each, its "
@@ -163,17 +163,17 @@ class Decision:
         was_sorted = self._groups[1] or (self.again is not None and self.again.in_order)
         return not has_no_sum and not was_sorted
 
-    def live(self) -> Tensor:
+    def live_topk(self) -> Tensor:
         """Return the experts that the router chooses by itself, [num_tokens, topk] int64."""
-        return self._live_topk()[1]
+        return self._values_and_topk()[1]
 
-    def _live_topk(self) -> tuple[Tensor, Tensor]:
+    def _values_and_topk(self) -> tuple[Tensor, Tensor]:
         num_groups, group_topk, compute = self._groups
         # In the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
         values, indices = compute(self.scores.detach(), self.topk, num_groups=num_groups, group_topk=group_topk)
         return values, indices
 
-    def live_of(self, rows: Tensor) -> Tensor:
+    def live_topk_of(self, rows: Tensor) -> Tensor:
         """Return the experts that it chooses for the rows at these positions ([n] int64), [n, topk] int64."""
         num_groups, group_topk, compute = self._groups
         scores = self.scores.detach().index_select(0, rows)
@@ -188,7 +188,7 @@ class Decision:
         assert self.again is not None, "asked in a recompute"
         used: Tensor = self.again.topk_indices.to(torch.int64)
         if self.counter.counts_flips:
-            flipped = self.live().sort(dim=1).values != used.sort(dim=1).values
+            flipped = self.live_topk().sort(dim=1).values != used.sort(dim=1).values
             self.counter.add(flips=flipped.any(dim=1).sum())
         return used
 

@@ -40,7 +40,7 @@ class _Thread(threading.local):
 
 thread = _Thread()
 
-held: WeakSet[Any] = WeakSet()
+held_routers: WeakSet[Any] = WeakSet()
 """The routers that are held now: nothing may enter their dispatchers that did not leave their routing."""
 
 checks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -85,7 +85,7 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
         return
     left = thread.left.pop(router, None)
     if left is None:
-        if router in held:
+        if router in held_routers:
             raise ReplayStateError(
                 f"MRR415: {tape.layer_of(router)}: its token dispatcher got a routing map that Megatron-Core's "
                 "TopKRouter.routing did not make for this router. Was the router exchanged? What replaces one of its methods "

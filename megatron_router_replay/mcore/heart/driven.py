@@ -402,10 +402,10 @@ def _adopt(instances: Iterable[Any]) -> None:
     actions = [as_action(instance.router_replay_action) for instance in instances]
     for instance, copied, action in zip(instances, copies, actions):
         vars(instance).pop("router_replay_action", None)
-        held = dict(vars(instance))
+        attributes = dict(vars(instance))
         instance.__class__ = RouterReplay
         instance._start()
-        vars(instance).update(held)
+        vars(instance).update(attributes)
         # A target and its entry in the FIFO stay one tensor.
         instance.target_topk_idx = copied.get(id(instance.target_topk_idx))
         instance.replay_backward_list = [copied[id(target)] for target in instance.replay_backward_list]

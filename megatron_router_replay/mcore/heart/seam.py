@@ -107,9 +107,9 @@ driven: WeakSet[Any] = WeakSet()
 other_seams: list[Callable[[], list[str]]] = []
 """Each returns which of its names were replaced; those of sparse attention, once a freeze has put them in."""
 
-beside_routing: list[Callable[[Any, Any, Any], None]] = []
-"""Each wraps what `TopKRouter.routing` calls beside the top-k, once: (TopKRouter, its module, what has this thread's
-`decision`, which a held router routes with; None: Megatron-Core's own code)."""
+on_install: list[Callable[[Any, Any, Any], None]] = []
+"""Each wraps, once, what `TopKRouter.routing` calls besides the top-k. It gets TopKRouter, its module, and an object whose
+`decision` a held router of this thread routes with (None: Megatron-Core's own code)."""
 
 strangers = 0
 """How many forwards in training mode came from routers that nobody held."""
@@ -125,7 +125,7 @@ def hold(router: Any, holder: Holder, dispatchers: Iterable[Any] = ()) -> None:
     # A freeze lasts a whole run and needs no handle. What takes micro-batches is lost with its handle: nobody could end it.
     reference: Callable[[], Holder | None] = weakref.ref(holder) if holder._takes_microbatches else lambda: holder
     _holds.setdefault(router, Hold()).holders.append(reference)
-    dispatch.held.add(router)
+    dispatch.held_routers.add(router)
     dispatch.watch(router, dispatchers)
 
 
@@ -135,7 +135,7 @@ def release(router: Any, holder: Holder | None) -> None:
     if hold is not None:
         hold.release(holder)
         if not hold.holders:
-            dispatch.held.discard(router)
+            dispatch.held_routers.discard(router)
 
 
 def hold_of(router: Any) -> Hold | None:
@@ -267,11 +267,11 @@ def install() -> None:
         TopKRouter.routing = _routing_seam(routing)
         for inference_router in INFERENCE_ROUTERS:
             inference_router.forward = _inference_seam(inference_router.forward)
-        for install_beside in beside_routing:
-            install_beside(TopKRouter, router_module, _thread)
+        for install_other in on_install:
+            install_other(TopKRouter, router_module, _thread)
     if not is_seam(topk):
         setattr(router_module, TOPK_FUNCTION, _topk_seam(topk))
-    tape.before_run = lambda: check_installed() if dispatch.held or driven else None
+    tape.before_run = lambda: check_installed() if dispatch.held_routers or driven else None
 
 
 def check_installed() -> None:

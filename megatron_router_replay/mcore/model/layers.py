@@ -104,17 +104,17 @@ def check_trace_layers(
     """
     chunks = as_chunks(model_chunks)
     model = unwrap(chunks[0])
-    given = set(layer_numbers)
+    trace_layers = set(layer_numbers)
     walks = list(map(walk, chunks)) if walks is None else walks
     routers = [found for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
     for found in routers:
-        if found.layer_number not in given | set(hashed) and (mtp or not found.is_mtp):
+        if found.layer_number not in trace_layers | set(hashed) and (mtp or not found.is_mtp):
             raise TraceError(
-                f"MRR405: {found} has no routes: the trace has layers {sorted(given)}. Layer numbers are Megatron's, "
+                f"MRR405: {found} has no routes: the trace has layers {sorted(trace_layers)}. Layer numbers are Megatron's, "
                 f"from 1, and count dense layers too.{_how_to_renumber(layer_numbers, chunks)}"
             )
     decoder = num_decoder_layers(model)
-    elsewhere = given - {found.layer_number for found in routers}  # on another pipeline stage, or nowhere
+    elsewhere = trace_layers - {found.layer_number for found in routers}  # on another pipeline stage, or nowhere
     built = {number for chunk, walked in zip(chunks, walks) for number in _decoder_layers(unwrap(chunk), walked)}
     dense = sorted(elsewhere & built)
     if dense:
@@ -125,7 +125,7 @@ def check_trace_layers(
     # Behind the decoder's numbers come those of the multi-token-prediction block, as `find_routers` counts them.
     config: Any = getattr(model, "config", None)
     last = decoder + (getattr(config, "mtp_num_layers", None) or 0) * len(mtp_pattern(model) or "1")
-    beyond = sorted(number for number in given if number > last)
+    beyond = sorted(number for number in trace_layers if number > last)
     if beyond:
         raise TraceError(
             f"MRR405: the trace has routes for layer {beyond[0]}, but the model has {decoder} layers"

@@ -170,17 +170,17 @@ class Account:
         others = [rank for rank in self.ranks if rank != self.rank]
         # Each of them has arrived, so what it tells is there, or will be in a moment.
         texts = map(json.loads, self._store.multi_get([self._key(rank) for rank in others]))
-        told = {rank: None if values is None else Numbers(*values) for rank, values in zip(others, texts)}
-        verdict = _judged(told | {self.rank: numbers}, judge)
+        numbers_of_rank = {rank: None if values is None else Numbers(*values) for rank, values in zip(others, texts)}
+        verdict = _judged(numbers_of_rank | {self.rank: numbers}, judge)
         self._store.set(self._key("verdict"), json.dumps(asdict(verdict)))
         self._store.delete_key(self._key("arrived"))
         return verdict
 
 
-def _judged(told: Mapping[int, Numbers | None], judge: Judge) -> Verdict:
+def _judged(numbers_of_rank: Mapping[int, Numbers | None], judge: Judge) -> Verdict:
     """Return the verdict on what the ranks told."""
-    left = sorted(rank for rank, numbers in told.items() if numbers is None)
-    everyone = {rank: numbers for rank, numbers in sorted(told.items()) if numbers is not None}
+    left = sorted(rank for rank, numbers in numbers_of_rank.items() if numbers is None)
+    everyone = {rank: numbers for rank, numbers in sorted(numbers_of_rank.items()) if numbers is not None}
     if left:
         return Verdict(left=left)
     problems, warnings = judge(everyone)
@@ -199,13 +199,13 @@ def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[s
     Args:
         least: `min_replayed` of `replay`.
     """
-    told = list(everyone.values())
-    if len({json.dumps(numbers.options) for numbers in told}) > 1:
+    all_numbers = list(everyone.values())
+    if len({json.dumps(numbers.options) for numbers in all_numbers}) > 1:
         return [
             "ranks replay with different expert_bias=, aux_loss=, min_replayed= or min_agreement=: give them all the same."
         ]
     digests: dict[int, set[int]] = {}
-    for numbers in told:
+    for numbers in all_numbers:
         digests.setdefault(numbers.loss_group, set()).add(numbers.padding_digest)
     uneven = [group for group, found in sorted(digests.items()) if group >= 0 and len(found) > 1]
     if uneven:
@@ -213,10 +213,14 @@ def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[s
             f"ranks that share an auxiliary loss (those of rank {uneven[0]}) were not told of padding in the same "
             "micro-batches: its parts were divided by different numbers of tokens. Give padding= on all ranks or none."
         ]
-    ranks = "this rank" if len(told) == 1 else f"{len(told)} ranks"
-    sums: list[Any] = [sum(values) for values in zip(*(numbers._replace(options=0, agreement=0) for numbers in told))]
+    ranks = "this rank" if len(all_numbers) == 1 else f"{len(all_numbers)} ranks"
+    sums: list[Any] = [
+        sum(values) for values in zip(*(numbers._replace(options=0, agreement=0) for numbers in all_numbers))
+    ]
     total = Numbers(*sums)
-    problem = _nothing_replayed(total, ranks, least=least) or _too_little_replayed(total, ranks, told, least=least)
+    problem = _nothing_replayed(total, ranks, least=least) or _too_little_replayed(
+        total, ranks, all_numbers, least=least
+    )
     return [problem] if problem else []
 
 
@@ -250,12 +254,12 @@ def _nothing_replayed(total: Numbers, ranks: str, *, least: float | None) -> str
     return ""
 
 
-def _too_little_replayed(total: Numbers, ranks: str, told: list[Numbers], *, least: float | None) -> str:
+def _too_little_replayed(total: Numbers, ranks: str, all_numbers: list[Numbers], *, least: float | None) -> str:
     """Return what is wrong with the share that was replayed, over all ranks."""
     share = share_of(total.rows_replayed, total.rows_live, total.asked, total.left_live)
     if least is None or share is None or share >= least:
         return ""
-    if not all(numbers.padding_known for numbers in told):
+    if not all(numbers.padding_known for numbers in all_numbers):
         return (
             f"min_replayed={least} cannot be judged: routes came without padding= or filler=, so rows of padding count "
             "as tokens without a route. Say what is padding, or leave min_replayed out."

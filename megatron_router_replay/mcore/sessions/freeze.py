@@ -21,20 +21,20 @@ class Frozen:
 
     Args:
         freeze: the session.
-        held: counter and dtype of each router, by its id: the seam asks only for routers that are alive and held.
+        counters: counter and dtype of each router, by its id: the seam asks only for routers that are alive and held.
     """
 
     kind = "freeze_recompute"
     _takes_microbatches = False
 
-    def __init__(self, freeze: FreezeSession, held: dict[int, tuple[Counter, torch.dtype]]) -> None:
+    def __init__(self, freeze: FreezeSession, counters: dict[int, tuple[Counter, torch.dtype]]) -> None:
         self._session = weakref.ref(freeze)
-        self._made_at, self._balance, self._held = freeze._made_at, freeze._balance, held
+        self._made_at, self._balance, self._counters = freeze._made_at, freeze._balance, counters
         self.indexer_counter = Counter()
 
     def _decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
         """Return what a router's forward uses; see `RouterHolder`."""
-        counter, dtype = self._held[id(router)]
+        counter, dtype = self._counters[id(router)]
         if not (is_written or counter.verify or balances(router)):
             counter.add(forwards=1)
             return None  # nothing of it is needed again
@@ -54,7 +54,7 @@ class FreezeSession(Session):
 
     def __init__(self, model_chunks: Models, *, ask_every_layer: bool, verify: bool, indexers: bool) -> None:
         super().__init__(model_chunks, verify=verify, flips=ask_every_layer)
-        self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._held.items()})
+        self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._routers.items()})
         self._indexers = HeldIndexers(self._walks, self._frozen) if indexers else None
 
     def _holder(self) -> Frozen:
@@ -69,8 +69,8 @@ class FreezeSession(Session):
 
     def _num_microbatches(self) -> int:
         forwards: dict[int, int] = {}
-        for held in self._held.values():
-            forwards[held.chunk_index] = max(forwards.get(held.chunk_index, 0), held.counter["forwards"])
+        for each in self._routers.values():
+            forwards[each.chunk_index] = max(forwards.get(each.chunk_index, 0), each.counter["forwards"])
         return sum(forwards.values())
 
 

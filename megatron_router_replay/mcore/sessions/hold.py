@@ -91,7 +91,7 @@ class Session:
         self._indexers: HeldIndexers | None = None  # of a freeze
         self._balance = choice or Balance()
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._held: dict[Any, HeldRouter] = {}
+        self._routers: dict[Any, HeldRouter] = {}
         self._dispatches: dict[Any, int] = {}  # while the session is open, less what was counted before it began
         for index, (module, routers) in enumerate(zip(self._modules, found)):
             self._add_chunk(index, module, [r for r in routers if not is_hashed(r.router)], flips=flips)
@@ -119,16 +119,16 @@ class Session:
         seam.install()
         seam.check_installed()
         # All of them before the first is held: a model of which a part is under a session already is left as it was.
-        for router, held in self._held.items():
-            self._check_free(router, held.found)
+        for router, held_router in self._routers.items():
+            self._check_free(router, held_router.found)
         if self._indexers is not None:
             for found in self._indexers.found:
                 self._check_free(found.attention, found)
             self._indexers.hold()
-        for router, held in self._held.items():
-            seam.hold(router, self._holder(), held.found.dispatchers)
+        for router, held_router in self._routers.items():
+            seam.hold(router, self._holder(), held_router.found.dispatchers)
             self._dispatches[router] = -dispatch.checks[router]
-        log_began(self.kind, len(self._held))
+        log_began(self.kind, len(self._routers))
         return self
 
     def microbatch(self, *args: Any, **options: Any) -> None:
@@ -140,25 +140,25 @@ class Session:
     def report(self) -> SessionReport:
         """What the session did so far on this rank. On a GPU, reading it waits for the device."""
         self._read()
-        held = list(self._held.values())
-        counting = [each for each in held if each.counter.counts_flips]
-        biased = [each for each in held if each.found.router.enable_expert_bias]
+        routers = list(self._routers.values())
+        counting = [each for each in routers if each.counter.counts_flips]
+        biased = [each for each in routers if each.found.router.enable_expert_bias]
         decisions = Decisions()
         if counting:
             decisions["recomputed"] = sum(each.counter["recomputed"] for each in counting)
         if biased:
             decisions["counted"] = sum(each.counter["counted"] for each in biased)
         if self._verify or self._verify_seam:
-            decisions["verified"] = sum(each.counter["verified"] for each in held)
-            decisions["wrong"] = sum(each.counter["wrong"] for each in held)
+            decisions["verified"] = sum(each.counter["verified"] for each in routers)
+            decisions["wrong"] = sum(each.counter["wrong"] for each in routers)
         return SessionReport(
             kind=self.kind,
-            routers=len(held),
+            routers=len(routers),
             microbatches=self._num_microbatches(),
             undispatched=tuple(layer for layer, routed, dispatched in self._dispatched() if routed and not dispatched),
             dispatched=sum(dispatched for _, _, dispatched in self._dispatched()),
-            forwards=sum(each.counter["forwards"] for each in held),
-            recomputes=sum(each.counter["recomputes"] for each in held),
+            forwards=sum(each.counter["forwards"] for each in routers),
+            recomputes=sum(each.counter["recomputes"] for each in routers),
             decisions=decisions,
             flips_of_layer={each.found.layer_number: each.counter["flips"] for each in counting},
         )
@@ -188,7 +188,7 @@ class Session:
         problems = self._faults()
         self._release()
         report = self.report
-        verified = {held.found.layer_number for held in self._held.values() if held.counter.verify_entering}
+        verified = {each.found.layer_number for each in self._routers.values() if each.counter.verify_entering}
         if unverified := sorted(verified & set(report.undispatched)):
             problems.append(
                 f"rank {self._rank}: nothing was verified in layers {listed(unverified)}, whose token dispatchers got nothing"
@@ -198,7 +198,7 @@ class Session:
                 f"rank {self._rank}: {wrong} of {report.decisions['verified']} decisions left their router "
                 "with other experts than were decided"
             )
-        if zero := sum(each.counter["zero"] for each in self._held.values()):
+        if zero := sum(each.counter["zero"] for each in self._routers.values()):
             problems.append(
                 f"rank {self._rank}: {zero} decisions gave a chosen expert the probability 0. This model's dispatcher "
                 "(DeepEP, NCCL EP) takes a top-k of the probabilities, and may have sent these tokens to different experts"
@@ -233,7 +233,7 @@ class Session:
     # ---- the end
     def _tallies(self) -> list[Tally]:
         """Return what is counted, some of it on a device."""
-        return [held.counter for held in self._held.values()]
+        return [each.counter for each in self._routers.values()]
 
     def _read(self) -> None:
         """Bring to the host what was counted on a GPU, in one wait."""
@@ -246,8 +246,8 @@ class Session:
         """Return (layer number, forwards, how often a token dispatcher got what had left the router) of each router."""
         now = {} if self._closed else dispatch.checks
         return [
-            (held.found.layer_number, held.counter["forwards"], self._dispatches.get(router, 0) + now.get(router, 0))
-            for router, held in self._held.items()
+            (each.found.layer_number, each.counter["forwards"], self._dispatches.get(router, 0) + now.get(router, 0))
+            for router, each in self._routers.items()
         ]
 
     def _faults(self) -> list[str]:
@@ -274,7 +274,7 @@ class Session:
             for found in find_routers(module, walked):
                 if is_hashed(found.router):
                     continue
-                if found.router not in self._held:
+                if found.router not in self._routers:
                     problems.append(
                         f"{found}: the router was exchanged during the session, which did not reach the new one"
                     )
@@ -290,7 +290,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        for router in self._held:
+        for router in self._routers:
             seam.release(router, self._holder())
             if router in self._dispatches:  # else it was never started
                 self._dispatches[router] += dispatch.checks[router]
@@ -300,10 +300,10 @@ class Session:
     # ---- what the constructor does
     def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, flips: bool) -> None:
         for found in routers:
-            if found.router in self._held:  # a freeze may hold one that two chunks share
-                shared = self._held[found.router].found.dispatchers
+            if found.router in self._routers:  # a freeze may hold one that two chunks share
+                shared = self._routers[found.router].found.dispatchers
                 found = replace(found, dispatchers=(*shared, *found.dispatchers))
-            self._held[found.router] = HeldRouter(
+            self._routers[found.router] = HeldRouter(
                 found=found,
                 counter=Counter(
                     flips=flips,
@@ -316,11 +316,11 @@ class Session:
             )
 
     def _check_verifiable(self) -> None:
-        for held in self._held.values():
-            factor = held.found.router.config.moe_expert_capacity_factor
+        for held_router in self._routers.values():
+            factor = held_router.found.router.config.moe_expert_capacity_factor
             if factor is not None:
                 raise UnsupportedRouterError(
-                    f"MRR401: cannot verify {held.found}: moe_expert_capacity_factor={factor} drops tokens behind the "
+                    f"MRR401: cannot verify {held_router.found}: moe_expert_capacity_factor={factor} drops tokens behind the "
                     "selection, so routing maps rightly differ from it. Leave verify off."
                 )
 

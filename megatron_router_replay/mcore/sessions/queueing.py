@@ -84,8 +84,8 @@ class QueueingSession(Session):
 
     def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, flips: bool) -> None:
         for found in routers:
-            if found.router in self._held:
-                first = self._held[found.router]
+            if found.router in self._routers:
+                first = self._routers[found.router]
                 raise LayoutError(
                     f"MRR404: chunk {first.chunk_index} and chunk {index} share a router, {first.found} and {found}: which "
                     "chunk's micro-batch a forward of it belongs to cannot be told. Give each model a session of its own, "
@@ -99,9 +99,9 @@ class QueueingSession(Session):
         self._chunks.append(chunk)
         self._chunk_of |= {id(level): chunk for level in chunk.levels}
         for found in routers:
-            self._held[found.router].chunk = chunk
+            self._routers[found.router].chunk = chunk
         for position, found in enumerate(taking_part):
-            self._held[found.router].position = position
+            self._routers[found.router].position = position
 
     def _start(self) -> Self:
         self._check_open()
@@ -201,22 +201,24 @@ class QueueingSession(Session):
 
     def _decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
         """Return what a router's forward uses; see `RouterHolder`."""
-        held = self._held[router]
+        held_router = self._routers[router]
+        chunk, counter = held_router.chunk, held_router.counter
         tokens = Tokens(self._balance)
         microbatch = None
-        if held.position >= 0:
-            assert held.chunk is not None, "it takes part"
-            microbatch = held.chunk.queue.microbatch_of(held.position)
+        if held_router.position >= 0:
+            assert chunk is not None, "it takes part"
+            microbatch = chunk.queue.microbatch_of(held_router.position)
             if shape != microbatch.shape:
-                microbatch.check_shape(f"{held.chunk.queue.where}, {held.found}", tuple(shape))
+                microbatch.check_shape(f"{chunk.queue.where}, {held_router.found}", tuple(shape))
             tokens.is_token, tokens.packed = microbatch.is_token, microbatch.packed
-        elif not (is_written or held.counter.verify or balance.balances(router)):
-            held.counter.add(forwards=1)
+        elif not (is_written or counter.verify or balance.balances(router)):
+            counter.add(forwards=1)
             return None  # nothing of it is needed again
-        elif held.chunk is not None and held.chunk.queue.current is not None:
-            tokens = held.chunk.queue.current.tokens(tokens, shape.numel(), str(held.found))
+        elif chunk is not None and chunk.queue.current is not None:
+            tokens = chunk.queue.current.tokens(tokens, shape.numel(), str(held_router.found))
+        dtype = held_router.dtype
         return Decision(
-            router, held.counter, held.dtype, holder=self, tokens=tokens, microbatch=microbatch, is_written=is_written
+            router, counter, dtype, holder=self, tokens=tokens, microbatch=microbatch, is_written=is_written
         )
 
     def _experts(self, decision: Decision) -> Tensor | None:
@@ -226,10 +228,10 @@ class QueueingSession(Session):
     def _on_routed(self, decision: Decision) -> None:
         """Take note that a router's forward is over."""
         if decision.microbatch is not None:
-            held = self._held[decision.router]
-            assert held.chunk is not None, "it takes part"
+            held_router = self._routers[decision.router]
+            assert held_router.chunk is not None, "it takes part"
             # Last: behind the chunk's last router this hands the micro-batch on.
-            held.chunk.queue.routed(decision.microbatch, held.position)
+            held_router.chunk.queue.routed(decision.microbatch, held_router.position)
 
     # ---- one micro-batch
     def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
@@ -308,12 +310,13 @@ class QueueingSession(Session):
 
     def _check_unmasked(self) -> None:
         """Raise where padding is known, but reaches no router that would balance it: of MTP layers that stand alone."""
-        for held in self._held.values():
-            router = held.found.router
+        for held_router in self._routers.values():
+            router = held_router.found.router
             counts = router.enable_expert_bias and self._balance.expert_bias != "off"
-            if held.chunk is None and (counts or (router.is_aux_loss_enabled() and self._balance.aux_loss != "off")):
+            counts = counts or (router.is_aux_loss_enabled() and self._balance.aux_loss != "off")
+            if held_router.chunk is None and counts:
                 raise UnsupportedRouterError(
-                    f"MRR401: chunk {held.chunk_index}, {held.found}: it has MTP layers alone, which take no "
+                    f"MRR401: chunk {held_router.chunk_index}, {held_router.found}: it has MTP layers alone, which take no "
                     "micro-batches, so padding would count in its expert bias and auxiliary loss: pass mtp=True, or "
                     "replay with expert_bias='off' and aux_loss='off'."
                 )
@@ -359,7 +362,7 @@ class QueueingSession(Session):
     def _faults(self) -> list[str]:
         problems = super()._faults() + [problem for chunk in self._chunks for problem in chunk.queue.problems()]
         strangers = seam.strangers - self._strangers
-        if self._chunks and strangers and not any(held.counter["forwards"] for held in self._held.values()):
+        if self._chunks and strangers and not any(each.counter["forwards"] for each in self._routers.values()):
             problems.append(
                 f"rank {self._rank}: no router of this session's model ran, but other routers ran {strangers} forwards in "
                 "training mode: the session was opened on another model than the one that trains (was it rebuilt?)"

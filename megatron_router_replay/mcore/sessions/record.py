@@ -100,7 +100,7 @@ class RecordSession(QueueingSession):
             assert decision.used is not None, "the call is over"
             # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.
             used = decision.used if decision.kept is None else decision.kept
-            decision.microbatch.used[self._held[decision.router].position] = used
+            decision.microbatch.used[self._routers[decision.router].position] = used
         super()._on_routed(decision)
 
     def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
@@ -218,8 +218,8 @@ class RecordSession(QueueingSession):
     @property
     def _sizes(self) -> tuple[int, int]:
         """(num_experts, topk) of the model."""
-        for held in self._held.values():
-            return int(held.found.router.num_experts), int(held.found.router.topk)
+        for held_router in self._routers.values():
+            return int(held_router.found.router.num_experts), int(held_router.found.router.topk)
         config: Any = unwrap(self._modules[0]).config  # a stage without MoE layers says what its model has
         return int(config.num_moe_experts), int(config.moe_router_topk)
 

@@ -112,7 +112,7 @@ class ReplaySession(QueueingSession):
 
     def _choices(self) -> list[int]:
         """Return how many decisions `choose=` was asked about, and how many it left to the live router."""
-        return [sum(held.counter[name] for held in self._held.values()) for name in ("asked", "left_live")]
+        return [sum(each.counter[name] for each in self._routers.values()) for name in ("asked", "left_live")]
 
     # ---- what a router uses
     def _experts(self, decision: Decision) -> Tensor | None:
@@ -121,14 +121,14 @@ class ReplaySession(QueueingSession):
         if microbatch is None:
             return None
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
-        position = self._held[decision.router].position
+        position = self._routers[decision.router].position
         used = microbatch.routes.layer(position)
         if used.shape != (decision.scores.shape[0], decision.topk):
             return used  # refused behind this
         live, replayed = microbatch.live_mask, microbatch.replayed
         is_asked = microbatch.asked is not None and microbatch.asked in (position, ALL)
         if is_asked or live is not None or self._choose is not None:
-            own = decision.live()
+            own = decision.live_topk()
             if self._choose is not None:
                 replayed = self._chosen(decision, microbatch, used, own)
                 live = ~replayed
@@ -137,7 +137,7 @@ class ReplaySession(QueueingSession):
             if live is not None:
                 return torch.where(live.unsqueeze(1), own, used)
         if microbatch.live_rows is not None:
-            return used.index_copy(0, microbatch.live_rows, decision.live_of(microbatch.live_rows))
+            return used.index_copy(0, microbatch.live_rows, decision.live_topk_of(microbatch.live_rows))
         if decision.is_written:
             decision.kept = KeptLayer(microbatch.routes, position)
         return used
@@ -146,15 +146,15 @@ class ReplaySession(QueueingSession):
         """Keep what a router that is asked would choose; of the rows that count."""
         assert self._agreement is not None, "it asks"
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
-        held = self._held[decision.router]
-        assert held.chunk is not None, "it takes micro-batches"
-        replayed = microbatch.routes.compact[:, held.position]
-        self._agreement.add(microbatch, held.chunk, held.found.layer_number, live, replayed, counts)
+        held_router = self._routers[decision.router]
+        assert held_router.chunk is not None, "it takes micro-batches"
+        replayed = microbatch.routes.compact[:, held_router.position]
+        self._agreement.add(microbatch, held_router.chunk, held_router.found.layer_number, live, replayed, counts)
 
     def _chosen(self, decision: Decision, microbatch: Microbatch, used: Tensor, own: Tensor) -> Tensor:
         """Ask `choose=` which decisions are replayed, [num_tokens] bool, and count those that are not."""
         assert self._choose is not None, "asked by it"
-        layer_number = self._held[decision.router].found.layer_number
+        layer_number = self._routers[decision.router].found.layer_number
         # Copies: what is done with them in place must change neither routes nor probabilities.
         chosen = self._choose(layer_number, used.clone(), own.clone(), decision.scores.detach().clone())
         if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
@@ -170,9 +170,9 @@ class ReplaySession(QueueingSession):
     # ---- rows into the trace
     def _take_trace(self, trace: RoutingTrace, *, mtp: bool) -> None:
         # What the trace is of, before which layers it has: a trace of another model names the reason, not a missing layer.
-        for held in self._held.values():
-            if held.position >= 0:
-                _check_model(trace, held)
+        for held_router in self._routers.values():
+            if held_router.position >= 0:
+                _check_model(trace, held_router)
         check_trace_layers(
             trace.layer_numbers,
             self._modules,
@@ -358,7 +358,7 @@ class ReplaySession(QueueingSession):
 
     # ---- the end
     def _numbers(self) -> Numbers:
-        routers = [held.found.router for held in self._held.values()]
+        routers = [each.found.router for each in self._routers.values()]
         group = None if self._balance.aux_loss == "off" else aux_loss_group(routers)
         shared = min(dist.get_process_group_ranks(group)) if group is not None and dist.is_initialized() else -1
         asked, left_live = self._choices()
@@ -524,10 +524,10 @@ def _at_rows(mask: Tensor | None, rows: Tensor) -> Tensor:
     return (rows >= 0) & mask[rows.clamp(min=0)]
 
 
-def _check_model(trace: RoutingTrace, held: HeldRouter) -> None:
+def _check_model(trace: RoutingTrace, held_router: HeldRouter) -> None:
     for name in ("num_experts", "topk"):
-        of_model, of_trace = int(getattr(held.found.router, name)), getattr(trace, name)
+        of_model, of_trace = int(getattr(held_router.found.router, name)), getattr(trace, name)
         if of_model != of_trace:
             raise TraceError(
-                f"MRR405: {held.found} has {name}={of_model}, the trace {of_trace}: it is of another model."
+                f"MRR405: {held_router.found} has {name}={of_model}, the trace {of_trace}: it is of another model."
             )

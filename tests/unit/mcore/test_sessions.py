@@ -136,7 +136,7 @@ def test_a_lost_session_is_named_by_its_kind_and_place_and_can_be_ended():
 @pytest.mark.parametrize("options", [{}, {"verify": True, "ask_every_layer": True}], ids=["", "verify"])
 def test_a_freeze_that_nobody_keeps_holds_its_model_and_does_not_keep_it_alive(options):
     gc.collect()
-    num_held = len(dispatch.held)
+    num_held = len(dispatch.held_routers)
     chunk = Chunk()
     chunk.around = reentrant
     mrr.freeze_recompute(chunk, **options)
@@ -149,7 +149,7 @@ def test_a_freeze_that_nobody_keeps_holds_its_model_and_does_not_keep_it_alive(o
     del chunk, seen
     gc.collect()
     assert model() is None
-    assert len(dispatch.held) == num_held
+    assert len(dispatch.held_routers) == num_held
 
 
 @pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
