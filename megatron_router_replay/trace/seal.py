@@ -97,11 +97,11 @@ def stamp(
     judged = judge(rows, num_experts=experts, filler=filler, routed=routed)
     if missing == "raise":
         _refuse_broken(judged.broken, rows, experts, routed)
-    packed = _packed(judged.ids.flatten(1), width)
-    words = _seal_words(packed, layers=layers, topk=topk, num_experts=experts)
+    ids = judged.ids.flatten(1).to(_ids_dtype(width))
+    words = _seal_words(ids, layers=layers, topk=topk, num_experts=experts)
     words ^= _of_token(tokens.reshape(-1).to(words.device))
     sealed = torch.zeros(len(rows), (layers + seal_layers(topk)) * topk, dtype=dtype, device=routes.device)
-    sealed[:, : layers * topk] = packed[:, : layers * topk]
+    sealed[:, : layers * topk] = ids
     seal = sealed[:, layers * topk :][:, :8]
     seal.copy_(words.unsqueeze(1).view(torch.uint8)[:, : seal.shape[1]])
     no_route = judged.absent | judged.broken
@@ -193,22 +193,27 @@ def prove(batch: Tensor, *, num_experts: int, filler: Any = None) -> Rows:
         LayoutError: there are no more layers than a seal takes.
     """
     num_rows, both, topk = batch.shape
-    layers, width = both - seal_layers(topk), _id_bytes(num_experts, topk)
+    layers = both - seal_layers(topk)
     if layers < 1:
         raise LayoutError(
             f"MRR411: routes of {both} layers hold no seal, which takes {seal_layers(topk)} at topk={topk}: stamp them where "
             "the rollout enters the trainer, with mrr.stamp, and feed all layers."
         )
     flat = as_stored(batch).flatten(1)
-    packed = _packed(flat[:, : layers * topk], width)
-    stored = _stored_words(flat[:, layers * topk :])
-    words = stored ^ _seal_words(packed, layers=layers, topk=topk, num_experts=num_experts)
-    if flat.element_size() > width:
-        words.masked_fill_(_changed_by_cast(flat, layers * topk, packed), -1)
+    narrow = flat.to(_ids_dtype(_id_bytes(num_experts, topk)))
+    ids, seals = narrow[:, : layers * topk], narrow[:, layers * topk :]
+    words = _seal_words(ids, layers=layers, topk=topk, num_experts=num_experts) ^ _stored_words(seals)
+    if flat.element_size() > narrow.element_size():
+        words.masked_fill_(_changed_by_cast(flat, narrow, num_ids=layers * topk), -1)
     unsealed = (words & ~(_TOKEN << 8)) != 0
     absent = _absent(flat, unsealed, (-1, 255), filler, layers=both)
-    ids = packed[:, : layers * topk].view(num_rows, layers, topk)
-    return Rows(ids=_legal_where(unsealed, ids), absent=absent, broken=unsealed ^ absent, words=words)
+    copied = ids.clone() if narrow is flat else ids
+    return Rows(
+        ids=_legal_where(unsealed, copied.view(num_rows, layers, topk)),
+        absent=absent,
+        broken=unsealed ^ absent,
+        words=words,
+    )
 
 
 OTHER_TOKENS = (
@@ -232,7 +237,7 @@ def explain(batch: Tensor, rows: Rows, wrong: Tensor, token_ids: Tensor, *, num_
     if not rows.broken[first]:
         return f"{head} is the row of token {int(rows.words[first]) >> 8}, the model gets {token} there: {OTHER_TOKENS}"
     layers, width = batch.shape[1] - seal_layers(topk), _id_bytes(num_experts, topk)
-    row = as_stored(batch[first]).reshape(1, -1)
+    row = as_stored(batch[first]).reshape(1, -1).to(_ids_dtype(width))
     stored = int(_stored_words(row[:, layers * topk :]))
     tag = stored & 255
     if tag & ~0xF != _VERSION:
@@ -245,9 +250,8 @@ def explain(batch: Tensor, rows: Rows, wrong: Tensor, token_ids: Tensor, *, num_
             f"{head} was sealed with {tag - _VERSION} bytes an id, the model's {num_experts} experts take {width}: say "
             "the model's num_experts where routes are stamped."
         )
-    packed = _packed(row[:, : layers * topk], width)
     for experts in range(1, MAX_EXPERTS + 1):
-        sealed = int(_seal_words(packed, layers=layers, topk=topk, num_experts=experts))
+        sealed = int(_seal_words(row[:, : layers * topk], layers=layers, topk=topk, num_experts=experts))
         if stored ^ sealed == (token & _TOKEN) << 8:
             return f"{head} was sealed for a model of {experts} experts, this one has {num_experts}."
     return (
@@ -305,19 +309,20 @@ def _ids_dtype(width: int) -> torch.dtype:
     return torch.uint8 if width == 1 else torch.int16
 
 
-def _packed(flat: Tensor, width: int) -> Tensor:
-    """Return a copy of rows, [n, ids], in as many bytes an id, with zeros up to a multiple of 8 bytes."""
-    num_rows, count = flat.shape
-    per_word = 8 // width
-    packed = torch.empty(num_rows, -(-count // per_word) * per_word, dtype=_ids_dtype(width), device=flat.device)
-    packed[:, :count] = flat
-    packed[:, count:] = 0
-    return packed
+def _as_words(rows: Tensor) -> Tensor:
+    """Return rows of bytes or of int16, [n, count], as 64-bit words, zeros behind the last; a view where they are words."""
+    num_rows, count = rows.shape
+    per_word = 8 // rows.element_size()
+    if rows.stride(1) != 1 or any(number % per_word for number in (count, rows.stride(0), rows.storage_offset())):
+        padded = rows.new_zeros(num_rows, -(-count // per_word) * per_word)
+        padded[:, :count] = rows
+        rows = padded
+    return rows.view(torch.int64)
 
 
-def _seal_words(packed: Tensor, *, layers: int, topk: int, num_experts: int) -> Tensor:
-    """Return the first 8 bytes of the seal that each row has for token 0, [n] int64."""
-    words = packed.view(torch.int64)
+def _seal_words(ids: Tensor, *, layers: int, topk: int, num_experts: int) -> Tensor:
+    """Return the first 8 bytes of the seal that each row of narrow ids has for token 0, [n] int64."""
+    words = _as_words(ids)
     weights = _weights(words.shape[1])
     if words.device.type == "cpu":  # einsum takes two thirds of the time of torch's product
         sums = torch.from_numpy(np.einsum("ij,j->i", words.numpy(), weights.numpy()))
@@ -325,7 +330,7 @@ def _seal_words(packed: Tensor, *, layers: int, topk: int, num_experts: int) -> 
         sums = (words * _to(weights, words.device)).sum(1)
     bits = 8 * min(7, seal_layers(topk) * topk - 1)
     high = ((sums + _start(num_experts, layers, topk)) >> (64 - bits)) & ((1 << bits) - 1)
-    return (high << 8) | (_VERSION + packed.element_size())
+    return (high << 8) | (_VERSION + ids.element_size())
 
 
 def _of_token(token_ids: Tensor) -> Tensor:
@@ -335,10 +340,7 @@ def _of_token(token_ids: Tensor) -> Tensor:
 
 def _stored_words(seals: Tensor) -> Tensor:
     """Return the first 8 bytes of seals [n, values], [n] int64; zeros behind shorter ones."""
-    count = min(8, seals.shape[1])
-    as_bytes = torch.zeros(len(seals), 8, dtype=torch.uint8, device=seals.device)
-    as_bytes[:, :count] = seals[:, :count]
-    return as_bytes.view(torch.int64).squeeze(1)
+    return _as_words(seals[:, :8].to(torch.uint8))[:, 0]
 
 
 def _mixed(number: int) -> int:
@@ -406,16 +408,16 @@ def _is_filler(flat: Tensor, fillers: Sequence[int], named: Any, *, layers: int)
     return is_filler
 
 
-def _changed_by_cast(flat: Tensor, num_ids: int, packed: Tensor) -> Tensor:
+def _changed_by_cast(flat: Tensor, narrow: Tensor, *, num_ids: int) -> Tensor:
     """Return [n] bool, True: an id of the row does not fit into the bytes that the sum takes of it, or a seal's into one."""
-    limit = 256 if packed.dtype is torch.uint8 else 32768
     if flat.device.type == "cpu":
         unsigned = flat.numpy().view(f"u{flat.element_size()}")  # as which a -1 is the highest
+        limit = 256 if narrow.dtype is torch.uint8 else 32768
         if int(unsigned.max(initial=0)) < limit:
             return torch.zeros(len(flat), dtype=torch.bool)
         if limit == 256:
             return torch.from_numpy(unsigned.max(axis=1) >= limit)
-    return (packed[:, :num_ids] != flat[:, :num_ids]).any(1) | ((flat[:, num_ids:] & ~255) != 0).any(1)
+    return (narrow[:, :num_ids] != flat[:, :num_ids]).any(1) | ((flat[:, num_ids:] & ~255) != 0).any(1)
 
 
 def _holds_filler(ids: npt.NDArray[Any]) -> bool:
