@@ -49,7 +49,7 @@ def gap_table(gaps: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
 
 
 def freeze_table(runs: Mapping[str, Any]) -> str:
-    rows = ["| | recomputed decisions that flipped | gradient error | of the routers' |", "| --- " * 4 + "|"]
+    rows = ["| | recomputed decisions that flipped | gradient error | routers' gradient error |", "| --- " * 4 + "|"]
     for name, run in runs.items():
         steps = run["steps"]
         decisions = len(steps["flips"]) * run["decisions"]

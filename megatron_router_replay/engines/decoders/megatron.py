@@ -78,7 +78,7 @@ megatron = register(
         start="Set moe_enable_routing_replay=True in the engine's config; prompt_moe_topk_indices alone has no routes of the "
         "generation.",
         request='{"model": "MODEL", "messages": [...], "max_tokens": 16}',
-        sends="A finished request has `routing_indices`, each choice of a server `moe_topk_indices`. They have MoE layers.",
+        sends="A finished request has `routing_indices`, each choice of a server `moe_topk_indices`: MoE layers only.",
         versions="inference of 0.16 to 0.19: requests and the server's responses, both forms",
         tested="written; the server's wrapper compared with 0.18.2's",
     )
