@@ -389,3 +389,26 @@ def _unlogged() -> Iterator[None]:
         gpu.log = log
         # What the host waited for in here, the program has not waited for.
         soft_gpu.HOST.clock = soft_gpu.Clock(known | {soft_gpu.HOST: soft_gpu.HOST.clock.get(soft_gpu.HOST, 0)})
+
+
+def targets_on_the_gpu(num_layers: int) -> tuple[int, list[str], int]:
+    """Return (launches, waits) of `set_replay_data` with targets on the GPU, and the wrong decisions of the next forward."""
+    from megatron_router_replay import RouterReplay, RouterReplayAction
+
+    RouterReplay.clear_global_router_replay_instances()
+    routes = random_routes(8, num_layers)
+    with SoftGpu() as gpu:
+        chunk: Any = to_gpu(Chunk(num_layers))
+        for router in chunk.routers:
+            router.router_replay = RouterReplay()
+        targets = [layer.to("cuda") for layer in routes.long().unbind(1)]
+        with gpu.logged() as log:
+            RouterReplay.set_replay_data(targets)
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        with watched(chunk) as seen:
+            chunk(IDS[0].to("cuda"))
+        RouterReplay.clear_global_router_replay_action()
+        maps = [maps[0].cpu() for maps in seen.values()]
+    RouterReplay.clear_global_router_replay_instances()
+    wrong = sum(int((got != as_map(routes[:, layer])).any(dim=1).sum()) for layer, got in enumerate(maps))
+    return log.kernels, log.waits, wrong

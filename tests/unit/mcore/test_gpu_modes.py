@@ -22,6 +22,7 @@ from tests.unit.mcore.gpu_modes import (
     captured,
     ran_under_another_stream,
     recording,
+    targets_on_the_gpu,
     told_late,
 )
 from tests.unit.mcore.tiny_chunk import SCORES, as_map
@@ -130,6 +131,15 @@ def test_routes_that_are_all_there_take_no_live_topk(asked):
         all_routed = asked("trace on the GPU, all routed", recompute)["launches"]
         # A where in each router, and the top-k of the two that are not asked; the asked one takes its top-k in both modes.
         assert all_routed <= asked("trace on the GPU", recompute)["launches"] - (3 + 2)
+
+
+@pytest.mark.parametrize("num_layers", [1, 6])
+def test_targets_on_the_gpu_are_copied_by_layer_and_checked_in_one_stack(gpu_worker, num_layers):
+    ((launches, waits, wrong),) = gpu_worker.run(targets_on_the_gpu, num_layers)
+    assert (
+        launches <= num_layers + 10
+    )  # ten for all layers: a stack, a sort, two comparisons of ids, what asserts on them
+    assert (waits, wrong) == ([], 0)
 
 
 @pytest.mark.parametrize(
