@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import megatron_router_replay as mrr
+from megatron_router_replay.demo import DemoResult
 from tests.unit.cli.runner import call, run_with_stdout
 
 COMMANDS = ("demo", "doctor", "inspect", "diff", "convert")
@@ -270,3 +272,12 @@ def test_another_command_says_what_to_install():
 def test_a_result_is_written_to_a_file_without_torch(tmp_path):
     run_without(["torch", "megatron"], "doctor", "--out", str(tmp_path / "doctor.json"), code=1)
     assert json.loads((tmp_path / "doctor.json").read_text())["problems"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"), [({}, 0), ({"differ_with_replay": 1}, 1), ({"recomputes_identical": 3}, 1)]
+)
+def test_the_demo_exits_with_1_if_a_decision_is_not_exact(monkeypatch, changed, code):
+    result = dict.fromkeys((each.name for each in fields(DemoResult)), 4) | {"differ_with_replay": 0} | changed
+    monkeypatch.setattr("megatron_router_replay.demo.run_demo", lambda on_stage: DemoResult(**result))
+    assert json.loads(call("demo", "--json", code=code).output) == result

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import megatron_router_replay as mrr
 from megatron_router_replay.diagnostics import evidence, source
 from megatron_router_replay.diagnostics.fact import Fact, fact_lines
+from megatron_router_replay.diagnostics.trace_diff import samples_table
 from megatron_router_replay.errors import StoreError, TraceError
 from megatron_router_replay.store import TraceStore
 from tests.unit.store.store_traces import make_trace
@@ -50,6 +51,7 @@ def test_counts_by_layer_position_and_sample_are_those_counted_by_hand():
     assert diff.different_by_position.tolist() == [[0, 1], [1, 0]]
     assert diff.compared_by_sample.tolist() == [2, 4]
     assert diff.different_by_sample.tolist() == [0, 2]
+    assert samples_table(diff).rows == [("0", "2", "0", "100.00 %"), ("1", "4", "2", "50.00 %")]
     assert not diff.same
 
 
@@ -385,3 +387,11 @@ def test_overlap_is_that_of_python_sets(num_tokens, num_layers, sizes, seed):
         for layer, (one, other) in enumerate(zip(row_a, row_b)):
             expected[layer, len(set(one) & set(other))] += 1
     assert torch.equal(diff.overlap_counts, expected)
+
+
+def test_samples_of_other_lengths_are_named_up_to_three():
+    a, b = (trace_of([[[0, 1]]] * 10, sequence_lengths=lengths) for lengths in ((1, 2, 3, 4), (2, 1, 4, 3)))
+    said = (
+        "4 of 4 samples have different lengths in a and in b: sample 0 1 and 2, sample 1 2 and 1, sample 2 3 and 4, ..."
+    )
+    assert f"{said} rows" in str(mrr.diff_traces(a, b)).replace("\n", " ")

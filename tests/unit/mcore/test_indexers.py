@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.mcore.attention import sparse
 from megatron_router_replay.mcore.attention.indexers import find_indexers
 from megatron_router_replay.mcore.attention.sparse import decode_positions, encode_positions
 from megatron_router_replay.mcore.model.find import walk
@@ -258,6 +259,18 @@ def test_a_tape_keeps_two_bytes_a_position_and_nothing_outside_checkpoints():
         with torch.no_grad():
             model(hidden())
         assert len(tapes) == 1
+
+
+@needs_seam
+def test_positions_that_two_bytes_do_not_hold_are_kept_in_four():
+    from megatron_router_replay.mcore.heart import tape
+
+    model = Model(num_layers=1)
+    remembered = mock.patch.object(tape.Tape, "__init__", _remembering(tapes := []))
+    with mock.patch.object(sparse, "_NONE", LENGTH - 1), mrr.freeze_recompute(model), remembered:
+        loss = model(hidden()).sum()
+        assert tapes[0].entries[0].topk_indices.dtype == torch.int32
+        loss.backward()
 
 
 def _remembering(tapes: list[Any]) -> Callable[..., None]:

@@ -161,3 +161,8 @@ def test_inference_tensors_are_copied_too() -> None:
         value = torch.zeros(3)
         (first, *_) = prefetch_batches(_trace(), ({"a": value.add_(1), "routing_rows": rows} for rows in ROWS))
     assert first["a"].tolist() == [1, 1, 1]
+
+
+def test_an_empty_micro_batch_is_inside_every_trace() -> None:
+    (routes,) = prefetch(_trace()[:0], [torch.empty(1, 0, dtype=torch.int64)])
+    assert routes.topk_indices.shape == (0, 1, 2, 2)

@@ -237,3 +237,11 @@ def test_several_ranks_are_asked_for_rows_and_told_why(on_ranks):
             in said
         )
         assert "(one rank alone numbers" in said
+
+
+def test_a_forward_of_no_tokens_is_not_numbered():
+    """As that of a later pipeline stage, which gets hidden states."""
+    chunk = Chunk()
+    chunk.pre_process = False
+    with pytest.raises(ReplayStateError, match="a forward without rows"), mrr.record(chunk):
+        chunk(tokens())

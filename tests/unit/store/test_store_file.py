@@ -229,6 +229,7 @@ SHAPE_OF_LAYER_3 = b'"shape":[2,2],"data_offsets":[32,36]'
         ({"metadata": changed(b"[1,3]", b"[3,1]")}, "layer_numbers must increase"),
         ({"metadata": changed(b"[1,3]", b"[1,4]")}, "not those that its metadata asks for"),
         ({"metadata": changed(b"[1,3]", b"[1]")}, "not those that its metadata asks for"),
+        ({"metadata": changed(b"[1,3]", str([*range(1, 65538)]).replace(" ", "").encode())}, "65537 layers are more"),
         ({"metadata": changed(b'topk":2', b'topk":1')}, "not those that its metadata asks for"),
         ({"metadata": changed(b'token_ids":true', b'token_ids":false')}, "not those that its metadata asks for"),
         ({"metadata": changed(b'version":false', b'version":true')}, "not those that its metadata asks for"),

@@ -330,6 +330,15 @@ def test_a_batch_is_stamped_sample_by_sample_and_a_last_token_has_no_route(name)
         seal.stamp_batch(routes, [TOKENS, TOKENS], num_experts=8)
 
 
+@pytest.mark.parametrize("experts", [8, 300], ids=["uint8", "int16"])
+@pytest.mark.parametrize("routes", [[[3], [-1], [2]], [[3, 1], [-1, -1], [2, 0]]], ids=["top-1", "top-2"])
+def test_a_layer_without_a_route_is_told_in_every_dtype(routes, experts):
+    rows = torch.tensor([routes, routes])
+    rows[1, 1] = torch.arange(rows.shape[2])
+    proved = seal.prove(seal.stamp(rows, TOKENS, num_experts=experts), num_experts=experts)
+    assert proved.lack_a_layer().tolist() == [True, False]
+
+
 def test_a_batch_has_as_many_routes_as_samples():
     with pytest.raises(LayoutError, match="MRR411: cannot stamp routes of 1 samples with tokens of 2"):
         seal.stamp_batch([ROUTES], [TOKENS, TOKENS], num_experts=8)

@@ -92,3 +92,9 @@ def test_a_batch_that_was_numbered_before_it_was_split_names_its_rows():
     assert torch.equal(chosen, maps[1])
     with pytest.raises(LayoutError, match="row -1"):
         recorded_routes(recording, like=samples, rows=[part - 101 for part in rows])
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS[:2], [*LENGTHS[:2], 10]], ids=["one sample less", "longer than the batch"])
+def test_lengths_that_do_not_fit_the_batch_are_refused(lengths):
+    with pytest.raises(LayoutError, match=r"MRR801: lengths \[.*\] do not fit tokens of \[3, 9\]"):
+        number_batch(padded(token_ids()), lengths=lengths)
