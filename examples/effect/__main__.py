@@ -28,7 +28,7 @@ def gap(engine: Engine = "transformers", python: Python = "", steps: int = 20) -
     out.mkdir(parents=True, exist_ok=True)
     run = rl.Run(out=out, arm="r3", seed=0, steps=steps, engine=engine, python=python, measure_every=1, floors=True)
     metrics = run_ranks(1, rl.train, run, timeout_s=TIMEOUT_S)[0]
-    names = ("kl_live", "kl", "kl_floor", "kl_floor_engine", "router_disagreement", "reward")
+    names = ("kl_live", "kl", "kl_floor", "kl_floor_engine", "router_agreement", "reward")
     print(save(f"gap_{engine}", {"environment": where, **columns(metrics, names)}))
 
 
@@ -64,7 +64,7 @@ def rl_(
     ] = False,
 ) -> None:
     """Train every arm with every seed."""
-    names = ("reward", "kl", "router_disagreement", "replayed_disagreement", "clipped_share", "grad_norm")
+    names = ("reward", "kl", "router_agreement", "replayed_agreement", "clipped_share", "grad_norm")
     results = (
         load("rl")
         if go_on

@@ -22,7 +22,7 @@ from examples.effect.flat_adam import FlatAdam
 from examples.effect.floor import forced_logprobs
 from examples.effect.policy import POLICY, current_weights, initial_weights, int8_rounded
 from examples.grpo.batch import RolloutBatch
-from examples.grpo.loop import disagreement
+from examples.grpo.loop import agreement
 from examples.grpo.loss import group_advantages, k3_kl
 from examples.grpo.rollout import Engine, TransformersEngine, roll_out
 from examples.grpo.settings import Settings
@@ -115,9 +115,9 @@ def one_step(run: Run, trainer: Trainer, engine: Engine, step: int) -> Metrics:
     metrics = {
         "reward": float(rewards.mean()),
         "kl_live": mean_k3(sampled, live[trained]),
-        "router_disagreement": share(disagreement(routes, recorded)),
-        # Of the decisions replayed, those that the trainer's own router would not make; a session reports its agreement.
-        "replayed_disagreement": 0.0 if trace is None else share(disagreement(trace, recorded)),
+        "router_agreement": share(agreement(routes, recorded)),
+        # Of the decisions replayed, those that the trainer's own router would make too; a session's is less that by chance.
+        "replayed_agreement": 1.0 if trace is None else share(agreement(trace, recorded)),
     }
     if step % run.measure_every == 0:
         replayed = live if trace is None else trainer.logprobs(batch, trace)

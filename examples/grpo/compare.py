@@ -26,7 +26,7 @@ ROWS = (
     ("rollout_kl", "KL(rollout || trainer), k3, nats", "{:.2e}", False),
     ("rollout_gap", "|log-prob difference|, nats", "{:.4f}", False),
     ("ratio_above_2", "tokens with ratio > 2", "{:.3%}", False),
-    ("router_disagreement", "router disagreement, live trainer", "{:.2%}", False),
+    ("router_agreement", "router agreement, live trainer", "{:.2%}", False),
     ("router_replay/replayed_share", "tokens replayed (last ones have no route)", "{:.1%}", False),
     ("clipped_share", "tokens clipped", "{:.2%}", False),
     ("grad_norm", "gradient norm", "{:.2f}", False),

@@ -81,7 +81,7 @@ def one_step(trainer: Trainer, rollouts: Rollouts, step: int) -> Metrics:
         metrics = trainer.update(batch, trace)
     metrics |= mismatch(batch) | {
         "reward": float(rewards.mean()),
-        "router_disagreement": trainer.share(*disagreement(rollout_trace, recorded)),
+        "router_agreement": trainer.share(*agreement(rollout_trace, recorded)),
         "tokens": float(batch.loss_mask.sum()),
     }
     metrics |= rollouts.times.metrics()
@@ -129,12 +129,12 @@ def mismatch(batch: RolloutBatch) -> Metrics:
     }
 
 
-def disagreement(rollout: mrr.RoutingTrace, recorded: mrr.RoutingTrace) -> tuple[int, int]:
-    """Return for how many (token, layer) decisions the live trainer chose another set of experts, and of how many."""
+def agreement(rollout: mrr.RoutingTrace, recorded: mrr.RoutingTrace) -> tuple[int, int]:
+    """Return for how many (token, layer) decisions the live trainer chose the same set of experts, and of how many."""
     routed = rollout.replay_mask & recorded.replay_mask
     ours, theirs = recorded.topk_indices[routed].sort(dim=2).values, rollout.topk_indices[routed].sort(dim=2).values
-    differs = (ours != theirs).any(dim=2)
-    return int(differs.sum()), differs.numel()
+    same = (ours == theirs).all(dim=2)
+    return int(same.sum()), same.numel()
 
 
 def save_routes(path: Path, batch: RolloutBatch, own: mrr.RoutingTrace, *, is_copy: bool) -> None:

@@ -13,7 +13,7 @@ PANELS = (
     ("rollout_kl", "KL(rollout || trainer), k3", "nats per token", 1.0, True),
     ("rollout_gap", "|log-prob difference|, rollout and trainer", "nats, mean over tokens", 1.0, True),
     ("ratio_above_2", "Tokens with probability ratio > 2", "% of tokens", 100.0, False),
-    ("router_disagreement", "Router disagreement, live trainer and rollout", "% of decisions", 100.0, False),
+    ("router_agreement", "Router agreement, live trainer and rollout", "% of decisions", 100.0, False),
     ("grad_norm", "Gradient norm before clipping", "L2 norm, mean over updates", 1.0, False),
 )
 COLOURS = {"off": "#d1495b", "r2": "#edae49", "r3": "#00798c"}

@@ -85,10 +85,10 @@ class TransformersEngine:
 
     Args:
         checkpoint: a folder with config.json; weights come by `load_weights`.
-        dtype: another one than the trainer's makes the router disagreement that replay is for.
+        dtype: another one than the trainer's makes routers choose differently, which replay is for.
         experts: how the experts run behind the selection: "native", transformers' own, or the "contiguous" or "batched"
             format of a modular MoE. The same routes, other arithmetic: behind the first MoE layer another kernel is
-            enough for routers to disagree.
+            enough for routers to choose differently.
     """
 
     def __init__(

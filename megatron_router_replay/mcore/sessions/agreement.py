@@ -14,7 +14,7 @@ Evidence counts different routes: a run of one token at a near-tie flips as one,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -49,21 +49,16 @@ Sums = Array
 """[..., PAIRS, 3]: rows, experts that both name, and experts that chance would have them name, by pair of routes."""
 
 
-class _Rotation:
-    """Which layer of a chunk is asked next, and layers that earlier sessions asked without enough evidence to judge them."""
+@dataclass(slots=True)
+class _Kept:
+    """What a chunk keeps from session to session: a count, and layers with too little evidence to judge them so far."""
 
-    def __init__(self) -> None:
-        self.microbatches = 0
-        self.carried: dict[int, Sums] = {}
-
-    def next(self, num_layers: int) -> int:
-        """Return the position of the layer that the next micro-batch asks, or ALL."""
-        self.microbatches += 1
-        return ALL if self.microbatches == 1 else (self.microbatches - 2) % num_layers
+    microbatches: int = 0
+    layers: dict[int, Sums] = field(default_factory=dict)
 
 
-_rotations: WeakKeyDictionary[nn.Module, _Rotation] = WeakKeyDictionary()
-"""Innermost module of a chunk -> its rotation, which goes on from session to session."""
+_kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+"""By the innermost module of a chunk."""
 
 
 # ---- from rows to units
@@ -106,10 +101,8 @@ def measure(sums: Sums, topk: int) -> Array:
     # A pair that hardly agrees is one near-tie if it comes again and again, and many if they are different ones.
     most = PAIR_SHARE * rows.sum(-1, keepdims=True) / np.maximum(rows, 1)
     weight = np.where(shared < beyond / 2, np.minimum(1, most), 1.0)
-    units: Array = np.stack([rows, weight * shared, weight * beyond, np.minimum(beyond, PAIR_EVIDENCE)], axis=-1).sum(
-        -2
-    )
-    return units
+    units: Array = np.stack([rows, weight * shared, weight * beyond, np.minimum(beyond, PAIR_EVIDENCE)])
+    return np.moveaxis(units.sum(-1), 0, -1)
 
 
 def count_rows(ids: Tensor, counts: Tensor | None, table: Tensor) -> Tensor:
@@ -252,16 +245,18 @@ class Agreement:
         self.least, self.every_layer, self.rank, self.source = least, every_layer, rank, source
         self._asked: dict[tuple[int, int], list[_Asked]] = {}  # by chunk and micro-batch
         self._rows = 0  # that wait on the device
-        self._carried: dict[int, dict[int, Sums]] = {}  # layer -> what its chunk carries from session to session
+        self._kept: dict[int, dict[int, Sums]] = {}  # layer -> those that its chunk keeps
         self._layers: dict[int, Sums] = {}
-        # Samples that are below `least`, as a whole or in a part; of how many; the evidence of all that is low.
-        self._low = np.zeros(3)
+        self._low = np.zeros(3)  # samples with anything below `least`; of how many; the evidence of all that is low
         self._least = np.inf, ""  # agreement of the least sample or part of one, and its name
 
     def next_layer(self, chunk: Chunk) -> int:
         """Return the position of the layer that a chunk's next micro-batch asks, or ALL."""
-        position = _rotations.setdefault(chunk.module, _Rotation()).next(len(chunk.taking_part))
-        return ALL if self.every_layer else position
+        kept = _kept.setdefault(chunk.module, _Kept())
+        kept.microbatches += 1
+        if self.every_layer or kept.microbatches == 1:
+            return ALL
+        return (kept.microbatches - 2) % len(chunk.taking_part)
 
     def add(
         self, microbatch: Microbatch, chunk: Chunk, layer: int, live: Tensor, replayed: Tensor, counts: Tensor | None
@@ -276,7 +271,7 @@ class Agreement:
         key = chunk.index, microbatch.number
         if self._rows > FOLD_ROWS and key not in self._asked:
             self.fold()
-        self._carried[layer] = _rotations[chunk.module].carried
+        self._kept[layer] = _kept[chunk.module].layers
         self._rows += max(LEAST_TENSOR, len(live))
         share, shares = chunk.sequence_share
         lengths = microbatch.cu_seqlens
@@ -354,14 +349,14 @@ class Agreement:
     def _settled(self) -> Iterator[tuple[int, Unit]]:
         """Yield the layers with enough evidence, of this session or with those before it; the others wait for the next."""
         for layer, sums in self._layers.items():
-            carried = self._carried[layer]
-            for tried in (sums, sums + carried.pop(layer, 0.0)):
+            kept = self._kept[layer]
+            for tried in (sums, sums + kept.pop(layer, 0.0)):
                 unit = Unit(*measure(tried, self.topk).tolist())
                 if unit.evidence >= LAYER_EVIDENCE:
                     yield layer, unit
                     break
             else:
-                carried[layer] = tried
+                kept[layer] = tried
 
 
 def problems(everyone: Sequence[Mapping[str, Any]], least: float) -> list[str]:
@@ -370,26 +365,25 @@ def problems(everyone: Sequence[Mapping[str, Any]], least: float) -> list[str]:
         return []
     layers = _layers(everyone)
     low = {number: value for number, value in layers.items() if value < least}
-    hint = "If they are meant to differ (routes of another model), min_agreement=0 says it."
-    if low and len(low) == len(layers):
-        return [
-            f"the live router agrees with the replayed routes by {max(low.values()):.0%} at most in every layer that was "
-            f"judged ({_list(low)}), less than min_agreement={least}: they are from other or much older weights, or of other "
-            f"tokens. Are the trainer's weights those of the engine (weight_versions=, trace.keep)? {hint}"
-        ]
-    if low:
-        return [
-            f"the live router agrees with the replayed routes by less than min_agreement={least} in {len(low)} of "
-            f"{len(layers)} layers: {_list(low)}; layers changed places, or lost their routes. {hint}"
-        ]
     num_low, num_samples, evidence = np.sum([numbers["low"] for numbers in everyone], axis=0)
-    if evidence >= SAMPLE_EVIDENCE * max(1, num_samples / 1000):
-        return [
-            f"the live router agrees with the replayed routes by less than min_agreement={least} in {num_low:.0f} of "
-            f"{num_samples:.0f} samples, or in parts of them, least of all in {_least(everyone)[1]}: routes of another "
-            f"sample, or of other places in it. {hint}"
-        ]
-    return []
+    if low and len(low) == len(layers):
+        found = (
+            f"every layer that was judged ({_list(low)}): they are of other or much older weights, or of other tokens. "
+            "Are the trainer's weights those of the engine (weight_versions=, trace.keep)?"
+        )
+    elif low:
+        found = f"{len(low)} of {len(layers)} layers: {_list(low)}; layers changed places, or lost their routes."
+    elif evidence >= SAMPLE_EVIDENCE * max(1, num_samples / 1000):
+        found = (
+            f"{num_low:.0f} of {num_samples:.0f} samples, or in parts of them, least of all in {_least(everyone)[1]}: routes "
+            "of another sample, or of other places in it."
+        )
+    else:
+        return []
+    return [
+        f"the live router agrees with the replayed routes by less than min_agreement={least} in {found} If they are meant to "
+        "differ (routes of another model), min_agreement=0 says it."
+    ]
 
 
 def warning(everyone: Sequence[Mapping[str, Any]]) -> str | None:
