@@ -68,9 +68,9 @@ def lay_out(
     _check_words(stamped=stamped, trust_layout=trust_layout, token_ids=token_ids, missing=missing)
     values = _as_batch(routes)
     shape, num_experts = (int(values.shape[0]), int(values.shape[1])), int(chunk.taking_part[0].router.num_experts)
-    given = {"token_ids": token_ids, "padding": padding, "trained": trained, "stale": stale}
-    beside, device = _on_one_device(given, shape, values.device)
-    tokens, padded = beside["token_ids"], beside["padding"]
+    unchecked = {"token_ids": token_ids, "padding": padding, "trained": trained, "stale": stale}
+    inputs, device = _on_one_device(unchecked, shape, values.device)
+    tokens, padded = inputs["token_ids"], inputs["padding"]
     columns = _columns(chunk, values, layer_numbers, stamped=stamped)
     flat = values.flatten(0, 1)
     rows, lost = _read(flat, columns, stamped=stamped, num_experts=num_experts, filler=filler)
@@ -100,9 +100,9 @@ def lay_out(
     if columns.dense:
         known = ~absent if others is None else ~(absent | others)
         _check_dense(values, columns.dense, _unpadded(known, padded), check, num_experts)
-    if beside["trained"] is not None:
+    if inputs["trained"] is not None:
         without = absent if padded is None else absent | padded
-        check_trained(beside["trained"] & without, check, order="of the batch")
+        check_trained(inputs["trained"] & without, check, order="of the batch")
     tokens = None if split else tokens
     if tokens is not None:
         for found in (each for each in hashed if each.layer_number in columns.of_layer):
@@ -111,7 +111,7 @@ def lay_out(
         chunk,
         take_layers(rows.ids, columns.replayed, dim=1).view(*shape, len(columns.replayed), rows.ids.shape[2]),
         absent=rows.absent.view(shape),
-        stale=beside["stale"],
+        stale=inputs["stale"],
         padding=padded,
         token_ids=tokens,
         split=split,
@@ -146,11 +146,11 @@ def _as_batch(routes: Any) -> Tensor:
 
 
 def _on_one_device(
-    given: dict[str, Any], shape: tuple[int, int], device: torch.device
+    unchecked: dict[str, Any], shape: tuple[int, int], device: torch.device
 ) -> tuple[dict[str, Tensor | None], torch.device]:
     """Return token ids and masks, [b, s], on a GPU if one of them or the routes are: on the way down the host would wait."""
-    checked: dict[str, Tensor | None] = dict.fromkeys(given)
-    for name, values in given.items():
+    checked: dict[str, Tensor | None] = dict.fromkeys(unchecked)
+    for name, values in unchecked.items():
         if values is None:
             continue
         tensor = as_integers(values, name) if name == "token_ids" else as_mask(values, name)
@@ -194,21 +194,21 @@ def _routers_view(
     split: bool,
 ) -> LaidOut:
     """Return the routes of a chunk's layers, [b, s, layers, topk], as its routers see them."""
-    live, left_out = absent, None
+    is_live, left_out = absent, None
     if stale is not None:
         left_out = stale & ~to_device(absent, stale.device)
         left_out = left_out if padding is None else left_out & ~padding
-        live = stale | to_device(absent, stale.device)
+        is_live = stale | to_device(absent, stale.device)
         left_out = chunk.router_view(left_out, split=split)
     if padding is not None:
-        live = to_device(live, padding.device)
-    live = chunk.router_view(live, split=split)
+        is_live = to_device(is_live, padding.device)
+    is_live = chunk.router_view(is_live, split=split)
     view = chunk.router_view(ids, split=split)
     # Of the rows that were read for it, a part would keep all.
     is_part = view.untyped_storage().nbytes() != view.numel() * view.element_size()
     return LaidOut(
         compact=view.clone() if is_part else view,
-        live=live if live.device.type != "cpu" or bool(live.any()) else None,
+        is_live=is_live if is_live.device.type != "cpu" or bool(is_live.any()) else None,
         left_out=left_out,
         padding=padding,
         batch_shape=(int(ids.shape[0]), int(ids.shape[1])),

@@ -4,8 +4,8 @@
 
 Routes are gathered as whole rows, one copy goes to the device, and 16 layers at a time are widened there when their first
 layer asks. A chunk forwards one micro-batch after another, whoever calls its layers: its forward begins the next one where
-it is called as a module; a router that has routed the current one begins the next otherwise. What a forward leaves unfinished
-without having failed, or failed with others waiting, cannot be assigned and raises. Recomputes do not come here: see `tape`.
+it is called as a module; a router that has routed the current one begins the next otherwise. A new forward raises if the last
+one left routers out without failing, or failed while others waited. Recomputes do not come here: see `tape`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Microbatch:
         routes: what they replay; None: they route live, for a recording.
         live_rows: [num_live] int64 on the routers' device, positions of the rows that the live router decides; None: there
             are none, or the host does not know them.
-        live_mask: [num_tokens] bool on the routers' device, True: the live router decides the row; None: the host knows the
+        is_live: [num_tokens] bool on the routers' device, True: the live router decides the row; None: the host knows the
             positions.
         replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: all are.
         rows: [num_tokens] int64, trace rows as this rank's routers see them; None: a replay does not keep them.
@@ -64,7 +64,7 @@ class Microbatch:
     num_routers: int
     routes: LayerRoutes | None = None
     live_rows: Tensor | None = None
-    live_mask: Tensor | None = None
+    is_live: Tensor | None = None
     replayed: Tensor | None = None
     rows: Tensor | None = None
     token_ids: Tensor | None = None
@@ -84,7 +84,7 @@ class Microbatch:
         self.stream = current_stream(on_device[0].device) if on_device else None
 
     def _on_device(self) -> list[Tensor]:
-        tensors = (self.live_rows, self.live_mask, self.replayed, self.token_ids, self.batch_rows, self.is_token)
+        tensors = (self.live_rows, self.is_live, self.replayed, self.token_ids, self.batch_rows, self.is_token)
         return [tensor for tensor in tensors if tensor is not None and tensor.device.type == "cuda"]
 
     def follow_stream(self) -> None:
@@ -131,7 +131,7 @@ class Queue:
     Args:
         where: "rank 0, chunk 1", for messages.
         layers: "layer 3" or "MTP layer 5" for each router that takes part.
-        lacks: what a forward is without that no micro-batch was queued for, for the message.
+        lacks: what a forward lacks if no micro-batch was queued for it, for the message.
         on_done: gets each micro-batch when all routers have routed it.
     """
 
@@ -204,7 +204,7 @@ class Queue:
                 microbatch.state = State.DONE
             self._on_done(microbatch)
             # The graph keeps what recomputes need; the micro-batch itself may stay the current one for long.
-            microbatch.routes = microbatch.live_rows = microbatch.live_mask = microbatch.replayed = None
+            microbatch.routes = microbatch.live_rows = microbatch.is_live = microbatch.replayed = None
             microbatch.rows = microbatch.batch_rows = None
             microbatch.used = {}
 

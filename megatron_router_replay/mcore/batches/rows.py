@@ -1,4 +1,4 @@
-"""What a caller gives for one forward, checked and copied: routing rows, masks, tokens; and what padding is given."""
+"""The inputs of one forward, checked and copied: routing rows, masks, tokens; and the experts of padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def spread_padding(compact: Tensor, padding: Tensor, ordinals: Tensor, num_exper
         padding: [num_tokens] bool, True: padding.
         ordinals: [num_tokens] int64, how many paddings of the micro-batch come before each, over all tensor-parallel ranks.
 
-    Source: paddings that all take the same experts overload these.
+    Padding that takes the same experts everywhere would overload them.
     """
     at = padding.nonzero().squeeze(1) if padding.device.type == "cpu" else None  # a GPU's host would wait for it
     ordinals = ordinals if at is None else ordinals[at]
@@ -44,8 +44,8 @@ class LaidOut:
 
     Args:
         compact: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
-        live: [num_tokens] bool, rows without a route; None: there is none.
-        left_out: [num_tokens] bool, those of them that have a route, left out by choice; None: there is none.
+        is_live: [num_tokens] bool, True: the row has no route; None: all rows have one.
+        left_out: [num_tokens] bool, True: a live row that has a route, left out by choice; None: there is none.
         rows: [b, s] int64, rows of the trace that know the token_ids; None: the caller named these.
         padding: [b, s] bool, known to be padding; None: nothing is known.
         batch_shape: (b, s).
@@ -54,7 +54,7 @@ class LaidOut:
     """
 
     compact: Tensor
-    live: Tensor | None
+    is_live: Tensor | None
     padding: Tensor | None
     batch_shape: tuple[int, int]
     token_ids: Tensor | None
@@ -63,10 +63,10 @@ class LaidOut:
     rows: Tensor | None = None
 
 
-def count_rows(num_rows: int, live: Tensor | None, padding: Tensor | None) -> dict[str, Tensor | int]:
+def count_rows(num_rows: int, is_live: Tensor | None, padding: Tensor | None) -> dict[str, Tensor | int]:
     """Return how many rows there are, and how many of them are live and padding."""
     return {"rows": num_rows} | {
-        name: 0 if mask is None else mask.sum() for name, mask in (("live", live), ("padding", padding))
+        name: 0 if mask is None else mask.sum() for name, mask in (("live", is_live), ("padding", padding))
     }
 
 
@@ -123,7 +123,7 @@ class RowInputs:
         rows = as_integers(rows, "routing_rows")
         if rows.dim() not in (1, 2):
             raise LayoutError(f"MRR201: routing_rows must have the shape of input_ids, [b, s], got {list(rows.shape)}.")
-        # Of eight bytes it is -1 again when it is widened.
+        # An unsigned -1 of eight bytes is -1 again as int64.
         if not rows.dtype.is_signed and rows.dtype.itemsize < 8:
             highest = torch.iinfo(rows.dtype).max
             if bool((rows.to(torch.int64) == highest).any()):
@@ -132,10 +132,10 @@ class RowInputs:
                     "cannot be told from that row. Give a signed dtype."
                 )
         as_2d = (1, -1) if rows.dim() == 1 else rows.shape
-        beside: dict[str, Tensor | None] = {}
+        inputs: dict[str, Tensor | None] = {}
         for name, values in (("token_ids", token_ids), ("padding", padding), ("trained", trained)):
             if values is None:
-                beside[name] = None
+                inputs[name] = None
                 continue
             values = as_integers(values, name) if name == "token_ids" else as_mask(values, name)
             if values.shape != rows.shape:
@@ -143,5 +143,5 @@ class RowInputs:
                     f"MRR201: routing_rows {list(rows.shape)} and {name} {list(values.shape)} differ in shape."
                 )
             dtype = torch.int64 if name == "token_ids" else torch.bool
-            beside[name] = values.reshape(as_2d).to(rows.device, dtype, copy=True)
-        return cls(rows=rows.reshape(as_2d).to(torch.int64, copy=True), **beside)
+            inputs[name] = values.reshape(as_2d).to(rows.device, dtype, copy=True)
+        return cls(rows=rows.reshape(as_2d).to(torch.int64, copy=True), **inputs)

@@ -23,7 +23,7 @@ class Holder(Protocol):
     _made_at: str
 
     def _session(self) -> Any:
-        """Return the session; None: it lost its handle."""
+        """Return the session; None: nobody kept it."""
 
 
 class RouterHolder(Holder, Protocol):
@@ -48,9 +48,9 @@ class Counter(Tally):
 
     Args:
         flips: also take the live top-k in recomputes, and count the decisions that it would have flipped.
-        verify: compare every routing map with what was decided: that which a token dispatcher gets.
-        verify_seam: compare the map that leaves `TopKRouter.routing`, of a layer without a dispatcher, or for a Megatron-Core
-            that nobody here has read.
+        verify: compare every routing map that a token dispatcher gets with what was decided.
+        verify_seam: compare the map that leaves `TopKRouter.routing`, where a layer has no dispatcher or this version of
+            Megatron-Core was never read.
         topk_again: the dispatcher takes a top-k of the probabilities; count the decisions that it may read differently.
     """
 
@@ -72,18 +72,18 @@ class Decision:
         router: the TopKRouter.
         counter: of the holder and this router.
         dtype: of the indices that a tape keeps.
-        holder: chooses, and is told when the call is over; None: it is a recompute.
+        holder: chooses, and is told when the call is over; None: the call is a recompute.
         again: the entry that this call repeats; None: it is a forward.
         tokens: what balancing knows of the tokens; None: Megatron-Core balances as it does without us.
-        microbatch: of a forward; None: the router is live beside one, or there is none.
+        microbatch: whose forward calls the router; None: the router only runs live, or the session takes none.
 
     Attributes:
         is_written: a tape is being written.
         used: [num_tokens, topk] int64, the experts, once Megatron-Core has asked.
-        kept: the same as a tape keeps it; None: `used` in `dtype`.
-        in_order: the columns of `used` are sorted as those of a live top-k with gradients; asked since Megatron-Core 0.18.
-        scores: [num_tokens, num_experts] what the router ranks, while it asks.
-        topk: experts for each token, as it asks.
+        kept: `used` as a tape keeps it; None: in `dtype`, once it is asked for.
+        in_order: the columns of `used` are sorted as those of a live top-k with gradients; it matters since 0.18.
+        scores: [num_tokens, num_experts] what the router ranks, while Megatron-Core asks.
+        topk: experts for each token.
     """
 
     __slots__ = (
@@ -128,7 +128,7 @@ class Decision:
                 "second question is about cannot be told."
             )
         self.scores, self.topk, self._groups = scores, topk, (num_groups, group_topk, default_compute_topk)
-        # A forward chooses and a recompute recalls: what differs between the two is hidden from a selective checkpoint.
+        # A forward chooses and a recompute recalls. A selective checkpoint pairs their operations, so it must not see these.
         values: Tensor | None = None
         with tape.unpaired():
             used = self._recall() if self.holder is None else self.holder._experts(self)
@@ -142,12 +142,14 @@ class Decision:
                 )
             self.used = used.to(device=scores.device, dtype=torch.int64)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
-                if self.topk > 2 and values is None and self._order_matters():  # a sum of two has one order
+                if (
+                    self.topk > 2 and values is None and self._order_matters()
+                ):  # a sum of two is the same in both orders
                     order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True
             indices = self.used
-        del self.scores, self._groups  # which autograd would keep
+        del self.scores, self._groups  # autograd would keep them
         if values is not None and not torch.is_grad_enabled():
             return values, indices  # without a gradient, a live top-k has what a gather would give
         return scores.gather(1, indices), indices
@@ -155,8 +157,8 @@ class Decision:
     def _order_matters(self) -> bool:
         """Return whether sums over the columns would differ from those of a live top-k, which is sorted here.
 
-        Without a sum over the chosen experts, none matters. A top-k in groups is always sorted, so a recording of it is, too.
-        And what ran in a forward with gradients is sorted by the same scores already.
+        Without a sum over the chosen experts, no order matters. A top-k in groups is always sorted, and so is a recording of
+        it. What ran in a forward with gradients is sorted by the same scores already.
         """
         config = self.router.config
         has_no_sum = config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax
@@ -169,15 +171,15 @@ class Decision:
 
     def _values_and_topk(self) -> tuple[Tensor, Tensor]:
         num_groups, group_topk, compute = self._groups
-        # In the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
+        # This runs in the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
         values, indices = compute(self.scores.detach(), self.topk, num_groups=num_groups, group_topk=group_topk)
         return values, indices
 
     def live_topk_of(self, rows: Tensor) -> Tensor:
-        """Return the experts that it chooses for the rows at these positions ([n] int64), [n, topk] int64."""
+        """Return the experts that the router chooses for rows at these positions ([n] int64), [n, topk] int64."""
         num_groups, group_topk, compute = self._groups
         scores = self.scores.detach().index_select(0, rows)
-        if group_topk:  # the router's own knows how many rows all scores have
+        if group_topk:  # the router's own top-k in groups expects all rows
             chosen = group_limited_topk(scores, self.topk, *scores.shape, num_groups, group_topk)
         else:
             chosen = compute(scores, self.topk)

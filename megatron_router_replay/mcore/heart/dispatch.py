@@ -1,4 +1,4 @@
-"""What a token dispatcher gets is what left the router's own routing: the map and the probabilities, untouched.
+"""A token dispatcher gets the map and the probabilities that left the router's own routing, untouched.
 
     TopKRouter.routing returns (probs, map)         the seam leaves both here, for this router in this thread
     dispatch_preprocess(hidden, map, probs)         gets the same two tensors, or raises
@@ -34,7 +34,7 @@ from megatron_router_replay.mcore.model.upstream import DISPATCH_METHOD
 class _Thread(threading.local):
     def __init__(self) -> None:
         # Router -> where its map is (weak storage, address, shape) and (stride, dtype, version), then its probabilities,
-        # and what `count_wrong` needs or None. Weak, for a forward that fails here must not keep its graph.
+        # and what `count_wrong` needs or None. Weak, because a forward that fails here must not keep its graph.
         self.left: WeakKeyDictionary[Any, tuple[Any, Any, Any, Any, Any]] = WeakKeyDictionary()
 
 

@@ -1,8 +1,8 @@
 """RouterReplay: Megatron-Core's own class, with its interface, and without what goes wrong there in silence.
 
-It is a subclass, so the list of instances, the enum and the static helpers are Megatron-Core's own. Whoever drives them
-drives this: a missing or misshaped target raises, and a recompute uses what the tape of its forward says, in any order of
-backwards. Without a tape REPLAY_BACKWARD takes the targets first in, first out, as Megatron-Core documents.
+It is a subclass, so the list of instances, the enum and the static helpers are Megatron-Core's own. Code that drives
+them drives this: a missing or misshaped target raises, and a recompute uses what the tape of its forward says, in any order
+of backwards. Without a tape REPLAY_BACKWARD takes the targets first in, first out, as Megatron-Core documents.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def as_action(action: Any) -> Any:
 setattr(RouterReplay, REPLAY_METHOD, RouterReplay.get_replay_topk)
 
 _CHECKED = "router_replay_checked"
-"""On a target: its version when it was checked. Whoever writes to it has it checked again."""
+"""On a target: its version when it was checked. A target that was written to since is checked again."""
 
 
 def as_targets(targets: Sequence[Any]) -> list[Tensor]:
@@ -316,7 +316,7 @@ def as_targets(targets: Sequence[Any]) -> list[Tensor]:
     for target in copies:
         alike.setdefault((target.shape, target.dtype, target.device), []).append(target)
     for same in alike.values():
-        ordered = torch.stack(same).sort(dim=2).values  # one check of all layers, for each of its steps is a launch
+        ordered = torch.stack(same).sort(dim=2).values  # one check of all layers, because each step is a launch
         wrong = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2) | (ordered < 0).any(dim=2)
         if wrong.is_cuda:
             torch._assert_async(~wrong.any(), "a replay target holds a negative or a repeated expert id")
@@ -373,7 +373,7 @@ def install() -> None:
     Raises:
         UnsupportedRouterError: this Megatron-Core has no router replay.
         TraceError: an instance of such a model holds an illegal target; nothing is changed then.
-        ReplayStateError: or what is no action.
+        ReplayStateError: an instance holds an action that is none; nothing is changed then.
     """
     check_version()
     _adopt(each for each in _ORIGINAL.global_router_replay_instances if type(each) is _ORIGINAL)

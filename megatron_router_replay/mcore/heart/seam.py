@@ -69,8 +69,8 @@ class Hold:
     router, an autograd function whose node was made later repeats a forward that was not held.
 
     Args:
-        holders: the innermost last; one that is None has lost its handle without an end, so the next forward raises.
-        thread: in which its forwards ran; 0: none did; `_UNKNOWN`: in several, whose numbers cannot be compared.
+        holders: the innermost last; one that returns None was lost before its end, so the next forward raises.
+        thread: the one that ran its forwards; 0: none ran; `_UNKNOWN`: several did, and their numbers cannot be compared.
         last_node: the highest number of a node that was made before the last holder released it, in `thread`.
     """
 
@@ -79,7 +79,7 @@ class Hold:
     last_node: int = 0
 
     def release(self, holder: Holder | None) -> None:
-        """End that holder, None: all that were lost."""
+        """Remove a holder; None: all that were lost."""
         had_one = bool(self.holders)
         self.holders = [each for each in self.holders if each() is not holder]
         if had_one and not self.holders:
@@ -130,7 +130,7 @@ def hold(router: Any, holder: Holder, dispatchers: Iterable[Any] = ()) -> None:
 
 
 def release(router: Any, holder: Holder | None) -> None:
-    """End that, None: all that were lost; the router stays known, so that no backward repeats live what it was told."""
+    """Remove a holder; None: all that were lost. The router stays known, so that no backward repeats its calls live."""
     hold = _holds.get(router)
     if hold is not None:
         hold.release(holder)
@@ -301,7 +301,7 @@ def _routing_seam(original: Any) -> Any:
         hold = _holds.get(self)
         if hold is None:
             return _pass_on(original, self, logits, *args, **kwargs)
-        # What was routed alone, as in a recompute of the router, or failed behind the routing, has entered no dispatcher.
+        # The call before entered no dispatcher, if it was a recompute of the router alone or failed behind the routing.
         dispatch.thread.left.pop(self, None)
         if not hold.holders and _is_left_to(replay := getattr(self, REPLAY_ARGUMENT, None)):
             if getattr(replay, "is_driven", False):
@@ -336,7 +336,7 @@ def _routing_seam(original: Any) -> Any:
             decision.counter.add(forwards=1)
             decision.holder._on_routed(decision)
         if hold.holders or decision is not None:
-            # Not in a function, which every call of every router would pay for.
+            # Inline, because every call of every router would pay for a function.
             dispatch.thread.left[self] = (
                 (weakref.ref(routing_map.untyped_storage()), routing_map.data_ptr(), routing_map.shape),
                 (routing_map.stride(), routing_map.dtype, routing_map.is_inference() or routing_map._version),
@@ -358,7 +358,7 @@ def _count_stranger(router: Any) -> None:
 
 
 def _is_left_to(replay: Any) -> bool:
-    """Return whether a router that sessions have left is its own RouterReplay's, which reads and writes tapes itself."""
+    """Return whether a router that no session holds asks its own RouterReplay, which reads and writes tapes itself."""
     if not hasattr(replay, "is_driven"):
         return False
     run, repeats, _ = tape.moment()

@@ -14,7 +14,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def follow(stream: Any, *tensors: Tensor) -> None:
-    """Let the current stream use what another one wrote: behind it, and with memory that stays until both are done."""
+    """Let the current stream wait for a stream and use its tensors, whose memory stays until both are done."""
     if stream is None or stream == (current := current_stream(tensors[0].device)):
         return
     current.wait_stream(stream)
@@ -23,10 +23,10 @@ def follow(stream: Any, *tensors: Tensor) -> None:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return values on a device; on the way up without a wait."""
+    """Return values on a device; an upload does not wait."""
     if device.type == "cpu" or values.device.type != "cpu":
         return values.to(device)
-    # Page-locked, or the copy would wait for all that the device has to do; our own, for a trainer writes into its again.
+    # Page-locked, or the copy would wait for the device. Our own memory, because a trainer writes into its buffer again.
     staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
     return staged.to(device, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""Counts that are added up wherever they are made, and read together: of a GPU in one wait, when a session ends."""
+"""Counts are added where they arise, and read together when a session ends: from a GPU in one wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_router_replay.mcore.heart.streams import current_stream, follow
 
 _MAX_PENDING = 256
-"""Scalars on a device that wait to be read; more are added up there first, for a freeze may last a whole training."""
+"""Scalars on a device that wait to be read; more are added up there first, because a freeze may last a whole training."""
 
 
 class Tally:
@@ -22,7 +22,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._pending: list[tuple[str, Tensor, Any]] = []  # the stream that makes it, for another may read it
+        self._pending: list[tuple[str, Tensor, Any]] = []  # with the stream that makes it: a different one may read it
         self._limit = _MAX_PENDING
         self._lock = threading.Lock()  # several threads may run backwards at once
 

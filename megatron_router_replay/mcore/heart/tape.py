@@ -1,4 +1,4 @@
-"""Whoever runs code again carries the tape of its first run.
+"""Each checkpoint keeps a tape of its forward, and its recompute reads that tape.
 
     a checkpointed function runs     Run    one run of it in this thread: its first run writes a tape, its later runs read it
     a router chooses experts         Entry  one call of one router, on the tape of every function that runs for the first time
@@ -29,7 +29,7 @@ class Entry:
     Args:
         router: the TopKRouter.
         topk_indices: [num_tokens, topk], the experts that it used, in any integer dtype, a tensor or a
-            `microbatches.KeptLayer`; None: it ran live and unheld.
+            `upload.KeptLayer`; None: it ran live and unheld.
         counter: counts the recomputes of this router.
         balance: what its balancing has seen of these tokens; see `balance`.
         in_order: a recompute need not sort the columns; see `Decision`.
@@ -57,7 +57,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.num_first_runs = 0  # of several, nobody knows which one a later run repeats
+        self.num_first_runs = 0  # after several, nobody knows which one a later run repeats
 
     def first_run(self) -> Run:
         """Return a context in which routers write this tape. Entered twice, it is two runs."""
@@ -92,15 +92,15 @@ class Run:
         open_runs.remove(self)
 
     def peek(self) -> Any:
-        """Return the router that the first run called where it had come as far as this one; None: it called no more."""
+        """Return the router of the next entry; None: the first run called no more."""
         entries = self.tape.entries
         return entries[self._position].router if self._position < len(entries) else None
 
     def next(self, router: Any, replay: Any = None) -> Entry:
-        """Return what this router used where the first run had come as far as this one.
+        """Return the next entry, which must be this router's.
 
         Args:
-            replay: its own RouterReplay, if it has one; entries of drivers bear that.
+            replay: the router's own RouterReplay, if it has one. While that is driven, entries name it and not the router.
 
         Raises:
             ReplayStateError: the first run called a different router there, or none; or there were several first runs.
@@ -170,7 +170,7 @@ _NOTHING = nullcontext()
 
 
 def unpaired() -> AbstractContextManager[Any]:
-    """Hide operations that only one of forward and recompute runs from a selective checkpoint, which pairs those of both."""
+    """Hide operations from a selective checkpoint, which pairs those of forward and recompute; only one runs these."""
     if not torch._C._len_torch_dispatch_stack():
         return _NOTHING
     return cast(AbstractContextManager[Any], _python_dispatch._disable_current_modes())

@@ -52,7 +52,7 @@ class QueueingSession(Session):
 
     _takes_microbatches = True
     _lacks = "routes"
-    """What a forward is without that no micro-batch was queued for."""
+    """What a forward lacks if no micro-batch was queued for it."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class QueueingSession(Session):
         padding: Tensor | Any = None,
         trained: Tensor | Any = None,
         ahead: bool | None = None,
-        **fed: Any,
+        **layout: Any,
     ) -> None:
         """Queue the routes of the next forward of a model chunk. Call it once before each forward of each chunk.
 
@@ -153,7 +153,7 @@ class QueueingSession(Session):
                 raises. One whose route was left out by choice (`trace.keep`) does not, and is counted.
             ahead: False: raise if a micro-batch waits for its forward, which would get the routes of another. None: True
                 for rows, False for routes.
-            fed: routes in place of rows, of a session without a trace: see `mrr.microbatch`.
+            layout: routes in place of rows, of a session without a trace: see `mrr.microbatch`.
 
         Raises:
             LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks,
@@ -168,28 +168,28 @@ class QueueingSession(Session):
         seam.check_installed()
         seam.check_runs_python("a micro-batch that is queued")  # before CUDA refuses the memory that it takes
         chunk = self._find_chunk(model)
-        beside = {"token_ids": token_ids, "padding": padding, "trained": trained}
-        if fed and rows is not None:
+        inputs = {"token_ids": token_ids, "padding": padding, "trained": trained}
+        if layout and rows is not None:
             raise LayoutError(
                 "MRR411: routing_rows and routes= were given for one micro-batch: give rows into the session's trace, or "
                 "routes to a session without one."
             )
         if chunk is None and padding is not None:
             self._check_unmasked()
-        if chunk is not None and chunk.queue.num_waiting and not (not fed if ahead is None else ahead):
+        if chunk is not None and chunk.queue.num_waiting and not (not layout if ahead is None else ahead):
             raise ReplayStateError(
                 f"MRR407: {chunk.queue.where}: {chunk.queue.num_waiting} micro-batches wait for their forwards already. "
                 "Queue each right before its forward, by session.microbatch or by the attached model, not both; or say "
                 "ahead=True."
             )
-        if fed:
+        if layout:
             if chunk is not None:
-                self._queue_fed(chunk, **beside, **fed)
+                self._queue_routes(chunk, **inputs, **layout)
             return
         routes = rows if isinstance(rows, MicrobatchRoutes) else None
-        inputs = RowInputs.checked(rows if routes is None else routes.routing_rows, **beside)
+        row_inputs = RowInputs.checked(rows if routes is None else routes.routing_rows, **inputs)
         if chunk is not None:
-            self._queue(chunk, inputs, routes)
+            self._queue(chunk, row_inputs, routes)
 
     # ---- what the seam asks
     def _holder(self) -> RouterHolder:
@@ -238,7 +238,7 @@ class QueueingSession(Session):
         """Add a micro-batch to a chunk's queue; `routes` are the prefetched ones, where there are any."""
         raise NotImplementedError
 
-    def _queue_fed(self, chunk: Chunk, **fed: Any) -> None:
+    def _queue_routes(self, chunk: Chunk, **layout: Any) -> None:
         raise LayoutError(
             f"MRR411: this {self.kind} session takes routing_rows. Routes themselves are for mrr.replay(model) without "
             "a trace."

@@ -23,7 +23,7 @@ from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
 
 _MAX_ROWS = 1 << 31
-"""A row beyond is no token's of one step, but a number that means something else: the trace would be larger than a disk."""
+"""A higher number is no row of one step: its trace would be larger than a disk."""
 
 
 class RecordSession(QueueingSession):
@@ -255,7 +255,7 @@ def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
         TraceError: a row was recorded twice with different experts.
     """
     placed = torch.zeros(length, *used.shape[1:], dtype=used.dtype)
-    placed[rows] = used  # of a row that came twice one of both, which the other is compared with
+    placed[rows] = used  # a row that came twice keeps one of the two; the other is compared with it below
     seen = torch.zeros(length, dtype=torch.bool)
     seen[rows] = True
     if int(seen.sum()) != rows.numel():

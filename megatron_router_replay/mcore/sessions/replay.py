@@ -125,31 +125,31 @@ class ReplaySession(QueueingSession):
         used = microbatch.routes.layer(position)
         if used.shape != (decision.scores.shape[0], decision.topk):
             return used  # refused behind this
-        live, replayed = microbatch.live_mask, microbatch.replayed
+        is_live, replayed = microbatch.is_live, microbatch.replayed
         is_asked = microbatch.asked is not None and microbatch.asked in (position, ALL)
-        if is_asked or live is not None or self._choose is not None:
+        if is_asked or is_live is not None or self._choose is not None:
             own = decision.live_topk()
             if self._choose is not None:
                 replayed = self._chosen(decision, microbatch, used, own)
-                live = ~replayed
+                is_live = ~replayed
             if is_asked:
                 self._ask(decision, microbatch, own, replayed)
-            if live is not None:
-                return torch.where(live.unsqueeze(1), own, used)
+            if is_live is not None:
+                return torch.where(is_live.unsqueeze(1), own, used)
         if microbatch.live_rows is not None:
             return used.index_copy(0, microbatch.live_rows, decision.live_topk_of(microbatch.live_rows))
         if decision.is_written:
             decision.kept = KeptLayer(microbatch.routes, position)
         return used
 
-    def _ask(self, decision: Decision, microbatch: Microbatch, live: Tensor, counts: Tensor | None) -> None:
+    def _ask(self, decision: Decision, microbatch: Microbatch, own: Tensor, counts: Tensor | None) -> None:
         """Keep what a router that is asked would choose; of the rows that count."""
         assert self._agreement is not None, "it asks"
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
         held_router = self._routers[decision.router]
         assert held_router.chunk is not None, "it takes micro-batches"
         replayed = microbatch.routes.compact[:, held_router.position]
-        self._agreement.add(microbatch, held_router.chunk, held_router.found.layer_number, live, replayed, counts)
+        self._agreement.add(microbatch, held_router.chunk, held_router.found.layer_number, own, replayed, counts)
 
     def _chosen(self, decision: Decision, microbatch: Microbatch, used: Tensor, own: Tensor) -> Tensor:
         """Ask `choose=` which decisions are replayed, [num_tokens] bool, and count those that are not."""
@@ -200,14 +200,14 @@ class ReplaySession(QueueingSession):
         check_padding(rows >= 0, padding, self._check)
         self._count_repeated(rows, trace.num_tokens)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
-        live = left_out = None
+        is_live = left_out = None
         if unrouted or self._any_live:  # else every row has a route
             routed, left_out = _at_rows(trace.replay_mask, view), _at_rows(trace.left_out, view)
             self._check_known(trace, view, routed | left_out)
             if inputs.trained is not None:
                 without = chunk.router_view(inputs.trained) & ~(routed | left_out)
                 check_trained(without, self._check, order="as routers see them")
-            live = ~routed
+            is_live = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
         self._check_hashed(rows, expected)
         if routes is None:
@@ -218,7 +218,7 @@ class ReplaySession(QueueingSession):
         left_out = None if trace.left_out is None else left_out
         laid_out = LaidOut(
             compact=compact,
-            live=live,
+            is_live=is_live,
             left_out=left_out,
             padding=padding,
             batch_shape=shape,
@@ -229,45 +229,45 @@ class ReplaySession(QueueingSession):
 
     def _at_the_trace(self, inputs: RowInputs, device: torch.device) -> RowInputs:
         """Return them on the trace's device; the routers' rows of it alone go to theirs."""
-        given = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
-        given = {name: values for name, values in given.items() if values is not None}
+        tensors = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
+        tensors = {name: values for name, values in tensors.items() if values is not None}
         if device.type != "cpu":
-            return replace(inputs, **{name: to_device(values, device) for name, values in given.items()})
-        if not self._warned and any(values.device.type != "cpu" for values in given.values()):
+            return replace(inputs, **{name: to_device(values, device) for name, values in tensors.items()})
+        if not self._warned and any(values.device.type != "cpu" for values in tensors.values()):
             self._warned = True
             _LOG.warning(
                 "the trace is on the CPU and routing_rows, or what is queued beside them, on a GPU: the host waits for the "
                 "GPU once in every micro-batch. Queue what the data loader gave, before it is moved; or replay "
                 "trace.to('cuda')."
             )
-        return replace(inputs, **to_host(given))
+        return replace(inputs, **to_host(tensors))
 
     def _microbatch(self, chunk: Chunk, routes: LaidOut) -> Microbatch:
         """Return the micro-batch that replays these routes."""
-        compact, live, padding = to_device(routes.compact, chunk.device), routes.live, routes.padding
+        compact, is_live, padding = to_device(routes.compact, chunk.device), routes.is_live, routes.padding
         num_tokens, split, token_ids = compact.shape[0], routes.split, routes.token_ids
         if padding is not None:
             ordinals = chunk.router_view(padding_ordinals(padding), split=split)
             padding = chunk.router_view(padding, split=split)
-            live = None if live is None else live & ~padding
+            is_live = None if is_live is None else is_live & ~padding
             masks = to_device(padding, chunk.device), to_device(ordinals, chunk.device)
             compact = spread_padding(compact, *masks, int(chunk.taking_part[0].router.num_experts))
-        counts = count_rows(num_tokens, live, padding)
+        counts = count_rows(num_tokens, is_live, padding)
         if routes.left_out is not None:
             counts["left_out"] = routes.left_out.sum()
         is_token = None if padding is None else to_device(~padding, chunk.device)
         replayed = is_token
-        if live is not None:
-            replayed = to_device(~live if padding is None else ~(live | padding), chunk.device)
+        if is_live is not None:
+            replayed = to_device(~is_live if padding is None else ~(is_live | padding), chunk.device)
         if replayed is None and self._choose is not None:
             replayed = torch.ones(num_tokens, dtype=torch.bool, device=chunk.device)
         live_rows = live_mask = None  # None spares every router of the micro-batch its live top-k
-        if live is not None and live.device.type == "cpu":
-            live_rows = to_device(live.nonzero().squeeze(1), chunk.device) if bool(live.any()) else None
-        elif live is not None and self._min_replayed != 1:
+        if is_live is not None and is_live.device.type == "cpu":
+            live_rows = to_device(is_live.nonzero().squeeze(1), chunk.device) if bool(is_live.any()) else None
+        elif is_live is not None and self._min_replayed != 1:
             # Asking a GPU which rows are live would wait for it. With min_replayed=1 none is, or the session raises: they
             # are counted above, and judged when it is left.
-            live_mask = to_device(live, chunk.device)
+            live_mask = to_device(is_live, chunk.device)
         return Microbatch(
             shape=chunk.router_shape(routes.batch_shape, split=split),
             batch_shape=routes.batch_shape,
@@ -275,7 +275,7 @@ class ReplaySession(QueueingSession):
             num_routers=len(chunk.taking_part),
             routes=LayerRoutes(compact),
             live_rows=live_rows,
-            live_mask=live_mask,
+            is_live=live_mask,
             replayed=replayed,
             token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
             batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
@@ -283,15 +283,15 @@ class ReplaySession(QueueingSession):
             asked=None if self._agreement is None else self._agreement.next_layer(chunk),
         )
 
-    def _queue_fed(self, chunk: Chunk, **given: Any) -> None:
+    def _queue_routes(self, chunk: Chunk, **layout: Any) -> None:
         if self._trace is not None:
             raise LayoutError(
                 "MRR411: this session replays a trace: pass routing_rows= to the attached model, or call "
                 "session.microbatch(rows, model). Routes themselves are for mrr.replay(model) without a trace."
             )
-        laid_out = lay_out(chunk, self._check, self._hashed, **given)
-        self._unproved |= not given.get("stamped")
-        self._padding_known &= any(given.get(name) is not None for name in ("padding", "filler"))
+        laid_out = lay_out(chunk, self._check, self._hashed, **layout)
+        self._unproved |= not layout.get("stamped")
+        self._padding_known &= any(layout.get(name) is not None for name in ("padding", "filler"))
         chunk.queue.queue(self._microbatch(chunk, laid_out))
 
     def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:

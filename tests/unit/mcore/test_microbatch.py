@@ -76,7 +76,7 @@ def test_live_rows_as_a_mask_choose_what_positions_choose(rows, mask):
             session.microbatch(rows)
             waiting = session._chunks[0].queue._waiting[0]
             if number and waiting.live_rows is not None:
-                waiting.live_mask = torch.zeros(rows.numel(), dtype=torch.bool).index_fill(0, waiting.live_rows, True)
+                waiting.is_live = torch.zeros(rows.numel(), dtype=torch.bool).index_fill(0, waiting.live_rows, True)
                 waiting.live_rows = None
             chunk(ids, number)
         session.close(verify=False)  # a replay of nothing would raise
