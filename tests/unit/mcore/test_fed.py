@@ -38,6 +38,26 @@ def stamped(routes=ROUTES, ids=IDS):
     return mrr.stamp(routes, ids, num_experts=8)
 
 
+PROVED = {"stamped": True, "token_ids": IDS}
+TRUSTED = {"trust_layout": True}
+
+
+def replayed(chunk, routes, ids=IDS, *, min_replayed=None, **given):
+    """One replayed forward: what was routed, and the report."""
+    with watched(chunk) as seen, mrr.replay(chunk, min_replayed=min_replayed) as session:
+        mrr.microbatch(chunk, routes=routes, **given)
+        chunk(ids)
+    return seen, session.report
+
+
+def refused(chunk, routes, message, **given):
+    session = mrr.replay(chunk)
+    with pytest.raises(LayoutError, match=message):
+        mrr.microbatch(chunk, routes=routes, **given)
+    session.close(verify=False)
+    assert session.report.rows_replayed == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
 def test_stamped_routes_are_exact_in_forward_and_recompute(around, dtype):
@@ -54,22 +74,13 @@ def test_stamped_routes_are_exact_in_forward_and_recompute(around, dtype):
 
 @pytest.mark.parametrize("order", [lambda r: r.flip(1), lambda r: r.flip(0), lambda r: r.roll(1, 1)])
 def test_another_layout_than_the_tokens_is_told_by_the_stamp(order):
-    chunk = Chunk()
-    session = mrr.replay(chunk)
-    with pytest.raises(LayoutError, match="of other tokens than the model gets at their positions"):
-        mrr.microbatch(chunk, routes=order(stamped()), stamped=True, token_ids=IDS)
-    mrr.close_sessions(chunk)
-    assert session.report.rows_replayed == 0
+    refused(Chunk(), order(stamped()), "of other tokens than the model gets at their positions", **PROVED)
 
 
 def test_square_batches_that_were_transposed_are_told_by_the_stamp():
     ids = torch.arange(16).view(4, 4)
-    routes = mrr.stamp(random_routes(16).view(4, 4, 3, 2), ids, num_experts=8).transpose(0, 1)
-    chunk = Chunk()
-    session = mrr.replay(chunk)
-    with pytest.raises(LayoutError, match="in another order than tokens"):
-        mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=ids)
-    session.close(verify=False)
+    routes = stamped(random_routes(16).view(4, 4, 3, 2), ids).transpose(0, 1)
+    refused(Chunk(), routes, "in another order than tokens", stamped=True, token_ids=ids)
 
 
 def test_a_layout_is_proved_or_trusted_by_word():
@@ -88,10 +99,7 @@ def test_a_layout_is_proved_or_trusted_by_word():
 
 @pytest.mark.parametrize("shape", [(8, 3, 2), (1, 8, 3, 2)])
 def test_a_packed_row_may_be_flat(shape):
-    chunk = Chunk()
-    with watched(chunk) as seen, mrr.replay(chunk):
-        mrr.microbatch(chunk, routes=ROUTES.reshape(shape), trust_layout=True)
-        chunk(IDS.view(1, 8))
+    seen, _ = replayed(Chunk(), ROUTES.reshape(shape), IDS.view(1, 8), **TRUSTED)
     for (_, layer), (routing_map,) in seen.items():
         assert torch.equal(routing_map, as_map(ROUTES.reshape(8, 3, 2)[:, layer - 1]))
 
@@ -106,28 +114,20 @@ def test_rows_of_minus_one_and_filler_are_live_and_padding_is_spread():
     chunk = Chunk()
     with watched(chunk) as live:
         chunk(IDS)
-    with watched(chunk) as seen, mrr.replay(chunk, min_replayed=0.7) as session:
-        mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=IDS, padding=padding, filler=[0, 1])
-        chunk(IDS)
+    seen, report = replayed(chunk, routes, min_replayed=0.7, padding=padding, filler=[0, 1], **PROVED)
     unrouted = torch.zeros(2, 4, dtype=torch.bool)
     unrouted[0, 1] = unrouted[1, 3] = True
     assert wrong(seen, live=unrouted | padding) == 0
     at = unrouted.t().reshape(-1)
     assert torch.equal(seen[0, 1][0][at], live[0, 1][0][at])
-    report = session.report
     assert (report.rows_replayed, report.rows_live, report.rows_padding) == (5, 2, 1)
 
 
 def test_a_share_is_not_judged_where_nobody_said_what_is_padding():
     routes = ROUTES.clone()
     routes[:, 2:] = -1
-    chunk = Chunk()
-    with (
-        pytest.raises(ReplayStateError, match="cannot be judged: routes came without padding="),
-        mrr.replay(chunk, min_replayed=0.9),
-    ):
-        mrr.microbatch(chunk, routes=routes, trust_layout=True)
-        chunk(IDS)
+    with pytest.raises(ReplayStateError, match="cannot be judged: routes came without padding="):
+        replayed(Chunk(), routes, min_replayed=0.9, **TRUSTED)
 
 
 BROKEN = {
@@ -143,11 +143,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
 def test_routes_that_are_none_are_refused(change, message):
-    chunk = Chunk()
-    session = mrr.replay(chunk)
-    with pytest.raises(LayoutError, match=message):
-        mrr.microbatch(chunk, routes=change(ROUTES), trust_layout=True)
-    session.close(verify=False)
+    refused(Chunk(), change(ROUTES), message, **TRUSTED)
 
 
 def test_columns_are_all_layers_with_filler_in_dense_ones_or_the_moe_layers_or_named():
@@ -156,29 +152,19 @@ def test_columns_are_all_layers_with_filler_in_dense_ones_or_the_moe_layers_or_n
     routes = ROUTES.clone()
     routes[:, :, 0] = 0
     for given, options in ((routes, {}), (ROUTES[:, :, 1:], {}), (ROUTES.flip(2), {"layer_numbers": [3, 2, 1]})):
-        with watched(chunk) as seen, mrr.replay(chunk):
-            mrr.microbatch(chunk, routes=given, trust_layout=True, **options)
-            chunk(IDS)
+        seen, _ = replayed(chunk, given, **TRUSTED, **options)
         assert wrong(seen) == 0
-    session = mrr.replay(chunk)
-    with pytest.raises(LayoutError, match=r"dense layers \[1\] are not filler"):
-        mrr.microbatch(chunk, routes=ROUTES, trust_layout=True)
-    session.close(verify=False)
+    refused(chunk, ROUTES, r"dense layers \[1\] are not filler", **TRUSTED)
 
 
 def test_a_stage_judges_rows_by_all_layers_of_the_model():
     chunk, routes = Chunk(), ROUTES.clone()
     chunk.layers = chunk.layers[:1]
     routes[0, 0] = torch.tensor([[0, 1], [2, 3], [4, 5]])  # layer 1 chose what the trainer's filler is
-    with watched(chunk) as seen, mrr.replay(chunk) as session:
-        mrr.microbatch(chunk, routes=routes, trust_layout=True, filler=[0, 1])
-        chunk(IDS)
-    assert (wrong(seen, routes), session.report.rows_live) == (0, 0)
+    seen, report = replayed(chunk, routes, filler=[0, 1], **TRUSTED)
+    assert (wrong(seen, routes), report.rows_live) == (0, 0)
     routes[0, 0, 0] = -1
-    session = mrr.replay(chunk)
-    with pytest.raises(LayoutError, match="some layers without a route"):
-        mrr.microbatch(chunk, routes=routes, trust_layout=True)
-    session.close(verify=False)
+    refused(chunk, routes, "some layers without a route", **TRUSTED)
 
 
 def test_queueing_ahead_is_said_by_a_word():
@@ -195,13 +181,8 @@ def test_queueing_ahead_is_said_by_a_word():
 
 
 def test_tokens_are_compared_with_what_the_forward_gets():
-    chunk = Chunk()
-    with (
-        pytest.raises(LayoutError, match=r"input_ids\[0, 0\] is \d+, but what was queued there is of"),
-        mrr.replay(chunk),
-    ):
-        mrr.microbatch(chunk, routes=stamped(), stamped=True, token_ids=IDS)
-        chunk(IDS.flip(1))
+    with pytest.raises(LayoutError, match=r"input_ids\[0, 0\] is \d+, but what was queued there is of"):
+        replayed(Chunk(), stamped(), IDS.flip(1), **PROVED)
 
 
 def test_routes_before_the_model_are_told():
@@ -310,14 +291,11 @@ def check_replay(chunk, routes, *, live=(), padding=None, **options):
     unknown = torch.zeros(2, 4, dtype=torch.bool) if padding is None else padding.clone()
     for place in live:
         unknown[place] = True
-    with watched(chunk) as seen, mrr.replay(chunk) as session:
-        mrr.microbatch(chunk, routes=routes, trust_layout=True, padding=padding, **options)
-        chunk(IDS)
+    seen, report = replayed(chunk, routes, padding=padding, **TRUSTED, **options)
     known = ~unknown.t().reshape(-1)
     for (_, layer), (routing_map,) in seen.items():
         expected = as_map(routes[:, :, layer - 1].transpose(0, 1).reshape(8, 2).clamp(0, 7))
         assert torch.equal(routing_map[known], expected[known])
-    report = session.report
     assert (report.rows_replayed, report.rows_live) == (int(known.sum()), len(live))
 
 
@@ -340,9 +318,7 @@ def test_a_route_in_a_dense_layer_beside_rows_of_filler_raises():
     routes[0, 1] = FILLER
     routes[1, 2, 0] = torch.tensor([5, 6])
     chunk = layers_2_and_3(moe_layer_freq=[0, 1, 1])
-    with pytest.raises(LayoutError, match=r"dense layers \[1\] are not filler"), mrr.replay(chunk):
-        mrr.microbatch(chunk, routes=routes, trust_layout=True, filler=FILLER)
-    mrr.close_sessions(chunk)
+    refused(chunk, routes, r"dense layers \[1\] are not filler", filler=FILLER, **TRUSTED)
 
 
 def test_hash_layers_do_not_tell_whether_a_row_holds_a_route():
@@ -358,9 +334,7 @@ def test_the_routers_config_counts_the_layers_where_the_model_has_none(columns):
     chunk = layers_2_and_3(moe_layer_freq=[0, 1, 1])
     del chunk.config  # as an actor-critic's model, which holds the language model and no config
     routes = routes_behind(0)
-    with watched(chunk) as seen, mrr.replay(chunk):
-        mrr.microbatch(chunk, routes=routes[:, :, columns], trust_layout=True)
-        chunk(IDS)
+    seen, _ = replayed(chunk, routes[:, :, columns], **TRUSTED)
     for (_, layer), (routing_map,) in seen.items():
         assert torch.equal(routing_map, as_map(routes[:, :, layer - 1].transpose(0, 1).reshape(8, 2)))
 
@@ -390,8 +364,7 @@ def test_each_row_is_replayed_live_or_refused_as_a_plain_reading_of_it_says(faul
     is_live = all(layer == [0, 1] for layer in layers) or all(each < 0 for layer in layers for each in layer)
     is_legal = all(0 <= each < 8 and layer.count(each) == 1 for layer in layers for each in layer)
     if not (is_live or is_legal or is_padding):
-        with pytest.raises(LayoutError, match="MRR103"), mrr.replay(Chunk()) as session:
-            session.microbatch(routes=routes.to(dtype), trust_layout=True, padding=padding, filler=FILLER)
+        refused(Chunk(), routes.to(dtype), "MRR103", padding=padding, filler=FILLER, **TRUSTED)
         return
     live = [(1, 2)] if is_live and not is_padding else []
     check_replay(Chunk(), routes.to(dtype), live=live, padding=padding, filler=FILLER)
@@ -418,10 +391,7 @@ def padded():
 @pytest.mark.parametrize("mask", MASKS)
 def test_no_mask_overrules_a_seal_or_a_row(mask):
     chunk, (routes, rows) = Chunk(), padded()
-    session = mrr.replay(chunk)
-    with pytest.raises(LayoutError, match="MRR203: a position that padding= says is padding"):
-        mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=IDS, padding=MASKS[mask])
-    session.close(verify=False)
+    refused(chunk, routes, "MRR203: a position that padding= says is padding", padding=MASKS[mask], **PROVED)
     trace = mrr.RoutingTrace(topk_indices=ROUTES.view(8, 3, 2), layer_numbers=[1, 2, 3], num_experts=8)
     with (
         mrr.replay(chunk, trace, min_replayed=0) as session,
@@ -435,11 +405,9 @@ def test_a_sound_mask_takes_whatever_stands_on_padding(filler):
     chunk, (routes, _) = Chunk(), padded()
     if filler is not None:
         routes[PADDING] = torch.tensor(filler, dtype=torch.int16)
-    with watched(chunk) as seen, mrr.replay(chunk) as session:
-        mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=IDS, padding=PADDING)
-        chunk(IDS)
+    seen, report = replayed(chunk, routes, padding=PADDING, **PROVED)
     assert wrong(seen, live=PADDING) == 0
-    assert (session.report.rows_replayed, session.report.rows_padding) == (5, 3)
+    assert (report.rows_replayed, report.rows_padding) == (5, 3)
 
 
 CHANGED = {
@@ -465,34 +433,22 @@ def test_a_row_that_is_not_as_it_was_stamped_raises_whatever_may_be_missing(name
     chunk = Chunk()
     if name.startswith("a layer cut"):
         chunk.layers = chunk.layers[1:]
-    session = mrr.replay(chunk)
-    with pytest.raises(LayoutError, match=message):
-        mrr.microbatch(chunk, routes=change(stamped()), stamped=True, token_ids=IDS, missing=missing, **options)
-    session.close(verify=False)
+    refused(chunk, change(stamped()), message, missing=missing, **PROVED, **options)
 
 
 @pytest.mark.parametrize("is_stamped", [True, False])
 def test_a_row_that_lacks_a_layer_raises_or_is_live_by_word(is_stamped):
     routes = ROUTES.clone()
     routes[1, 2, 1] = 0
-    given = {"routes": stamped(routes) if is_stamped else routes, "token_ids": IDS}
-    given |= {"stamped": True} if is_stamped else {"trust_layout": True}
-    chunk = Chunk()
-    session = mrr.replay(chunk)
-    with pytest.raises(LayoutError, match=r"MRR103: .*some layers without a route"):
-        mrr.microbatch(chunk, **given)
-    session.close(verify=False)
+    chunk, routes = Chunk(), stamped(routes) if is_stamped else routes
+    given = PROVED if is_stamped else {"token_ids": IDS, **TRUSTED}
+    refused(chunk, routes, r"MRR103: .*some layers without a route", **given)
     live = torch.zeros(2, 4, dtype=torch.bool)
     live[1, 2] = True
-    with watched(chunk) as seen, mrr.replay(chunk) as session:
-        mrr.microbatch(chunk, **given, missing="live")
-        chunk(IDS)
-    assert (wrong(seen, live=live), session.report.rows_live) == (0, 1)
-    with pytest.raises(LayoutError, match="a trained position has no route"), mrr.replay(chunk):
-        mrr.microbatch(chunk, **given, missing="live", trained=live)
-    mrr.close_sessions(chunk)
-    with mrr.replay(chunk, min_replayed=0), pytest.raises(LayoutError, match="MRR411: missing='skip' is neither"):
-        mrr.microbatch(chunk, **given, missing="skip")
+    seen, report = replayed(chunk, routes, **given, missing="live")
+    assert (wrong(seen, live=live), report.rows_live) == (0, 1)
+    refused(chunk, routes, "a trained position has no route", **given, missing="live", trained=live)
+    refused(chunk, routes, "MRR411: missing='skip' is neither", **given, missing="skip")
 
 
 def test_stale_rows_are_left_to_the_live_router_and_counted_as_left_out():
@@ -503,15 +459,11 @@ def test_stale_rows_are_left_to_the_live_router_and_counted_as_left_out():
     chunk = Chunk()
     with watched(chunk) as live:
         chunk(IDS)
-    with watched(chunk) as seen, mrr.replay(chunk, min_replayed=0.7) as session:
-        mrr.microbatch(
-            chunk, routes=routes, stamped=True, token_ids=IDS, padding=PADDING, stale=stale, trained=~PADDING
-        )
-        chunk(IDS)
+    given = {"padding": PADDING, "stale": stale, "trained": ~PADDING, **PROVED}
+    seen, report = replayed(chunk, routes, min_replayed=0.7, **given)
     assert wrong(seen, live=PADDING | stale) == 0
     at = (stale & ~PADDING).t().reshape(-1)
     assert torch.equal(seen[0, 2][0][at], live[0, 2][0][at])
-    report = session.report
     assert (report.rows_replayed, report.rows_live, report.rows_left_out, report.rows_padding) == (4, 1, 1, 3)
 
 
@@ -519,10 +471,7 @@ def test_layer_numbers_of_0_are_left_out_unread():
     chunk = Chunk()
     chunk.layers = chunk.layers[1:]
     routes = torch.cat([ROUTES[:, :, :1] * 0 + 99, ROUTES[:, :, 1:], ROUTES[:, :, :1] * 0 + 99], 2)
-    with watched(chunk) as seen, mrr.replay(chunk):
-        mrr.microbatch(chunk, routes=routes, trust_layout=True, layer_numbers=[0, 2, 3, 0])
-        chunk(IDS)
+    seen, _ = replayed(chunk, routes, layer_numbers=[0, 2, 3, 0], **TRUSTED)
     assert wrong(seen) == 0
     for numbers in ([2, 2, 3, 0], [2, 3], [-1, 2, 3, 0]):
-        with mrr.replay(chunk, min_replayed=0), pytest.raises(LayoutError, match="does not name each once"):
-            mrr.microbatch(chunk, routes=routes, trust_layout=True, layer_numbers=numbers)
+        refused(chunk, routes, "does not name each once", layer_numbers=numbers, **TRUSTED)
