@@ -35,10 +35,11 @@ def diff_traces(
 
     Args:
         a, b: traces, files, folders of the ranks' parts of one batch, or lists of these. Rows and layers are matched by
-            their global numbers; rows without a route in one of them are not compared.
-        name_a, name_b: how texts call the two.
-        step_a, step_b: the step, where a or b is the folder of a `TraceStore` with several.
-        on_rows: told the progress.
+            their global numbers. Decisions are compared in rows that have a route in both; a row with a route in only
+            one makes the traces differ in what they cover.
+        name_a, name_b: the names of the two in texts.
+        step_a, step_b: the step, if a or b is the folder of a `TraceStore` with several steps.
+        on_rows: called with the progress.
 
     Raises:
         TraceError: num_experts or topk differ: traces of different models.

@@ -40,7 +40,7 @@ def collate_padded(
     """Return a padded batch of samples. It has their fields, position_ids, routing_rows and routing_padding, each [b, s].
 
     Args:
-        samples: without `routing_rows`, sample i's tokens are the trace rows behind those of sample i - 1.
+        samples: without `routing_rows`, the rows of sample i follow those of sample i - 1 in the trace.
         pad_token_id: input_ids of padding; labels are padded with -100, routing_rows with -1, all else with 0.
             routing_padding (bool) is True on padding: a session's `padding=`.
         seq_length, side, multiple: as for `pad_sequences`.

@@ -103,7 +103,7 @@ def pack_sequences(
     total_multiple: int = 1,
     total_length: int | None = None,
 ) -> Packed:
-    """Return sequences packed into one row; each is padded behind its end with `fill`.
+    """Return sequences packed into one row; each is padded at its end with `fill`.
 
     Args:
         sequences: [length, ...] each, of one dtype.

@@ -38,17 +38,17 @@ def merge_traces(
     Args:
         parts: rows 0..N_i-1 of the same batch, replay_mask False where a part saw no route; each has some of the layers.
             A part with fewer rows than another saw nothing of the last ones.
-        allow_gaps: a row that was recorded in some layers and not in others, or that no part knows, gets no route,
-            instead of an error.
-        names: of the parts, for messages. Default: "part 0", "part 1", ...
+        allow_gaps: a row that was recorded in only some layers, or that no part knows, gets no route instead of
+            raising.
+        names: names of the parts in messages. Default: "part 0", "part 1", ...
 
     Returns:
         [max N_i, all layers, topk] on the first part's device. token_ids and weight_version are compared wherever a
         part knows them (-1 is unknown); sequence_lengths and sample_ids are those of the longest parts.
 
     Raises:
-        TraceError: no parts; parts of different models; two parts recorded another set of experts, another token or
-            another weight version for the same row; a row is missing in a layer or altogether; rows of a part were left
+        TraceError: no parts; parts of different models; two parts recorded different experts, different tokens or
+            different weight versions for the same row; a row is missing in a layer or altogether; rows of a part were left
             out by choice (`keep`). Names parts, rows and layers.
     """
     names = [f"part {i}" for i in range(len(parts))] if names is None else names

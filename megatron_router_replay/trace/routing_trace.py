@@ -423,12 +423,13 @@ def check_traces(traces: Sequence[RoutingTrace], attempt: str) -> None:
 
 
 def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
-    """Join traces of different samples, in order; rows are numbered on.
+    """Join traces of different samples, in order.
 
-    Row 0 of the second trace comes after the last row of the first. `merge_traces` joins what ranks recorded of one batch.
+    Row 0 of the second trace comes after the last row of the first. To join the parts of one batch that different ranks
+    recorded, use `merge_traces`.
 
-    Metadata that every trace has is kept. A trace without sequence_lengths counts as one sample; one with lengths () is a
-    batch of no samples and changes nothing.
+    The result has the metadata that every trace has. A trace without sequence_lengths counts as one sample; a trace with
+    lengths () has no samples and changes nothing.
 
     Raises:
         TraceError: no traces; layers, num_experts or topk differ; only some have token_ids, sample_ids or

@@ -59,16 +59,16 @@ def stamp(
 ) -> Tensor:
     """Check a sample's routes and seal each row with its token. Call it where the rollout's routes enter the trainer.
 
-    What a row holds is settled here: ids that no router can have chosen raise, and are not looked for again. A layer of -1,
-    or of zeros where topk is above 1, may be a dense one; without `model` that is settled at the micro-batch.
+    Ids that no router can have chosen raise here, and are not checked again later. A layer of -1, or of zeros if topk is
+    above 1, may be a dense layer; without `model`, the micro-batch checks this.
 
     Args:
         routes: [..., layers, topk] integers, a row for each of the first tokens; all layers that the engine sends. A row of
             -1 has no route.
         tokens: [...] or longer in its last dimension: the ids of the tokens.
-        num_experts: of the model.
-        model: in its place, what `engines.ModelRoutingInfo.from_hf_config` or `mcore.routing_info` reads off the model; it
-            also says which layers hold routes and which are dense.
+        num_experts: the number of experts of the model.
+        model: instead of num_experts, the result of `engines.ModelRoutingInfo.from_hf_config` or `mcore.routing_info`,
+            which also says which layers are dense.
         dtype: of the result, signed where the trainer pads with -1. None: uint8 up to 256 experts, else int16.
         filler: [topk] ids that the trainer wrote in every layer of a row without a route, as `range(topk)`.
         missing: "raise", or "live": a row that no router can have chosen has no route, so the live router decides it.
@@ -113,9 +113,9 @@ def stamp(
 def stamp_batch(routes: Sequence[Any], tokens: Sequence[Any], **options: Any) -> list[Tensor]:
     """Stamp all samples of a rollout; see `stamp`.
 
-    A sample of T tokens has T rows or T - 1, for nobody read its last token. With T rows, a route in the last one raises,
-    because rows that are one too late put one there. T - 1 rows cannot show that they are late, and no rows show that two
-    samples were exchanged before they were stamped; only the live router tells that, by how often it agrees.
+    A sample of T tokens has T rows or T - 1, because the engine never ran its last token. With T rows, a route in the last
+    one raises, because rows that are one place too late put one there. T - 1 rows do not show that they are late, and rows
+    do not show that two samples were exchanged before they were stamped. Only the agreement with the live router can.
 
     Args:
         routes: [T or T - 1, layers, topk] of each sample. In a last row, zeros are no route where topk is above 1.

@@ -61,7 +61,7 @@ def attach(model_chunks: Models) -> Attached:
     mask, non-zero where a position is trained on and must have a route.
 
     Call it once, after building the model; calling it again replaces the hooks. While a `replay` or `record` session is open
-    on the model, each forward queues its rows with it; otherwise they are dropped. So `output = model(**batch)` is the whole
+    on the model, each forward gives it the rows; otherwise they are dropped. So `output = model(**batch)` is the whole
     forward step, and the `with` around the schedule turns replay on. It works through wrappers that pass keyword arguments on
     (DistributedDataParallel, Float16Module, torch.compile) and on every pipeline stage; stages without MoE layers drop the
     rows. Copies of an attached model are attached too.

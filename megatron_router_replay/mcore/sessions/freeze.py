@@ -79,20 +79,20 @@ def freeze_recompute(
 ) -> FreezeSession:
     """Let recomputes use their forward's experts, and attend to its positions.
 
-    One line before a training loop, for a whole run: it starts at once, needs no call per step, follows any schedule, and
-    keeps `topk` bytes per token and layer (two above 256 experts) inside each checkpoint, as long as its graph. Forwards
-    outside checkpoints, as evaluations, keep nothing. `record` and `replay` may run inside it. A backward that runs after
-    the session was left still uses its forward's experts (see `tape`). In models with sparse attention (DSA), what its
-    indexers choose is kept too, 2 * index_topk bytes per token and layer, and recomputes skip the scoring.
+    Call it once before a training loop. It starts at once, needs no call per step and works with any schedule. Each
+    checkpoint keeps `topk` bytes per token and layer (two above 256 experts) as long as its graph lives. Forwards outside
+    of checkpoints, such as evaluations, keep nothing. `record` and `replay` may run inside it. A backward that runs after
+    the session still uses its forward's experts (see `tape`). In models with sparse attention (DSA), each checkpoint also
+    keeps the positions that indexers choose, 2 * index_topk bytes per token and layer, and recomputes skip the scoring.
 
     Args:
         model_chunks: the model or its chunks on this rank; multi-token-prediction routers are frozen too.
         ask_every_layer: also take the live top-k in every recompute and report how many decisions it would have flipped.
-        verify: compare every routing map that a token dispatcher gets with what was chosen.
-        indexers: False leaves those of sparse attention live, so their recomputes may choose different positions.
+        verify: compare every routing map that a token dispatcher gets with the chosen experts.
+        indexers: False leaves the indexers of sparse attention live, so their recomputes may choose different positions.
 
     Raises:
-        UnsupportedRouterError: what a router or an indexer chooses cannot be frozen; names the config field.
+        UnsupportedRouterError: the choice of a router or an indexer cannot be frozen; names the config field.
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """

@@ -277,18 +277,18 @@ def record(
 ) -> RecordSession:
     """Record which experts the model uses; `recording.trace()` returns them.
 
-    On one rank, the tokens that the model gets are numbered as they come, one sample after the other. On several, call
-    `recording.microbatch(rows, model)` before each forward of each chunk, or `attach` the model and pass it routing_rows:
-    each rank says which tokens of the batch are its own. Under activation checkpointing the forward is recorded and its
-    recompute uses the same experts.
+    On one rank, the session numbers the tokens as they come, one sample after the next. On several ranks, each rank says
+    which tokens of the batch it has: `attach` the model and pass it routing_rows, or call
+    `recording.microbatch(rows, model)` before each forward of each chunk. Under activation checkpointing the forward is
+    recorded, and its recompute uses the same experts.
 
     Args:
         model_chunks: the model or its chunks on this rank.
-        mtp: also record multi-token-prediction layers, as layer_number num_layers + 1, ...; their recomputes use what
-            the forward chose either way.
-        verify: compare every routing map that a token dispatcher gets with what is recorded.
-        group: the ranks that agree on the number of rows when the session is left; all of them must have
-            such a session, and one that raised inside its block is not waited for. None: every rank of the job.
+        mtp: also record multi-token-prediction layers, as layer_number num_layers + 1, ... In any case their recomputes
+            use the experts of their forward.
+        verify: compare every routing map that a token dispatcher gets with the recorded experts.
+        group: the ranks that agree on the number of rows when the session ends; all of them must have such a session.
+            None: every rank of the job. The others do not wait for a rank that raised inside its block.
 
     Raises:
         UnsupportedRouterError: a router's selection cannot be recorded exactly; names the config field.

@@ -429,41 +429,41 @@ def replay(
 ) -> ReplaySession:
     """Make the model use given experts, in every forward and recompute.
 
-    Scores and gradients stay those of the live logits; only the selection is replaced. With a trace, `attach` the model once
-    and pass it routing_rows, or call `session.microbatch(rows, model)` before each forward of each chunk. Without one, feed
-    routes with `mrr.microbatch(model, routes=...)`.
+    Only the selection of experts is replaced: scores and gradients come from the live logits. With a trace, `attach` the
+    model once and pass it routing_rows, or call `session.microbatch(rows, model)` before each forward of each chunk.
+    Without a trace, feed routes with `mrr.microbatch(model, routes=...)`.
 
     Which:
         model_chunks: the model or all of its chunks on this rank.
-        trace: routes for at least every MoE layer of these chunks, or the path of a file that `save_trace` wrote. Rows
-            without a route are decided by the live router. Moved to the GPU (`trace.to("cuda")`) it takes rows that are
+        trace: routes for at least every MoE layer of these chunks, or the path of a file that `save_trace` wrote. The live
+            router decides rows without a route. If the trace is on the GPU (`trace.to("cuda")`), it takes rows that are
             there without a host sync. None: routes are fed.
-        enabled: False: hold nothing and drop what is queued, for a pass of a trainer that shall not replay.
-        mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ...; else their forwards stay
-            live and their recomputes use what the forward chose.
-        choose: f(layer_number, routes, own, scores) -> [num_tokens] bool, which decisions to replay; the router's own
-            experts are used in the others. `routes` and `own` are [num_tokens, topk] int64, scores [num_tokens, num_experts]
-            what the router ranks. It is not asked in recomputes, which use what the forward used, and it takes a live top-k.
+        enabled: False: hold nothing and drop what is queued, for a pass of a trainer that must not replay.
+        mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ... If False, their forwards stay
+            live and their recomputes use the experts of the forward.
+        choose: f(layer_number, routes, own, scores) -> [num_tokens] bool, True: replay; elsewhere the router's own experts
+            are used. `routes` and `own` are [num_tokens, topk] int64, and scores [num_tokens, num_experts] is what the
+            router ranks. Each forward calls it and takes a live top-k; recomputes use the experts of the forward.
 
     Checks:
-        verify: compare every routing map that a token dispatcher gets with what was decided; a difference raises.
-        min_replayed: the least share of tokens (padding left out) that must have been replayed, over all ranks of the
-            group together; less raises on every rank when the session is left. Tokens that were left out by choice
-            (`trace.keep`) are not replayed. None: at least one token. 0: none is also right where all were left out.
-            1 also spares routes that are on a GPU the live top-k, which every router takes where the host cannot see
-            whether a row has a route.
-        min_agreement: how far the live router must agree with the replayed routes: 1 the same experts, 0 no more of them than
-            by chance. One layer of each micro-batch is asked, in turn, without a host sync. The group judges layers and
-            samples when the session is left. 0.5 is strict; 0 asks nothing, for routes that are another model's on purpose.
-        ask_every_layer: ask all layers in every micro-batch.
-        group: the ranks that judge together when the session is left; all of them must have such a session. None: every
-            rank of the job. A rank that raised inside its block is not waited for.
+        verify: compare every routing map that a token dispatcher gets with the decided experts; a difference raises.
+        min_replayed: the least share of tokens (without padding) that must have been replayed, over all ranks of the
+            group together; a smaller share raises on every rank when the session ends. Tokens that you left out by choice
+            (`trace.keep`) do not count as replayed. None: at least one token must be replayed. 0: none need be. 1: every
+            row has a route, or the session raises. With routes on a GPU this avoids a live top-k in every router, which
+            is taken if the host cannot see whether all rows have one.
+        min_agreement: how far the live router must agree with the replayed routes: 1 means the same experts, 0 no more of
+            them than by chance. One layer of each micro-batch takes its live top-k, without a host sync, and the group
+            judges layers and samples when the session ends. 0.5 is strict. 0 turns the check off, for routes that belong
+            to a different model on purpose.
+        ask_every_layer: take the live top-k of all layers in every micro-batch.
+        group: the ranks that are judged together when the session ends; all of them must have such a session. None: every
+            rank of the job. The others do not wait for a rank that raised inside its block.
 
     Balance:
-        expert_bias: "replayed": the counters behind Megatron-Core's expert bias get the experts that the forward used, each
-            token once, padding never; "off": none, so that the bias stays.
-        aux_loss: "live": auxiliary losses take their own top-k of the scores for the load, as always, without padding; "off":
-            there is none.
+        expert_bias: "replayed": Megatron-Core's expert bias counts the experts that the forward used, each token once and
+            padding never; "off": it counts nothing, so it stays as it is.
+        aux_loss: "live": auxiliary losses count the top-k of the live scores, without padding; "off": there is none.
 
     Raises:
         UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
