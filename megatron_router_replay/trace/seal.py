@@ -250,10 +250,11 @@ def explain(batch: Tensor, rows: Rows, wrong: Tensor, token_ids: Tensor, *, num_
             f"{head} was sealed with {tag - _VERSION} bytes an id, the model's {num_experts} experts take {width}: say "
             "the model's num_experts where routes are stamped."
         )
-    for experts in range(1, MAX_EXPERTS + 1):
-        sealed = int(_seal_words(row[:, : layers * topk], layers=layers, topk=topk, num_experts=experts))
-        if stored ^ sealed == (token & _TOKEN) << 8:
-            return f"{head} was sealed for a model of {experts} experts, this one has {num_experts}."
+    starts = torch.tensor([_start(experts, layers, topk) for experts in range(1, MAX_EXPERTS + 1)])
+    sealed = _first_bytes(_sums(row[:, : layers * topk]) + starts, topk, width)
+    same = sealed ^ stored == (token & _TOKEN) << 8
+    if same.any():
+        return f"{head} was sealed for a model of {int(same.nonzero()[0]) + 1} experts, this one has {num_experts}."
     return (
         f"{head} is not as it was stamped: ids were changed, or layers cut or exchanged. Feed all layers that were stamped; "
         "the chunk selects its own."
@@ -322,15 +323,23 @@ def _as_words(rows: Tensor) -> Tensor:
 
 def _seal_words(ids: Tensor, *, layers: int, topk: int, num_experts: int) -> Tensor:
     """Return the first 8 bytes of the seal that each row of narrow ids has for token 0, [n] int64."""
+    return _first_bytes(_sums(ids) + _start(num_experts, layers, topk), topk, ids.element_size())
+
+
+def _sums(ids: Tensor) -> Tensor:
+    """Return the weighted sum of each row's words, [n] int64."""
     words = _as_words(ids)
     weights = _weights(words.shape[1])
     if words.device.type == "cpu":  # einsum takes two thirds of the time of torch's product
-        sums = torch.from_numpy(np.einsum("ij,j->i", words.numpy(), weights.numpy()))
-    else:  # a GPU has no product of int64 matrices
-        sums = (words * _to(weights, words.device)).sum(1)
+        return torch.from_numpy(np.einsum("ij,j->i", words.numpy(), weights.numpy()))
+    return (words * _to(weights, words.device)).sum(1)  # a GPU has no product of int64 matrices
+
+
+def _first_bytes(totals: Tensor, topk: int, width: int) -> Tensor:
+    """Return the first 8 bytes of seals with these totals, of ids of `width` bytes."""
     bits = 8 * min(7, seal_layers(topk) * topk - 1)
-    high = ((sums + _start(num_experts, layers, topk)) >> (64 - bits)) & ((1 << bits) - 1)
-    return (high << 8) | (_VERSION + ids.element_size())
+    high = (totals >> (64 - bits)) & ((1 << bits) - 1)
+    return (high << 8) | (_VERSION + width)
 
 
 def _of_token(token_ids: Tensor) -> Tensor:
