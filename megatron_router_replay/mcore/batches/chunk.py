@@ -89,8 +89,8 @@ class Chunk:
 
         @_disable_dynamo
         def leave(called: nn.Module, args: Any, output: Any) -> None:
-            # torch passes None for the output of a forward that raised. Of a wrapper only that is of interest: it may raise
-            # in front of the innermost model, or behind it.
+            # torch passes None for the output of a forward that raised. A wrapper matters only then: it may raise before the
+            # innermost model runs, or behind it.
             if called is module and not tape.repeats():
                 self.queue.leave(num_begun, failed=output is None)
             elif called is outermost and output is None and not tape.repeats():
@@ -98,7 +98,7 @@ class Chunk:
 
         for level in {id(each): each for each in (outermost, module)}.values():
             self._handles += [
-                # In front of others' hooks: behind one that raises, it would not run.
+                # In front of all hooks: behind one that raises, it would not run.
                 level.register_forward_pre_hook(call, prepend=True),
                 # always_call: also for a forward that raises, which its caller may catch and repeat.
                 level.register_forward_hook(leave, always_call=True),
@@ -114,7 +114,7 @@ class Chunk:
             )
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         # Stages that embed nothing may get tokens in another layout, before packing. A positional argument of a model that is
-        # no language model may be anything else.
+        # no language model may be anything.
         embeds = getattr(self.module, "pre_process", True)
         is_ids = isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and not input_ids.is_nested
         tokens = input_ids if embeds and is_ids else None

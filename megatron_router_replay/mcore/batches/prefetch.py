@@ -35,10 +35,10 @@ class MicrobatchRoutes:
 
     Args:
         routing_rows: of the shape that was given, int64 on the CPU, rows of `source`.
-        topk_indices: [s, b, num_layers, topk] on the device, of each position; of a position with row -1 those of any row.
+        topk_indices: [s, b, num_layers, topk] on the device, of each position; a position with row -1 has those of any row.
         layer_numbers: of `topk_indices`.
         source: the trace that they were taken from.
-        copied: after which `topk_indices` is there; None: it is.
+        copied: the event after which `topk_indices` is there; None: it is.
     """
 
     routing_rows: Tensor
@@ -149,7 +149,7 @@ def prefetch(
     with ThreadPoolExecutor(1, thread_name_prefix="routes-prefetch") as worker:
         pending: deque[Future[MicrobatchRoutes]] = deque()
         for rows in routing_rows:
-            # A copy, made by this thread: whoever gave the rows may write the next ones into them while the worker reads.
+            # This thread copies, because the caller may write the next rows into these while the worker reads.
             own_rows = rows.detach().to(device="cpu", dtype=torch.int64, copy=True)
             pending.append(worker.submit(load, own_rows))
             if len(pending) == 2:
@@ -161,7 +161,7 @@ def prefetch(
 def _copied(value: Any) -> Any:
     """Return a value whose tensors and arrays have memory of their own."""
     if isinstance(value, Tensor):
-        # Page-locked memory stays so, for the trainer's copy to the device waits for nothing then.
+        # Page-locked memory stays so, because the trainer's copy to the device does not wait then.
         return torch.empty_like(value, pin_memory=True).copy_(value) if value.is_pinned() else value.clone()
     if isinstance(value, np.ndarray):
         return value.copy()

@@ -49,7 +49,7 @@ class LayerRoutes:
 
 
 class KeptLayer:
-    """One layer of a micro-batch's routes as a tape keeps it: what it needs of a tensor, widened with its block.
+    """One layer of a micro-batch's routes as a tape keeps it; it is widened with its block.
 
     Args:
         routes: of the micro-batch.
@@ -62,9 +62,9 @@ class KeptLayer:
         self._routes, self._position = routes, position
         self.dtype, self.shape = routes.compact.dtype, routes.compact[:, position].shape
 
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return [num_tokens, topk] int64."""
-        return self._routes.layer(self._position)
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """Return [num_tokens, topk]; `Decision` asks for int64, which costs nothing."""
+        return self._routes.layer(self._position).to(dtype)
 
 
 def take_rows(topk_indices: Tensor, rows: Tensor, device: torch.device) -> Tensor:

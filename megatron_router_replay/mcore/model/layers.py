@@ -38,15 +38,15 @@ def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int
         model_chunks: the model or its chunks on this rank, wrapped or not.
 
     Raises:
-        LayoutError: the model does not say (it has no config of Megatron-Core), or the routers of this rank are in other
-            layers than it says.
+        LayoutError: the model does not say (it has no config of Megatron-Core), or the routers of this rank are in
+            different layers than it says.
 
     Source: Megatron-Core 0.16.1 to 0.19.2, HybridModel (MambaModel before 0.18): the symbols of its pattern, E routes; all
     other models, gpt_layer_specs.get_gpt_decoder_layer_specs: moe_layer_freq.
     """
     chunks = as_chunks(model_chunks)
     numbers = _moe_layers(unwrap(chunks[0]))
-    # What the config says is held against what was built: a spec of the user's own may not follow it.
+    # The config is compared with what was built, because a spec of the user's own may not follow it.
     walks = list(map(walk, chunks))
     routers = [found for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
     here = {found.layer_number for found in routers if not found.is_mtp}
@@ -134,7 +134,7 @@ def check_trace_layers(
 
 
 def _how_to_renumber(layer_numbers: Sequence[int], chunks: Sequence[nn.Module]) -> str:
-    """Return what to do if trace and model have as many MoE layers and only count them in another way; else nothing."""
+    """Return what to do if trace and model have equally many MoE layers and number them differently; else nothing."""
     try:
         numbers = layer_numbers_of(chunks)
     except LayoutError:
@@ -179,7 +179,7 @@ def route_columns(model: nn.Module, config: Any, count: int, layer_numbers: Sequ
         layer_numbers: of the columns, 0 for one that is left out; None: all layers of the model or its MoE layers.
 
     Raises:
-        LayoutError: there are as many columns as nothing has.
+        LayoutError: the number of columns fits neither all layers nor the MoE layers.
     """
     if layer_numbers is not None:
         named = [number for number in layer_numbers if number]

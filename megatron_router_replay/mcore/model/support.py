@@ -38,7 +38,7 @@ def is_hashed(router: Any) -> bool:
 def check_supported(routers: Sequence[FoundRouter]) -> bool:
     """Raise unless every router can be replayed exactly; return whether a session must verify every routing map.
 
-    It must where nobody here has read what routes: a Megatron-Core newer than all tested ones, or a trainer's own function.
+    It must where the code that routes was never read: a Megatron-Core newer than all tested ones, a trainer's own function.
 
     Args:
         routers: of all the model's chunks on this rank.
@@ -64,7 +64,7 @@ def refusals_of(routers: Sequence[FoundRouter]) -> list[list[str]]:
     """Return, for each router, why it cannot be replayed exactly in this model; empty if it can."""
     reasons = [refusals(found.router) for found in routers]
     for found, of_router in zip(routers, reasons):
-        # In this order: what is said of a router that is refused anyway would only hide the cause.
+        # In this order, because more reasons for a router that is refused anyway would hide the cause.
         if not of_router and found.is_mtp:
             of_router += mtp_refusals(found.router.config)
         if not of_router:
@@ -73,7 +73,7 @@ def refusals_of(routers: Sequence[FoundRouter]) -> list[list[str]]:
 
 
 def _uneven_refusals(found: FoundRouter, first: FoundRouter) -> Iterator[str]:
-    """Yield what a router has otherwise than the first one: a trace has one topk and one num_experts for all layers."""
+    """Yield in what a router differs from the first one: a trace has one topk and one num_experts for all layers."""
     for name in ("topk", "num_experts"):
         one, other = getattr(first.router, name, None), getattr(found.router, name, None)
         if one is not None and one != other:
@@ -176,7 +176,7 @@ def mtp_refusals(config: Any) -> Iterator[str]:
 
 
 def untested_version_refusals(config: Any, version: str) -> Iterator[str]:
-    """Yield what a Megatron-Core newer than all tested ones is asked to do that nobody here has read."""
+    """Yield settings that only a Megatron-Core newer than all tested ones has."""
     newest = f"Megatron-Core {version} is newer than {TESTED[-1]}, the newest that was tested"
     for name, value in unknown_moe_settings(config).items():
         yield f"{name}={value!r} is unknown here: {newest}. Leave it at its default, or use a tested version"

@@ -91,7 +91,7 @@ LEANT_ON: tuple[tuple[Any, str, str], ...] = (
 """(owner, name, what fails if it is gone): names of torch and Megatron-Core that nobody promised, looked for at
 `seam.install`."""
 
-# Read off the code, for a checkout between two releases bears the number of one of them.
+# Read off the code, because a checkout between two releases bears the number of one of them.
 TOPK_ORDER_FOLLOWS_GRAD = "sorted=torch.is_grad_enabled()" in inspect.getsource(
     moe_utils.topk_routing_with_score_function
 )
@@ -119,7 +119,7 @@ def is_newer_than_tested(version: str) -> bool:
 def must_verify() -> bool:
     """Return whether sessions verify every routing map, asked for or not: nobody here has read what routes."""
     topk = router_module.topk_routing_with_score_function
-    # Through our seam alone: functools.wraps makes any wrapper look like what it is put around.
+    # Our seam alone is unwrapped, because functools.wraps makes any wrapper look like what it wraps.
     function = inspect.unwrap(topk, stop=lambda each: getattr(each, "is_seam", None) is not each)
     return is_newer_than_tested(megatron_version()) or function is not moe_utils.topk_routing_with_score_function
 
@@ -205,7 +205,7 @@ def check_names(names: Iterable[tuple[Any, str, str]]) -> None:
         ReplayStateError: names it, and what fails without it.
     """
     for owner, name, loss in names:
-        # What only a base class declares is gone, too.
+        # A name that only a base class declares is gone, too.
         if getattr(getattr(owner, name, None), "__isabstractmethod__", not hasattr(owner, name)):
             raise ReplayStateError(
                 f"MRR402: {owner.__name__} has no {name}, so {loss}: use a tested version (docs/support.md)."

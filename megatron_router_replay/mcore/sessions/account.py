@@ -29,10 +29,10 @@ class Numbers(NamedTuple):
         chunks: model chunks with routers that take micro-batches.
         rows_replayed, rows_live, rows_padding, rows_left_out: as in the report.
         asked, left_live: decisions that `choose=` was asked about, and those that it left to the live router.
-        options: what all ranks must have said alike: expert_bias, aux_loss, min_replayed, min_agreement.
+        options: those that must be the same on all ranks: expert_bias, aux_loss, min_replayed, min_agreement.
         loss_group: the lowest rank of the group that shares an auxiliary loss; -1: none does.
-        padding_digest: of which micro-batches' padding is known.
-        padding_known: padding was said wherever routes were fed.
+        padding_digest: tells in which micro-batches padding was named.
+        padding_known: padding was named wherever routes were fed.
         num_rows: the highest row that a recording queued, plus 1.
         agreement: see `agreement.Agreement.numbers`.
     """
@@ -92,7 +92,7 @@ class _Keys:
 
     Args:
         waiting: somebody may still read them.
-        over: of sessions before one that is settled, which nobody reads any more.
+        over: nobody reads them any more, because a later session is settled.
     """
 
     waiting: list[str] = field(default_factory=list)

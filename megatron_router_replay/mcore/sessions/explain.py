@@ -121,7 +121,7 @@ def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
             num_experts=getattr(router.router, "num_experts", None),
             topk=getattr(router.router, "topk", None),
             reason="; ".join(of_router),
-            # Only of a TopKRouter is it known that its config says so.
+            # Only the config of a TopKRouter is known to say so.
             unfused=isinstance(router.router, TopKRouter) and bool(router.router.config.moe_router_fusion),
             hashed=is_hashed(router.router),
         )

@@ -16,11 +16,11 @@ from megatron_router_replay.trace.ids import index_dtype, spread_experts
 from megatron_router_replay.trace.merge import UNKNOWN
 
 _PIECE_BYTES = 32 << 20
-"""What one message holds at most; a GPU holds no more, where the group takes tensors from there alone."""
+"""The most that one message holds, and that a GPU holds where a group takes tensors from GPUs alone."""
 
 
 _FILLED_ROWS = 1 << 16
-"""Rows that get filler at a time: that of a million rows would take half as much memory as their routes."""
+"""Rows that get filler at a time: the filler of a million rows would take half as much memory as their routes."""
 
 
 def collective_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -105,7 +105,7 @@ class _Whole:
             )
 
     def trace(self) -> RoutingTrace:
-        # Of no layers at all (stages without MoE layers alone), all() would be True.
+        # With no layers at all (stages without MoE layers alone), all() would be True.
         mask = self._seen.all(dim=1) & self._seen.any(dim=1)
         for start in range(0, len(mask), _FILLED_ROWS):
             block = slice(start, start + _FILLED_ROWS)

@@ -84,7 +84,7 @@ class Session:
         self._modules = as_chunks(model_chunks)
         self._walks: list[Walk] = []  # while the session is opened
         found = self._find_routers()
-        # In a Megatron-Core that nobody here has read, what leaves the seam is verified, whether asked for or not.
+        # Maps that leave the seam of a Megatron-Core that was never read are verified, asked for or not.
         verify_seam = check_supported([router for routers in found for router in routers])
         self._made_at = _caller()
         self._verify, self._verify_seam = verify, verify_seam
@@ -118,7 +118,7 @@ class Session:
         self._walks = []
         seam.install()
         seam.check_installed()
-        # All of them before the first is held: a model of which a part is under a session already is left as it was.
+        # All are checked before the first is held, so a model that is partly under a session stays as it was.
         for router, held_router in self._routers.items():
             self._check_free(router, held_router.found)
         if self._indexers is not None:

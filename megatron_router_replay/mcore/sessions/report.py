@@ -21,7 +21,7 @@ from megatron_router_replay.tables import Table
 _LOG = logging.getLogger(__name__)
 
 LOW_SHARE = 0.9
-"""Below it a replay session warns: samples of ten tokens and more, each with a live last one, stay above."""
+"""A replay session warns below this share. Samples of ten tokens and more stay above, with a live last token each."""
 
 
 class Decisions(TypedDict, total=False):
@@ -62,7 +62,7 @@ class SessionReport:
         rows_repeated: rows that a micro-batch named a second time, counted where the host knows the rows.
         layout_proved: fed routes were compared with their tokens, all of them; None: none were fed.
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
-        flips_of_layer: layer number -> those of its recomputed decisions that would have been another set of experts.
+        flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
         indexer_recomputes: recomputes of sparse attention that a freeze holds; None: it holds none.
         agreement: of the live router with the replayed routes; None: it was not asked.
     """
@@ -123,7 +123,7 @@ class SessionReport:
         pipeline parallelism) count once for each; shares stay shares.
 
         Args:
-            groups: process groups that do not overlap but in this rank; none given: all ranks of the job.
+            groups: process groups that share this rank alone; none given: all ranks of the job.
         """
         summed = self
         if not dist.is_initialized():
@@ -280,7 +280,7 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
         flips_of_layer=by_layer("flips"),
         agreement=LiveAgreement(
             layers=units,
-            # Ranks of one stage hold the same layers, those of others different ones; unasked ones are unknown.
+            # Ranks of one stage hold the same layers, and each stage different ones. Layers that were not asked are unknown.
             num_layers=max(len(units), int(num_layers)),
             least_sample=None if least == -math.inf else -least,
             source=" and ".join(sources),
@@ -304,12 +304,12 @@ def _over(group: dist.ProcessGroup | None) -> Callable[[list[float], str], list[
 
 # ---- what is logged: INFO when a session begins or ends, WARNING for a low share
 def log_began(kind: str, num_routers: int) -> None:
-    """Say that a session has a model's routers under control."""
+    """Log that a session holds a model's routers."""
     _LOG.info("%s session began with %d routers", kind, num_routers)
 
 
 def log_ended(report: SessionReport) -> None:
-    """Say what a session did that ended in order, and warn where it replayed little."""
+    """Log what a session did that ended in order, and warn if it replayed little."""
     _LOG.info(
         "%s session ended: %d micro-batches, %d forwards, %d recomputes, rows %d replayed, %d live, %d padding",
         report.kind,
