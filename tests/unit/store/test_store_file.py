@@ -415,6 +415,30 @@ def test_neither_saving_nor_loading_copies_the_routes_a_second_time(tmp_path):
         assert peak < most
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of a process's data is Linux's")
+def test_loading_takes_the_memory_of_one_copy(tmp_path):
+    # The kernel counts what torch allocates, too; pages of a mapped file are none of it.
+    ids = torch.arange(8, dtype=torch.uint8).expand(16 * 16384, 48, 8)
+    path = save_trace(RoutingTrace(topk_indices=ids, layer_numbers=tuple(range(1, 49)), num_experts=8), tmp_path / "x")
+    save_trace(make_trace(2 * 16384), tmp_path / "small")
+    script = (
+        "import pathlib, resource, sys, torch, megatron_router_replay as mrr\n"
+        "path, small, share = sys.argv[1:]\n"
+        "torch.set_num_threads(2)\n"
+        "mrr.load_trace(small)\n"
+        "status = pathlib.Path('/proc/self/status').read_text()\n"
+        "held = 1024 * int(status.split('VmData:')[1].split()[0])\n"
+        "most = held + int(float(share) * pathlib.Path(path).stat().st_size)\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (most, most))\n"
+        "print(mrr.load_trace(path).num_tokens)\n"
+    )
+    run = [sys.executable, "-c", script, str(path), str(tmp_path / "small")]
+    assert subprocess.run([*run, "1.3"], check=True, capture_output=True).stdout.split() == [b"262144"]
+    failed = subprocess.run([*run, "0.9"], check=False, capture_output=True)  # the limit tells one copy from none
+    assert failed.returncode
+    assert b"allocate" in failed.stderr
+
+
 def test_an_invalid_id_in_a_later_block_is_named_by_its_row(tmp_path):
     indices = torch.tensor([0, 1]).expand(35000, 1, 2).clone()
     path = save_trace(RoutingTrace(topk_indices=indices, layer_numbers=(1,), num_experts=4), tmp_path / "x")
