@@ -133,7 +133,7 @@ class Decision:
         with tape.unpaired():
             used = self._recall() if self.holder is None else self.holder._experts(self)
             if used is None:
-                values, used = self._values_and_topk()
+                values, used = self.live_topk()
             if used.shape != (scores.shape[0], topk):
                 raise ReplayStateError(
                     f"MRR201: {tape.layer_of(self.router)} routes {scores.shape[0]} tokens to {topk} experts each, its "
@@ -165,11 +165,8 @@ class Decision:
         was_sorted = self._groups[1] or (self.again is not None and self.again.in_order)
         return not has_no_sum and not was_sorted
 
-    def live_topk(self) -> Tensor:
-        """Return the experts that the router chooses by itself, [num_tokens, topk] int64."""
-        return self._values_and_topk()[1]
-
-    def _values_and_topk(self) -> tuple[Tensor, Tensor]:
+    def live_topk(self) -> tuple[Tensor, Tensor]:
+        """Return (scores, ids) of the experts that the router chooses by itself, [num_tokens, topk]; without a gradient."""
         num_groups, group_topk, compute = self._groups
         # This runs in the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
         values, indices = compute(self.scores.detach(), self.topk, num_groups=num_groups, group_topk=group_topk)
@@ -190,7 +187,7 @@ class Decision:
         assert self.again is not None, "asked in a recompute"
         used: Tensor = self.again.topk_indices.to(torch.int64)
         if self.counter.counts_flips:
-            flipped = self.live_topk().sort(dim=1).values != used.sort(dim=1).values
+            flipped = self.live_topk()[1].sort(dim=1).values != used.sort(dim=1).values
             self.counter.add(flips=flipped.any(dim=1).sum())
         return used
 

@@ -128,7 +128,7 @@ class ReplaySession(QueueingSession):
         is_live, replayed = microbatch.is_live, microbatch.replayed
         is_asked = microbatch.asked is not None and microbatch.asked in (position, ALL)
         if is_asked or is_live is not None or self._choose is not None:
-            own = decision.live_topk()
+            own = decision.live_topk()[1]
             if self._choose is not None:
                 replayed = self._chosen(decision, microbatch, used, own)
                 is_live = ~replayed
