@@ -40,7 +40,8 @@ class DecodeOptions:
             live router decides these tokens, and the log says how many they are. It also decides a sample of a batch whose
             routes are refused, and the log says why; if none of the batch has a route, that raises.
         allow_surplus_rows: drop up to 8 rows behind the last token (speculative decoding that ran past a stop: vLLM 0.22
-            to 0.31, SGLang up to 0.5.12) instead of refusing them. A lost token can then no longer be told.
+            to 0.31, SGLang up to 0.5.12) instead of refusing them. A lost token can then no longer be told. SGLang's
+            bytes have no shape: they are refused where they fit a different number of layers as well.
         weight_version: of the weights that chose the routes, stored with every token; a mapping gives the number of each
             version that the reply names. A reply that names integers is stamped without it.
         sample_id: stored in the trace.

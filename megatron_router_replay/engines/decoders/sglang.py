@@ -13,8 +13,9 @@
 - Chat with Kimi K3 states three prompt tokens less than the model ran, in `usage` and `meta_info`: the generation stub.
 - Dense layers are zero, but for qwen3_moe, which ignores `mlp_only_layers` and sends ids there; they are dropped.
 
-What no check can see: ids of the right number that are not the engine's, where the reply has none. /generate states the
-numbers of prompt and output tokens apart, so ids without BOS are seen there.
+What no check can see: ids of the right number that are not the engine's, where the reply has none (/generate
+states the numbers of prompt and output tokens apart, so ids without BOS are seen there); and a config with more layers and a
+lower topk, or the reverse, whose product is the same.
 
 Source: SGLang 0.5.7 to 0.5.23, captures of 0.5.23 (tests/unit/data/engine_captures), and serving_chat.py of September 2026
 (_build_chat_response, _generate_chat_stream, _reported_prompt_tokens), read.
@@ -32,7 +33,7 @@ from megatron_router_replay.engines.payload import as_array, decode_base64, pars
 from megatron_router_replay.engines.reader import FIELDS, ReplyReader
 from megatron_router_replay.engines.registry import register
 from megatron_router_replay.engines.reply import Reply
-from megatron_router_replay.engines.rows import RowLayout, most_ids
+from megatron_router_replay.engines.rows import MAX_SURPLUS_ROWS, RowLayout, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 
 _DTYPES = ("int32", "uint16", "uint8")
@@ -52,12 +53,26 @@ def raw_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, option
         value = decode_base64(value, source=source, max_bytes=4 * most_ids(model, tokens))
     if isinstance(value, (bytes, bytearray, memoryview)):
         array = parse_raw(bytes(value), dtype=dtype, source=source, num_columns=model.num_layers, topk=model.topk)
+        surplus = _explain_surplus(array.size // model.topk, model.num_layers, tokens.num_tokens - 1 - options.start)
     else:
-        array = as_array(value, source=source)
+        array, surplus = as_array(value, source=source), ""
     return RowLayout(
         parts=(array,),
+        explain_surplus=surplus,
         explain_lost="Narrow ids need routed_experts_dtype of the reply's meta_info: pass the whole reply. Rows of the MoE "
         "layers alone are not read: all hidden layers are expected.",
+    )
+
+
+def _explain_surplus(num_routes: int, num_layers: int, num_rows: int) -> str:
+    """Return why more than num_rows rows are refused: bytes without a shape fit a different number of layers as well."""
+    legal = range(max(num_rows, 1), num_rows + MAX_SURPLUS_ROWS + 1)
+    others = {num_routes // rows for rows in legal if num_routes % rows == 0} - {num_layers}
+    return (
+        f"Its bytes have no shape, and {min(others)} layers fit them as well as the config's {num_layers}: surplus rows "
+        "cannot be told from layers. Is the model's config the served one?"
+        if others
+        else ""
     )
 
 

@@ -53,6 +53,14 @@ def test_a_reply_that_lies_is_refused_by_every_decoder(form, lie):
         decode(form, rows)
 
 
+@pytest.mark.parametrize("form", ["sglang generate", "sglang_jax completions"])
+def test_bytes_that_fit_a_different_number_of_layers_have_no_surplus_rows(form):
+    # 40 rows of 6 layers are 48 rows of 5: taken as 8 surplus rows, all but the first would be another token's.
+    model = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(1, 2, 3, 4, 5), num_experts=E, topk=K)
+    with pytest.raises(PayloadError, match=r"MRR305: .*has 48 rows .*6 layers fit them as well as the config's 5"):
+        decode(form, GOOD, model=model, allow_surplus_rows=True)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("lie", ["absent", "lost"])
 def test_missing_rows_are_live_and_said_where_that_is_allowed(form, lie, caplog):

@@ -57,7 +57,7 @@ def test_exactly_s_minus_1_minus_start_rows_are_legal(form, start):
 
 
 @pytest.mark.parametrize("form", [form for form in EXACT if not form.startswith(("megatron", "nemo_gym"))])
-@pytest.mark.parametrize("surplus", [1, 4])
+@pytest.mark.parametrize("surplus", [2, 4])  # 12 rows of 3 layers could be 18 of 2, in bytes without a shape
 def test_surplus_rows_are_dropped_only_when_asked(form, surplus):
     with pytest.raises(PayloadError):
         rows_of(form, S - 1 + surplus)
