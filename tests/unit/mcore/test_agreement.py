@@ -170,11 +170,17 @@ def test_a_run_of_one_token_at_a_near_tie_is_no_evidence():
     ask(asks, torch.zeros(4000, 1, dtype=torch.int64), torch.ones(4000, 1, dtype=torch.int64))
     assert problems(asks) == []
     assert asks.report().judged == {}
-    live, used = routes(96, topk=1)  # and no run drowns the rows around it
-    used[20:], live[20:] = 1, 0
-    asks = asking(topk=1)
+    live, used = routes(191)  # and no run drowns the rows around it
+    used[40:], live[40:] = torch.tensor([0, 1]), torch.tensor([2, 3])
+    asks = asking()
     ask(asks, live, used)
-    assert (problems(asks), asks.numbers()["low"][0]) == ([], 0)
+    assert asks.numbers()["low"][:2] == [0, 1]
+    assert 0.4 < asks.report().least_sample < 0.7, "the run is an eighth of 191 rows, beside 40 that agree"
+    used[:40] = used[:40].roll(1, 0)  # one that agrees counts in full
+    used[40:] = live[40:]
+    asks = asking()
+    ask(asks, live, used)
+    assert asks.report().least_sample > 0.4
 
 
 @pytest.mark.parametrize("hot_share", [0.5, 0.9, 0.98])
@@ -191,6 +197,14 @@ def test_a_top_1_router_with_a_hot_expert_is_legal(hot_share):
             ask(asks, live, used, number=number, layer=number % 4 + 1, sequences=2)
         told = [asks.numbers()]
         assert (agreement.problems(told, 0.25), agreement.warning(told)) == ([], None)
+
+
+@pytest.mark.parametrize(("rows", "judged"), [(31, 0), (32, 1)])
+def test_a_sample_of_fewer_than_32_rows_is_not_judged(rows, judged):
+    live, used = routes(rows, experts=64, topk=8)
+    asks = asking(experts=64, topk=8)
+    ask(asks, live, one_late(live, used))
+    assert asks.numbers()["low"][:2] == [judged, judged]
 
 
 @pytest.mark.parametrize(("experts", "low"), [(5, 0), (6, 1)])
