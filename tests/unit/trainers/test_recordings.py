@@ -94,7 +94,25 @@ def test_a_batch_that_was_numbered_before_it_was_split_names_its_rows():
         recorded_routes(recording, like=samples, rows=[part - 101 for part in rows])
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS[:2], [*LENGTHS[:2], 10]], ids=["one sample less", "longer than the batch"])
-def test_lengths_that_do_not_fit_the_batch_are_refused(lengths):
-    with pytest.raises(LayoutError, match=r"MRR801: lengths \[.*\] do not fit tokens of \[3, 9\]"):
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (LENGTHS[:2], r"do not fit tokens of \[3, 9\]"),
+        ([*LENGTHS[:2], 10], r"do not fit tokens of \[3, 9\]"),
+        ([*LENGTHS[:2], -1], "hold a negative one"),
+    ],
+    ids=["one sample less", "longer than the batch", "negative"],
+)
+def test_lengths_that_do_not_fit_the_batch_are_refused(lengths, message):
+    with pytest.raises(LayoutError, match=rf"MRR801: lengths \[.*\] {message}"):
         number_batch(padded(token_ids()), lengths=lengths)
+
+
+@pytest.mark.parametrize("layout", ["strided", "jagged with gaps"])
+def test_nested_tokens_are_numbered_in_every_layout(layout):
+    like = nested(token_ids(), torch.strided)
+    if layout == "jagged with gaps":
+        like = torch.nested.narrow(
+            padded(token_ids()), 1, torch.zeros(3, dtype=int), torch.tensor(LENGTHS), torch.jagged
+        )
+    assert [part.tolist() for part in number_batch(like).unbind()] == ROWS
