@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -271,6 +272,13 @@ def test_positions_that_two_bytes_do_not_hold_are_kept_in_four():
         loss = model(hidden()).sum()
         assert tapes[0].entries[0].topk_indices.dtype == torch.int32
         loss.backward()
+
+
+def test_shared_positions_that_their_layer_did_not_keep_are_kept_whole():
+    positions = torch.tensor([[[70_000, 3, -1]]])
+    choice = sparse.Choice(SimpleNamespace(skip_topk=True, source_layer=1), again=None, is_written=True)
+    choice.shared({1: positions})
+    assert torch.equal(decode_positions(choice.kept), positions)
 
 
 def _remembering(tapes: list[Any]) -> Callable[..., None]:
