@@ -3,10 +3,12 @@
 from collections import Counter
 
 import pytest
+import torch
 
 pytest.importorskip("verl", reason="verl is not installed: make test-verl")
 
 from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.trainers.verl.engine import _num_routed
 from tests.functional.verl import cases
 from tests.functional.verl.batches import Sizes
 from tests.functional.verl.cases import FIXED, FULL, MOE, Case, r2, r3
@@ -73,6 +75,21 @@ def test_rows_that_the_engine_lost_are_live_and_counted_on_request(workers_1):
     assert counts["replayed"] == 4 * (TOKENS - SAMPLES - 2)
     assert metrics["router_replay/tokens_lost"] == [2.0]
     assert metrics["router_replay/rows_live"] == [SAMPLES + 2.0]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_are_needed_up_to_the_one_that_predicts_the_last_trained_token(padded):
+    """Of a prompt of 5 and a response of 4 tokens, whose last is not trained, and of 4 and 2, which trains nothing."""
+    as_nested = torch.nested.as_nested_tensor
+    ids = as_nested([torch.arange(9), torch.arange(6)], layout=torch.jagged)
+    routes = as_nested([torch.ones(9, 3, 2), torch.ones(6, 3, 2)], layout=torch.strided)
+    routes[0][5:], routes[1][2:] = 0, 0  # the engine lost the end of the first
+    trained, attended = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]]), torch.ones(2, 9)
+    attended[1, [0, 7, 8]] = 0
+    data = {"input_ids": ids, "response_mask": as_nested([trained[0], trained[1, :2]], layout=torch.jagged)}
+    if padded:
+        data |= {"response_mask": trained, "attention_mask": attended}
+    assert _num_routed(routes, data) == [7, 2]
 
 
 def test_zeros_that_nothing_trained_can_see_are_live(workers_1):
