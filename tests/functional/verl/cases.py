@@ -362,6 +362,15 @@ def chosen(mode: str, *, packer: Any = None, **fields: Any) -> str:
     return f"{type(engine).__module__}.{type(engine).__name__}"
 
 
+def registered_twice() -> str:
+    from megatron_router_replay.trainers import verl as ours
+
+    chosen("R3")  # which loads verl's engines, ours with them
+    with pytest.raises(ours.VerlError) as error:
+        ours.register()
+    return str(error.value)
+
+
 def chosen_with_another_packer(mode: str) -> str:
     return chosen(mode, packer=lambda input_ids, interleave=False: None)
 

@@ -54,6 +54,11 @@ def test_a_verl_without_the_registry_that_we_know_goes_on_with_a_warning(fresh_p
     assert "verl's own replay would run, not this package's" in fresh_process.stderr
 
 
+def test_a_second_plug_in_for_the_same_engine_is_refused(workers_1):
+    (message,) = workers_1.run(cases.registered_twice)
+    assert message.startswith("MRR806: another plug-in of verl has registered a Megatron engine")
+
+
 def test_a_vision_language_model_is_refused_by_name(workers_1):
     with pytest.raises(WorkersError, match="cannot be exact with vision_config"):
         workers_1.run(cases.vision_language_model)
