@@ -169,7 +169,7 @@ def test_a_run_of_one_token_at_a_near_tie_is_no_evidence():
     asks = asking(topk=1)
     ask(asks, torch.zeros(4000, 1, dtype=torch.int64), torch.ones(4000, 1, dtype=torch.int64))
     assert problems(asks) == []
-    assert asks.report().judged == {}
+    assert (asks.report().judged, asks.report().least_sample) == ({}, None)
     live, used = routes(191)  # and no run drowns the rows around it
     used[40:], live[40:] = torch.tensor([0, 1]), torch.tensor([2, 3])
     asks = asking()
