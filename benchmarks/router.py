@@ -159,7 +159,8 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
 
         prepare["replay"]()
         reference = alternatives["Megatron's replay"]()
-        assert torch.equal(alternatives["replay"](), reference)
+        # Bit for bit with Megatron-Core 0.16 and 0.17; from 0.18 on the two sum in different orders.
+        torch.testing.assert_close(alternatives["replay"](), reference)
         return rounds(alternatives, repeats=repeats, prepare=prepare)
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         uninstall,
     )
     from megatron_router_replay.mcore.batches.attach import attach
-    from megatron_router_replay.mcore.heart.driven import RouterReplay, RouterReplayAction
     from megatron_router_replay.mcore.sessions.explain import explain
     from megatron_router_replay.store import load_trace, save_trace
     from megatron_router_replay.trace import RoutingTrace, concat_traces, merge_traces, stamp, stamp_batch
@@ -33,8 +32,6 @@ __version__ = "0.3.0.dev0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
-    "RouterReplay",
-    "RouterReplayAction",
     "RouterReplayError",
     "RoutingTrace",
     "attach",
@@ -64,8 +61,6 @@ __all__ = [
 ]
 
 _MODULES = {
-    "RouterReplay": "mcore",
-    "RouterReplayAction": "mcore",
     "RoutingTrace": "trace",
     "attach": "mcore",
     "close_sessions": "mcore",

@@ -52,7 +52,7 @@ def _check(given: Tensor, found: Tensor, *, waits: bool) -> None:
     # Rows that were given twice, of samples that fill a batch up, may come twice.
     twice = repeated & ~((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)).any()
     for failed, values, what in (
-        (foreign, found, "which is none of the micro-batch's rows: it must fill with 0, not with a padding token"),
+        (foreign, found, "which the micro-batch does not have: it must fill with 0, not with a padding token"),
         (twice, again[1:], "twice: it must fill with 0, not with that number"),
     ):
         if not waits:

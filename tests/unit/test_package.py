@@ -13,7 +13,7 @@ from megatron_router_replay.store import TraceStore, load_trace
 from tests.unit.store.store_traces import make_trace
 
 PUBLIC = (
-    "RoutingTrace RouterReplay RouterReplayAction record replay freeze_recompute explain install uninstall "
+    "RoutingTrace record replay freeze_recompute explain install uninstall "
     "save_trace load_trace concat_traces merge_traces diff_traces engines "
     "RouterReplayError capture diagnostics layout mcore store trainers transport"
 ).split()

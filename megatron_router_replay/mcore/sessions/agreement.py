@@ -206,7 +206,7 @@ class LiveAgreement:
     @property
     def judged(self) -> dict[int, float]:
         """Layer number -> agreement, of those with enough evidence."""
-        return {number: unit.agreement for number, unit in self.layers.items() if unit.evidence >= EVIDENCE}
+        return {number: unit.agreement for number, unit in self.layers.items() if unit.evidence >= LAYER_EVIDENCE}
 
     def to_dict(self) -> dict[str, float | None]:
         """Return the numbers to plot."""

@@ -154,7 +154,7 @@ def fullgraph(model: Any, hidden: Tensor) -> None:
 
     route = torch.compile(topk_routing_with_score_function, backend="eager", fullgraph=True)
     assert route(torch.zeros(8, 8), 2)[1].sum() == 16
-    route(torch.zeros(8, 8), 2, router_replay=mrr.RouterReplay())
+    route(torch.zeros(8, 8), 2, router_replay=mrr.mcore.RouterReplay())
 
 
 def compiled_autograd(model: Any, hidden: Tensor) -> None:
@@ -177,8 +177,8 @@ def test_what_would_put_the_choice_into_a_graph_raises(put_into_a_graph, error, 
 
 
 def test_the_drop_in_follows_its_target_inside_a_compiled_function():
-    replay = mrr.RouterReplay()
-    mrr.RouterReplay.clear_global_router_replay_instances()
+    replay = mrr.mcore.RouterReplay()
+    mrr.mcore.RouterReplay.clear_global_router_replay_instances()
 
     def live_topk(scores: Tensor, topk: int, **groups: Any) -> tuple[Tensor, Tensor]:
         assert not torch.compiler.is_compiling()
@@ -194,9 +194,9 @@ def test_the_drop_in_follows_its_target_inside_a_compiled_function():
         assert torch.equal(route(scores), as_map(scores.topk(2).indices))
         target = random_routes(16, 1, seed=seed)[:, 0]
         replay.set_target_indices(target)
-        replay.set_router_replay_action(mrr.RouterReplayAction.REPLAY_FORWARD)
+        replay.set_router_replay_action(mrr.mcore.RouterReplayAction.REPLAY_FORWARD)
         assert torch.equal(route(scores), as_map(target))
-        replay.set_router_replay_action(mrr.RouterReplayAction.RECORD)
+        replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
         assert torch.equal(route(scores), as_map(replay.get_recorded_indices()))
         replay.clear_router_replay_action()
 
@@ -220,9 +220,9 @@ class Selection(torch.nn.Module):
     ids=["make_fx", "jit.trace", "export"],
 )
 def test_the_drop_in_refuses_to_be_captured(capture):
-    replay = mrr.RouterReplay()
-    mrr.RouterReplay.clear_global_router_replay_instances()
+    replay = mrr.mcore.RouterReplay()
+    mrr.mcore.RouterReplay.clear_global_router_replay_instances()
     replay.set_target_indices(random_routes(16, 1)[:, 0])
-    replay.set_router_replay_action(mrr.RouterReplayAction.REPLAY_FORWARD)
+    replay.set_router_replay_action(mrr.mcore.RouterReplayAction.REPLAY_FORWARD)
     with pytest.raises(ReplayStateError, match="REPLAY_FORWARD is captured into a graph"):
         capture(Selection(replay), torch.rand(16, 8))

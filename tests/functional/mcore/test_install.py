@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay import RouterReplay, RouterReplayAction
+from megatron_router_replay.mcore import RouterReplay, RouterReplayAction
 from tests.functional.mcore.cases import Case, as_map, build, model_inputs, moe_routers
 
 pytestmark = [pytest.mark.version, pytest.mark.usefixtures("megatron")]

@@ -393,7 +393,7 @@ def _unlogged() -> Iterator[None]:
 
 def targets_on_the_gpu(num_layers: int) -> tuple[int, list[str], int]:
     """Return (launches, waits) of `set_replay_data` with targets on the GPU, and the wrong decisions of the next forward."""
-    from megatron_router_replay import RouterReplay, RouterReplayAction
+    from megatron_router_replay.mcore import RouterReplay, RouterReplayAction
 
     RouterReplay.clear_global_router_replay_instances()
     routes = random_routes(8, num_layers)

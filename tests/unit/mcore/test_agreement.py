@@ -150,7 +150,7 @@ def test_samples_of_a_packed_row_are_judged_apart(cp_size, share):
     assert f"micro-batch 0, sequence {1 + share[0]}:" in problems(packed)[0]
 
 
-def test_layers_of_two_micro_batches_that_run_by_turns_are_judged_as_those_of_one_sample_each():
+def test_layers_of_two_micro_batches_that_run_by_turns_are_judged_apart():
     asks = asking()
     for layer in range(1, LAYERS + 1):
         for number in range(2):

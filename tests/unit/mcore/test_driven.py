@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megatron_router_replay import RouterReplay, RouterReplayAction
 from megatron_router_replay.errors import ReplayStateError, TraceError
+from megatron_router_replay.mcore import RouterReplay, RouterReplayAction
 from tests.unit.mcore.tiny_chunk import unknown
 
 TARGET = torch.tensor([[3, 1], [0, 2]])

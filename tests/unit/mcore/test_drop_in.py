@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay import RouterReplay, RouterReplayAction, RouterReplayError, install, uninstall
+from megatron_router_replay import RouterReplayError, install, uninstall
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.mcore import RouterReplay, RouterReplayAction
 from tests.unit.mcore.tiny_chunk import (
     Chunk,
     as_map,

@@ -93,9 +93,9 @@ def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch
     chunk.around = non_reentrant if kind == "freeze" else reentrant
     session = None
     if kind == "drop-in":
-        monkeypatch.setattr(mrr.RouterReplay, "global_router_replay_instances", [])
-        chunk.routers[0].router_replay = mrr.RouterReplay()
-        chunk.routers[0].router_replay.set_router_replay_action(mrr.RouterReplayAction.RECORD)
+        monkeypatch.setattr(mrr.mcore.RouterReplay, "global_router_replay_instances", [])
+        chunk.routers[0].router_replay = mrr.mcore.RouterReplay()
+        chunk.routers[0].router_replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
     else:
         session = STARTS[kind](chunk)
     ours = getattr(owner, name)

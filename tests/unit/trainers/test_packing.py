@@ -55,7 +55,9 @@ def test_rows_without_a_token_stay_without():
     assert pack_rows(lambda values: pad(values, (0, 2)), rows).tolist() == [[-1, 3, 4, -1, -1]]
 
 
-@pytest.mark.parametrize(("fill", "message"), [(99, "returned row 98, which is none"), (3, "returned row 2, twice")])
+@pytest.mark.parametrize(
+    ("fill", "message"), [(99, "returned row 98, which the micro-batch"), (3, "returned row 2, twice")]
+)
 def test_a_packer_that_fills_with_a_padding_token_raises(fill, message):
     with pytest.raises(LayoutError, match=message):
         pack_rows(lambda values: pad(torch.cat(values), (0, 2), value=fill), number_batch(token_ids()))
@@ -65,7 +67,7 @@ def test_a_packer_that_does_not_keep_integers_raises():
     rows = number_batch(token_ids())
     with pytest.raises(LayoutError, match=r"integer tensor, got torch\.bfloat16"):
         pack_rows(lambda values: torch.cat(values).to(torch.bfloat16), rows)
-    with pytest.raises(LayoutError, match=r"returned row -\d+, which is none"):
+    with pytest.raises(LayoutError, match=r"returned row -\d+, which the micro-batch"):
         pack_rows(lambda values: torch.cat(values).to(torch.int8), [torch.arange(200, 210)])
     with pytest.raises(LayoutError, match="got tuple"):
         pack_rows(lambda values: (torch.cat(values), None), rows)
@@ -82,9 +84,9 @@ def test_samples_that_a_trainer_repeats_to_fill_a_batch_may_come_twice():
         ([1, 2, 3], [3, 1, 2, 0, 0], None),
         ([1, 1, 2], [1, 1, 2], None),
         ([], [0, 0], None),
-        ([1, 2, 3], [1, 2, 4], "none of the micro-batch's rows"),
+        ([1, 2, 3], [1, 2, 4], "which the micro-batch does not have"),
         ([1, 2, 3], [1, 2, 2], "a row twice"),
-        ([], [1], "none of the micro-batch's rows"),
+        ([], [1], "which the micro-batch does not have"),
     ],
 )
 def test_a_gpus_check_waits_for_nothing_and_says_the_same(given, found, message):
