@@ -81,7 +81,7 @@ CHOSEN = SessionReport(
     forwards=2,
 )
 AGREEMENT = LiveAgreement(
-    layers={1: Unit(90, 130, 140, 60), 2: Unit(90, 140, 140, 60), 3: Unit(3, 5, 5, 5)},
+    layers={1: Unit(90, 130, 140, 65), 2: Unit(90, 140, 140, 65), 3: Unit(3, 5, 5, 5)},
     num_layers=4,
     least_sample=0.875,
     source="the trace's routes",
@@ -177,14 +177,14 @@ def summed(*reports):
 
 def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():
     other = LiveAgreement(
-        layers={1: Unit(90, 0, 140, 60), 9: Unit(9, 9, 9, 9)},
+        layers={1: Unit(90, 0, 140, 65), 9: Unit(9, 9, 9, 9)},
         num_layers=2,
         least_sample=None,
         source="the routes that were fed",
     )
     total = summed(*(replace(REPLAY, agreement=each) for each in (AGREEMENT, other))).agreement
     assert total.source == "the trace's routes and the routes that were fed"
-    assert total.layers[1] == Unit(180, 130, 280, 120)
+    assert total.layers[1] == Unit(180, 130, 280, 130)
     assert (sorted(total.layers), total.num_layers, total.least_sample) == ([1, 2, 3, 9], 4, 0.875)
     assert total.judged == {1: 130 / 280, 2: 1.0}
 

@@ -164,7 +164,7 @@ def test_a_router_whose_own_replay_object_is_driven_is_refused(whose):
     from megatron.core.transformer.moe import router_replay
 
     chunk = Chunk()
-    module = mrr if whose == "ours" else router_replay
+    module = mrr.mcore if whose == "ours" else router_replay
     own = [module.RouterReplay() for _ in chunk.routers]
     for router, replay in zip(chunk.routers, own):
         router.router_replay = replay
