@@ -18,6 +18,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from benchmarks.measure import Seconds, ratio, rounds, table, verdict
 from megatron_router_replay.mcore import Tape
+from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
 from tests.support.one_rank import only_rank
 
@@ -159,8 +160,9 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
 
         prepare["replay"]()
         reference = alternatives["Megatron's replay"]()
-        # Bit for bit with Megatron-Core 0.16 and 0.17; from 0.18 on the two sum in different orders.
-        torch.testing.assert_close(alternatives["replay"](), reference)
+        # Bit for bit with Megatron-Core 0.16 and 0.17; 6e-8 apart for softmax with 0.18 and 0.19.
+        tolerance = 1e-6 if TOPK_ORDER_FOLLOWS_GRAD else 0.0
+        torch.testing.assert_close(alternatives["replay"](), reference, rtol=tolerance, atol=tolerance)
         return rounds(alternatives, repeats=repeats, prepare=prepare)
 
 

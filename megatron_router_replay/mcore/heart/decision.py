@@ -142,9 +142,8 @@ class Decision:
                 )
             self.used = used.to(device=scores.device, dtype=torch.int64)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
-                if (
-                    self.topk > 2 and values is None and self._order_matters()
-                ):  # a sum of two is the same in both orders
+                # A sum of two is the same in both orders.
+                if self.topk > 2 and values is None and self._order_matters():
                     order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True

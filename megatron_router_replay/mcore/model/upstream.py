@@ -117,7 +117,7 @@ def is_newer_than_tested(version: str) -> bool:
 
 
 def must_verify() -> bool:
-    """Return whether sessions verify every routing map, asked for or not: nobody here has read what routes."""
+    """Return whether sessions verify every routing map, asked for or not: the code that routes was never read."""
     topk = router_module.topk_routing_with_score_function
     # Our seam alone is unwrapped, because functools.wraps makes any wrapper look like what it wraps.
     function = inspect.unwrap(topk, stop=lambda each: getattr(each, "is_seam", None) is not each)

@@ -6,8 +6,9 @@ experts, 0 what a random token of the micro-batch would share. It is judged by u
 
     layer    one layer over the session's rows; with too few of them, together with the sessions before it
     part     32 to 191 neighbouring rows of one sample in one layer on this rank
-    sample   all rows of one sample in the layers that were asked, and those of its parts that are low
+    sample   all rows of one sample in the layers that were asked
 
+A layer that is low raises by itself. Samples and parts that are low raise together, by the evidence of all of them.
 Evidence counts different routes: a run of one token at a near-tie flips as one, and so does a loop of few tokens.
 """
 
