@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.transformer.moe.moe_utils import group_limited_topk
@@ -36,7 +37,7 @@ class RouterHolder(Holder, Protocol):
             is_written: a tape is being written.
         """
 
-    def _experts(self, decision: Decision) -> Tensor | None:
+    def _experts(self, decision: Decision, question: Question) -> Tensor | None:
         """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
 
     def _on_routed(self, decision: Decision) -> None:
@@ -65,8 +66,62 @@ class Counter(Tally):
         self.verify_entering = verify and not verify_seam
 
 
+class Question(NamedTuple):
+    """Which experts Megatron-Core asks for in one call of a router; it is gone once it is answered.
+
+    Args:
+        scores: [num_tokens, num_experts], what the router ranks: logits or probabilities, with the expert bias where there
+            is one.
+        topk: experts for each token.
+        num_groups, group_topk: group-limited routing; `compute_topk` takes them.
+        compute_topk: the router's own top-k.
+    """
+
+    scores: Tensor
+    topk: int
+    num_groups: int | None
+    group_topk: int | None
+    compute_topk: Any
+
+    def live_topk(self) -> tuple[Tensor, Tensor]:
+        """Return (scores, ids) of the experts that the router chooses by itself, [num_tokens, topk]; without a gradient."""
+        # This runs in the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
+        scores, groups = self.scores.detach(), {"num_groups": self.num_groups, "group_topk": self.group_topk}
+        values, indices = self.compute_topk(scores, self.topk, **groups)
+        return values, indices
+
+    def live_topk_of(self, rows: Tensor) -> Tensor:
+        """Return the experts that the router chooses for rows at these positions ([n] int64), [n, topk] int64."""
+        scores = self.scores.detach().index_select(0, rows)
+        if self.group_topk:  # the router's own top-k in groups expects all rows
+            chosen = group_limited_topk(scores, self.topk, *scores.shape, self.num_groups, self.group_topk)
+        else:
+            chosen = self.compute_topk(scores, self.topk)
+        indices: Tensor = chosen[1]
+        return indices
+
+    def ids(self, used: Tensor, router: Any) -> Tensor:
+        """Return the experts that answer it as Megatron-Core takes them, [num_tokens, topk] int64.
+
+        Args:
+            used: any integer dtype.
+            router: for messages.
+
+        Raises:
+            ReplayStateError: they have another shape than the tokens.
+        """
+        num_tokens = self.scores.shape[0]
+        if used.shape != (num_tokens, self.topk):
+            raise ReplayStateError(
+                f"MRR201: {tape.layer_of(router)} routes {num_tokens} tokens to {self.topk} experts each, its routes are "
+                f"{list(used.shape)}: give one row a token, in the order the router sees them (s-major, this rank's)."
+            )
+        return used.to(device=self.scores.device, dtype=torch.int64)
+
+
+@dataclass(slots=True, eq=False)
 class Decision:
-    """One call of one router; Megatron-Core asks it for the top-k, exactly once.
+    """What one call of one router uses; Megatron-Core asks for it exactly once.
 
     Args:
         router: the TopKRouter.
@@ -82,32 +137,19 @@ class Decision:
         used: [num_tokens, topk] int64, the experts, once Megatron-Core has asked.
         kept: `used` as a tape keeps it; None: in `dtype`, once it is asked for.
         in_order: the columns of `used` are sorted as those of a live top-k with gradients; it matters since 0.18.
-        scores: [num_tokens, num_experts] what the router ranks, while Megatron-Core asks.
-        topk: experts for each token.
     """
 
-    __slots__ = (
-        "_groups", "again", "counter", "dtype", "holder", "in_order", "is_written", "kept", "microbatch", "router", "scores",
-        "tokens", "topk", "used",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        router: Any,
-        counter: Counter,
-        dtype: torch.dtype,
-        *,
-        holder: RouterHolder | None = None,
-        again: Entry | None = None,
-        tokens: Any = None,
-        microbatch: Any = None,
-        is_written: bool = False,
-    ) -> None:
-        self.router, self.counter, self.dtype, self.is_written = router, counter, dtype, is_written
-        self.holder, self.again, self.tokens, self.microbatch = holder, again, tokens, microbatch
-        self.used: Tensor | None = None
-        self.kept: Any = None
-        self.in_order = False
+    router: Any
+    counter: Counter
+    dtype: torch.dtype
+    holder: RouterHolder | None = None
+    again: Entry | None = None
+    tokens: Any = None
+    microbatch: Any = None
+    is_written: bool = False
+    used: Tensor | None = field(default=None, init=False)
+    kept: Any = field(default=None, init=False)
+    in_order: bool = field(default=False, init=False)
 
     def get_replay_topk(
         self,
@@ -127,33 +169,33 @@ class Decision:
                 f"MRR414: {tape.layer_of(self.router)} asked for its experts twice in one call; which tokens the "
                 "second question is about cannot be told."
             )
-        self.scores, self.topk, self._groups = scores, topk, (num_groups, group_topk, default_compute_topk)
+        question = Question(scores, topk, num_groups, group_topk, default_compute_topk)
         # A forward chooses and a recompute recalls. A selective checkpoint pairs their operations, so it must not see these.
         values: Tensor | None = None
         with tape.unpaired():
-            used = self._recall() if self.holder is None else self.holder._experts(self)
-            if used is None:
-                values, used = self.live_topk()
-            if used.shape != (scores.shape[0], topk):
-                raise ReplayStateError(
-                    f"MRR201: {tape.layer_of(self.router)} routes {scores.shape[0]} tokens to {topk} experts each, its "
-                    f"routes are {list(used.shape)}: give one row a token, in the order the router sees them (s-major, "
-                    "this rank's)."
-                )
-            self.used = used.to(device=scores.device, dtype=torch.int64)
+            if self.again is not None:
+                used = self.again.topk_indices.to(torch.int64)
+                if self.counter.counts_flips:
+                    flipped = question.live_topk()[1].sort(dim=1).values != used.sort(dim=1).values
+                    self.counter.add(flips=flipped.any(dim=1).sum())
+            else:
+                assert self.holder is not None, "somebody decides for a forward"
+                used = self.holder._experts(self, question)
+                if used is None:
+                    values, used = question.live_topk()
+            self.used = question.ids(used, self.router)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
                 # A sum of two is the same in both orders.
-                if self.topk > 2 and values is None and self._order_matters():
+                if topk > 2 and values is None and self._order_matters(question):
                     order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True
             indices = self.used
-        del self.scores, self._groups  # autograd would keep them
         if values is not None and not torch.is_grad_enabled():
             return values, indices  # without a gradient, a live top-k has what a gather would give
         return scores.gather(1, indices), indices
 
-    def _order_matters(self) -> bool:
+    def _order_matters(self, question: Question) -> bool:
         """Return whether sums over the columns would differ from those of a live top-k, which is sorted here.
 
         Without a sum over the chosen experts, no order matters. A top-k in groups is always sorted, and so is a recording of
@@ -161,34 +203,8 @@ class Decision:
         """
         config = self.router.config
         has_no_sum = config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax
-        was_sorted = self._groups[1] or (self.again is not None and self.again.in_order)
+        was_sorted = question.group_topk or (self.again is not None and self.again.in_order)
         return not has_no_sum and not was_sorted
-
-    def live_topk(self) -> tuple[Tensor, Tensor]:
-        """Return (scores, ids) of the experts that the router chooses by itself, [num_tokens, topk]; without a gradient."""
-        num_groups, group_topk, compute = self._groups
-        # This runs in the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
-        values, indices = compute(self.scores.detach(), self.topk, num_groups=num_groups, group_topk=group_topk)
-        return values, indices
-
-    def live_topk_of(self, rows: Tensor) -> Tensor:
-        """Return the experts that the router chooses for rows at these positions ([n] int64), [n, topk] int64."""
-        num_groups, group_topk, compute = self._groups
-        scores = self.scores.detach().index_select(0, rows)
-        if group_topk:  # the router's own top-k in groups expects all rows
-            chosen = group_limited_topk(scores, self.topk, *scores.shape, num_groups, group_topk)
-        else:
-            chosen = compute(scores, self.topk)
-        indices: Tensor = chosen[1]
-        return indices
-
-    def _recall(self) -> Tensor:
-        assert self.again is not None, "asked in a recompute"
-        used: Tensor = self.again.topk_indices.to(torch.int64)
-        if self.counter.counts_flips:
-            flipped = self.live_topk()[1].sort(dim=1).values != used.sort(dim=1).values
-            self.counter.add(flips=flipped.any(dim=1).sum())
-        return used
 
     def entry(self) -> Entry:
         """Return what a recompute needs of this call."""

@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayDataError, ReplayStateError, TraceError, UnsupportedRouterError
 from megatron_router_replay.mcore.heart import seam, tape
+from megatron_router_replay.mcore.heart.decision import Question
 from megatron_router_replay.mcore.heart.streams import to_device
 from megatron_router_replay.mcore.heart.tape import Entry
 from megatron_router_replay.mcore.model.support import refusals
@@ -223,6 +224,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         if run is not None or action in _REPLAYS or (action is not None and self.static_buffer is None):
             # Recording into a static buffer is what a captured graph may do: it writes to the same address in every run.
             seam.check_runs_python("a recompute" if action is None else f"a RouterReplay under {action.name}")
+        question = Question(scores, topk, num_groups, group_topk, default_compute_topk)
         used: Tensor | None = None
         if run is not None:
             used = self._recall(run)
@@ -235,18 +237,18 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         elif action in _REPLAYS:
             used = self._next_target(action, scores.shape[1])
         elif action is not None:
-            used = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
+            used = question.live_topk()[1]
             self._check_holds(scores.shape[1])
             if not repeats:  # a recompute must not overwrite what a forward recorded
                 self.record_indices(used)
-        routed = (
-            default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            if used is None
-            else _gather(scores, used, topk)
-        )
+        if used is None:
+            values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        else:
+            indices = question.ids(to_device(used, scores.device), self)
+            values = scores.gather(1, indices)
         if is_written:
             tape.write(Entry(self, used))
-        return cast("tuple[Tensor, Tensor]", routed)
+        return values, indices
 
     def _recall(self, run: tape.Run) -> Tensor | None:
         """Return what the forward of this recompute used; None: it ran live."""
@@ -347,16 +349,6 @@ def _copied(topk_indices: Any) -> Tensor:
             f"MRR417: a replay target must be [num_tokens, topk] integers, got {list(target.shape)} {target.dtype}."
         )
     return target
-
-
-def _gather(scores: Tensor, target: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    if target.shape != (scores.shape[0], topk):
-        raise ReplayStateError(
-            f"MRR417: the router routes {scores.shape[0]} tokens to {topk} experts each, the routes to replay are "
-            f"{list(target.shape)}: give one row a token, in the order the router sees them (s-major, this rank's)."
-        )
-    indices = to_device(target, scores.device).to(torch.int64)
-    return scores.gather(1, indices), indices
 
 
 # ---- in the place of Megatron-Core's own

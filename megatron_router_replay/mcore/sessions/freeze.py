@@ -10,7 +10,7 @@ import torch
 
 from megatron_router_replay.mcore.attention.indexers import HeldIndexers
 from megatron_router_replay.mcore.balance import Tokens, balances
-from megatron_router_replay.mcore.heart.decision import Counter, Decision
+from megatron_router_replay.mcore.heart.decision import Counter, Decision, Question
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.sessions.hold import Session
 from megatron_router_replay.mcore.sessions.report import SessionReport
@@ -40,7 +40,7 @@ class Frozen:
             return None  # nothing of it is needed again
         return Decision(router, counter, dtype, holder=self, tokens=Tokens(self._balance), is_written=is_written)
 
-    def _experts(self, decision: Decision) -> None:
+    def _experts(self, decision: Decision, question: Question) -> None:
         """Let the router choose; see `RouterHolder`."""
 
     def _on_routed(self, decision: Decision) -> None:

@@ -28,7 +28,7 @@ from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs
 from megatron_router_replay.mcore.heart import seam, tape
-from megatron_router_replay.mcore.heart.decision import Decision, RouterHolder
+from megatron_router_replay.mcore.heart.decision import Decision, Question, RouterHolder
 from megatron_router_replay.mcore.heart.streams import to_device
 from megatron_router_replay.mcore.heart.tally import Tally
 from megatron_router_replay.mcore.model.find import FoundRouter, Models, as_chunks, wrappers
@@ -221,7 +221,7 @@ class QueueingSession(Session):
             router, counter, dtype, holder=self, tokens=tokens, microbatch=microbatch, is_written=is_written
         )
 
-    def _experts(self, decision: Decision) -> Tensor | None:
+    def _experts(self, decision: Decision, question: Question) -> Tensor | None:
         """Let the router choose; see `RouterHolder`."""
         return None
 

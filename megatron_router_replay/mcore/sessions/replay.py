@@ -32,7 +32,7 @@ from megatron_router_replay.mcore.batches.rows import (
     spread_padding,
 )
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
-from megatron_router_replay.mcore.heart.decision import Decision
+from megatron_router_replay.mcore.heart.decision import Decision, Question
 from megatron_router_replay.mcore.heart.streams import to_device, to_host
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_hashed_routes, check_trace_layers
@@ -115,7 +115,7 @@ class ReplaySession(QueueingSession):
         return [sum(each.counter[name] for each in self._routers.values()) for name in ("asked", "left_live")]
 
     # ---- what a router uses
-    def _experts(self, decision: Decision) -> Tensor | None:
+    def _experts(self, decision: Decision, question: Question) -> Tensor | None:
         """Return a micro-batch's routes, or the router's own experts. See `Holder`."""
         microbatch: Microbatch | None = decision.microbatch
         if microbatch is None:
@@ -123,21 +123,21 @@ class ReplaySession(QueueingSession):
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
         position = self._routers[decision.router].position
         used = microbatch.routes.layer(position)
-        if used.shape != (decision.scores.shape[0], decision.topk):
+        if used.shape != (question.scores.shape[0], question.topk):
             return used  # refused behind this
         is_live, replayed = microbatch.is_live, microbatch.replayed
         is_asked = microbatch.asked is not None and microbatch.asked in (position, ALL)
         if is_asked or is_live is not None or self._choose is not None:
-            own = decision.live_topk()[1]
+            own = question.live_topk()[1]
             if self._choose is not None:
-                replayed = self._chosen(decision, microbatch, used, own)
+                replayed = self._chosen(decision, microbatch, used, own, question.scores)
                 is_live = ~replayed
             if is_asked:
                 self._ask(decision, microbatch, own, replayed)
             if is_live is not None:
                 return torch.where(is_live.unsqueeze(1), own, used)
         if microbatch.live_rows is not None:
-            return used.index_copy(0, microbatch.live_rows, decision.live_topk_of(microbatch.live_rows))
+            return used.index_copy(0, microbatch.live_rows, question.live_topk_of(microbatch.live_rows))
         if decision.is_written:
             decision.kept = KeptLayer(microbatch.routes, position)
         return used
@@ -151,12 +151,12 @@ class ReplaySession(QueueingSession):
         replayed = microbatch.routes.compact[:, held_router.position]
         self._agreement.add(microbatch, held_router.chunk, held_router.found.layer_number, own, replayed, counts)
 
-    def _chosen(self, decision: Decision, microbatch: Microbatch, used: Tensor, own: Tensor) -> Tensor:
+    def _chosen(self, decision: Decision, microbatch: Microbatch, used: Tensor, own: Tensor, scores: Tensor) -> Tensor:
         """Ask `choose=` which decisions are replayed, [num_tokens] bool, and count those that are not."""
         assert self._choose is not None, "asked by it"
         layer_number = self._routers[decision.router].found.layer_number
         # Copies: what is done with them in place must change neither routes nor probabilities.
-        chosen = self._choose(layer_number, used.clone(), own.clone(), decision.scores.detach().clone())
+        chosen = self._choose(layer_number, used.clone(), own.clone(), scores.detach().clone())
         if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
             raise ReplayStateError(
                 f"MRR101: replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}."
