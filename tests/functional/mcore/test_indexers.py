@@ -80,28 +80,13 @@ FULL_2 = FULL | {"recompute_num_layers": 2}
 @pytest.mark.parametrize(
     ("case", "recompute"),
     [
-        (Dsa(), FULL),
-        (Dsa(), ATTENTION),
-        (Dsa(packed=True), FULL_2),
-        (Dsa(config=SHARED), FULL),
-        (Dsa(config=SHARED), ATTENTION),
-        (Dsa(config=SHARED, packed=True), FULL_2),
-    ],
-    ids=["full", "core_attn", "packed-full-2", "shared-full", "shared-core_attn", "shared-packed-full-2"],
-)
-def test_a_recompute_attends_where_its_forward_did(case, recompute, megatron):
-    recompute_exactly(case, recompute)
-
-
-@pytest.mark.parametrize(
-    ("case", "recompute"),
-    [
         (Dsa(layout=TP2), FULL),
         (Dsa(layout=TP2, config=SHARED), ATTENTION),
         (Dsa(layout=CP2), ATTENTION),
         (Dsa(layout=CP2, packed=True), FULL),
+        (Dsa(config=SHARED, packed=True), FULL_2),
     ],
-    ids=["tp2-full", "tp2-shared-core_attn", "cp2-core_attn", "cp2-packed-full"],
+    ids=["tp2-full", "tp2-shared-core_attn", "cp2-core_attn", "cp2-packed-full", "shared-packed-full-2"],
 )
-def test_over_ranks_a_recompute_attends_where_its_forward_did(case, recompute, on_ranks):
-    on_ranks(2, recompute_exactly, case, recompute)
+def test_a_recompute_attends_where_its_forward_did(case, recompute, on_ranks):
+    on_ranks(case.layout.world_size, recompute_exactly, case, recompute)

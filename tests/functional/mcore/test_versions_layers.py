@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import TraceError, UnsupportedRouterError
 from megatron_router_replay.mcore import layer_numbers_of
 from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
@@ -89,36 +88,6 @@ def test_each_moe_layer_of_an_mtp_block_has_its_own_number(megatron):
     targets = {number: as_map(trace.layer(number)[rows]) for number in trace.layer_numbers}
     used = [[number for number, target in targets.items() if torch.equal(each, target)] for each in maps]
     assert used == [[2], [4], [6], [7], [9], [10]]
-
-
-@pytest.mark.skipif(MEGATRON < (0, 17), reason="Megatron-Core has no mtp_use_repeated_layer before 0.17")
-def test_an_mtp_layer_that_runs_twice_a_forward_is_refused_by_its_field(megatron):
-    _, chunks, _ = build(Case(config={"mtp_num_layers": 2, "mtp_use_repeated_layer": True}))
-    field = "mtp_use_repeated_layer=True with mtp_num_layers=2"
-    with pytest.raises(UnsupportedRouterError, match=field):
-        mrr.freeze_recompute(chunks)
-    assert [field in str(router) for router in mrr.explain(chunks) if not router.replayable] == [True]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "given", "message"),
-    [
-        (None, (1, 2, 3, 4, 5), None),  # decoder and MTP
-        (None, (1, 2, 3, 4, 6), "layer 6, but the model has 4 layers and 1 in its MTP block"),
-        pytest.param("MEM*EME", (1, 2, 5, 7), "routes for layer 1, but .* is dense", marks=needs_hybrid),
-        pytest.param("*E*E*E", (1, 2, 3), r"routes in as many layers, \[2, 4, 6\]: .*renumber", marks=needs_hybrid),
-    ],
-)
-def test_a_session_refuses_a_trace_of_another_model(pattern, given, message, megatron):
-    case = Case(config={} if pattern else {"mtp_num_layers": 1})
-    chunks = hybrid(case, pattern)[0] if pattern else build(case)[1]
-    trace = random_trace(case, given)
-    if message is None:
-        mrr.replay(chunks, trace).close(verify=False)
-        mrr.replay(chunks, trace, mtp=True).close(verify=False)
-    else:
-        with pytest.raises(TraceError, match=message):
-            mrr.replay(chunks, trace)
 
 
 # Bit for bit at top-4: sessions have the column order of the run that they imitate, whatever order a version's top-k has.

@@ -59,7 +59,8 @@ class Asked:
         waits, pageable: in queuing, forward and backward.
         at_the_start, at_the_end: waits in opening and leaving the session.
         launches: operations of one micro-batch, the last, in queuing, forward and backward.
-        wrong: decisions that are not the trace's; flips: recomputed decisions that are not their forward's.
+        wrong: decisions, and recorded tokens, that are not the trace's.
+        flips: recomputed decisions that are not their forward's.
     """
 
     waits: list[str] = field(default_factory=list)
@@ -213,10 +214,10 @@ def _some_live(chunk: Chunk) -> Any:
 
 
 def recorded(chunk: Chunk) -> Iterator[Queue]:
-    """A recording that is also read."""
+    """A recording whose trace is the chunk's `recorded` behind it."""
     with mrr.record(chunk) as session:
         yield lambda number: session.microbatch(ROWS[number], chunk) or {}
-    session.trace()
+    chunk.recorded = session.trace()
 
 
 MODES: dict[str, Mode] = {
@@ -274,9 +275,11 @@ def ask(name: str, recompute: str, **options: Any) -> dict[str, Any]:
         on_host = {key: [routing_map.cpu() for routing_map in maps] for key, maps in seen.items()}
         asked.flips = flips(on_host)
         if name not in LIVE_MODES:
-            asked.wrong = wrong_replays(on_host, TRACE)
-        if name == "some live":
-            asked.wrong = _wrong_of_routed(on_host)
+            asked.wrong = wrong_replays(on_host, TRACE.keep(~LIVE) if name == "some live" else TRACE)
+        elif name == "record":
+            asked.wrong = wrong_replays(on_host, chunk.recorded) + int(
+                (chunk.recorded.token_ids != IDS.flatten()).sum()
+            )
         asked.races = sorted(set(gpu.races))
     return asdict(asked)
 
@@ -339,28 +342,6 @@ def captured(what: str) -> str:
         finally:
             session.close(verify=False)
     return ""
-
-
-def recording() -> tuple[mrr.RoutingTrace, dict[tuple[int, int], Tensor]]:
-    """Return what was recorded on the device, and the maps that left the routers."""
-    with SoftGpu():
-        chunk: Any = to_gpu(Chunk(LAYERS))
-        with watched(chunk) as seen, mrr.record(chunk) as session:
-            for number in range(NUM):
-                session.microbatch(ROWS[number], chunk)
-                chunk(IDS[number].to("cuda"), number)
-        return session.trace(), {key: maps[0].cpu() for key, maps in seen.items()}
-
-
-def _wrong_of_routed(seen: Any) -> int:
-    """How many decisions of rows that have a route are not the trace's."""
-    wrong = 0
-    for (number, layer), maps in seen.items():
-        rows = ROWS[number].t().reshape(-1)
-        routed = ~LIVE[rows]
-        expected = as_map(TRACE.layer(layer)[rows])[routed]
-        wrong += sum(int((routing_map[routed] != expected).any(dim=1).sum()) for routing_map in maps)
-    return wrong
 
 
 @contextmanager

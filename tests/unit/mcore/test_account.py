@@ -34,6 +34,7 @@ def test_the_numbers_of_a_session_are_these():
 N = numbers
 LOST = "none of {}; the trace has no route for any of them, or all rows are -1. Were the routes lost on the way, or"
 OTHER_LOSS = "ranks that share an auxiliary loss (those of rank 0) were not told of padding"
+LESS = "of 8 tokens were replayed on this rank, less than"
 
 # What the ranks of a group tell, min_replayed, and how their one problem begins; None: they are in order.
 JUDGED = [
@@ -60,6 +61,24 @@ JUDGED = [
     ([N(8, 0), N(4, 4, 100)], 0.76, "75.0000% of 16 tokens were replayed on 2 ranks, less than min_replayed=0.76."),
     ([N(8, asked=24), N(4, 4, asked=12, left_live=9)], 0.5625, None),
     ([N(8, asked=24), N(4, 4, asked=12, left_live=9)], 0.57, "56.2500% of 16 tokens were replayed on 2 ranks"),
+    *(
+        ([N(rows, 100 - rows)], rows / 100, None) for rows in (100, 7, 28, 55, 56)
+    ),  # n / 100 * 100 > n in floating point
+    ([N(56, 44)], 0.57, "56.0000% of 100 tokens were replayed on this rank, less than min_replayed=0.57."),
+    (
+        [N(8, asked=24, left_live=24)],
+        None,
+        "choose= turned down all 24 decisions on this rank, so nothing was replayed",
+    ),
+    ([N(8, asked=24, left_live=24)], 0, None),
+    ([N(8, asked=24, left_live=18)], 0.25, None),
+    (
+        [N(8, asked=24, left_live=18)],
+        0.26,
+        f"25.0000% {LESS} min_replayed=0.26 (choose= turned down 18 of 24 decisions).",
+    ),
+    ([N(4, 4, rows_left_out=3)], 0.5, None),
+    ([N(4, 4, rows_left_out=3)], 0.51, f"50.0000% {LESS} min_replayed=0.51 (3 were left out by trace.keep)."),
     ([N(8, 0), N(4, 4, padding_known=False)], 0.75, None),
     (
         [N(8, 0), N(4, 4, padding_known=False)],
@@ -174,23 +193,6 @@ def in_groups():
 
 def test_the_ranks_of_a_group_judge_together_and_groups_do_not_mix(on_ranks):
     on_ranks(2, in_groups)
-
-
-def one_by_one():
-    """What stands in the job's store after several sessions, without the counters of them."""
-    store = distributed_c10d._get_default_store()
-    before = store.num_keys()
-    counts = []
-    for _ in range(8):
-        step()
-        dist.barrier()
-        counts.append(store.num_keys() - before)
-        dist.barrier()
-    assert len(set(counts[1:])) == 1, counts
-
-
-def test_the_store_does_not_grow_with_the_number_of_sessions(on_ranks):
-    on_ranks(2, one_by_one)
 
 
 def in_the_next_job(folder):

@@ -1,6 +1,7 @@
 """Which Megatron-Core will do: the feature decides, asked of the routing function; numbers only say what was tested."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import megatron.core
@@ -87,6 +88,7 @@ def asks_twice(*args: Any, **options: Any) -> Any:
     return topk_routing_with_score_function(*args, **options)
 
 
+@functools.wraps(topk_routing_with_score_function)  # which copies what is on the function
 def adds_an_expert(*args: Any, **options: Any) -> Any:
     probs, routing_map = topk_routing_with_score_function(*args, **options)
     return probs, routing_map | torch.eye(EXPERTS, dtype=torch.bool)[:1]

@@ -6,9 +6,7 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore.heart.tally import Tally
-from tests.unit.mcore.tiny_chunk import Chunk, random_trace
-
-ROWS = torch.arange(8).view(2, 4)
+from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace
 
 
 class OnAGpu(torch.Tensor):

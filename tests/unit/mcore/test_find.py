@@ -98,15 +98,27 @@ def test_routers_are_named_by_their_path_and_ordered_by_their_layer():
     assert str(found[0]) == "layer 3 (decoder.layers.2.router)"
 
 
+class Module(nn.Module):
+    def forward(self, *args):
+        raise AssertionError("it is not called")
+
+
 class ForeignMoE(BaseMoELayer):
     def forward(self, hidden):
         return hidden
 
 
-def test_what_an_moe_layer_routes_with_is_found_whatever_its_class():
-    foreign = bare(ForeignMoE, router=bare(nn.Linear, layer_number=2))
-    routers = [each.router for each in find_routers(model(moe(1), foreign))]
-    assert routers[1] is foreign.router
+@pytest.mark.parametrize(
+    ("router", "name"),
+    [
+        (bare(nn.Linear, layer_number=2), "decoder.layers.1.router"),
+        (bare(Module, base=moe(2).router, scale=nn.Linear(1, 1)), "decoder.layers.1.router.base"),
+    ],
+    ids=["of another class", "an adapter around a router"],
+)
+def test_what_an_moe_layer_routes_with_is_found_whatever_its_class(router, name):
+    found = find_routers(model(moe(1), bare(ForeignMoE, router=router)))
+    assert [each.name for each in found] == ["decoder.layers.0.router", name]
 
 
 @pytest.mark.parametrize(
@@ -158,11 +170,6 @@ def test_a_module_without_routers_is_a_stage_of_a_model_with_experts_or_refused(
             check_has_experts([stage, bare(nn.Module, module=wrong)], [[], []])
 
 
-class Module(nn.Module):
-    def forward(self, *args):
-        raise AssertionError("it is not called")
-
-
 def test_a_wrapper_without_a_config_has_one_child_with_routers_and_that_has_a_config():
     policy = model(moe(1))
     actor_critic = bare(Module, policy=bare(Module, inner=policy), value_head=nn.Linear(1, 1))
@@ -171,14 +178,6 @@ def test_a_wrapper_without_a_config_has_one_child_with_routers_and_that_has_a_co
     assert wrappers(two) == [two], "which of them it stands for cannot be told"
     layers = bare(Module, layer=bare(Module, inner=moe(1)))
     assert wrappers(layers) == [layers], "the layers of a model are no models"
-
-
-def test_a_router_inside_what_an_moe_layer_routes_with_is_the_one_that_is_found():
-    inner = moe(2).router
-    adapter = bare(Module, base=inner, scale=nn.Linear(1, 1))
-    chunk = model(moe(1), bare(ForeignMoE, router=adapter))
-    found = find_routers(chunk)
-    assert [each.name for each in found] == ["decoder.layers.0.router", "decoder.layers.1.router.base"]
 
 
 @pytest.mark.parametrize(("size", "whole"), [(None, True), (1, True), (2, True), (3, False)])
@@ -233,54 +232,40 @@ def test_what_routes_depend_on():
         routing_info(nn.Linear(1, 1))
 
 
-def test_a_trace_of_exactly_these_layers_or_of_the_whole_model_fits():
-    stage = model(dense(3), moe(4), num_layers=6, mtp_num_layers=1, mtp_layers=(mtp(1, moe(1)),))
-    for given in ([4], [2, 4, 6], [1, 2, 4, 5, 6], [4, 7]):
-        check_trace_layers(given, stage)
-    check_trace_layers([4, 7], stage, mtp=True)
+STAGE = model(dense(3), moe(4), num_layers=6, mtp_num_layers=1, mtp_layers=(mtp(1, moe(1)),))
+WHOLE = model(moe(1), moe(2))
+WITH_PATTERN = model(dense(1), moe(2), dense(3), moe(4), pattern="*E*E")
+WITH_MTP_PATTERN = model(dense(1), moe(2), pattern="ME/*E/*E", mtp_num_layers=2)
+BUILT_OTHERWISE = model(dense(1), moe(2), moe_layer_freq=[1, 1])  # the numbers are right, and no advice helps
+IN_MTP_BLOCK = "layers and {} in its MTP block: it is of a deeper model"
+RENUMBER = r"routes in as many layers, \[2, 4\]: .*trace.renumber"
+NO_ADVICE = r"(?s)^(?!.*renumber)"
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message"),
+    ("of", "given", "options", "message"),
     [
-        ([2, 6], {}, r"layer 4 .* has no routes: the trace has layers \[2, 6\]"),
-        ([3, 4], {}, "routes for layer 3, but that layer of the model is dense"),
-        ([4, 8], {}, "routes for layer 8, but the model has 6 layers and 1 in its MTP block: it is of a deeper model"),
-        ([4], {"mtp": True}, r"MTP layer 7 .* has no routes"),
+        *((STAGE, given, {}, None) for given in ([4], [2, 4, 6], [1, 2, 4, 5, 6], [4, 7])),
+        (STAGE, [4, 7], {"mtp": True}, None),
+        (STAGE, [2, 6], {}, r"layer 4 .* has no routes: the trace has layers \[2, 6\]"),
+        (STAGE, [3, 4], {}, "routes for layer 3, but that layer of the model is dense"),
+        (STAGE, [4, 8], {}, f"routes for layer 8, but the model has 6 {IN_MTP_BLOCK.format(1)}"),
+        (STAGE, [4], {"mtp": True}, r"MTP layer 7 .* has no routes"),
+        (WHOLE, [1, 2], {}, None),
+        (WHOLE, [1, 2, 3], {}, "layer 3, but the model has 2 layers: it is of a deeper model"),
+        (WITH_MTP_PATTERN, [2, 6], {}, None),  # as many numbers as the pattern has symbols
+        (WITH_MTP_PATTERN, [2, 7], {}, f"layer 7, but the model has 2 {IN_MTP_BLOCK.format(4)}"),
+        *((WITH_PATTERN, given, {}, RENUMBER) for given in ([1, 2], [1, 3], [2, 3])),
+        (WITH_PATTERN, [2], {}, NO_ADVICE),
+        (BUILT_OTHERWISE, [1, 2], {}, NO_ADVICE),
     ],
 )
-def test_a_trace_that_lacks_a_layer_or_has_one_too_many_is_refused(given, options, message):
-    stage = model(dense(3), moe(4), num_layers=6, mtp_num_layers=1, mtp_layers=(mtp(1, moe(1)),))
+def test_a_trace_has_the_layers_of_the_stage_or_of_the_whole_model(of, given, options, message):
+    if message is None:
+        check_trace_layers(given, of, **options)
+        return
     with pytest.raises(TraceError, match=message):
-        check_trace_layers(given, stage, **options)
-
-
-def test_without_mtp_the_layer_behind_the_last_is_of_a_deeper_model():
-    check_trace_layers([1, 2], model(moe(1), moe(2)))
-    with pytest.raises(TraceError, match="layer 3, but the model has 2 layers: it is of a deeper model"):
-        check_trace_layers([1, 2, 3], model(moe(1), moe(2)))
-
-
-def test_each_mtp_layer_has_as_many_numbers_as_its_pattern_has_symbols():
-    hybrid = model(dense(1), moe(2), pattern="ME/*E/*E", mtp_num_layers=2)
-    check_trace_layers([2, 6], hybrid)
-    with pytest.raises(TraceError, match="layer 7, but the model has 2 layers and 4 in its MTP block"):
-        check_trace_layers([2, 7], hybrid)
-
-
-def test_advice_to_renumber_is_given_only_where_the_layers_are_as_many():
-    hybrid = model(dense(1), moe(2), dense(3), moe(4), pattern="*E*E")
-    for given in ([1, 2], [1, 3], [2, 3]):
-        with pytest.raises(TraceError, match=r"routes in as many layers, \[2, 4\]: .*trace.renumber"):
-            check_trace_layers(given, hybrid)
-    with pytest.raises(TraceError) as caught:
-        check_trace_layers([2], hybrid)
-    assert "renumber" not in str(caught.value)
-    # A stage without the second layer: the numbers are right, and no advice helps.
-    built_otherwise = model(dense(1), moe(2), moe_layer_freq=[1, 1])
-    with pytest.raises(TraceError) as caught:
-        check_trace_layers([1, 2], built_otherwise)
-    assert "renumber" not in str(caught.value)
+        check_trace_layers(given, of, **options)
 
 
 def test_patterns_of_hybrid_models():

@@ -12,20 +12,17 @@ from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from tests.support.soft_gpu import SoftGpu
 from tests.support.workers import GlooWorkers
 from tests.unit.mcore.gpu_modes import (
-    IDS,
     LIVE_MODES,
     MODES,
     NUM,
-    ROWS,
     ask,
     ask_top4,
     captured,
     ran_under_another_stream,
-    recording,
     targets_on_the_gpu,
     told_late,
 )
-from tests.unit.mcore.tiny_chunk import SCORES, as_map
+from tests.unit.mcore.tiny_chunk import SCORES
 
 OURS = [name for name in MODES if name != "no session" and "Megatron" not in name]
 BASE = {"record": "Megatron's record", "freeze": "no session"}
@@ -174,13 +171,6 @@ def test_a_session_waits_at_its_end_for_what_ran_under_another_stream(gpu_worker
 def test_what_a_cuda_graph_captures_is_refused_before_cuda_fails(gpu_worker, what, who):
     (said,) = gpu_worker.run(captured, what)
     assert said.startswith(f"MRR416: {who} is captured into a graph")
-
-
-def test_a_recording_on_the_device_is_what_left_the_routers(gpu_worker):
-    ((trace, maps),) = gpu_worker.run(recording)
-    assert torch.equal(trace.token_ids, IDS.flatten().to(torch.int32))
-    for (number, layer), routing_map in maps.items():
-        assert torch.equal(as_map(trace.layer(layer)[ROWS[number].t().reshape(-1)]), routing_map)
 
 
 def test_without_a_session_recomputes_flip(asked):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.mcore import Tape
 from megatron_router_replay.mcore.attention import sparse
 from megatron_router_replay.mcore.attention.indexers import find_indexers
 from megatron_router_replay.mcore.attention.sparse import decode_positions, encode_positions
@@ -156,21 +157,16 @@ def expected_gradients(**options: Any) -> list[Tensor | None]:
 
 
 @needs_seam
-@pytest.mark.parametrize("around", [reentrant, non_reentrant])
-def test_without_a_freeze_a_recompute_attends_elsewhere(around):
+@pytest.mark.parametrize("around", [reentrant, non_reentrant, selective])
+def test_gradients_are_those_of_no_recompute_though_indexers_changed(around):
     model = Model()
     model.around = around
     with attended() as seen:
         loss = model(hidden()).sum()
         model.change_indexers()
         loss.backward()
-    assert not torch.equal(seen[1], seen[2])
-    assert not same(gradients(model), expected_gradients())
-
-
-@needs_seam
-@pytest.mark.parametrize("around", [reentrant, non_reentrant, selective])
-def test_gradients_are_those_of_no_recompute_though_indexers_changed(around):
+    # Without a freeze it attends elsewhere, unless the checkpoint saves the scores.
+    assert torch.equal(seen[1], seen[2]) == (around is selective)
     model = Model()
     model.around = around
     with attended() as seen, mrr.freeze_recompute(model) as session:
@@ -245,33 +241,32 @@ def test_a_selective_checkpoint_pairs_nothing_of_a_layer_that_shares_positions()
     assert same(gradients(model), expected_gradients(num_layers=3, dsa_indexer_topk_freq=3))
 
 
-@needs_seam
-def test_a_tape_keeps_two_bytes_a_position_and_nothing_outside_checkpoints():
-    from megatron_router_replay.mcore.heart import tape
+@contextmanager
+def remembered_tapes() -> Iterator[list[Tape]]:
+    """Yield the tapes that are made, in order."""
+    original, tapes = Tape.__init__, list[Tape]()
 
+    def made(self: Tape) -> None:
+        original(self)
+        tapes.append(self)
+
+    with mock.patch.object(Tape, "__init__", made):
+        yield tapes
+
+
+@needs_seam
+@pytest.mark.parametrize(("highest", "dtype"), [(sparse._NONE, torch.uint16), (LENGTH - 1, torch.int32)])
+def test_a_tape_keeps_two_bytes_a_position_where_they_do_and_nothing_outside_checkpoints(highest, dtype):
     model = Model(num_layers=1)
-    with mrr.freeze_recompute(model), mock.patch.object(tape.Tape, "__init__", _remembering(tapes := [])):
+    with mock.patch.object(sparse, "_NONE", highest), mrr.freeze_recompute(model), remembered_tapes() as tapes:
         loss = model(hidden()).sum()
         (entry,) = tapes[0].entries
-        assert entry.topk_indices.dtype == torch.uint16
-        assert entry.topk_indices.shape == (BATCH, LENGTH, KEPT)
+        assert (entry.topk_indices.dtype, entry.topk_indices.shape) == (dtype, (BATCH, LENGTH, KEPT))
         loss.backward()
         model.around = plain
         with torch.no_grad():
             model(hidden())
         assert len(tapes) == 1
-
-
-@needs_seam
-def test_positions_that_two_bytes_do_not_hold_are_kept_in_four():
-    from megatron_router_replay.mcore.heart import tape
-
-    model = Model(num_layers=1)
-    remembered = mock.patch.object(tape.Tape, "__init__", _remembering(tapes := []))
-    with mock.patch.object(sparse, "_NONE", LENGTH - 1), mrr.freeze_recompute(model), remembered:
-        loss = model(hidden()).sum()
-        assert tapes[0].entries[0].topk_indices.dtype == torch.int32
-        loss.backward()
 
 
 def test_shared_positions_that_their_layer_did_not_keep_are_kept_whole():
@@ -281,24 +276,10 @@ def test_shared_positions_that_their_layer_did_not_keep_are_kept_whole():
     assert torch.equal(decode_positions(choice.kept), positions)
 
 
-def _remembering(tapes: list[Any]) -> Callable[..., None]:
-    from megatron_router_replay.mcore.heart import tape
-
-    original = tape.Tape.__init__
-
-    def made(self: Any) -> None:
-        original(self)
-        tapes.append(self)
-
-    return made
-
-
 @needs_sharing
 def test_layers_that_share_positions_keep_them_once():
-    from megatron_router_replay.mcore.heart import tape
-
     model = Model(num_layers=3, dsa_indexer_topk_freq=3)
-    with mrr.freeze_recompute(model), mock.patch.object(tape.Tape, "__init__", _remembering(tapes := [])):
+    with mrr.freeze_recompute(model), remembered_tapes() as tapes:
         loss = model(hidden()).sum()
         first, second, third = (each.entries[0].topk_indices for each in tapes)
         assert first is second is third
@@ -396,30 +377,6 @@ def test_an_attention_that_goes_around_the_seam_raises():
 
 
 @needs_seam
-def test_an_attention_that_changed_during_the_session_raises_at_its_end():
-    model = Model()
-    with (
-        pytest.raises(ReplayStateError, match=r"MRR419[\s\S]*layer 1 \(layers.0.attention\): forward was replaced"),
-        mrr.freeze_recompute(model),
-    ):
-        model.layers[0].attention.forward = lambda *args, **kwargs: None
-    model = Model()
-    with (
-        pytest.raises(ReplayStateError, match=r"layer 2 \(layers.1.attention\): the attention was exchanged"),
-        mrr.freeze_recompute(model),
-    ):
-        model.layers[1] = Layer(model.config, 2)
-    model = Model()
-    dsa = the_dsa()
-    silent = type("Silent", (dsa.DSAttention,), {"forward": dsa.DSAttention.forward.__wrapped__})
-    with (
-        pytest.raises(ReplayStateError, match=r"layer 1 \(layers.0.attention\): the attention got the class Silent"),
-        mrr.freeze_recompute(model),
-    ):
-        model.layers[0].attention.__class__ = silent
-
-
-@needs_seam
 def test_one_freeze_at_a_time():
     model = Model()
     session = mrr.freeze_recompute(model)
@@ -458,6 +415,26 @@ def overridden(model: Model) -> None:
 
 def strange(model: Model) -> None:
     model.layers[0].attention = Other(model.layers[0].attention.indexer)
+
+
+def exchanged(model: Model) -> None:
+    model.layers[0] = Layer(model.config, 1)
+
+
+@needs_seam
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (wrapped, "forward was replaced"),
+        (exchanged, "the attention was exchanged"),
+        (overridden, "the attention got the class Faster"),
+    ],
+)
+def test_an_attention_that_changed_during_the_session_raises_at_its_end(change, told):
+    model = Model()
+    message = rf"MRR419[\s\S]*layer 1 \(layers.0.attention\): {told}"
+    with pytest.raises(ReplayStateError, match=message), mrr.freeze_recompute(model):
+        change(model)
 
 
 @needs_seam

@@ -6,10 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.mcore.balance import Balance, Tokens
+from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes
 from tests.unit.mcore.tiny_chunk import Chunk, as_map, random_routes, random_trace, tokens, watched
 
@@ -97,22 +95,3 @@ def test_a_router_must_see_the_shape_of_its_micro_batch():
     for expected, shape in (((4, 2), (2, 4)), ((4, 2), (8,)), ((4, 1), (5,)), ((1, 4), (4,))):
         with pytest.raises(ReplayStateError, match=r"here, micro-batch -1: the router routes tokens of \[s, b\]"):
             bare(expected).check_shape("here", shape)
-
-
-def test_a_live_layer_beside_a_micro_batch_knows_its_padding_or_raises():
-    known = bare((4, 2), is_token=torch.ones(8, dtype=torch.bool), packed=True)
-    told = known.tokens(Tokens(Balance()), 8, "here")
-    assert (told.is_token is known.is_token, told.packed) == (True, True)
-    with pytest.raises(ReplayStateError, match="here routes 6 tokens beside a micro-batch that has 8 on this rank"):
-        known.tokens(Tokens(Balance()), 6, "here")
-    assert bare((4, 2)).tokens(Tokens(Balance()), 6, "here").is_token is None
-
-
-def test_what_is_queued_is_a_copy_of_rows_and_of_what_stands_beside_them():
-    rows, padding = torch.tensor([0, -1]), torch.tensor([0, 7])
-    inputs = RowInputs.checked(rows, token_ids=rows + 5, padding=padding, trained=None)
-    rows.fill_(9), padding.zero_()
-    assert (inputs.rows.tolist(), inputs.token_ids.tolist()) == ([[0, -1]], [[5, 4]])
-    assert (inputs.padding.tolist(), inputs.trained) == ([[False, True]], None)
-    with pytest.raises(LayoutError, match="routing_rows must be integers"):
-        RowInputs.checked(torch.zeros(2), token_ids=None, padding=None, trained=None)

@@ -151,8 +151,7 @@ class Program:
         chunk.around = self.random.choice([plain, reentrant, non_reentrant, reentrant_with_gradients, by_hooks])
         b, s = self.random.choice([(1, 4), (2, 3), (3, 2)])
         input_ids = torch.randint(32, (b, s))
-        queued = next((session for session in reversed(self.sessions) if session._takes_microbatches), None)
-        rows = None
+        queued, rows = self.queueing(), None
         if queued is not None:
             if self.again is not None and self.again[0] is queued:
                 rows, self.again = self.again[1], None
@@ -203,6 +202,10 @@ class Program:
             chunk.fail_at = None
             self.wrapper.fails = ""
         self.forwards[number].loss = loss
+
+    def queueing(self) -> Any:
+        """The session that the next forward's micro-batch is queued in."""
+        return next((session for session in reversed(self.sessions) if session._takes_microbatches), None)
 
     def queue(self, session: Any, input_ids: Tensor) -> Tensor:
         rows = torch.tensor([self.random.randrange(-1, ROWS) for _ in range(input_ids.numel())]).view(input_ids.shape)
@@ -262,12 +265,16 @@ class Program:
             gc.collect()
 
     def evaluate(self) -> None:
-        if any(session._takes_microbatches for session in self.sessions):
+        """A forward without gradients, as that of the old log-probs, whose recompute never comes."""
+        if self.ahead is not None:  # the forward would take its routes
             return
         self.log.append("evaluate")
+        input_ids, queued = torch.randint(32, (2, 2)), self.queueing()
+        rows = None if queued is None else self.queue(queued, input_ids)
+        number, self.number = self.number, self.number + 1
+        self.forwards[number] = Forward(number, bool(self.sessions), rows, queued and self.traces.get(queued))
         with self.random.choice([torch.no_grad, torch.inference_mode])():
-            self.chunk(torch.randint(32, (2, 2)), self.number)
-        self.number += 1
+            self.chunk(input_ids, number)
 
     def change_weights(self) -> None:
         disturb(self.chunk, seed=self.random.randrange(1 << 20))

@@ -71,34 +71,27 @@ def test_a_session_on_another_model_than_the_one_that_trains_raises(start, held_
         forward(trains).backward()
 
 
-def test_a_replay_in_which_nothing_ran_raises_unless_that_is_meant():
-    evaluated = Chunk().eval()
-    for least in (None, 0.99):
-        with (
-            pytest.raises(ReplayStateError, match="nothing ran on this rank, so nothing was replayed"),
-            mrr.replay(Chunk(), random_trace(), min_replayed=least),
-        ):
+@pytest.mark.parametrize("least", [None, 0.99])
+@pytest.mark.parametrize(
+    ("padding", "message"),
+    [
+        (None, "nothing ran on this rank, so nothing was replayed"),
+        (torch.ones(2, 4), "none of 8 tokens was replayed on this rank, for padding= calls all of them"),
+    ],
+)
+def test_a_replay_of_nothing_or_of_padding_alone_raises_unless_that_is_meant(padding, message, least):
+    def step(least):
+        chunk, evaluated = Chunk(), Chunk().eval()
+        with mrr.replay(chunk, random_trace(8), min_replayed=least) as session:
             evaluated(tokens())
-    with mrr.replay(Chunk(), random_trace(), min_replayed=0) as session:
-        evaluated(tokens())
-    assert (session.report.microbatches, session.report.replayed_share) == (0, None)
+            if padding is not None:
+                session.microbatch(torch.full_like(ROWS, -1), padding=padding)
+                chunk(tokens())
+        return session.report
 
-
-def test_a_replay_of_nothing_but_padding_raises():
-    chunk = Chunk()
-    with (
-        pytest.raises(
-            ReplayStateError, match="none of 8 tokens was replayed on this rank, for padding= calls all of them"
-        ),
-        mrr.replay(chunk, random_trace(8), min_replayed=0.99) as session,
-    ):
-        session.microbatch(torch.full_like(ROWS, -1), padding=torch.ones(2, 4))
-        chunk(tokens())
-
-
-def test_a_freeze_in_which_nothing_ran_is_in_order():
-    with mrr.freeze_recompute(Chunk()):
-        forward(Chunk()).backward()
+    with pytest.raises(ReplayStateError, match=message):
+        step(least)
+    assert step(0).replayed_share is None
 
 
 @pytest.mark.parametrize("start", [*STARTS.values(), mrr.attach], ids=[*STARTS, "attach"])

@@ -5,36 +5,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_router_replay.mcore.model.support import (
     KNOWN_MOE_FIELDS,
     config_refusals,
-    mtp_refusals,
-    unknown_moe_settings,
     untested_version_refusals,
 )
+from tests.unit.mcore.tiny_chunk import config
 
 ROUTER: Any = SimpleNamespace(num_experts=8, topk=2)  # what the checks read of a router
 FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
 GRAPH_FIELD = "cuda_graph_modules" if "cuda_graph_modules" in FIELDS else "cuda_graph_scope"  # renamed in 0.18
 SINCE_0_18 = GRAPH_FIELD == "cuda_graph_modules"
-
-
-def config(kind: type[TransformerConfig] = TransformerConfig, **overrides: Any) -> TransformerConfig:
-    fields: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_moe_experts": 8,
-        "moe_router_topk": 2,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-    }
-    return kind(**{**fields, **overrides})
 
 
 def set_after(**values: Any) -> TransformerConfig:
@@ -101,16 +85,6 @@ def test_a_setting_that_cannot_be_exact_is_refused_by_its_name(field, value):
     assert reason.startswith(f"{field}={value}")
 
 
-@pytest.mark.parametrize(("depths", "repeated", "refused"), [(2, True, True), (1, True, False), (2, False, False)])
-def test_one_mtp_layer_that_runs_several_times_is_refused_by_its_name(depths, repeated, refused):
-    if "mtp_use_repeated_layer" not in FIELDS:
-        pytest.skip("this Megatron-Core has no mtp_use_repeated_layer")
-    made = config(mtp_num_layers=depths, mtp_use_repeated_layer=repeated)
-    reasons = list(mtp_refusals(made))
-    assert len(reasons) == refused
-    assert all("mtp_use_repeated_layer=True with mtp_num_layers=2" in reason for reason in reasons)
-
-
 def test_every_moe_field_of_the_installed_version_was_read():
     assert {name for name in FIELDS if name.startswith("moe_")} <= KNOWN_MOE_FIELDS
 
@@ -122,26 +96,33 @@ class OfTomorrow(TransformerConfig):
     mlp_dreams: bool = False
 
 
-def test_unknown_moe_settings_are_those_that_are_not_at_their_default():
-    assert unknown_moe_settings(config(OfTomorrow)) == {}
-    assert unknown_moe_settings(config(OfTomorrow, mlp_dreams=True)) == {}
-    made = config(OfTomorrow, moe_router_dreams=True, moe_dream_layers=[1])
-    assert unknown_moe_settings(made) == {"moe_router_dreams": True, "moe_dream_layers": [1]}
-
-
-def test_a_newer_version_refuses_what_is_unknown_here_by_name():
-    assert list(untested_version_refusals(config(OfTomorrow), "0.21.0")) == []
-    (reason,) = untested_version_refusals(config(OfTomorrow, moe_router_dreams=True), "0.21.0")
-    assert reason.startswith("moe_router_dreams=True is unknown here: Megatron-Core 0.21.0 is newer than 0.19.2")
-    made = config()
-    made.moe_router_load_balancing_type = ["aux_loss", "astrology"]
-    (reason,) = untested_version_refusals(made, "0.21.0")
-    assert "moe_router_load_balancing_type='astrology' is unknown here" in reason
-
-
-def test_a_newer_version_refuses_what_could_not_be_verified():
-    (reason,) = untested_version_refusals(set_after(moe_expert_capacity_factor=1.0), "0.21.0")
-    assert reason.startswith("moe_expert_capacity_factor=1.0 drops tokens behind the selection")
+@pytest.mark.parametrize(
+    ("made", "reasons"),
+    [
+        (config(OfTomorrow), []),
+        (config(OfTomorrow, mlp_dreams=True), []),
+        (
+            config(OfTomorrow, moe_router_dreams=True, moe_dream_layers=[1]),
+            [
+                "moe_router_dreams=True is unknown here: Megatron-Core 0.21.0 is newer than 0.19.2",
+                "moe_dream_layers=[1] is unknown here",
+            ],
+        ),
+        (
+            set_after(moe_router_load_balancing_type=["aux_loss", "astrology"]),
+            ["moe_router_load_balancing_type='astrology' is unknown here"],
+        ),
+        # What could not be verified.
+        (
+            set_after(moe_expert_capacity_factor=1.0),
+            ["moe_expert_capacity_factor=1.0 drops tokens behind the selection"],
+        ),
+    ],
+)
+def test_a_newer_version_refuses_by_name_what_is_unknown_here_and_not_at_its_default(made, reasons):
+    found = list(untested_version_refusals(made, "0.21.0"))
+    assert len(found) == len(reasons)
+    assert all(one.startswith(reason) for one, reason in zip(found, reasons))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.unit.mcore.tiny_chunk import (
     reentrant,
     tokens,
     watched,
+    wrong_replays,
 )
 
 __all__ = ["one_rank"]
@@ -92,7 +93,7 @@ def test_without_sequence_parallelism_each_rank_routes_all_tokens(rank):
     with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
         session.microbatch(ROWS)
         chunk(tokens())
-    assert torch.equal(seen[0, 1][0], as_map(trace.layer(1)[ROWS.t().reshape(-1)]))
+    assert wrong_replays(seen, trace) == 0
 
 
 def test_rows_of_one_ranks_part_alone_are_refused():

@@ -29,7 +29,8 @@ ROWS = torch.arange(8).view(2, 4)
 """The rows of `tokens()`: two sequences of four."""
 
 
-def config(**options: Any) -> Any:
+def config(kind: Any = None, **options: Any) -> Any:
+    """A TransformerConfig, or one of a subclass."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     fields: dict[str, Any] = {
@@ -43,7 +44,7 @@ def config(**options: Any) -> Any:
         "add_bias_linear": False,
         "use_cpu_initialization": True,
     }
-    return TransformerConfig(**{**fields, **options})
+    return (kind or TransformerConfig)(**{**fields, **options})
 
 
 def _gating(router: Any, hidden: Tensor) -> Tensor:
@@ -318,13 +319,18 @@ def as_map(topk_indices: Tensor) -> Tensor:
     return torch.zeros(len(topk_indices), EXPERTS, dtype=torch.bool).scatter(1, topk_indices.long(), True)
 
 
-def wrong_replays(seen: Seen, trace: mrr.RoutingTrace) -> int:
-    """How many decisions are not the trace's, where forward n has the n-th 8 rows of it as [2, 4], s-major in a router."""
+def wrong_replays(seen: Seen, trace: mrr.RoutingTrace, rows: Tensor | None = None) -> int:
+    """How many decisions of rows with a route are not the trace's, in forwards and recomputes.
+
+    Args:
+        rows: [b, s] of every forward, s-major in a router; None: forward n has the n-th 8 rows as [2, 4].
+    """
     wrong = 0
     for (number, layer), maps in seen.items():
-        rows = (torch.arange(8) + 8 * number).view(2, 4).t().reshape(-1)
-        expected = as_map(trace.layer(layer)[rows])
-        wrong += sum(int((routing_map != expected).any(dim=1).sum()) for routing_map in maps)
+        at = (ROWS + 8 * number if rows is None else rows).t().reshape(-1)
+        routed = (at >= 0) & trace.replay_mask[at.clamp(min=0)]
+        expected = as_map(trace.layer(layer)[at[routed]])
+        wrong += sum(int((routing_map[routed] != expected).any(dim=1).sum()) for routing_map in maps)
     return wrong
 
 
