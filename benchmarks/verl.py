@@ -42,7 +42,7 @@ def measure(kind: str) -> tuple[int, list[tuple[float, float]]]:
     """Build a kind's engine and run its steps; return the bytes held, and the CPU seconds of each, (preparation, whole)."""
     engine_class, mode = KINDS[kind]
     engine = Case(config=CONFIG).engine(engine_class, mode)
-    padded = make_batch(SIZES).padded
+    padded = make_batch(sizes=SIZES).padded
     settings = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "enable_routing_replay": mode != "disabled"}
     loss, held = loss_function(), 0
 

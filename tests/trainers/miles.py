@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megatron_router_replay.testing import ParallelSizes
 from tests.trainers import oracle, small_model
-from tests.trainers.slime import SERVICES, Args
+from tests.trainers.slime import SERVICES, train
 from tests.trainers.slime import args as arguments_of_slime
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import trainer_imports
@@ -38,50 +40,37 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
         from miles.utils.replay_base import routing_replay_manager
 
         chunks = small_model.build(layout, **options)
-        chunks[0].role = "actor"
-        arguments: Args = arguments_of_slime(layout, **{"qkv_format": "thd", "allgather_cp": False, **flags})
+        arguments = arguments_of_slime(layout, **{"qkv_format": "thd", "allgather_cp": False, **flags})
         arguments.pipeline_model_parallel_size = layout.pp_size
         model.get_args = parallel.get_args = lambda: arguments
-        parallel.mpu.get_data_parallel_group_gloo = (
-            parallel.mpu.get_data_parallel_group
-        )  # gloo's are the only groups here
+        # gloo's are the only groups here
+        parallel.mpu.get_data_parallel_group_gloo = parallel.mpu.get_data_parallel_group
         model.DumperMegatronUtil = _NoDumper
         model.torch.cuda.mem_get_info = lambda device=None: (1, 1)  # there is memory
         actor.is_first_replica_megatron_main_rank = model.is_first_replica_megatron_main_rank = lambda: False
         from miles.backends.training_utils.parallel import set_parallel_state
+        from miles.ray.rollout.train_data_conversion import process_rollout_data_shard
 
         set_parallel_state(parallel.create_megatron_parallel_state(GroupInfo(rank=0, size=1, group=None)))
         # Services: the object store, the trackers.
         boxes = [rollout_data(i) for i in range(parallel.mpu.get_data_parallel_world_size())]
-        data.process_rollout_data = lambda args, ref, rank, size, witness_info: (_shard(args, ref[rank]), _Nothing())
+        data.process_rollout_data = lambda args, ref, rank, size, witness_info: (
+            process_rollout_data_shard(args, ref[rank]),
+            nullcontext(),
+        )
         log_utils.gather_log_data = actor.log_perf_data = lambda *args, **kwargs: None
         routing_replay_manager.enabled = own  # as `init` leaves it
         if own:
             _install_own_replay(chunks, routing_replay_manager)
-        ids, routes = oracle.rollout(parallel.mpu.get_data_parallel_rank())
-        me = object.__new__(actor.MegatronTrainRayActor)
-        me.args, me.role, me.model, me.optimizer = arguments, "actor", chunks, small_model.NoOptimizer()
-        me.with_ref = True
-        me.opt_param_scheduler = SimpleNamespace(step=lambda increment: None, get_lr=lambda group: 0.0)
-        me.prof = SimpleNamespace(step=lambda rollout_id: None)
-        me.rollout_data_postprocess, me.weight_updater = None, SimpleNamespace(pop_metrics=dict)
-        me._heartbeat, me._ft_test_action_executor = SimpleNamespace(bump=lambda: None), None
-        with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
-            me.weights_backuper = SimpleNamespace(
-                backup_tags={"ref", "actor", "old_actor"}, restore=lambda tag: seen.mark(), backup=lambda tag: None
-            )
-            me._active_model_tag = "actor"
-            actor.Timer().start("train_wait")  # miles does so at the end of init
-            me.train(0, boxes)
-        return [part.counts() for part in seen if sum(part.looked.values())]
+        heartbeat = SimpleNamespace(bump=lambda: None)
+        return train(
+            actor, arguments, chunks, boxes, with_ref=True, _heartbeat=heartbeat, _ft_test_action_executor=None
+        )
 
 
-def step_with_miles_own_replay(folder: str, flags: dict[str, Any]) -> Any:
-    current_device = torch.cuda.current_device
-    try:
-        return step(folder, ParallelSizes(), {}, flags, own=True)
-    finally:
-        torch.cuda.current_device = current_device
+def step_with_own_replay(folder: str, flags: dict[str, Any]) -> Any:
+    with mock.patch.object(torch.cuda, "current_device", torch.cuda.current_device):
+        return step(folder, ParallelSizes(), {}, {"enable_mtp_training": False, **flags}, own=True)
 
 
 def _install_own_replay(chunks: list[Any], manager: Any) -> None:
@@ -108,13 +97,6 @@ def _install_own_replay(chunks: list[Any], manager: Any) -> None:
                 module.routing = routing
 
 
-def _shard(args: Any, stored: dict[str, Any]) -> dict[str, Any]:
-    from miles.ray.rollout.train_data_conversion import process_rollout_data_shard
-
-    shard: dict[str, Any] = process_rollout_data_shard(args, stored)
-    return shard
-
-
 class _NoDumper:
     """Stands for SGLang's dumper of activations."""
 
@@ -125,12 +107,4 @@ class _NoDumper:
         return forward_step
 
     def finalize(self, model: Any) -> None:
-        pass
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
         pass

@@ -50,7 +50,7 @@ def routes_of_tokens(seed: int) -> dict[int, Any]:
     return known
 
 
-def config(layout: ParallelSizes, packs: bool, dynamic: bool) -> dict[str, Any]:
+def config(layout: ParallelSizes, *, packs: bool = False, dynamic: bool = False) -> dict[str, Any]:
     return {
         "train_global_batch_size": oracle.NUM_SAMPLES,
         "train_micro_batch_size": 2,
@@ -72,9 +72,7 @@ def config(layout: ParallelSizes, packs: bool, dynamic: bool) -> dict[str, Any]:
     }
 
 
-def step(
-    folder: str, layout: ParallelSizes, options: dict[str, Any], packs: bool = False, dynamic: bool = False
-) -> Any:
+def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
     """Reference log-probs, previous log-probs, a training step; {pass: (decisions, wrong)} of each."""
     with trainer_imports(folder, SOURCE.packages, services=SERVICES):
         torch._dynamo.config.disable = True
@@ -84,7 +82,7 @@ def step(
         from nemo_rl.models.megatron.router_replay import validate_router_replay_config
         from nemo_rl.models.policy.workers import megatron_policy_worker as worker
 
-        cfg = config(layout, packs, dynamic)
+        cfg = config(layout, **flags)
         validate_router_replay_config(cfg)
         # An older Megatron-Core has no total_tokens, which only Transformer Engine reads.
         megatron_data.PackedSeqParams = small_model.packed_seq_params
@@ -103,7 +101,7 @@ def step(
         worker.get_rerun_state_machine = _Once
         torch.cuda.get_device_name = lambda *_: "cpu"
         me = object.__new__(worker.MegatronPolicyWorkerImpl)
-        me.cfg, me.model, me.dtype, me.dp_size = cfg, chunks[0], torch.float32, 1
+        me.cfg, me.model, me.dtype = cfg, chunks[0], torch.float32
         me.dp_size = worker.parallel_state.get_data_parallel_world_size()
         me.optimizer, me.scheduler = (
             small_model.NoOptimizer(),
@@ -127,13 +125,13 @@ def step(
         def shard() -> Any:
             args: dict[str, Any] = {"max_tokens_per_microbatch": 32, "input_lengths_key": "input_lengths"}
             args["input_key"] = "input_ids"
-            if packs:
+            whole = BatchedDataDict(batch(rank))
+            if flags.get("packs"):
                 args |= {"algorithm": "modified_first_fit_decreasing", "sequence_length_pad_multiple": 8}
-                return BatchedDataDict(batch(rank)).shard_by_batch_size(1, sequence_packing_args=args)[0][0]
-            if dynamic:
-                args |= {"sequence_length_round": 8}
-                return BatchedDataDict(batch(rank)).shard_by_batch_size(1, dynamic_batching_args=args)[0][0]
-            return BatchedDataDict(batch(rank)).shard_by_batch_size(1)[0]
+                return whole.shard_by_batch_size(1, sequence_packing_args=args)[0][0]
+            if flags.get("dynamic"):
+                return whole.shard_by_batch_size(1, dynamic_batching_args=args | {"sequence_length_round": 8})[0][0]
+            return whole.shard_by_batch_size(1)[0]
 
         with oracle.watched(chunks, routes_of_tokens(rank)) as seen:
             me.get_logprobs(data=shard(), require_router_replay=False)

@@ -35,7 +35,7 @@ class Config(SimpleNamespace):
         return None
 
 
-def config(packs: bool, max_tokens: int) -> Config:
+def config(*, packs: bool = False, max_tokens: int = 0) -> Config:
     return Config(
         remove_microbatch_padding=packs,
         max_tokens_per_microbatch=max_tokens,
@@ -97,7 +97,7 @@ def batch(seed: int) -> Any:
     return made
 
 
-def step(folder: str, layout: ParallelSizes, options: dict[str, Any], packs: bool = False, max_tokens: int = 0) -> Any:
+def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
     """Log-probs without routes (the reference's batch), with them, a training step; {pass: (decisions, wrong)} of each."""
     with trainer_imports(folder, SOURCE.packages, services=SERVICES):
         torch._dynamo.config.disable = True
@@ -115,7 +115,7 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], packs: boo
         chunks = small_model.build(layout, **options)
         rank = worker.mpu.get_data_parallel_rank()
         me = object.__new__(worker.MegatronPolicyWorkerBase)
-        me.cfg, me.actor_module = config(packs, max_tokens), chunks
+        me.cfg, me.actor_module = config(**flags), chunks
         me.model = MegatronModelWrapper(me.cfg, chunks, policy_loss_fn=ppo_policy_loss)
         me.enable_router_replay, me.is_vlm, me.empty_cuda_cache, me.optimizer = True, False, False, None
         me.strategy = SimpleNamespace(all_reduce=lambda values, op=None, **_: values)
@@ -134,14 +134,14 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], packs: boo
         return [part.counts() for part in seen]
 
 
-def step_with_skyrls_own_replay(folder: str, packs: bool) -> Any:
+def step_with_own_replay(folder: str, flags: dict[str, Any]) -> Any:
     """`step`, with routers built as SkyRL builds them for its own replay; nothing of that is left in the process."""
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     original = TopKRouter.set_layer_number
     try:
-        return step(folder, ParallelSizes(), {"moe_enable_routing_replay": True}, packs)
+        return step(folder, ParallelSizes(), {"moe_enable_routing_replay": True}, flags)
     finally:
         TopKRouter.set_layer_number = original
         del TopKRouter._set_layer_number_patched

@@ -70,8 +70,8 @@ def rollout_data(seed: int, steps: int) -> dict[str, Any]:
     return data
 
 
-def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], steps: int = 1) -> Any:
-    """Train on one rollout; {pass: (decisions, wrong)} of the reference, log-prob and training passes."""
+def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
+    """Train on one rollout, in so many `steps`; {pass: (decisions, wrong)} of the reference, log-probs and training."""
     with trainer_imports(folder, ("slime",), services=SERVICES):
         torch._dynamo.config.disable = True
         from slime.backends.megatron_utils import actor, model
@@ -88,20 +88,27 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
         arguments = args(layout, **flags)
         model.get_args = lambda: arguments
         chunks = small_model.build(layout, **options)
-        chunks[0].role = "actor"
-        rank = actor.mpu.get_data_parallel_rank()
-        ids, routes = oracle.rollout(rank)
-        me = object.__new__(actor.MegatronTrainRayActor)
-        me.args, me.role, me.model, me.optimizer = arguments, "actor", chunks, small_model.NoOptimizer()
-        me.opt_param_scheduler = SimpleNamespace(step=lambda increment: None, get_lr=lambda group: 0.0)
-        me.prof = SimpleNamespace(step=lambda rollout_id: None)
-        me.rollout_data_postprocess, me.weight_updater = None, SimpleNamespace(pop_metrics=dict)
-        with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
-            me.weights_backuper = SimpleNamespace(
-                backup_tags={"ref", "actor", "old_actor"}, restore=lambda tag: seen.mark(), backup=lambda tag: None
-            )
-            me._active_model_tag = "actor"
-            actor.Timer().start("train_wait")  # slime does so at the end of init
-            boxes = [Box(rollout_data(i, steps)) for i in range(actor.mpu.get_data_parallel_world_size())]
-            me.train(0, boxes)
-        return [part.counts() for part in seen if sum(part.looked.values())]
+        boxes = [Box(rollout_data(i, flags.get("steps", 1))) for i in range(actor.mpu.get_data_parallel_world_size())]
+        return train(actor, arguments, chunks, boxes)
+
+
+def train(actor: Any, arguments: Args, chunks: list[Any], boxes: list[Any], **fields: Any) -> Any:
+    """Let an actor, as its `init` leaves it but for the services, train on the boxes of the data-parallel ranks."""
+    from megatron.core import parallel_state
+
+    chunks[0].role = "actor"
+    me = object.__new__(actor.MegatronTrainRayActor)
+    me.args, me.role, me.model, me.optimizer = arguments, "actor", chunks, small_model.NoOptimizer()
+    me.opt_param_scheduler = SimpleNamespace(step=lambda increment: None, get_lr=lambda group: 0.0)
+    me.prof = SimpleNamespace(step=lambda rollout_id: None)
+    me.rollout_data_postprocess, me.weight_updater = None, SimpleNamespace(pop_metrics=dict)
+    vars(me).update(fields)
+    ids, routes = oracle.rollout(parallel_state.get_data_parallel_rank())
+    with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
+        me.weights_backuper = SimpleNamespace(
+            backup_tags={"ref", "actor", "old_actor"}, restore=lambda tag: seen.mark(), backup=lambda tag: None
+        )
+        me._active_model_tag = "actor"
+        actor.Timer().start("train_wait")  # they do so at the end of init
+        me.train(0, boxes)
+    return [part.counts() for part in seen if sum(part.looked.values())]

@@ -22,15 +22,18 @@ def build(layout: ParallelSizes, **options: Any) -> list[Any]:
         **options,
     )
     chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, core_attention="small")
-    for chunk in chunks:
-        for module in chunk.modules():
-            # A trainer's mask of padded batches: padding lies behind all tokens, where a causal attention does not look.
-            if isinstance(module, SmallAttention):
-                module.register_forward_pre_hook(_without_mask, with_kwargs=True)
+    without_masks(chunks)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
     return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+
+
+def without_masks(chunks: list[Any]) -> None:
+    """Drop a trainer's mask of padded batches: padding lies behind all tokens, where a causal attention does not look."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, SmallAttention):
+            module.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
 
 def _without_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -91,9 +91,3 @@ def without_edit(diff: str, text: str) -> str:
             last += 1
     kept = [" " + line[1:] for line in lines[first : last + 1] if line.startswith("-")]
     return "".join([*lines[:first], *kept, *lines[last + 1 :]])
-
-
-def counted(diff: str) -> tuple[int, int]:
-    """Return how many lines a diff adds and takes away."""
-    lines = [line for line in diff.splitlines() if not line.startswith(("+++", "---"))]
-    return sum(line.startswith("+") for line in lines), sum(line.startswith("-") for line in lines)

@@ -32,6 +32,10 @@ class Sizes:
         return [prompt + response for prompt, response in zip(self.prompts, self.responses)]
 
 
+SIZES = Sizes()
+LENGTHS = SIZES.lengths
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Args:
@@ -45,33 +49,29 @@ class Batch:
     padded: dict[str, Tensor]
 
 
-def make_batch(sizes: Sizes, *, seed: int = 0, dtype: torch.dtype = torch.int16) -> Batch:
+def make_batch(seed: int = 0, sizes: Sizes = SIZES) -> Batch:
     """Random tokens and routes; the last token of each sample has none, as verl gets them from an engine."""
     generator = torch.Generator().manual_seed(seed)
     lengths = sizes.lengths
     ids = torch.randperm(VOCAB_SIZE - 1, generator=generator)[: sum(lengths)] + 1
     tokens = list(ids.split(lengths))
     shape = (sum(lengths), sizes.num_columns, sizes.num_experts)
-    routes = torch.rand(shape, generator=generator).argsort(dim=2)[:, :, : sizes.topk]
+    routes = torch.rand(shape, generator=generator).argsort(dim=2)[:, :, : sizes.topk].short()
     longest_prompt, longest_response = max(sizes.prompts), max(sizes.responses)
-    padded = {
-        "input_ids": torch.zeros(len(lengths), longest_prompt + longest_response, dtype=torch.int64),
-        "attention_mask": torch.zeros(len(lengths), longest_prompt + longest_response, dtype=torch.int64),
-        "prompts": torch.zeros(len(lengths), longest_prompt, dtype=torch.int64),
-        "responses": torch.zeros(len(lengths), longest_response, dtype=torch.int64),
-        "response_mask": torch.zeros(len(lengths), longest_response, dtype=torch.int64),
-        "routed_experts": torch.zeros(len(lengths), longest_prompt + longest_response, *routes.shape[1:], dtype=dtype),
-    }
-    for i, (prompt, response, of_sample, its_routes) in enumerate(
-        zip(sizes.prompts, sizes.responses, tokens, routes.split(lengths))
-    ):
+    num, width = len(lengths), longest_prompt + longest_response
+    widths = {"input_ids": width, "attention_mask": width, "prompts": longest_prompt}
+    widths |= {"responses": longest_response, "response_mask": longest_response}
+    padded = {name: torch.zeros(num, size, dtype=torch.int64) for name, size in widths.items()}
+    padded["routed_experts"] = torch.zeros(num, width, *routes.shape[1:], dtype=torch.int16)
+    samples = zip(sizes.prompts, sizes.responses, tokens, routes.split(lengths))
+    for i, (prompt, response, of_sample, its_routes) in enumerate(samples):
         whole = slice(longest_prompt - prompt, longest_prompt + response)
         padded["input_ids"][i, whole] = of_sample
         padded["attention_mask"][i, whole] = 1
         padded["prompts"][i, longest_prompt - prompt :] = of_sample[:prompt]
         padded["responses"][i, :response] = of_sample[prompt:]
         padded["response_mask"][i, :response] = 1
-        padded["routed_experts"][i, whole.start : whole.stop - 1] = its_routes[:-1].to(dtype)
+        padded["routed_experts"][i, whole.start : whole.stop - 1] = its_routes[:-1]
     padded["position_ids"] = (padded["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
     padded["old_log_probs"] = -torch.rand(padded["response_mask"].shape, generator=generator)
     padded["advantages"] = torch.randn(padded["response_mask"].shape, generator=generator)
@@ -84,12 +84,7 @@ def make_batch(sizes: Sizes, *, seed: int = 0, dtype: torch.dtype = torch.int16)
 
 
 def as_verl(padded: dict[str, Tensor], **settings: Any) -> TensorDict:
-    """What verl's worker gets: the padding taken out by verl, and its settings beside the tensors.
-
-    Args:
-        padded: the fields.
-        settings: non-tensors, as verl's trainer and worker assign them.
-    """
+    """What verl's worker gets: the padding taken out by verl, and the settings of its trainer and worker."""
     data = TensorDict({name: values.clone() for name, values in padded.items()}, batch_size=len(padded["input_ids"]))
     data = left_right_2_no_padding(data)
     tu.assign_non_tensor(data, temperature=1.0, global_batch_size=len(padded["input_ids"]), **settings)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from verl.utils.megatron.router_replay_patch import RouterReplay as VerlRouterReplay
@@ -23,7 +24,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers.verl.engine import ROUTES, ROWS
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
-from tests.functional.verl.batches import Sizes, as_verl, make_batch
+from tests.functional.verl.batches import LENGTHS, as_verl, make_batch
 from tests.functional.verl.engines import OurEngine, StockEngine, build, engine_config, loss_function, model_config
 from tests.support.gradients import gradients
 
@@ -53,8 +54,6 @@ def expected_tokens(case: Case, samples: list[list[int]], longest: int) -> Tenso
         samples: the tokens of a micro-batch.
         longest: the longest sample of the whole batch, to which verl pads a batch with padding.
     """
-    from megatron.core import parallel_state
-
     tp, cp = case.layout.tp_size, case.layout.cp_size
     multiple = tp * cp * (2 if cp > 1 else 1)
     local = []
@@ -175,12 +174,6 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return result
 
 
-def dp_rank() -> int:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_rank()
-
-
 def change_routers(engine: Any) -> None:
     """Other router weights, so that no live choice agrees by luck with routes of before."""
     for router in moe_routers(engine.module):
@@ -191,7 +184,7 @@ def change_routers(engine: Any) -> None:
 def r3(case: Case) -> tuple[Counter[str], dict[str, Any]]:
     """Train on an engine's routes; then verl's own engine on the routes that were seen, to the same bits."""
     engine = case.engine(OurEngine, "R3")
-    batch = make_batch(Sizes(), seed=dp_rank())
+    batch = make_batch(parallel_state.get_data_parallel_rank())
     data = as_verl(batch.padded, enable_routing_replay=True, **case.batching)
     done = step(engine, data)
     assert left_over(engine.module) == []
@@ -206,15 +199,13 @@ def r3(case: Case) -> tuple[Counter[str], dict[str, Any]]:
     assert differences(done, step(stock, plain)), "the oracle would have been met without a replay"
     with forced(stock, done["seen"]["forward"]):
         assert differences(done, step(stock, plain)) == []
-    return judge(case, engine, done, batch.routes, max(Sizes().lengths)), done["output"].get("metrics", {})
+    return judge(case, engine, done, batch.routes, max(LENGTHS)), done["output"].get("metrics", {})
 
 
 def r2(case: Case) -> tuple[Counter[str], Counter[str]]:
     """Record verl's forward for old log-probs, train on other micro-batches with other router weights; then the oracle."""
-    from megatron.core import parallel_state
-
     engine = case.engine(OurEngine, "R2")
-    batch, longest = make_batch(Sizes(), seed=dp_rank()), max(Sizes().lengths)
+    batch, longest = make_batch(parallel_state.get_data_parallel_rank()), max(LENGTHS)
     del batch.padded["routed_experts"]
     # One sample a micro-batch; training regroups them.
     one_each = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
@@ -245,49 +236,44 @@ def r2(case: Case) -> tuple[Counter[str], Counter[str]]:
     return recording, counts
 
 
-def refused(case: Case, mode: str, damage: Any, flags: dict[str, Any] | None = None) -> list[str]:
-    """Train on a batch that `damage` changed; return the error, what it left in the routers, and in the batch."""
-    engine = case.engine(OurEngine, mode)
-    batch = make_batch(Sizes(), seed=dp_rank())
-    damage(batch.padded, dp_rank())
+def refused(
+    case: Case, mode: str, damage: Any, flags: dict[str, Any] | None = None, kind: type = OurEngine
+) -> tuple[str, str]:
+    """Train on a batch that `damage` changed; return the error, which leaves nothing in the routers and in the batch."""
+    engine = case.engine(kind, mode)
+    rank = parallel_state.get_data_parallel_rank()
+    batch = make_batch(rank)
+    damage(batch.padded, rank)
     data = as_verl(batch.padded, **{"enable_routing_replay": True, **case.batching, **(flags or {})})
     with pytest.raises(mrr.RouterReplayError) as error:
         step(engine, data)
     assert left_over(engine.module) == []
     assert data.get(ROWS, None) is data.get(ROUTES, None) is None
-    # The engine goes on with the next batch.
-    good = make_batch(Sizes(), seed=dp_rank())
-    if "routed_experts" in good.padded and mode == "R3":
-        step(engine, as_verl(good.padded, enable_routing_replay=True, **case.batching))
-    return [type(error.value).__name__, str(error.value)]
+    if mode == "R3" and kind is OurEngine:  # it goes on with the next batch
+        step(engine, as_verl(make_batch(rank).padded, enable_routing_replay=True, **case.batching))
+    return type(error.value).__name__, str(error.value)
 
 
-def lost_rows_are_live(case: Case) -> tuple[Counter[str], dict[str, Any]]:
-    """missing="live": rows that the engine lost are decided by the live router, and counted."""
+def partly_live(case: Case, damage: Any, missing: str) -> tuple[Counter[str], dict[str, Any]]:
+    """Train on a batch whose tokens that `damage` names have no routes; they are decided by the live router."""
     engine = case.engine(OurEngine, "R3")
-    engine.missing = "live"
-    batch = make_batch(Sizes())
-    lost = lose_rows(batch.padded, 0)
+    engine.missing = missing
+    batch = make_batch(0)
+    lost = damage(batch.padded, 0)
     routes = {token: route for token, route in batch.routes.items() if token not in lost}
     done = step(engine, as_verl(batch.padded, enable_routing_replay=True, **case.batching))
-    return judge(case, engine, done, routes, max(Sizes().lengths)), done["output"]["metrics"]
+    return judge(case, engine, done, routes, max(LENGTHS)), done["output"]["metrics"]
 
 
-def zeros_behind_the_last_generation(case: Case) -> Counter[str]:
+def zeros_behind_the_last_generation(padded: dict[str, Tensor], rank: int) -> set[int]:
     """A multi-turn sample that ends in an answer of a tool, and a sample that only fills up the batch."""
-    engine = case.engine(OurEngine, "R3")
-    batch = make_batch(Sizes())
-    response = batch.padded["response_mask"]
-    routed, width = batch.padded["routed_experts"], batch.padded["prompts"].shape[1]
+    response, width = padded["response_mask"], padded["prompts"].shape[1]
     response[3, 8:] = 0  # the last 4 of 12 tokens of the response are a tool's, and the engine never saw them
     response[3, 2:4] = 0  # an answer of a tool between two generations has routes
-    routed[3, width + 7 :] = 0
+    padded["routed_experts"][3, width + 7 :] = 0
     response[5] = 0
-    routed[5] = 0
-    without = {*batch.tokens[3][-5:].tolist(), *batch.tokens[5].tolist()}
-    routes = {token: route for token, route in batch.routes.items() if token not in without}
-    done = step(engine, as_verl(batch.padded, enable_routing_replay=True, **case.batching))
-    return judge(case, engine, done, routes, max(Sizes().lengths))
+    padded["routed_experts"][5] = 0
+    return {*padded["responses"][3, 7:].tolist(), *padded["input_ids"][5].tolist()}
 
 
 def lose_rows(padded: dict[str, Tensor], rank: int) -> set[int]:
@@ -323,24 +309,15 @@ class DriftingEngine(OurEngine):
         return packed.roll(1, dims=1) if packed.dim() > 2 else packed
 
 
-def drifting(case: Case) -> str:
-    engine = case.engine(DriftingEngine, "R3")
-    data = as_verl(make_batch(Sizes()).padded, enable_routing_replay=True, **case.batching)
-    with pytest.raises(mrr.RouterReplayError) as error:
-        step(engine, data)
-    assert left_over(engine.module) == []
-    return str(error.value)
-
-
 def unmarked(case: Case, mode: str) -> list[str]:
     """A batch that is marked not to be replayed (a reference's log-probs): verl's stock path, live."""
     engine, stock = case.engine(OurEngine, mode), case.engine(StockEngine, "disabled")
-    padded = make_batch(Sizes()).padded
+    padded = make_batch(0).padded
     done = step(engine, as_verl(padded, enable_routing_replay=False, **case.batching))
     return differences(done, step(stock, as_verl(padded, **case.batching)))
 
 
-def chosen(mode: str, *, packer: Any = None, **fields: Any) -> str:
+def chosen(mode: str, fields: dict[str, Any] | None = None, packer: Any = None) -> str:
     """The class that verl's registry makes for a mode; `packer` in place of the installed verl's."""
     from verl.models.mcore import util
     from verl.workers.engine import EngineRegistry
@@ -351,7 +328,7 @@ def chosen(mode: str, *, packer: Any = None, **fields: Any) -> str:
         engine = EngineRegistry.new(
             model_type="language_model",
             backend="megatron",
-            model_config=model_config(**fields),
+            model_config=model_config(**(fields or {})),
             engine_config=config,
             optimizer_config=None,
             checkpoint_config=None,
@@ -371,8 +348,8 @@ def registered_twice() -> str:
     return str(error.value)
 
 
-def chosen_with_another_packer(mode: str) -> str:
-    return chosen(mode, packer=lambda input_ids, interleave=False: None)
+def another_packer(input_ids: Any, interleave: bool = False) -> None:
+    pass
 
 
 def patched_by_verl() -> str:
@@ -383,7 +360,3 @@ def patched_by_verl() -> str:
     with pytest.raises(mrr.RouterReplayError) as error:
         Case().engine(OurEngine, "R3")
     return str(error.value)
-
-
-def vision_language_model() -> str:
-    return chosen("R3", vision_config={})

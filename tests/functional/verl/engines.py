@@ -16,10 +16,10 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
 from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
-from megatron_router_replay.testing.attention import SmallAttention
 from megatron_router_replay.trainers.verl import engine as replay_engine
 from megatron_router_replay.trainers.verl.engine import RouterReplayEngine
 from tests.functional.verl.batches import VOCAB_SIZE
+from tests.trainers.small_model import without_masks
 
 # The batches' routes are drawn at random, so that none is the router's own choice: it cannot agree.
 replay_engine.replay = partial(replay_engine.replay, min_agreement=0)
@@ -51,11 +51,7 @@ class OnCpu:
         self.microbatches: list[tuple[int, list[list[int]]]] = []
         layout = layout_of(self.engine_config)
         chunks = build_tiny_gpt(self.tf_config, layout, vocab_size=VOCAB_SIZE, core_attention="small")
-        for chunk in chunks:
-            for module in chunk.modules():
-                # verl's mask of padded batches: padding lies behind all tokens, where a causal attention does not look.
-                if isinstance(module, SmallAttention):
-                    module.register_forward_pre_hook(_without_mask, with_kwargs=True)
+        without_masks(chunks)
         return chunks
 
     def forward_step(self, batch_iter: Iterator[Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,9 +123,3 @@ def loss_function() -> Any:
     """verl's PPO loss, as verl's actor worker sets it."""
     config = McoreActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True)
     return partial(ppo_loss, config=config)
-
-
-def _without_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    if "attention_mask" in kwargs:
-        return args, {**kwargs, "attention_mask": None}
-    return (*args[:3], None, *args[4:]), kwargs

@@ -43,9 +43,9 @@ def test_verls_mode_is_the_switch(workers_1):
 
 
 def test_a_verl_that_packs_in_another_way_is_refused_unless_replay_is_off(workers_1):
-    assert workers_1.run(cases.chosen_with_another_packer, "disabled") == [STOCK]
+    assert workers_1.run(cases.chosen, "disabled", {}, cases.another_packer) == [STOCK]
     with pytest.raises(WorkersError, match=r"preprocess_bshd_engine has the parameters \['input_ids', 'interleave'\]"):
-        workers_1.run(cases.chosen_with_another_packer, "R3")
+        workers_1.run(cases.chosen, "R3", {}, cases.another_packer)
 
 
 def test_a_verl_without_the_registry_that_we_know_goes_on_with_a_warning(fresh_process):
@@ -61,7 +61,7 @@ def test_a_second_plug_in_for_the_same_engine_is_refused(workers_1):
 
 def test_a_vision_language_model_is_refused_by_name(workers_1):
     with pytest.raises(WorkersError, match="cannot be exact with vision_config"):
-        workers_1.run(cases.vision_language_model)
+        workers_1.run(cases.chosen, "R3", {"vision_config": {}})
 
 
 def test_it_refuses_to_run_beside_verls_own_patch(workers_1):
