@@ -54,7 +54,6 @@ class Op(NamedTuple):
     where: str
     ours: bool
     pageable: bool
-    in_backward: bool
 
 
 class Log:
@@ -108,13 +107,6 @@ class Stream:
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        _log("wait", "Stream.synchronize")
-        HOST.clock.join(self.clock)
-
-    def query(self) -> bool:
-        return True
-
 
 class Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -122,9 +114,6 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         self.clock = Clock((stream or current()).clock)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or current()).wait_event(self)
 
     def synchronize(self) -> None:
         _log("wait", "Event.synchronize")
@@ -258,9 +247,7 @@ def _log(kind: str, name: str, *, pageable: bool = False) -> None:
     if kind == "wait":
         _check_not_capturing()
     if _gpu is not None and _gpu.log is not None:
-        where, ours = _caller()
-        in_backward = torch._C._current_graph_task_id() != -1
-        _gpu.log.ops.append(Op(kind, name, where, ours, pageable, in_backward))
+        _gpu.log.ops.append(Op(kind, name, *_caller(), pageable))
 
 
 # ---- tensors
@@ -297,9 +284,6 @@ class GpuTensor(Tensor):
 
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"GpuTensor({self._t!r})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -446,12 +430,7 @@ class _Mode(TorchDispatchMode):
 @cache
 def _register() -> None:
     """Let autograd run the backward of these tensors in a thread of their device; before the process's first backward."""
-    _setup_privateuseone_for_python_backend("gpu", backend_module=_Backend())
-
-
-class _Backend(_DummyBackendModule):
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
+    _setup_privateuseone_for_python_backend("gpu", backend_module=_DummyBackendModule())
 
 
 class SoftGpu:

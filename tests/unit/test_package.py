@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
+from megatron_router_replay.diagnostics.page import save_page
 from megatron_router_replay.store import TraceStore, load_trace
 from tests.unit.store.store_traces import make_trace
 
@@ -65,6 +66,10 @@ CALLS = {
         "a is a Tensor: give a RoutingTrace, the path",
     ),
     "diff_traces(trace, None)": (lambda p: mrr.diff_traces(TRACE, None), "b is a NoneType: give a RoutingTrace"),
+    "save_page(path, diff)": (
+        lambda p: save_page(p / "x", mrr.diff_traces(TRACE, TRACE)),
+        "MRR101: save_page takes a diff and then a path, got PosixPath and TraceDiff",
+    ),
     "diff_traces([], trace)": (lambda p: mrr.diff_traces([], TRACE), "a is an empty list of parts"),
     "freeze_recompute(config)": (lambda p: mrr.freeze_recompute(CONFIG).__enter__(), "model_chunks must be a model"),
     "record(trace)": (lambda p: mrr.record(TRACE).__enter__(), "model_chunks must be a model"),

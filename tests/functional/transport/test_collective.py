@@ -15,12 +15,7 @@ from megatron_router_replay import RoutingTrace
 from megatron_router_replay.transport import ParallelLayout, Place, TransportTimes, open_store
 from megatron_router_replay.transport.gather import TraceRows
 from tests.functional.transport.conformance import CASES, STEPS, Case, check_delivery, tensors_of
-from tests.functional.transport.processes import (
-    check_sum,
-    in_threads,
-    join,
-    make_trace,
-)
+from tests.functional.transport.processes import check_sum, in_threads, join, make_trace
 
 
 def deliver(case: Case, *, in_buckets: bool = False, bucket_bytes: int = 100) -> list[list[dict[str, Tensor]]]:
@@ -54,14 +49,17 @@ def test_every_rank_gets_its_slice(name: str) -> None:
     check_delivery(deliver, CASES[name])
 
 
-@pytest.mark.parametrize("name", ["tp2 pp2", "dp3, three workers"])
-def test_every_rank_gets_its_slice_in_buckets(name: str) -> None:
-    check_delivery(partial(deliver, in_buckets=True), CASES[name])
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-def test_a_bucket_may_be_smaller_than_a_row_or_larger_than_all(bucket_bytes: int) -> None:
-    check_delivery(partial(deliver, bucket_bytes=bucket_bytes), CASES["dp2 pp2"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tp2 pp2", {"in_buckets": True}),
+        ("dp3, three workers", {"in_buckets": True}),
+        ("dp2 pp2", {"bucket_bytes": 1}),  # smaller than a row
+        ("dp2 pp2", {"bucket_bytes": 1 << 20}),  # larger than all
+    ],
+)
+def test_every_rank_gets_its_slice_in_buckets_of_any_size(name: str, options: dict[str, Any]) -> None:
+    check_delivery(partial(deliver, **options), CASES[name])
 
 
 def test_closing_leaves_no_thread_behind() -> None:

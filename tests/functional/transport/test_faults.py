@@ -208,29 +208,17 @@ def test_a_rank_that_does_not_ask_any_more_runs_out_of_time(port: int) -> None:
     assert sender == rank == f"{ERROR} rollout process 0 waited 2 s for a process."
 
 
-def test_a_rank_that_hangs_at_the_end_of_a_batch_is_noticed_within_timeout(port: int) -> None:
-    limits = {"timeout": timedelta(seconds=4)}  # ready_timeout is minutes
-    over = threading.Event()
-
-    def send_it() -> None:
-        try:
-            with join(port, sender=0, **limits) as group:
-                send_small(group)
-        finally:
-            over.set()
-
-    def hang() -> None:
-        with join(port, place=Place(), **limits) as group:
-            group.stream(lambda start, rows: over.wait(100) and None)
-
-    began = time.monotonic()
-    sender, _ = attempts(send_it, hang)
-    assert sender == f"{ERROR} rollout process 0 waited 4 s for a process."
-    assert time.monotonic() - began < PROMPTLY_S
-
-
-@pytest.mark.parametrize("hanging", ["rollout process 0", THE_RANK])
-def test_a_peer_that_hangs_in_the_middle_of_a_batch_is_noticed_within_timeout(port: int, hanging: str) -> None:
+@pytest.mark.parametrize(
+    ("hanging", "hears", "waits_for"),
+    [
+        ("rollout process 0", 1, "rollout process 0"),
+        (THE_RANK, 0, THE_RANK),
+        ("a rank that has the whole batch", 0, "a process"),
+    ],
+)
+def test_a_peer_that_hangs_in_a_batch_is_noticed_within_timeout(
+    port: int, hanging: str, hears: int, waits_for: str
+) -> None:
     limits = {"timeout": timedelta(seconds=4)}  # ready_timeout is minutes
     over = threading.Event()
 
@@ -240,14 +228,24 @@ def test_a_peer_that_hangs_in_the_middle_of_a_batch_is_noticed_within_timeout(po
         finally:
             over.set()
 
-    def hang() -> None:
+    def hang(*unused: object) -> None:
         over.wait(100)
 
-    sender = partial(send, port, action=hang if hanging == "rollout process 0" else None, **limits)
-    rank = partial(receive, port, at_second_bucket=hang if hanging == THE_RANK else None, **limits)
+    def send_a_bucket() -> None:
+        with join(port, sender=0, **limits) as group:
+            send_small(group)
+
+    def hang_in_it() -> None:
+        with join(port, place=Place(), **limits) as group:
+            group.stream(hang)
+
+    sender: Callable[[], Any] = partial(send, port, action=hang if hears else None, **limits)
+    rank: Callable[[], Any] = partial(receive, port, at_second_bucket=hang if hanging == THE_RANK else None, **limits)
+    if waits_for == "a process":
+        sender, rank = send_a_bucket, hang_in_it
     began = time.monotonic()
     results = attempts(*(partial(told, act) for act in (sender, rank)))
-    assert results[hanging == "rollout process 0"].endswith(f" waited 4 s for {hanging}.")
+    assert results[hears].endswith(f" waited 4 s for {waits_for}.")
     assert time.monotonic() - began < PROMPTLY_S
 
 

@@ -112,10 +112,3 @@ def test_routes_whose_worker_died_are_an_error_that_says_so(actors: dict[str, li
     time.sleep(3)
     with pytest.raises(TransportError, match=r"cannot get 400000 rows of routes: (OwnerDied|ObjectLost)Error"):
         ray.get(actors["ranks"][0].train.remote(refs[Place()]))
-
-
-def test_a_layout_with_a_layer_that_the_routes_lack_is_refused(actors: dict[str, list[Any]]) -> None:
-    from megatron_router_replay.transport.ray import put_parts
-
-    with pytest.raises(TransportError, match=r"MoE layers \[9\]"):
-        put_parts(CASES["one rank"].traces(0), layout=ParallelLayout(stage_layers=((2, 9),)))

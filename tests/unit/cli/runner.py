@@ -17,6 +17,11 @@ from megatron_router_replay.cli.commands import app
 typer.testing._get_command = cache(typer.testing._get_command)
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of a process that imports what this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 def run_command(*arguments: object, columns: int) -> Result:
     """Run `router-replay` with these arguments in a terminal of so many columns."""
     arguments_as_typed = [str(argument) for argument in arguments]

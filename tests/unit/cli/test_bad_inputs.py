@@ -11,7 +11,7 @@ import pytest
 
 import megatron_router_replay as mrr
 from megatron_router_replay.cli.files import engine_names
-from tests.unit.cli.runner import run_command
+from tests.unit.cli.runner import environment, run_command
 from tests.unit.store.store_traces import make_trace
 
 CAPTURES = Path(__file__).parents[1] / "data" / "engine_captures"
@@ -146,10 +146,6 @@ def test_what_a_user_gets_wrong_is_named(folder):
     assert "Qwen/Qwen3-30B-A3B" in call("convert", "reply.json", "o.safetensors", *missing).stderr
 
 
-def environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-
 @pytest.mark.parametrize("argument", ["--help", "--version"])
 def test_help_and_version_import_nothing_heavy(argument):
     command = [sys.executable, "-X", "importtime", "-m", "megatron_router_replay.cli", argument]
@@ -183,7 +179,7 @@ def test_ctrl_c_while_a_module_is_loaded_ends_with_130_and_no_word(tmp_path):
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\n"
         "except BaseException as error:\n    raise ImportError('your installation is broken') from error\n"
     )
-    search = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    search = os.pathsep.join([str(tmp_path), *sys.path])
     command = [sys.executable, "-m", "megatron_router_replay.cli", "inspect", "x.safetensors"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": search})
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -11,7 +12,7 @@ import pytest
 
 import megatron_router_replay as mrr
 from megatron_router_replay.demo import DemoResult
-from tests.unit.cli.runner import call, run_with_stdout
+from tests.unit.cli.runner import call, environment, run_with_stdout
 
 COMMANDS = ("demo", "doctor", "inspect", "diff", "convert")
 BAD = ("empty", "damaged", "truncated", "text", "missing")
@@ -30,14 +31,8 @@ def test_help_says_what_each_command_does_and_fits_80_columns():
 
 
 def test_it_runs_as_a_module_and_in_a_pipe_without_colours_or_bars(folder):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_router_replay.cli", "diff", "good.safetensors", "shifted.safetensors"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "megatron_router_replay.cli", "diff", "good.safetensors", "shifted.safetensors"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     assert done.returncode == 1
     assert done.stderr == ""
     assert "\x1b" not in done.stdout
@@ -174,13 +169,8 @@ def test_a_closed_stdout_is_bad_input_and_no_difference(folder):
     assert run_with_stdout(writer, "inspect", "good.safetensors") == (2, said)
     os.close(writer)
     for command in ("inspect good.safetensors", "diff good.safetensors good.safetensors"):
-        done = subprocess.run(
-            f"exec {sys.executable} -m megatron_router_replay.cli {command} >&-",
-            shell=True,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        command = f"exec {sys.executable} -m megatron_router_replay.cli {command} >&-"
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment())
         assert (done.returncode, done.stderr) == (2, "error: MRR501: cannot write the result: stdout is closed.\n")
 
 
@@ -243,35 +233,27 @@ def run_without(names, *arguments, code):
     return done
 
 
-def test_doctor_without_torch_says_that_it_is_missing():
-    done = run_without(["torch", "megatron"], "doctor", "--json", code=1)
+def test_doctor_without_torch_says_that_it_is_missing_and_writes_that_to_a_file(tmp_path):
+    done = run_without(["torch", "megatron"], "doctor", "--json", "--out", str(tmp_path / "doctor.json"), code=1)
     values = json.loads(done.stdout)
     assert values["problems"] == ["torch is not installed", "megatron-core is not installed"]
     assert values["environment"]["packages"]["torch"] is None
     assert values["environment"]["packages"]["numpy"]["version"]
+    assert json.loads((tmp_path / "doctor.json").read_text())["problems"] == values["problems"]
 
 
-def test_doctor_with_torch_missing_beside_a_megatron_core_that_is_there():
-    done = run_without(["torch"], "doctor", code=1)
-    assert "problem: torch is not installed" in done.stdout
-    assert "problem: megatron-core cannot be imported: " in done.stdout
-
-
-def test_doctor_names_the_module_that_a_megatron_core_lacks():
-    # As one of 0.18 and later without triton.
-    done = run_without(["megatron.core.tensor_parallel"], "doctor", code=1)
-    assert "megatron-core cannot be imported: " in done.stdout
-    assert "tensor_parallel" in done.stdout.partition("cannot be imported: ")[2]
-
-
-def test_another_command_says_what_to_install():
-    done = run_without(["torch"], "inspect", "a.safetensors", code=2)
-    assert "router-replay needs torch, which is not installed" in done.stderr
-
-
-def test_a_result_is_written_to_a_file_without_torch(tmp_path):
-    run_without(["torch", "megatron"], "doctor", "--out", str(tmp_path / "doctor.json"), code=1)
-    assert json.loads((tmp_path / "doctor.json").read_text())["problems"]
+@pytest.mark.parametrize(
+    ("missing", "arguments", "code", "words"),
+    [
+        ("torch", ["inspect", "a.safetensors"], 2, "router-replay needs torch, which is not installed"),
+        ("torch", ["doctor"], 1, "problem: torch is not installed.*problem: megatron-core cannot be imported: "),
+        # As with a Megatron-Core of 0.18 and later without triton.
+        ("megatron.core.tensor_parallel", ["doctor"], 1, "megatron-core cannot be imported: .*tensor_parallel"),
+    ],
+)
+def test_what_is_missing_is_named(missing, arguments, code, words):
+    done = run_without([missing], *arguments, code=code)
+    assert re.search(words, done.stdout + done.stderr, re.S)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The page of a diff holds all it needs; what it looks like is checked by hand, once a release."""
 
 import json
-import os
 import re
 from tempfile import TemporaryDirectory
 
@@ -10,7 +9,6 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.diagnostics import page
-from megatron_router_replay.errors import TraceError
 from tests.unit.store.store_traces import make_trace
 
 
@@ -48,53 +46,23 @@ def cells_of(html):
     return json.loads(re.search('<script type="application/json" id="cells">(.*?)</script>', html, re.S).group(1))
 
 
-def test_it_holds_all_it_needs_and_escapes_names():
-    diff = make_diff()
-    html = page_of(diff, token_text=lambda token: "</script><b>")
+def test_it_holds_all_it_needs_and_names_and_texts_of_tokens_are_escaped():
+    html = page_of(make_diff(token_ids=torch.arange(40)), token_text=lambda token: "</script><b>\u2028")
     assert "the &lt;engine&gt;" in html
     assert "<engine>" not in html
     assert re.findall("(?:src|href)=|url\\(|@import|http", html) == []
     assert html.count("<script") == html.count("</script>") == 2
-
-
-def test_hostile_token_texts_stay_inside_the_data():
-    diff = make_diff(token_ids=torch.arange(40))
-    html = page_of(diff, token_text=lambda token: "</script><b>\u2028")
-    assert html.count("<script") == html.count("</script>") == 2
     assert "</script><b>" in cells_of(html)["examples"]["2,0"][0][5]
 
 
-def test_facts_stand_at_the_top_or_how_routing_differs_without_one(tmp_path):
+def test_files_and_facts_stand_at_the_top_or_how_routing_differs_without_one(tmp_path):
     diff = shifted_diff(tmp_path)
     html = page_of(diff)
+    written = diff.provenance_a.written
+    assert f"<p>engine: {tmp_path / 'a.safetensors'}, written {written} UTC, weights 3</p>" in html
     (fact,) = diff.facts
     assert f"<li>{fact.text}</li>".replace("'", "&#x27;") in html
-    plain = make_diff()
-    assert '<p id="noise">No rows or layers stand out' in page_of(plain)
-
-
-def test_a_page_that_was_there_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
-    path = tmp_path / "page.html"
-    path.write_text("the old page")
-    diff = make_diff()
-    monkeypatch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space left"):
-        page.save_page(diff, path)
-    assert path.read_text() == "the old page"
-    assert os.listdir(tmp_path) == ["page.html"]
-
-
-def test_it_says_where_the_traces_come_from(tmp_path):
-    diff = shifted_diff(tmp_path)
-    written = diff.provenance_a.written
-    assert f"<p>engine: {tmp_path / 'a.safetensors'}, written {written} UTC, weights 3</p>" in page_of(diff)
-
-
-def test_a_path_in_the_place_of_the_diff_is_refused_by_name(tmp_path):
-    with pytest.raises(
-        TraceError, match=r"MRR101: save_page takes a diff and then a path, got PosixPath and TraceDiff"
-    ):
-        page.save_page(tmp_path / "diff.html", make_diff())
+    assert '<p id="noise">No rows or layers stand out' in page_of(make_diff())
 
 
 def test_a_cell_holds_its_rows_both_expert_sets_and_the_token():

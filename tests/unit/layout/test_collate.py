@@ -102,20 +102,6 @@ def test_an_unknown_token_and_padding_prove_nothing():
         check_tokens(torch.tensor([[0, -1]]), torch.tensor([[10, 12]]), token_ids=torch.tensor([11, -1]))
 
 
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        ([{"input_ids": torch.ones(2)}, {"tokens": torch.ones(2)}], "sample 1"),
-        ([{"input_ids": torch.ones(2), "labels": torch.ones(3)}], "sample 0 has fields of lengths"),
-        ([], "no sequences"),
-    ],
-)
-def test_samples_that_differ_in_fields_or_lengths_raise(samples, message):
-    for collate in (collate_padded, collate_packed):
-        with pytest.raises(LayoutError, match=message):
-            collate(samples, pad_token_id=0)
-
-
 def test_without_multiples_nothing_is_padded_and_own_fields_are_filled_with_zeros():
     samples = [{"input_ids": torch.tensor([5, 6]), "reward": torch.tensor([1, 2])},
                {"input_ids": torch.tensor([7]), "reward": torch.tensor([3])}]  # fmt: skip
@@ -129,6 +115,9 @@ def test_without_multiples_nothing_is_padded_and_own_fields_are_filled_with_zero
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
+        ([{"input_ids": torch.ones(2)}, {"tokens": torch.ones(2)}], "sample 1 has fields of lengths"),
+        ([{"input_ids": torch.ones(2), "labels": torch.ones(3)}], "sample 0 has fields of lengths"),
+        ([], "cannot lay out no sequences"),
         ({"input_ids": torch.arange(3)}, "cannot collate one sample: give a list of samples"),
         (torch.arange(3), "cannot collate a list with tensor"),
         ([torch.arange(3)], "cannot collate a list with tensor"),
@@ -136,6 +125,6 @@ def test_without_multiples_nothing_is_padded_and_own_fields_are_filled_with_zero
         ([{"input_ids": torch.tensor(1)}], "input_ids of sample 0 is tensor.1.: it must be a tensor"),
     ],
 )
-def test_what_is_no_list_of_samples_is_told_as_such(collate, samples, message):
+def test_what_is_no_list_of_samples_of_the_same_fields_is_told_as_such(collate, samples, message):
     with pytest.raises(LayoutError, match=f"^MRR205: {message}"):
         collate(samples, pad_token_id=0)

@@ -12,6 +12,7 @@ from megatron_router_replay.layout.split import rows_for_router, split_context_p
 from tests.unit.layout.numbered import pack_rows
 
 ROWS = torch.tensor([[0, 1, 2, 3], [4, 5, 6, -1]])
+PACKED = torch.tensor([0, 6, 16])
 
 
 def test_each_tp_rank_gets_its_own_consecutive_rows():
@@ -55,6 +56,12 @@ def test_sizes_that_do_not_divide_raise_and_all_others_are_split_without_loss(s,
         (lambda: rows_for_router(torch.zeros(3)), r"must be \[b, s, \.\.\.\]"),
         (lambda: split_sequence_parallel(torch.zeros(4), tp_rank=2, tp_size=2), "tp_rank=2"),
         (lambda: split_sequence_parallel(torch.zeros(4), tp_rank=-1, tp_size=2), "tp_rank=-1"),
+        (lambda: split(torch.zeros(4), 2), r"must be \[b, s, ...\]"),
+        (lambda: split_context_parallel(ROWS, cp_rank=2, cp_size=2), r"cp_rank=2 must lie in 0\.\.cp_size - 1"),
+        (lambda: split_context_parallel(ROWS, cp_rank=-1, cp_size=2), "cp_rank=-1"),
+        (lambda: split(ROWS, 2, style="z"), "'zigzag' or"),
+        # A packed row is not one sequence.
+        (lambda: split(torch.zeros(1, 16), 2, cu_seqlens_padded=PACKED), "sequence 0 of 6 positions over cp_size=2"),
     ],
 )
 def test_what_does_not_fit_raises(call, message):
@@ -99,25 +106,6 @@ def test_boundaries_that_do_not_cover_the_row_raise(bounds):
     for cp_size in (1, 2):
         with pytest.raises(LayoutError, match="does not cover a row of 8 positions"):
             split(torch.arange(8).unsqueeze(0), cp_size, cu_seqlens_padded=torch.tensor(bounds))
-
-
-PACKED = torch.tensor([0, 6, 16])
-
-
-@pytest.mark.parametrize(
-    ("values", "options", "message"),
-    [
-        (torch.zeros(4), {}, r"must be \[b, s, ...\]"),
-        (torch.zeros(1, 4), {"cp_rank": 2}, r"cp_rank=2 must lie in 0\.\.cp_size - 1"),
-        (torch.zeros(1, 4), {"cp_rank": -1}, "cp_rank=-1"),
-        (torch.zeros(1, 4), {"style": "z"}, "'zigzag' or"),
-        # A packed row is not one sequence.
-        (torch.zeros(1, 16), {"cu_seqlens_padded": PACKED}, "sequence 0 of 6 positions over cp_size=2"),
-    ],
-)
-def test_what_cannot_be_split_raises(values, options, message):
-    with pytest.raises(LayoutError, match=message):
-        split_context_parallel(values, **({"cp_rank": 0, "cp_size": 2} | options))
 
 
 def test_a_row_of_no_sequences_is_covered_by_a_single_bound():

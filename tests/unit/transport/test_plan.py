@@ -120,20 +120,17 @@ def buckets_of(part: Part, sender_ends: list[int], bucket_bytes: int) -> list[tu
     return [(bucket.sender, bucket.start, bucket.stop, bucket.runs) for bucket in buckets]
 
 
-def test_a_bucket_crosses_samples_but_not_senders() -> None:
-    # 9 bytes a row; sender 0 has samples 0 and 1 (rows 0..5), sender 1 sample 2 (rows 6..10, its own 0..4).
-    part = part_of((4, 2, 5), [0, 1, 2])
-    assert buckets_of(part, [6, 11], 45) == [
-        (0, 0, 5, [(0, 4), (4, 5)]),
-        (1, 6, 11, [(0, 5)]),
-        (0, 5, 6, [(5, 6)]),
-    ]
-    assert buckets_of(part, [6, 11], 1000) == [(0, 0, 6, [(0, 4), (4, 6)]), (1, 6, 11, [(0, 5)])]
-
-
-def test_samples_in_another_order_than_the_senders_make_buckets_of_their_own() -> None:
-    part = part_of((4, 2, 5), [1, 2, 0])
-    assert buckets_of(part, [6, 11], 1000) == [(0, 0, 2, [(4, 6)]), (1, 2, 7, [(0, 5)]), (0, 7, 11, [(0, 4)])]
+@pytest.mark.parametrize(
+    ("samples", "bucket_bytes", "buckets"),
+    [
+        # 9 bytes a row; sender 0 has samples 0 and 1 (rows 0..5), sender 1 sample 2 (rows 6..10, its own 0..4).
+        ([0, 1, 2], 45, [(0, 0, 5, [(0, 4), (4, 5)]), (1, 6, 11, [(0, 5)]), (0, 5, 6, [(5, 6)])]),
+        ([0, 1, 2], 1000, [(0, 0, 6, [(0, 4), (4, 6)]), (1, 6, 11, [(0, 5)])]),
+        ([1, 2, 0], 1000, [(0, 0, 2, [(4, 6)]), (1, 2, 7, [(0, 5)]), (0, 7, 11, [(0, 4)])]),
+    ],
+)
+def test_a_bucket_crosses_samples_but_not_senders(samples, bucket_bytes, buckets) -> None:
+    assert buckets_of(part_of((4, 2, 5), samples), [6, 11], bucket_bytes) == buckets
 
 
 def test_a_bucket_is_filled_to_its_last_byte_and_a_row_never_divided() -> None:
