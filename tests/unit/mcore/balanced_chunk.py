@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, by_hooks, non_reentrant, plain, reentrant
+from tests.unit.mcore.tiny_chunk import EXPERTS, KINDS, Chunk, plain
 
 
 @pytest.fixture(autouse=True)
@@ -49,22 +49,8 @@ def balanced(**options: Any) -> Chunk:
     return chunk
 
 
-def inside_out(layer: Any, hidden: Tensor) -> Tensor:
-    return reentrant(lambda inner: non_reentrant(layer, inner), hidden)
-
-
-def outside_in(layer: Any, hidden: Tensor) -> Tensor:
-    return non_reentrant(lambda inner: reentrant(layer, inner), hidden)
-
-
-BALANCED_KINDS = {
-    "plain": plain,
-    "reentrant": reentrant,
-    "non-reentrant": non_reentrant,
-    "by hooks": by_hooks,
-    "non-reentrant in reentrant": inside_out,
-    "reentrant in non-reentrant": outside_in,
-}
+_KINDS = ("reentrant", "non-reentrant", "by hooks", "non-reentrant in reentrant", "reentrant in non-reentrant")
+BALANCED_KINDS = {"plain": plain} | {name: KINDS[name][0] for name in _KINDS}
 
 
 def counters(chunk: Chunk) -> list[list[int]]:

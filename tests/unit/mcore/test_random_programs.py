@@ -30,16 +30,15 @@ import megatron_router_replay as mrr
 from megatron_router_replay.mcore.heart.seam import holders_of
 from tests.support.new_seeds import new_seeds
 from tests.unit.mcore.tiny_chunk import (
+    KINDS,
     Chunk,
     as_map,
-    by_hooks,
     disturb,
     held,
     non_reentrant,
     plain,
     random_trace,
     reentrant,
-    reentrant_with_gradients,
     watched,
 )
 
@@ -91,6 +90,9 @@ class Program:
         self.again: tuple[Any, Tensor] | None = None
         self.log: list[str] = []
         self.errors: list[str] = []
+        self.false_alarms: list[
+            str
+        ] = []  # a recompute of a forward that was held, in a kind of checkpoint that is known
 
     def run(self) -> None:
         for _ in range(self.random.randint(6, 18)):
@@ -148,7 +150,8 @@ class Program:
 
     def forward(self) -> None:
         chunk = self.chunk
-        chunk.around = self.random.choice([plain, reentrant, non_reentrant, reentrant_with_gradients, by_hooks])
+        kind = self.random.choice(["plain", *KINDS])
+        chunk.around = plain if kind == "plain" else KINDS[kind][0]
         b, s = self.random.choice([(1, 4), (2, 3), (3, 2)])
         input_ids = torch.randint(32, (b, s))
         queued, rows = self.queueing(), None
@@ -176,7 +179,7 @@ class Program:
         outer = self.random.choice([None, None, None, reentrant, non_reentrant])
         in_place = self.random.random() < 0.3
         self.log.append(
-            f"forward {number} of {type(call).__name__} {chunk.around.__name__} outer={outer and outer.__name__} "
+            f"forward {number} of {type(call).__name__} {kind} outer={outer and outer.__name__} "
             f"fails={fails} {self.wrapper.fails}"
         )
         self.forwards[number] = Forward(number, bool(self.sessions), rows, trace)
@@ -256,6 +259,8 @@ class Program:
         if errors:
             for forward in chosen:
                 forward.loss = None  # a backward that stopped halfway cannot be repeated
+            if all(forward.held for forward in chosen):
+                self.false_alarms.append(f"backward {[forward.number for forward in chosen]}: {errors[0]}")
             raise errors.pop()  # kept here, it would keep this frame, and with it the graph
 
     def drop(self) -> None:
@@ -317,7 +322,8 @@ def check(seed: int, chunk: Chunk) -> str:
     wrong = wrong_decisions(program, seen)
     log = f"seed {seed}: {wrong}\n  " + "\n  ".join(program.log)
     assert not wrong, log
-    assert not [error for error in program.errors if any(words in error for words in FALSE_ALARMS)], log
+    program.false_alarms += [error for error in program.errors if any(words in error for words in FALSE_ALARMS)]
+    assert not program.false_alarms, f"{program.false_alarms}\n{log}"
     return ending
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 import megatron_router_replay as mrr
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
+    KINDS,
     ROWS,
     STARTS,
     Chunk,
@@ -37,11 +38,8 @@ from tests.unit.mcore.tiny_chunk import (
     plain,
     random_trace,
     reentrant,
-    reentrant_with_gradients,
     tokens,
-    transformer_engine_reentrant,
     watched,
-    with_gradients,
     wrong_replays,
 )
 
@@ -58,10 +56,6 @@ def chunk(request):
 # ---- kinds of checkpoints
 
 
-def nested(outer, inner):
-    return lambda layer, hidden: outer(lambda h: inner(layer, h), hidden)
-
-
 def save_routing_on_cpu(chunk):
     """Hide the hooks of a checkpoint where routers ask; what else it saves still makes it recompute."""
 
@@ -74,22 +68,6 @@ def save_routing_on_cpu(chunk):
 
     for router in chunk.routers:
         router.routing = saving(router.routing)
-
-
-# Kind of checkpoint, and how often it runs a layer again.
-KINDS = {
-    "reentrant": (reentrant, 1),
-    "non-reentrant": (non_reentrant, 1),
-    "by hooks": (by_hooks, 1),
-    "Transformer Engine's reentrant": (transformer_engine_reentrant, 1),
-    "gradients on inside a reentrant one": (reentrant_with_gradients, 1),
-    "gradients on inside a non-reentrant one": (lambda layer, hidden: non_reentrant(with_gradients(layer), hidden), 1),
-    "reentrant in non-reentrant": (nested(non_reentrant, reentrant), 2),
-    "non-reentrant in reentrant": (nested(reentrant, non_reentrant), 2),
-    # The inner saves all, so the outer never recomputes.
-    "by hooks in non-reentrant": (nested(non_reentrant, by_hooks), 1),
-    "reentrant in by hooks": (nested(by_hooks, reentrant), 2),
-}
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -189,37 +167,6 @@ def test_selective_checkpoints_pair_the_operations_of_forward_and_recompute(star
 # ---- orders of backwards, and graphs that micro-batches share
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 0, 1, 2), None], ids=str)
-def test_any_order_of_backwards_and_one_over_all(chunk, order):
-    trace = random_trace(24)
-    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-        losses = [forward(chunk, session, number) for number in range(3)]
-        if order is None:
-            disturbed_backward(chunk, *losses)
-        else:
-            disturb(chunk)
-            for position, number in enumerate(order):
-                losses[number].backward(retain_graph=number in order[position + 1 :])
-    assert (num_recomputed(seen), wrong_replays(seen, trace)) == (3 * len(order or losses), 0)
-
-
-@pytest.mark.parametrize("outer", AROUND)
-@pytest.mark.parametrize("inner", [plain, *AROUND.values()])
-def test_a_checkpoint_around_model_and_loss_beside_a_plain_micro_batch(outer, inner):
-    chunk, trace = Chunk(), random_trace(24)
-    chunk.around = inner
-    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-        session.microbatch(ROWS)
-        scale = torch.ones(1, requires_grad=True)
-        inside = AROUND[outer](lambda scale: (chunk(tokens(), 0) * scale).square().mean(), scale)
-        beside, third = (forward(chunk, session, number) for number in (1, 2))
-        disturbed_backward(chunk, inside, beside)
-        third.backward()
-    assert wrong_replays(seen, trace) == 0
-    # The outer recompute calls every router; with checkpoints inside it, the inner recomputes call them once more.
-    assert {len(seen[0, layer]) - 1 for layer in (1, 2, 3)} <= ({1} if inner is plain else {1, 2})
-
-
 def test_two_forwards_of_the_model_inside_one_checkpoint(chunk):
     def preference_loss(scale):  # DPO: chosen and rejected in one checkpointed function
         return (chunk(tokens(), 0) - chunk(tokens(), 1)).mul(scale).square().mean()
@@ -316,28 +263,6 @@ def test_a_session_inside_a_freeze_and_the_freeze_around_it_each_recompute_their
     assert (num_recomputed(seen), flips(seen)) == (5 * 3, 0)
     assert wrong_replays({key: maps for key, maps in seen.items() if key[0] == 3}, trace) == 0
     assert (freeze.report.forwards, freeze.report.recomputes) == (3 * 3, 3 * 3)  # the freeze's own
-
-
-@pytest.mark.parametrize("inner_first", [True, False])
-def test_both_are_exact_after_both_were_left_in_either_order(chunk, inner_first):
-    trace = random_trace()
-    with watched(chunk) as seen:
-        freeze = mrr.freeze_recompute(chunk)
-        frozen = forward(chunk)
-        session = mrr.replay(chunk, trace)
-        replayed = forward(chunk, session, 1)
-        for left in (session, freeze) if inner_first else (freeze, session):
-            left.close()
-        disturb(chunk)
-        live = forward(chunk, number=2)
-        with mrr.freeze_recompute(chunk):  # under another session, too
-            (frozen + replayed).backward()
-    assert (num_recomputed(seen), flips(seen)) == (2 * 3, 0)
-    assert wrong_replays({key: maps for key, maps in seen.items() if key[0] == 1}, trace) == 0
-    with watched(chunk) as after:
-        live.detach()
-        forward(chunk, number=2)
-    assert all(torch.equal(seen[2, layer][0], after[2, layer][0]) for layer in (1, 2, 3)), "it is live"
 
 
 def test_a_copy_inside_its_originals_checkpoint_is_not_given_the_originals_routes():

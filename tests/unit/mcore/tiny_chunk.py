@@ -231,6 +231,26 @@ def transformer_engine_reentrant(layer: Callable[..., Tensor], *args: Any) -> Te
     return transformer_engine._CheckpointFunction.apply(layer, False, *args)
 
 
+def nested(outer: Around, inner: Around) -> Around:
+    return lambda layer, hidden: outer(lambda h: inner(layer, h), hidden)
+
+
+# Kind of checkpoint, and how often it runs a layer again.
+KINDS: dict[str, tuple[Around, int]] = {
+    "reentrant": (reentrant, 1),
+    "non-reentrant": (non_reentrant, 1),
+    "by hooks": (by_hooks, 1),
+    "Transformer Engine's reentrant": (transformer_engine_reentrant, 1),
+    "gradients on inside a reentrant one": (reentrant_with_gradients, 1),
+    "gradients on inside a non-reentrant one": (lambda layer, hidden: non_reentrant(with_gradients(layer), hidden), 1),
+    "reentrant in non-reentrant": (nested(non_reentrant, reentrant), 2),
+    "non-reentrant in reentrant": (nested(reentrant, non_reentrant), 2),
+    # The inner saves all, so the outer never recomputes.
+    "by hooks in non-reentrant": (nested(non_reentrant, by_hooks), 1),
+    "reentrant in by hooks": (nested(by_hooks, reentrant), 2),
+}
+
+
 def recompute(function: Callable[..., Tensor], inputs: Tensor, grad: Tensor) -> Tensor | None:
     """Run a function again and backwards through it; return the gradient of its inputs."""
     inputs = inputs.detach().requires_grad_()
