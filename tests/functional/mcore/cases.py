@@ -28,6 +28,7 @@ from megatron_router_replay.testing import (
 )
 from tests.support.gradients import gradients
 from tests.support.microbatches import split_microbatch
+from tests.unit.mcore.tiny_chunk import as_map, random_routes
 
 MEGATRON = version_numbers(megatron_version())
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -171,22 +172,12 @@ def flips(seen: Watched) -> int:
     )
 
 
-def random_routes(num_tokens: int, num_layers: int, topk: int = 2, num_experts: int = 8, *, seed: int = 7) -> Tensor:
-    """Valid routes that no router chose: [num_tokens, num_layers, topk] distinct random ids."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_tokens, num_layers, num_experts, generator=generator).argsort(dim=2)[:, :, :topk]
-
-
 def random_trace(case: Case, layers: Any = range(1, 5), **options: Any) -> mrr.RoutingTrace:
     """Return a trace of random routes for every token of the case, of these layers."""
     topk, num_experts = case.config.get("moe_router_topk", 2), case.config.get("num_moe_experts", 8)
-    routes = random_routes(case.num_tokens, len(layers), topk, num_experts, seed=options.pop("seed", 7))
+    seed = options.pop("seed", 7)
+    routes = random_routes(case.num_tokens, len(layers), seed, topk=topk, num_experts=num_experts)
     return mrr.RoutingTrace(topk_indices=routes, layer_numbers=layers, num_experts=num_experts, **options)
-
-
-def as_map(topk_indices: Tensor, num_experts: int = 8) -> Tensor:
-    """[n, topk] -> [n, num_experts] bool."""
-    return torch.zeros(len(topk_indices), num_experts, dtype=torch.bool).scatter(1, topk_indices.long(), True)
 
 
 def rows_seen(case: Case, microbatch: dict[str, Any]) -> Tensor:

@@ -27,7 +27,7 @@ from tests.functional.mcore.cases import (
     rows_seen,
     run,
 )
-from tests.unit.mcore.balanced_chunk import logged
+from tests.unit.mcore.balanced_chunk import logged, switch_loss
 
 COEFFICIENT = 0.5
 BALANCED: dict[str, Any] = {
@@ -100,19 +100,6 @@ def counts_by_hand(case: Case) -> dict[int, list[float]]:
     }
 
 
-def loss_by_hand(scores: Tensor, load: Tensor, num_tokens: float) -> Tensor:
-    from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
-
-    return switch_load_balancing_loss_func(
-        probs=scores,
-        tokens_per_expert=load,
-        total_num_tokens=num_tokens,
-        topk=TOPK,
-        num_experts=NUM_EXPERTS,
-        moe_aux_loss_coeff=1.0,
-    )
-
-
 def losses_by_hand(case: Case, ranks: list[dict[str, Any]], layer: int) -> tuple[float, float]:
     """Return (aux_loss, seq_aux_loss) of a layer, over all micro-batches: of the tokens of all ranks that have it."""
     totals = [0.0, 0.0]
@@ -124,11 +111,11 @@ def losses_by_hand(case: Case, ranks: list[dict[str, Any]], layer: int) -> tuple
         rows, scores = rows[order], torch.sigmoid(logits[order])
         scores = scores / scores.sum(dim=1, keepdim=True)
         chosen = torch.zeros_like(scores).scatter(1, scores.topk(TOPK, dim=1).indices, 1.0)
-        totals[0] += float(loss_by_hand(scores, chosen.sum(0), len(rows)))
+        totals[0] += float(switch_loss(scores, chosen.sum(0), len(rows), 1.0))
         of_sequence = rows // LENGTH
         for sequence in of_sequence.unique():
             own = of_sequence == sequence
-            part = loss_by_hand(scores[own], chosen[own].sum(0), len(rows) / case.batch_size)
+            part = switch_loss(scores[own], chosen[own].sum(0), len(rows) / case.batch_size, 1.0)
             totals[1] += float(part) / case.batch_size
     return totals[0], totals[1]
 

@@ -64,7 +64,7 @@ def check_against_reference(mode: dict, dtype: torch.dtype, tolerance: float) ->
     (router,) = moe_routers([model])
     if router.expert_bias is not None:
         router.expert_bias.copy_(torch.linspace(-1, 1, NUM_EXPERTS))
-    routes = random_routes(NUM_TOKENS, 1, TOPK)
+    routes = random_routes(NUM_TOKENS, 1, topk=TOPK)
     generator = torch.Generator().manual_seed(3)
     logits = (3 * torch.randn(NUM_TOKENS, 1, NUM_EXPERTS, generator=generator)).to(dtype).requires_grad_()
     weights = torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator)

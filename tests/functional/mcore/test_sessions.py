@@ -269,22 +269,22 @@ def noise_flips_nothing(case: Case, kind: str) -> None:
         assert flips(seen) > 0
 
 
-@pytest.mark.version
-@pytest.mark.parametrize("kind", ["freeze", "record", "replay"])
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_noise_between_forward_and_recompute_flips_nothing(kind, fused, megatron):
-    noise_flips_nothing(Case(config=FULL if fused else FULL_2, fused=fused), kind)
+NOISY = [
+    *((f"{kind}", Case(config=FULL_2), kind) for kind in ("freeze", "record", "replay")),
+    *((f"{kind}-fused", Case(config=FULL, fused=True), kind) for kind in ("freeze", "record", "replay")),
+    ("freeze-pp2-full", Case(layout=ParallelSizes(pp_size=2), config=FULL), "freeze"),
+    ("record-vpp2-moe", Case(layout=VPP2, config=MOE), "record"),
+    ("replay-vpp2-moe-fused", Case(layout=VPP2, config=MOE, fused=True), "replay"),
+    ("replay-tp2-full", Case(layout=ParallelSizes(tp_size=2), config=FULL), "replay"),
+]
 
 
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        (Case(layout=ParallelSizes(pp_size=2), config=FULL), "freeze"),
-        (Case(layout=VPP2, config=MOE), "record"),
-        (Case(layout=VPP2, config=MOE, fused=True), "replay"),
-        (Case(layout=ParallelSizes(tp_size=2), config=FULL), "replay"),
+        pytest.param(case, kind, id=name, marks=[pytest.mark.version] if case.layout.world_size == 1 else [])
+        for name, case, kind in NOISY
     ],
-    ids=["pp2-full", "vpp2-moe", "vpp2-moe-fused", "tp2-full"],
 )
-def test_over_ranks_noise_flips_nothing(case, kind, on_ranks):
-    on_ranks(2, noise_flips_nothing, case, kind)
+def test_noise_between_forward_and_recompute_flips_nothing(case, kind, on_ranks):
+    on_ranks(case.layout.world_size, noise_flips_nothing, case, kind)

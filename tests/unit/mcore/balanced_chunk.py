@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.unit.mcore.tiny_chunk import EXPERTS, KINDS, Chunk, plain
+from tests.unit.mcore.tiny_chunk import EXPERTS, KINDS, TOPK, Chunk, plain
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,20 @@ BALANCED_KINDS = {"plain": plain} | {name: KINDS[name][0] for name in _KINDS}
 def counters(chunk: Chunk) -> list[list[int]]:
     """What the expert-bias counters of each layer hold."""
     return [router.local_tokens_per_expert.int().tolist() for router in chunk.routers]
+
+
+def switch_loss(scores: Tensor, load: Tensor, num_tokens: float, coefficient: float) -> Tensor:
+    """Megatron-Core's own loss of these tokens' scores [n, EXPERTS] and load [EXPERTS]."""
+    from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
+
+    return switch_load_balancing_loss_func(
+        probs=scores,
+        tokens_per_expert=load,
+        total_num_tokens=num_tokens,
+        topk=TOPK,
+        num_experts=EXPERTS,
+        moe_aux_loss_coeff=coefficient,
+    )
 
 
 def logged(name: str) -> Tensor | None:

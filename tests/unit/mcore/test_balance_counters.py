@@ -15,6 +15,7 @@ from tests.unit.mcore.balanced_chunk import BALANCED_KINDS, balanced, counters, 
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     Chunk,
+    bare,
     non_reentrant,
     plain,
     reentrant_with_gradients,
@@ -78,12 +79,13 @@ def test_record_and_freeze_count_once_too(kind, start):
     assert session.report.decisions["counted"] == 3 * int(keep.sum())
 
 
-def test_off_counts_nothing_and_leaves_what_was_counted_before():
+@pytest.mark.parametrize(("choice", "mode"), [("off", torch.enable_grad), ("replayed", torch.no_grad)])
+def test_off_or_without_gradients_nothing_counts_and_what_was_counted_stays(choice, mode):
     chunk = balanced(**BIASED)
     for router in chunk.routers:
         router.local_tokens_per_expert += torch.arange(EXPERTS)
-    with mrr.replay(chunk, trace(), expert_bias="off") as session:
-        step(chunk, session).backward()
+    with mrr.replay(chunk, trace(), expert_bias=choice) as session, mode():
+        step(chunk, session)
     assert counters(chunk) == [list(range(EXPERTS))] * 3
     assert session.report.decisions["counted"] == 0
     assert str(session.report).splitlines()[-1].split() == ["expert-bias", "decisions", "0"]
@@ -100,14 +102,6 @@ def test_padding_does_not_count_where_a_choice_runs_another_held_model():
     with watched(chunk) as seen, mrr.freeze_recompute(reference), mrr.replay(chunk, trace(), choose=choose) as session:
         step(chunk, session)
     assert counters(chunk) == with_live(REPLAYED, seen)
-
-
-def test_without_gradients_nothing_counts():
-    chunk = balanced(**BIASED)
-    with mrr.replay(chunk, trace()) as session, torch.no_grad():
-        step(chunk, session)
-    assert counters(chunk) == [[0] * EXPERTS] * 3
-    assert session.report.decisions["counted"] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,18 +193,6 @@ def test_unknown_choices_are_refused_and_off_is_true_of_a_model_without_either()
     assert "bias" not in str(session.report)
 
 
-class MtpStage(nn.Module):
-    """A pipeline stage of a multi-token-prediction layer alone, behind a decoder of 3 layers."""
-
-    def __init__(self, of: Chunk) -> None:
-        super().__init__()
-        self.config = of.config
-        self.layer = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)  # its own needs a whole GPTModel
-        nn.Module.__init__(self.layer)
-        self.layer.layer_number = 1
-        self.layer.mtp_model_layer = of.layers[0]
-
-
 OF_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 
 
@@ -225,7 +207,9 @@ OF_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0
     ],
 )
 def test_padding_of_a_stage_of_mtp_layers_alone_is_refused_where_it_counts(balanced_by, off, refused):
-    stage, chunk = MtpStage(balanced(**balanced_by)), balanced()
+    of = balanced(**balanced_by)
+    mtp = bare(MultiTokenPredictionLayer, layer_number=1, mtp_model_layer=of.layers[0])
+    stage, chunk = bare(nn.Module, config=of.config, layer=mtp), balanced()
     session = mrr.replay([chunk, stage], trace(), **off)
     session.microbatch(ROWS, stage)  # without a mask there is nothing that could be lost
     if refused:

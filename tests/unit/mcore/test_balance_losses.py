@@ -16,7 +16,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.balance import aux_loss_group
-from tests.unit.mcore.balanced_chunk import BALANCED_KINDS, balanced, logged, not_compiled, one_rank
+from tests.unit.mcore.balanced_chunk import BALANCED_KINDS, balanced, logged, not_compiled, one_rank, switch_loss
 from tests.unit.mcore.tiny_chunk import EXPERTS, TOPK, Chunk, plain, random_routes, tokens
 
 __all__ = ["not_compiled", "one_rank"]
@@ -100,14 +100,7 @@ def loss_by_hand(
     chosen = torch.zeros_like(scores).scatter(1, scores.topk(TOPK, dim=1).indices, 1.0)
 
     def switch(rows: slice, load: Tensor, num_tokens: float) -> Tensor:
-        return switch_load_balancing_loss_func(
-            probs=scores[rows],
-            tokens_per_expert=load,
-            total_num_tokens=num_tokens,
-            topk=TOPK,
-            num_experts=EXPERTS,
-            moe_aux_loss_coeff=COEFFICIENT,
-        )
+        return switch_loss(scores[rows], load, num_tokens, COEFFICIENT)
 
     if name == "seq_aux_loss":
         # Megatron-Core averages over sequences, and divides each by the mean of their lengths: (3 + 2) / 2.

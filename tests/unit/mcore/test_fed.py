@@ -236,15 +236,6 @@ def test_wrappers_of_the_chunk_find_the_session():
         assert wrong(seen) == 0
 
 
-def test_a_buffer_that_the_trainer_writes_again_changes_nothing():
-    chunk, routes = Chunk(), ROUTES.clone()
-    with watched(chunk) as seen, mrr.replay(chunk):
-        mrr.microbatch(chunk, routes=routes, trust_layout=True)
-        routes.zero_()
-        chunk(IDS)
-    assert wrong(seen) == 0
-
-
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_a_stage_keeps_its_own_layers_alone_and_nothing_of_the_trainers(num_layers):
     chunk, routes = Chunk(), ROUTES.to(torch.uint8).view(1, 8, 3, 2)

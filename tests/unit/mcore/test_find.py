@@ -25,15 +25,7 @@ from megatron_router_replay.mcore.model.find import (
     wrappers,
 )
 from megatron_router_replay.mcore.model.layers import check_trace_layers, layer_numbers_of, routing_info
-
-
-def bare(cls: Any, **attributes: Any) -> Any:
-    """Return a module of this class that was never built."""
-    module = cls.__new__(cls)
-    nn.Module.__init__(module)
-    for name, value in attributes.items():
-        setattr(module, name, value)
-    return module
+from tests.unit.mcore.tiny_chunk import bare
 
 
 def moe(number: int | None) -> Any:

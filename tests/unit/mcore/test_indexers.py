@@ -24,7 +24,7 @@ from megatron_router_replay.mcore.model.find import walk
 from megatron_router_replay.mcore.model.upstream import megatron_version, version_numbers
 from megatron_router_replay.testing import ParallelSizes
 from tests.support.tiny_dsa import DuplicatedLinear
-from tests.unit.mcore.tiny_chunk import Around, non_reentrant, plain, reentrant, unknown
+from tests.unit.mcore.tiny_chunk import Around, bare, non_reentrant, plain, reentrant, unknown
 
 VERSION = version_numbers(megatron_version())
 needs_seam = pytest.mark.skipif(VERSION < (0, 17), reason="Megatron-Core 0.16 has no dsa.fused_qk_topk_naive")
@@ -308,12 +308,24 @@ def test_a_backward_behind_the_session_still_attends_where_its_forward_did():
     assert are_repeated(seen)
 
 
+def half(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    """A checkpoint whose recompute gets half of the tokens."""
+    lengths = iter([LENGTH, LENGTH // 2])
+    return reentrant(lambda x: layer(x[: next(lengths)]), hidden)
+
+
 @needs_seam
-def test_a_recompute_in_an_unknown_checkpoint_raises():
+@pytest.mark.parametrize(
+    ("around", "message"),
+    [
+        (unknown, "MRR412: the indexer of layer 2 is recomputed, but no tape"),
+        (half, r"MRR413: the indexer of layer 2 is recomputed for \[2, 6\] tokens"),
+    ],
+)
+def test_a_recompute_that_no_tape_tells_of_or_of_other_tokens_raises(around, message):
     model = Model()
-    model.around = unknown
-    no_tape = pytest.raises(ReplayStateError, match=r"MRR412: the indexer of layer 2 is recomputed, but no tape")
-    with no_tape, mrr.freeze_recompute(model):
+    model.around = around
+    with pytest.raises(ReplayStateError, match=message), mrr.freeze_recompute(model):
         model(hidden()).sum().backward()
 
 
@@ -324,16 +336,6 @@ def test_a_recompute_of_a_forward_before_the_session_raises():
     before = pytest.raises(ReplayStateError, match=r"MRR413: the indexer of layer 2 is recomputed as call 1")
     with before, mrr.freeze_recompute(model):
         loss.backward()
-
-
-@needs_seam
-def test_a_recompute_of_other_tokens_raises():
-    model = Model(num_layers=1)
-    lengths = iter([LENGTH, LENGTH // 2])
-    model.around = lambda layer, x: reentrant(lambda x: layer(x[: next(lengths)]).sum(), x)
-    shorter = pytest.raises(ReplayStateError, match=r"MRR413: the indexer of layer 1 is recomputed for \[2, 6\] tokens")
-    with shorter, mrr.freeze_recompute(model):
-        model(hidden()).backward()
 
 
 @needs_seam
@@ -465,10 +467,8 @@ def test_explain_lists_them_and_those_of_mtp_layers_are_told_apart():
 
     model = Model()
     assert str(mrr.explain(model)).splitlines()[-1].startswith("chunk 0  sparse attention of layers 1, 2: ")
-    mtp = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)
-    nn.Module.__init__(mtp)
-    mtp.layer = Layer(model.config, 1)
-    model.mtp, model.mtp_layers = mtp, nn.ModuleList([Layer(model.config, 2)])
+    model.mtp = bare(MultiTokenPredictionLayer, layer=Layer(model.config, 1))
+    model.mtp_layers = nn.ModuleList([Layer(model.config, 2)])
     found = {each.name: each.is_mtp for each in find_indexers([walk(model)])}
     names = ("layers.0", "layers.1", "mtp.layer", "mtp_layers.0")
     assert found == {f"{name}.attention": name == "mtp.layer" for name in names}

@@ -17,7 +17,6 @@ from tests.unit.mcore.tiny_chunk import (
     as_map,
     disturbed_backward,
     flips,
-    forward,
     live_maps,
     non_reentrant,
     num_recomputed,
@@ -54,13 +53,16 @@ def check_forward(seen, live, trace):
         assert bool((replayed[IS_LIVE] != live[layer][0][IS_LIVE]).any(dim=1).sum() >= 3)
 
 
+@pytest.mark.parametrize("prefetched", [False, True])
 @pytest.mark.parametrize("around", [plain, reentrant, non_reentrant])
-def test_rows_left_live_are_routed_live_counted_by_reason_and_frozen(around):
+def test_rows_left_live_are_routed_live_counted_by_reason_and_frozen(around, prefetched):
     chunk, trace = Chunk(), chosen()
     chunk.around = around
     live = live_maps(chunk)
     with watched(chunk) as seen, mrr.replay(chunk, trace, verify=True) as session:
-        disturbed_backward(chunk, forward(chunk, session))  # a recompute that chooses again chooses something else
+        rows = next(prefetch(trace, [ROWS])) if prefetched else ROWS
+        session.microbatch(rows, trained=ROWS != NO_ROUTE)
+        disturbed_backward(chunk, chunk(tokens()).sum())  # a recompute that chooses again chooses something else
     check_forward(seen, live, trace)
     assert flips(seen) == 0
     assert num_recomputed(seen) == (0 if around is plain else 3)
@@ -70,17 +72,6 @@ def test_rows_left_live_are_routed_live_counted_by_reason_and_frozen(around):
     assert report.replayed_share == 0.5
     assert (report.decisions["verified"], report.decisions["wrong"]) == (24 if around is plain else 48, 0)
     assert "  4  (1 without a route, 3 left out)" in str(report)
-
-
-def test_prefetched_routes_know_the_choice():
-    chunk, trace = Chunk(), chosen()
-    live = live_maps(chunk)
-    with watched(chunk) as seen, mrr.replay(chunk, trace, verify=True) as session:
-        (routes,) = prefetch(trace, [ROWS])
-        session.microbatch(routes, trained=ROWS != NO_ROUTE)
-        chunk(tokens())
-    check_forward(seen, live, trace)
-    assert session.report.rows_left_out == 3
 
 
 def test_trained_rows_may_be_live_by_choice_and_only_by_choice():

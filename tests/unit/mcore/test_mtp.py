@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, TraceError
@@ -11,6 +10,7 @@ from tests.unit.mcore.tiny_chunk import (
     ROWS,
     Chunk,
     as_map,
+    bare,
     disturbed_backward,
     flips,
     live_maps,
@@ -36,10 +36,7 @@ class WithMtp(Chunk):
 
         super().__init__()
         self.config.num_layers, self.config.mtp_num_layers = 2, 1
-        self.mtp = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)  # its own needs a whole GPTModel
-        nn.Module.__init__(self.mtp)
-        self.mtp.layer_number = 1
-        self.mtp.mtp_model_layer = self.layers[2]
+        self.mtp = bare(MultiTokenPredictionLayer, layer_number=1, mtp_model_layer=self.layers[2])
         self.mtp.mtp_model_layer.router.layer_number = 1  # as later versions of Megatron-Core number it
         self.layers = self.layers[:2]
         self.behind = False  # whoever calls the chunk calls the MTP layer too

@@ -69,10 +69,12 @@ def test_the_next_microbatch_is_loaded_while_the_caller_works() -> None:
 
 
 def test_a_schedule_that_asks_for_no_more_than_it_queued_retains_nothing() -> None:
-    steps = prefetch_batches(_trace(), [{"routing_rows": rows} for rows in ROWS])
+    batches = [{"routing_rows": rows} for rows in ROWS]
+    steps = prefetch_batches(_trace(), batches)
     kept = [weakref.ref(next(steps)["routing_rows"].topk_indices) for _ in ROWS]
     gc.collect()
     assert [ref() for ref in kept] == [None, None, None]
+    assert batches[0]["routing_rows"] is ROWS[0], "what was given is as it was"
 
 
 def test_only_the_layers_asked_for_are_loaded() -> None:
@@ -83,14 +85,6 @@ def test_only_the_layers_asked_for_are_loaded() -> None:
         routes.layers([1, 2])
     with pytest.raises(TraceError, match="no layer_number 3"):
         next(prefetch(trace, ROWS, layer_numbers=[3]))
-
-
-def test_a_data_iterator_keeps_its_batches() -> None:
-    batches = [{"tokens": number, "routing_rows": rows} for number, rows in enumerate(ROWS)]
-    loaded = list(prefetch_batches(_trace(), iter(batches)))
-    assert [batch["tokens"] for batch in loaded] == [0, 1, 2]
-    assert torch.equal(loaded[0]["routing_rows"].routing_rows, ROWS[0])
-    assert batches[0]["routing_rows"] is ROWS[0], "what was given is as it was"
 
 
 def test_rows_outside_the_trace_raise() -> None:

@@ -12,6 +12,7 @@ from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceEr
 from tests.unit.mcore.tiny_chunk import (
     HIDDEN,
     ROWS,
+    STARTS,
     VOCAB,
     Chunk,
     disturbed_backward,
@@ -354,10 +355,18 @@ def test_an_empty_micro_batch_between_others(kind):
     assert session.report.microbatches == 3
 
 
-def test_a_module_without_experts_raises_and_a_stage_without_them_does_not():
-    for start in (*QUEUED.values(), mrr.freeze_recompute, mrr.attach):
-        with pytest.raises(LayoutError, match="Linear is no Megatron-Core model with experts"):
-            start(torch.nn.Linear(2, 2))
+@pytest.mark.parametrize("start", [*STARTS.values(), mrr.attach], ids=[*STARTS, "attach"])
+def test_a_module_without_experts_and_a_part_of_a_virtual_pipeline_are_refused(start):
+    with pytest.raises(LayoutError, match="Linear is no Megatron-Core model with experts"):
+        start(torch.nn.Linear(2, 2))
+    chunk = Chunk()
+    chunk.config.virtual_pipeline_model_parallel_size = 2
+    for some in (chunk, [chunk]):
+        with pytest.raises(LayoutError, match="1 model chunks were given, but this rank has 2"):
+            start(some)
+
+
+def test_a_stage_without_experts_is_in_order_if_its_config_has_some():
     chunk = Chunk()
     chunk.layers = torch.nn.ModuleList()
     _, report = replayed(chunk, random_trace(8))

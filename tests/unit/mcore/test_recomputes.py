@@ -284,8 +284,8 @@ def test_a_copy_inside_its_originals_checkpoint_is_not_given_the_originals_route
 # ---- what is kept, and for how long
 
 
-def test_routes_live_as_long_as_the_graph_and_evaluations_keep_none(chunk):
-    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+def test_routes_live_as_long_as_the_graph_and_without_checkpoints_or_gradients_none_are_kept(chunk):
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk) as freeze:
         loss = forward(chunk, number=1)
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
@@ -296,17 +296,11 @@ def test_routes_live_as_long_as_the_graph_and_evaluations_keep_none(chunk):
         del loss
         assert held(chunk) == 3
         del dropped
-        assert held(chunk) == 0
+        chunk.around = plain
+        without_checkpoints = forward(chunk, number=4)
+        assert (without_checkpoints.requires_grad, held(chunk)) == (True, 0)
+    assert (freeze.report.forwards, freeze.report.microbatches) == (5 * 3, 5)
     assert flips(seen) == 0
-
-
-def test_without_checkpoints_nothing_is_kept_at_all():
-    chunk = Chunk()
-    with mrr.freeze_recompute(chunk) as freeze:
-        loss = forward(chunk)
-        assert held(chunk) == 0
-        loss.backward()
-    assert (freeze.report.forwards, freeze.report.microbatches) == (3, 1)
 
 
 # ---- ask_every_layer

@@ -166,19 +166,14 @@ def test_prefetched_routes_are_for_a_replay_of_their_trace():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_experts": EXPERTS + 1}, f"layer 1 .* has num_experts={EXPERTS}, the trace {EXPERTS + 1}"),
-        ({"topk_indices": torch.zeros(8, 3, 1, dtype=torch.uint8)}, "layer 1 .* has topk=2, the trace 1"),
+        ({"num_moe_experts": EXPERTS - 1}, f"layer 1 .* has num_experts={EXPERTS - 1}, the trace {EXPERTS}"),
+        ({"moe_router_topk": 3}, "layer 1 .* has topk=3, the trace 2"),
     ],
 )
 def test_a_trace_of_other_experts_is_refused(options, message):
-    topk_indices = random_trace(8).topk_indices.clone()
-    topk_indices[0, 0] = torch.tensor([0, 1])
-    values = {"topk_indices": topk_indices, "layer_numbers": (1, 2, 3), "num_experts": EXPERTS} | options
-    if "topk_indices" in options:
-        values["topk_indices"][1::2] = 1  # not one expert for all, which a broken capture is
-    chunk = Chunk()
+    chunk = Chunk(**options)
     with pytest.raises(TraceError, match=message):
-        mrr.replay(chunk, mrr.RoutingTrace(**values))
+        mrr.replay(chunk, random_trace(8))
     assert not any(map(holders_of, chunk.routers))
 
 

@@ -209,13 +209,10 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
     assert (neither.decisions, neither.rows_padding) == ({}, 0)
 
 
-def test_a_report_of_one_process_is_its_own_sum():
-    assert replace(REPLAY, agreement=AGREEMENT).reduce() == replace(REPLAY, agreement=AGREEMENT)
-
-
-def test_a_report_is_gathered_over_the_groups_that_are_named_or_the_whole_job(one_rank):
+def test_a_report_of_one_rank_is_its_own_sum_over_any_groups(one_rank):
+    report = replace(REPLAY, agreement=AGREEMENT)
     for groups in ((), (dist.group.WORLD,), (dist.group.WORLD, None)):
-        assert replace(REPLAY, agreement=AGREEMENT).reduce(*groups).agreement == AGREEMENT
+        assert report.reduce(*groups) == report
 
 
 def test_a_freeze_leaves_rows_out_and_says_that_nothing_was_frozen():

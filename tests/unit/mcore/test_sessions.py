@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.heart import dispatch
 from megatron_router_replay.mcore.heart.seam import holders_of
 from tests.unit.mcore.tiny_chunk import (
@@ -92,16 +92,6 @@ def test_a_replay_of_nothing_or_of_padding_alone_raises_unless_that_is_meant(pad
     with pytest.raises(ReplayStateError, match=message):
         step(least)
     assert step(0).replayed_share is None
-
-
-@pytest.mark.parametrize("start", [*STARTS.values(), mrr.attach], ids=[*STARTS, "attach"])
-def test_a_part_of_a_virtual_pipeline_is_refused(start):
-    chunks = [Chunk(), Chunk()]
-    for chunk in chunks:
-        chunk.config.virtual_pipeline_model_parallel_size = 2
-    for some in (chunks[0], chunks[:1]):
-        with pytest.raises(LayoutError, match="1 model chunks were given, but this rank has 2"):
-            start(some)
 
 
 def test_a_lost_session_is_named_by_its_kind_and_place_and_can_be_ended():

@@ -152,20 +152,13 @@ def in_a_thread_of_its_own(function):
     return run
 
 
+@pytest.mark.parametrize("start", [STARTS["freeze"], STARTS["replay"]])
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
-def test_a_checkpointed_function_that_works_in_a_thread_of_its_own_is_refused(around):
+def test_a_checkpointed_function_that_works_in_a_thread_of_its_own_is_refused(around, start):
     chunk = Chunk()
     chunk.around = lambda layer, hidden: around(in_a_thread_of_its_own(layer), hidden)
-    with (
-        pytest.raises(ReplayStateError, match="Call the model in the thread that runs the checkpointed function"),
-        mrr.freeze_recompute(chunk),
-    ):
-        forward(chunk)
-    trace = random_trace(8)
-    with (
-        pytest.raises(ReplayStateError, match="Call the model in the thread that runs the checkpointed function"),
-        mrr.replay(chunk, trace, min_agreement=0) as session,
-    ):
+    refused = pytest.raises(ReplayStateError, match="Call the model in the thread that runs the checkpointed function")
+    with refused, start(chunk) as session:
         forward(chunk, session)
 
 

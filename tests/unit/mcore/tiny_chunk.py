@@ -92,6 +92,15 @@ class Layer(nn.Module):
         return hidden + mixed * keep
 
 
+def bare(cls: Any, **attributes: Any) -> Any:
+    """Return a module of this class that was never built, as one that needs a whole GPTModel."""
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
 Around = Callable[[Callable[..., Tensor], Tensor], Tensor]
 """How a layer is called: (layer, hidden) -> hidden; plain, or inside a checkpoint."""
 
@@ -320,9 +329,12 @@ def tokens(num_sequences: int = 2, length: int = 4, seed: int = 1) -> Tensor:
     return torch.randint(VOCAB, (num_sequences, length), generator=torch.Generator().manual_seed(seed))
 
 
-def random_routes(num_tokens: int, num_layers: int = 3, seed: int = 5, *, topk: int = TOPK) -> Tensor:
+def random_routes(
+    num_tokens: int, num_layers: int = 3, seed: int = 5, *, topk: int = TOPK, num_experts: int = EXPERTS
+) -> Tensor:
+    """Valid routes that no router chose: [num_tokens, num_layers, topk] distinct random ids."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_tokens, num_layers, EXPERTS, generator=generator).argsort(dim=2)[:, :, :topk]
+    return torch.rand(num_tokens, num_layers, num_experts, generator=generator).argsort(dim=2)[:, :, :topk]
 
 
 def random_trace(num_tokens: int = 16, num_layers: int = 3, *, seed: int = 5, **options: Any) -> mrr.RoutingTrace:
@@ -334,9 +346,9 @@ def random_trace(num_tokens: int = 16, num_layers: int = 3, *, seed: int = 5, **
     )
 
 
-def as_map(topk_indices: Tensor) -> Tensor:
-    """[n, topk] -> [n, EXPERTS] bool."""
-    return torch.zeros(len(topk_indices), EXPERTS, dtype=torch.bool).scatter(1, topk_indices.long(), True)
+def as_map(topk_indices: Tensor, num_experts: int = EXPERTS) -> Tensor:
+    """[n, topk] -> [n, num_experts] bool."""
+    return torch.zeros(len(topk_indices), num_experts, dtype=torch.bool).scatter(1, topk_indices.long(), True)
 
 
 def wrong_replays(seen: Seen, trace: mrr.RoutingTrace, rows: Tensor | None = None) -> int:
