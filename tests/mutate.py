@@ -4,7 +4,8 @@ A mutant changes one comparison, arithmetic operator, constant, `and` / `or` / `
 tests in a forked process with a limit of processor time (an endless loop counts as killed). The fork imports the mutant in
 place of the file: no file is ever changed, and what every test imports (torch, pytest, hypothesis) was imported once, before.
 What survives is printed: a hole in the tests, or a change that makes no difference, for a person to tell. With --names what
-is noticed is printed too, with the test that noticed it first. Processes that a test starts by itself see the file as it is.
+is noticed is printed too, with the test that noticed it first. `--again OUTPUT` gives what survived there to slower tests.
+Processes that a test starts by itself see the file as it is.
 
     make mutate FILES="megatron_router_replay/layout/rows.py" KILLERS="tests/unit/layout"
     make mutants                            # a sample from every room, each against the room's own quick tests
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import importlib
 import multiprocessing
 import os
@@ -188,7 +190,8 @@ def run_mutant(tests: list[str], path: Path, source: str | None, cpu_seconds: in
             return code if Path(loader.path).resolve() == path.resolve() else get_code(loader, name)
 
         SourceFileLoader.get_code = mutated  # type: ignore[method-assign]
-    options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
+    # The last one collects garbage five times at the end.
+    options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
     os._exit(int(pytest.main([*options, *tests], plugins=[SameExamples(), FirstFailure(noticed_by(os.getpid()))])))
 
 
@@ -216,6 +219,7 @@ def main() -> int:
         "--load", nargs="*", default=(), help="packages that the tests need, loaded once for all mutants"
     )
     parser.add_argument("--names", action="store_true", help="print each mutant, with the test that noticed it first")
+    parser.add_argument("--again", type=Path, help="take only the mutants that survived in this output of a run before")
     parser.add_argument("--jobs", type=int, default=1, help="mutants that run at the same time")
     options = parser.parse_args()
     # A fork ends without cleaning up, and what a test imports (wandb, by way of Megatron-Core) makes folders on import.
@@ -252,6 +256,8 @@ def run_mutants(options: argparse.Namespace) -> int:
     """Run the tests on each mutant in turn; return 0 if none survived."""
     for name in options.load:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # no fork looks through what is imported
     forks = multiprocessing.get_context("fork")
 
     def start(path: Path, source: str | None, cpu_seconds: int) -> BaseProcess:
@@ -284,6 +290,7 @@ def run_mutants(options: argparse.Namespace) -> int:
                 name = noticed_by(fork.pid or 0)
                 print(words.format(f"noticed by {name.read_text()}" if name.exists() else "ended"), flush=True)
 
+    survivors = options.again.read_text().splitlines() if options.again else None
     sources = {path: path.read_text() for path in options.files}
     places = [(path, *place) for path, source in sources.items() for place in places_in(source)]
     for path, node_index, mutation_index in places[:: options.every]:
@@ -295,6 +302,8 @@ def run_mutants(options: argparse.Namespace) -> int:
             finish_first()
         change = f"{before}  ->  {after}".replace("{", "{{").replace("}", "}}")
         words = f"{path}:{node.lineno}: {{}}: {change}"
+        if survivors is not None and words.format("survived") not in survivors:
+            continue
         running.append((start(path, replaced(tree, node, mutant), cpu_seconds), words))
     while running:
         finish_first()

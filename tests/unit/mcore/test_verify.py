@@ -160,7 +160,7 @@ def test_a_session_whose_forward_failed_behind_its_routing_is_freed():
     ("dispatcher", "backend", "scale", "raises"),
     [
         ("flex", "deepep", 500.0, True),
-        ("flex", "deepep", 1.0, False),
+        ("flex", "deepep", 5.0, False),  # some probabilities are 1, beside a small one
         ("flex", "hybridep", 500.0, False),
         ("alltoall", "deepep", 500.0, False),
     ],
