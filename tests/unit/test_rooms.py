@@ -17,9 +17,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_router_replay"
 
-WAIT_IN_A_FUNCTION: set[tuple[str, str]] = set()
-"""Imports that would go up or stay on a line of the drawing, so they run when somebody needs them."""
-
 THIRD_PARTY = {
     "megatron": {"mcore", "testing", "cli"},
     "ray": set(),
@@ -140,23 +137,15 @@ def imported_names(node: ast.AST) -> list[str]:
     return [name.name for name in node.names] if isinstance(node, ast.Import) else []
 
 
-def imports_in_functions() -> set[tuple[str, str]]:
-    """Return (part, imported part) of every import of ours inside a function."""
-    found = set()
+def test_no_import_waits_in_a_function_to_go_down_the_drawing() -> None:
     for path in (ROOT / PACKAGE).rglob("*.py"):
         part = path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
         nodes = list(ast.walk(ast.parse(path.read_text())))
         functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         for name in (name for function in functions for node in ast.walk(function) for name in imported_names(node)):
             assert not name.startswith("."), f"{path}: imports are absolute"
-            if name.startswith(f"{PACKAGE}."):
-                found.add((part, name.split(".")[1]))
-    return found
-
-
-def test_imports_that_wait_in_a_function_go_up_the_drawing_but_for_those_named_here() -> None:
-    imports = {(part, other) for part, other in imports_in_functions() if other in PARTS and other != part}
-    assert {(part, other) for part, other in imports if other not in above(part)} == WAIT_IN_A_FUNCTION
+            if name.startswith(f"{PACKAGE}.") and (imported := name.split(".")[1]) in PARTS:
+                assert imported in {part, *above(part)}, f"{path} imports {name}"
 
 
 def test_a_wing_of_mcore_imports_only_wings_below_it() -> None:

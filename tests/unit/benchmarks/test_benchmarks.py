@@ -47,14 +47,17 @@ def test_what_is_prepared_is_not_timed():
     assert rounds(alternatives, repeats=2, prepare=prepare, clock=lambda: now[0]) == {"a": [2.0, 2.0]}
 
 
-def test_a_target_is_met_up_to_its_limit():
-    assert verdict("replay", Ratio(1.05, 1.04, 1.05), 1.05) == "- replay <= 1.05: met, 1.050 (1.040 to 1.050)"
-    assert "not met, 1.060" in verdict("replay", Ratio(1.06, 1.055, 1.1), 1.05)
-
-
-def test_a_target_inside_the_interval_is_not_told_apart_from_noise():
-    assert ": met, within the noise, 1.040" in verdict("replay", Ratio(1.04, 1.0, 1.1), 1.05)
-    assert "not met, within the noise, 1.060" in verdict("replay", Ratio(1.06, 1.0, 1.1), 1.05)
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (Ratio(1.05, 1.04, 1.05), "met, 1.050 (1.040 to 1.050)"),
+        (Ratio(1.06, 1.055, 1.1), "not met, 1.060 (1.055 to 1.100)"),
+        (Ratio(1.04, 1.0, 1.1), "met, within the noise, 1.040 (1.000 to 1.100)"),
+        (Ratio(1.06, 1.0, 1.1), "not met, within the noise, 1.060 (1.000 to 1.100)"),
+    ],
+)
+def test_a_target_is_met_up_to_its_limit_or_not_told_apart_from_noise(found, words):
+    assert verdict("replay", found, 1.05) == f"- replay <= 1.05: {words}"
 
 
 def test_a_storage_is_counted_once_however_many_views_it_has():

@@ -99,12 +99,9 @@ def wrong_calls(source, package, top):
     for name, positional, keywords, partly in calls(source):
         if not name.startswith(f"{package}."):
             continue
-        node = definition(top, name)
-        if node is None and name.rsplit(".", 1)[-1] == "__new__":
-            node = definition(top, name.rsplit(".", 1)[0])
-            why = None if node is not None else "is not there"
-        else:
-            why = "is not there" if node is None else is_wrong(node, positional, keywords, partly=partly)
+        node = definition(top, name.removesuffix(".__new__"))
+        partly |= name.endswith(".__new__")
+        why = "is not there" if node is None else is_wrong(node, positional, keywords, partly=partly)
         if why:
             wrong.append(f"{name} {why}")
     return wrong

@@ -47,9 +47,6 @@ def test_inspect_a_file(folder):
     text = call("inspect", "good.safetensors").output
     assert "MoE layers       3: 2..4" in text
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_inspect_a_trace_without_tokens(folder):
     assert "tokens           0" in call("inspect", "no_tokens.safetensors").output
     assert json.loads(call("inspect", "no_tokens.safetensors", "--json").output)["imbalance_by_layer"] == [None] * 3
 
@@ -65,25 +62,17 @@ def test_inspect_a_folder_of_steps_and_one_of_them(folder):
     assert "has no step 9" in call("inspect", "store", "--step", 9, code=2).stderr
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_files_are_named_and_exit_2(folder, name):
-    file = f"{name}.safetensors"
+@pytest.mark.parametrize("name", [*(f"{name}.safetensors" for name in BAD), "nothing"])
+def test_bad_files_and_folders_without_a_trace_are_named_and_exit_2(folder, name):
     for arguments in (
-        ["inspect", file],
-        ["diff", file, "good.safetensors"],
-        ["diff", "good.safetensors", file],
-        ["convert", file, "out.safetensors"],
+        ["inspect", name],
+        ["diff", name, "good.safetensors"],
+        ["diff", "good.safetensors", name],
+        ["convert", name, "out.safetensors"],
     ):
-        assert file in call(*arguments, code=2).stderr
-
-
-def test_a_folder_without_traces_is_named(folder):
-    for arguments in (
-        ["inspect", "nothing"],
-        ["diff", "nothing", "good.safetensors"],
-        ["convert", "nothing", "out.safetensors"],
-    ):
-        assert "holds no trace file" in call(*arguments, code=2).stderr
+        said = call(*arguments, code=2).stderr
+        assert name in said
+        assert ("holds no trace file" in said) == (name == "nothing")
 
 
 def test_json_is_a_flag_and_out_writes_the_same(folder):
