@@ -139,7 +139,7 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
             me.get_logprobs(data=shard())
             seen.mark()
             me.train(shard(), ClippedPGLossFn(ClippedPGLossConfig()), gbs=oracle.NUM_SAMPLES * me.dp_size)
-        return [part.counts() for part in seen]
+        return seen.counts()
 
 
 class _Once:

@@ -10,7 +10,6 @@ import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -57,18 +56,40 @@ def rollout_box(seed: int) -> dict[str, Any]:
     }
 
 
-@dataclass
 class Seen:
-    """Decisions by pass: looked at, and not those of the rollout. A pass is "no grad", "train" or "recompute".
+    """Decisions by pass, looked at and not those of the rollout; `mark()` begins the next part of what is watched.
 
-    "live" are those of recomputes whose tokens have no route in the rollout; wrong where they are not their forward's.
+    A pass is "no grad", "train" or "recompute". "live" are those of recomputes whose tokens have no route in the rollout;
+    wrong where they are not their forward's.
     """
 
-    looked: Counter[str] = field(default_factory=Counter)
-    wrong: Counter[str] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self._parts: list[Counter[tuple[str, bool]]] = [Counter()]
+        self._given: Tensor | None = None
 
-    def counts(self) -> dict[str, tuple[int, int]]:
-        return {name: (self.looked[name], self.wrong[name]) for name in (*PASSES, "live")}
+    def mark(self) -> None:
+        self._parts.append(Counter())
+
+    def count(self, name: str, wrong: Any) -> None:
+        self._parts[-1][name, bool(wrong)] += 1
+
+    def counts(self) -> list[dict[str, tuple[int, int]]]:
+        """Return {pass: (looked at, wrong)} of each part in which anything was."""
+        names = (*PASSES, "live")
+        return [
+            {name: (part[name, False] + part[name, True], part[name, True]) for name in names}
+            for part in self._parts
+            if part
+        ]
+
+    def give(self, tokens: Tensor) -> None:
+        """Say what the next forwards' tokens are, for a trainer whose later pipeline stages get none."""
+        self._given = tokens.clone()
+
+    def tokens(self, given: Any) -> Tensor:
+        tokens = self._given if self._given is not None else given
+        assert isinstance(tokens, Tensor), "a stage without input_ids, and nobody said what they are"
+        return tokens.clone()
 
 
 def rollout(seed: int = 0, *, dense_first: bool = True) -> tuple[list[Tensor], list[Tensor]]:
@@ -140,16 +161,14 @@ def routes_of_tokens(ids: list[Tensor], routes: list[Tensor]) -> dict[int, Tenso
 
 
 @contextmanager
-def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[list[Seen]]:
-    """Yield what the routers of these chunks did, one `Seen` for each `mark()`; see `Marks`."""
+def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
+    """Yield what the routers of these chunks do."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import TopKRouter
 
-    seen = Marks()
-    tp_rank, tp_size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    seen = Seen()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
     handles = []
     for chunk in chunks:
         model = chunk
@@ -163,8 +182,7 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[list[See
         def enter(module: Any, args: Any, kwargs: Any, now: list[Tensor] = now) -> None:
             if torch._C._current_graph_task_id() != -1:
                 return
-            tokens = kwargs.get("input_ids", args[0] if args else None)
-            tokens = seen.tokens(tokens)
+            tokens = seen.tokens(kwargs.get("input_ids", args[0] if args else None))
             at = tokens.t().reshape(-1)  # s-major; tensor-parallel ranks share s
             now[:] = [at.chunk(tp_size)[tp_rank] if tp_size > 1 else at]
 
@@ -178,9 +196,9 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[list[See
             if torch._C._current_graph_task_id() != -1:
                 # A chunk's micro-batches are recomputed in the order of their forwards.
                 phase, (tokens, first) = "recompute", again[router].popleft()
-                live = torch.tensor([token not in route_of for token in tokens.tolist()])
-                seen[-1].looked["live"] += int(live.sum())
-                seen[-1].wrong["live"] += int((first != routing_map)[live].any(1).sum())
+                for token, its_own, chosen in zip(tokens.tolist(), first, routing_map):
+                    if token not in route_of:
+                        seen.count("live", not torch.equal(its_own, chosen))
             else:
                 phase, tokens = "train" if router.training else "no grad", now[0]
                 if phase == "train":
@@ -190,8 +208,7 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[list[See
                 if token in route_of:
                     expected = torch.zeros_like(chosen)
                     expected[route_of[token][router.layer_number - 1].long()] = True
-                    seen[-1].looked[phase] += 1
-                    seen[-1].wrong[phase] += not torch.equal(expected, chosen)
+                    seen.count(phase, not torch.equal(expected, chosen))
 
         handles += [model.register_forward_pre_hook(enter, with_kwargs=True), model.register_forward_hook(leave)]
         handles += [router.register_forward_hook(routed) for router in routers]
@@ -216,23 +233,3 @@ def check_replayed(ranks: Any, *, recomputes: bool) -> None:
         assert (looked["recompute"] > 0) == (looked["live"] > 0) == recomputes
         assert log_probs["no grad"][1] == 0
         assert set(wrong.values()) == {0}
-
-
-class Marks(list[Seen]):
-    """A list of `Seen`; `mark()` begins the next one."""
-
-    def __init__(self) -> None:
-        super().__init__([Seen()])
-        self._given: Tensor | None = None
-
-    def mark(self) -> None:
-        self.append(Seen())
-
-    def give(self, tokens: Tensor) -> None:
-        """Say what the next forwards' tokens are, for a trainer whose later pipeline stages get none."""
-        self._given = tokens.clone()
-
-    def tokens(self, given: Any) -> Tensor:
-        tokens = self._given if self._given is not None else given
-        assert isinstance(tokens, Tensor), "a stage without input_ids, and nobody said what they are"
-        return tokens.clone()

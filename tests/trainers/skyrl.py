@@ -131,7 +131,7 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
             me._forward_logprobs(batch(rank))
             seen.mark()
             me.forward_backward(batch(rank))
-        return [part.counts() for part in seen]
+        return seen.counts()
 
 
 def step_with_own_replay(folder: str, flags: dict[str, Any]) -> Any:
@@ -148,7 +148,7 @@ def step_with_own_replay(folder: str, flags: dict[str, Any]) -> Any:
         RouterReplay.global_router_replay_instances.clear()
 
 
-def _know_tokens(chunks: list[Any], seen: oracle.Marks) -> None:
+def _know_tokens(chunks: list[Any], seen: oracle.Seen) -> None:
     """Later stages get tokens that are not laid out: work them out from theirs, by the layout that the first stage has."""
     from skyrl.backends.skyrl_train.workers.megatron import megatron_model_wrapper as wrapper
 

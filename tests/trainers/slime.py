@@ -111,4 +111,4 @@ def train(actor: Any, arguments: Args, chunks: list[Any], boxes: list[Any], **fi
         me._active_model_tag = "actor"
         actor.Timer().start("train_wait")  # they do so at the end of init
         me.train(0, boxes)
-    return [part.counts() for part in seen if sum(part.looked.values())]
+    return seen.counts()

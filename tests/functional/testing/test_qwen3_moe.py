@@ -1,5 +1,3 @@
-from functools import partial
-
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ def keep_output(output):
 def forward_step(data_iterator, model):
     microbatch = next(data_iterator)
     logits = model(microbatch["tokens"], microbatch["position_ids"], None, runtime_gather_output=True)
-    return logits, partial(keep_output)
+    return logits, keep_output
 
 
 def logits_of(checkpoint, layout, core_attention):
@@ -58,16 +56,15 @@ def checkpoint_and_logits(request, checkpoints_dir):
     ],
     ids=str,
 )
-def test_logits_equal_those_of_transformers(request, checkpoint_and_logits, layout, core_attention):
+def test_logits_equal_those_of_transformers(on_ranks, checkpoint_and_logits, layout, core_attention):
     checkpoint, expected = checkpoint_and_logits
     if checkpoint.name == "qwen3moe_sparse" and layout.pp_size > 1:
         pytest.skip("three layers do not split into equal stages")
-    workers = request.getfixturevalue(f"workers_{layout.world_size}")
-    results = [outputs for outputs in workers.run(logits_of, checkpoint, layout, core_attention) if outputs]
+    ranks = on_ranks(layout.world_size, logits_of, checkpoint, layout, core_attention)
+    results = [logits for outputs in ranks for logits in outputs]
     assert results
-    for outputs in results:
-        for logits in outputs:
-            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    for logits in results:
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
 def test_the_dense_layer_of_the_checkpoint_is_dense(checkpoints_dir):

@@ -45,6 +45,7 @@ TP2_DP2 = ParallelLayout(stage_layers=(LAYERS,), tp_size=2, dp_size=2)
 SHORT = {"timeout": timedelta(seconds=2), "ready_timeout": timedelta(seconds=2)}
 ERROR = "TransportError: MRR603:"
 THE_RANK = f"training rank {Place()}"
+CLOSED = "rollout process 0 closed the transport."
 
 
 def results_of(doomed: int, *started: Child) -> list[str]:
@@ -145,26 +146,25 @@ def test_who_asks_again_after_a_failure_gets_the_words_of_the_first_one(port: in
     assert rank == ["ValueError: no room for these rows", f"{ERROR} this transport is over: no room for these rows"]
 
 
-def test_a_sender_that_leaves_ends_the_wait_of_a_rank_with_its_words(port: int) -> None:
-    def send_and_fail() -> None:
+@pytest.mark.parametrize(
+    ("error", "says", "is_told"),
+    [
+        (RuntimeError("gone"), "RuntimeError: gone", "rollout process 0: RuntimeError: gone"),
+        (None, f"{ERROR} this transport is over: {CLOSED}", CLOSED),  # it sends no more, either
+    ],
+    ids=["raises", "closes"],
+)
+def test_a_sender_that_leaves_ends_the_wait_of_a_rank_with_its_words(
+    port: int, error: Exception | None, says: str, is_told: str
+) -> None:
+    def send_and_leave() -> None:
         with join(port, sender=0) as group:
             send_small(group)
-            raise RuntimeError("the engine is gone")
-
-    sender, rank = attempts(send_and_fail, partial(receive, port, steps=2))
-    assert sender == "RuntimeError: the engine is gone"
-    assert rank == f"{ERROR} rollout process 0: RuntimeError: the engine is gone"
-
-
-def test_a_sender_that_closes_ends_the_wait_of_a_rank_and_sends_no_more(port: int) -> None:
-    def send_once() -> None:
-        with join(port, sender=0) as group:
-            group.send(make_trace(400))
+            if error is not None:
+                raise error
         group.send(make_trace(400))
 
-    sender, rank = attempts(send_once, partial(receive, port, steps=2))
-    assert sender == f"{ERROR} this transport is over: rollout process 0 closed the transport."
-    assert rank == f"{ERROR} rollout process 0 closed the transport."
+    assert attempts(send_and_leave, partial(receive, port, steps=2)) == [says, f"{ERROR} {is_told}"]
 
 
 def test_different_layouts_are_refused_in_all_processes(port: int) -> None:

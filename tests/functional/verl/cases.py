@@ -24,6 +24,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers.verl.engine import ROUTES, ROWS
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
+from tests.functional.trainers import packers
 from tests.functional.verl.batches import LENGTHS, as_verl, make_batch
 from tests.functional.verl.engines import OurEngine, StockEngine, build, engine_config, loss_function, model_config
 from tests.support.gradients import gradients
@@ -59,12 +60,8 @@ def expected_tokens(case: Case, samples: list[list[int]], longest: int) -> Tenso
     local = []
     for sample in samples:
         length = longest if case.padded else len(sample)
-        whole = torch.zeros(-(-length // multiple) * multiple, dtype=torch.int64)
-        whole[: len(sample)] = torch.tensor(sample)
-        if cp > 1:
-            pieces, rank = whole.chunk(2 * cp), parallel_state.get_context_parallel_rank()
-            whole = torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]])
-        local.append(whole)
+        whole = packers.pad(torch.tensor(sample), packers.up(length, multiple) - len(sample))
+        local.append(packers.zigzag(whole, parallel_state.get_context_parallel_rank(), cp))
     if case.bucket is not None:
         local.append(torch.zeros(-sum(map(len, local)) % case.bucket, dtype=torch.int64))
     # A padded batch is [s, b] inside the model, a packed one [total, 1].

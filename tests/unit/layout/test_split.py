@@ -15,11 +15,6 @@ ROWS = torch.tensor([[0, 1, 2, 3], [4, 5, 6, -1]])
 PACKED = torch.tensor([0, 6, 16])
 
 
-def test_each_tp_rank_gets_its_own_consecutive_rows():
-    topk_indices = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]], dtype=torch.uint8)
-    assert split_sequence_parallel(topk_indices, tp_rank=1, tp_size=2).tolist() == [[4, 5], [6, 7]]
-
-
 @pytest.mark.parametrize(
     ("options", "rows"),
     [
@@ -71,10 +66,6 @@ def test_what_does_not_fit_raises(call, message):
 
 def split(values, cp_size, **options):
     return [split_context_parallel(values, cp_rank=r, cp_size=cp_size, **options).tolist() for r in range(cp_size)]
-
-
-def test_zigzag_keeps_one_chunk_from_the_start_and_one_from_the_end():
-    assert split(torch.arange(8).unsqueeze(0), 2) == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
 
 
 def test_zigzag_cuts_every_packed_sequence_and_contiguous_the_whole_row():

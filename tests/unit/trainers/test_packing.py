@@ -41,18 +41,22 @@ def test_packers_of_lists_and_of_nested_tensors(dtype):
     assert pack_rows(lambda values: pack_list(values.unbind()), nested(rows)).tolist() == [[*range(14), -1, -1]]
 
 
-def test_row_255_does_not_overflow_in_a_narrow_dtype():
-    assert pack_rows(pack_list, [torch.tensor([255], dtype=torch.uint8)]).tolist() == [[255, *[-1] * 15]]
+NUMBERED = number_batch(token_ids())
 
 
-def test_a_packer_may_keep_a_part_and_reorder():
-    rows = number_batch(token_ids())
-    assert pack_rows(lambda values: torch.cat(values).flip(0)[:3], rows).tolist() == [13, 12, 11]
-
-
-def test_rows_without_a_token_stay_without():
-    rows = torch.tensor([[-1, 3, 4]])
-    assert pack_rows(lambda values: pad(values, (0, 2)), rows).tolist() == [[-1, 3, 4, -1, -1]]
+@pytest.mark.parametrize(
+    ("packer", "rows", "packed"),
+    [
+        (pack_list, [torch.tensor([255], dtype=torch.uint8)], [[255, *[-1] * 15]]),
+        (lambda values: torch.cat(values).flip(0)[:3], NUMBERED, [13, 12, 11]),
+        (lambda values: pad(values, (0, 2)), torch.tensor([[-1, 3, 4]]), [[-1, 3, 4, -1, -1]]),
+        # As a trainer fills a batch.
+        (torch.cat, [NUMBERED[0], NUMBERED[0]], [0, 1, 2, 3, 4] * 2),
+    ],
+    ids=["a row beyond a narrow dtype", "a part, reordered", "rows without a token", "a sample twice"],
+)
+def test_a_packer_may_pad_keep_a_part_reorder_and_repeat(packer, rows, packed):
+    assert pack_rows(packer, rows).tolist() == packed
 
 
 @pytest.mark.parametrize(
@@ -60,22 +64,16 @@ def test_rows_without_a_token_stay_without():
 )
 def test_a_packer_that_fills_with_a_padding_token_raises(fill, message):
     with pytest.raises(LayoutError, match=message):
-        pack_rows(lambda values: pad(torch.cat(values), (0, 2), value=fill), number_batch(token_ids()))
+        pack_rows(lambda values: pad(torch.cat(values), (0, 2), value=fill), NUMBERED)
 
 
 def test_a_packer_that_does_not_keep_integers_raises():
-    rows = number_batch(token_ids())
     with pytest.raises(LayoutError, match=r"integer tensor, got torch\.bfloat16"):
-        pack_rows(lambda values: torch.cat(values).to(torch.bfloat16), rows)
+        pack_rows(lambda values: torch.cat(values).to(torch.bfloat16), NUMBERED)
     with pytest.raises(LayoutError, match=r"returned row -\d+, which the micro-batch"):
         pack_rows(lambda values: torch.cat(values).to(torch.int8), [torch.arange(200, 210)])
     with pytest.raises(LayoutError, match="got tuple"):
-        pack_rows(lambda values: (torch.cat(values), None), rows)
-
-
-def test_samples_that_a_trainer_repeats_to_fill_a_batch_may_come_twice():
-    rows = number_batch(token_ids())
-    assert pack_rows(lambda values: torch.cat(values), [rows[0], rows[0]]).tolist() == [0, 1, 2, 3, 4] * 2
+        pack_rows(lambda values: (torch.cat(values), None), NUMBERED)
 
 
 @pytest.mark.parametrize(

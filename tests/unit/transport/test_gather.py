@@ -7,7 +7,6 @@ import torch
 
 from megatron_router_replay import RoutingTrace
 from megatron_router_replay.transport import TransportError, TransportTimes
-from megatron_router_replay.transport.collective import _messages
 from megatron_router_replay.transport.gather import TraceRows
 
 
@@ -39,10 +38,6 @@ def test_traces_of_different_kinds_are_refused() -> None:
         TraceRows([_trace(3), _trace(3, token_ids=False)])
     with pytest.raises(TransportError, match="no traces"):
         TraceRows([])
-
-
-def test_int16_travels_as_bytes() -> None:
-    assert [*_messages({"ids": torch.tensor([[258, 3]], dtype=torch.int16)})[0]] == [2, 1, 3, 0]
 
 
 @pytest.mark.parametrize(
