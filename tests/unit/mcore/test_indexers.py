@@ -256,7 +256,7 @@ def remembered_tapes() -> Iterator[list[Tape]]:
 
 @needs_seam
 @pytest.mark.parametrize(("highest", "dtype"), [(sparse._NONE, torch.uint16), (LENGTH - 1, torch.int32)])
-def test_a_tape_keeps_two_bytes_a_position_where_they_do_and_nothing_outside_checkpoints(highest, dtype):
+def test_a_tape_keeps_two_bytes_a_position_where_they_do_and_only_in_checkpoints(highest, dtype):
     model = Model(num_layers=1)
     with mock.patch.object(sparse, "_NONE", highest), mrr.freeze_recompute(model), remembered_tapes() as tapes:
         loss = model(hidden()).sum()

@@ -284,7 +284,7 @@ def test_a_copy_inside_its_originals_checkpoint_is_not_given_the_originals_route
 # ---- what is kept, and for how long
 
 
-def test_routes_live_as_long_as_the_graph_and_without_checkpoints_or_gradients_none_are_kept(chunk):
+def test_routes_live_as_long_as_the_graph_and_only_for_checkpoints_with_gradients(chunk):
     with watched(chunk) as seen, mrr.freeze_recompute(chunk) as freeze:
         loss = forward(chunk, number=1)
         for mode in (torch.no_grad, torch.inference_mode):
