@@ -90,9 +90,8 @@ class Program:
         self.again: tuple[Any, Tensor] | None = None
         self.log: list[str] = []
         self.errors: list[str] = []
-        self.false_alarms: list[
-            str
-        ] = []  # a recompute of a forward that was held, in a kind of checkpoint that is known
+        # A recompute of a forward that was held, in a kind of checkpoint that is known, must not raise.
+        self.false_alarms: list[str] = []
 
     def run(self) -> None:
         for _ in range(self.random.randint(6, 18)):
