@@ -1,5 +1,6 @@
 """Which Megatron-Core will do: the feature decides, asked of the routing function; numbers only say what was tested."""
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -108,6 +109,21 @@ def test_a_routing_function_that_does_not_do_what_it_is_told_raises(function, me
     with pytest.raises(ReplayStateError, match=message), mrr.replay(chunk, random_trace(8)) as session:
         session.microbatch(ROWS)
         chunk(tokens())
+
+
+@pytest.mark.parametrize("is_hash_layer", [False, True])
+def test_a_driven_router_that_asks_nobody_raises_unless_a_table_routes_it(is_hash_layer, monkeypatch):
+    chunk = Chunk(num_layers=1)
+    monkeypatch.setattr(router_module, "topk_routing_with_score_function", ignores_it)
+    (router,) = chunk.routers
+    if is_hash_layer:
+        router.is_hash_layer = True
+    router.router_replay = mrr.mcore.RouterReplay()
+    router.router_replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
+    raises = pytest.raises(ReplayStateError, match="layer 1 chose experts without asking its RouterReplay")
+    with contextlib.nullcontext() if is_hash_layer else raises:
+        chunk(tokens())
+    router.router_replay.clear_router_replay_action()
 
 
 @pytest.mark.parametrize(("version", "refused"), [("0.19.2", False), ("0.21.0", True)])

@@ -46,6 +46,10 @@ def test_forward_replay_uses_the_target_in_its_column_order_with_the_live_scores
     assert replay.replay_backward_list[0].dtype is torch.uint8, "widened where it is used"
 
 
+def test_a_target_may_give_all_tokens_the_same_only_expert():
+    assert route(replaying(torch.tensor([[2], [2]])), topk=1)[1].tolist() == [[2], [2]]
+
+
 def test_backward_replay_takes_the_micro_batches_first_in_first_out():
     replay = RouterReplay()
     for target in (TARGET, TARGET.flip(1), TARGET.flip(0)):

@@ -9,11 +9,13 @@ from enum import Enum
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 import megatron_router_replay as mrr
 from megatron_router_replay import RouterReplayError, install, uninstall
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore import RouterReplay, RouterReplayAction
+from megatron_router_replay.mcore.heart import seam
 from tests.unit.mcore.tiny_chunk import (
     Chunk,
     as_map,
@@ -253,6 +255,14 @@ def test_an_instance_that_cannot_be_adopted_is_refused_and_nothing_is_changed(na
     assert RouterReplay.global_router_replay_instances is ours
 
 
+def test_an_action_puts_the_seams_in_where_they_are_gone(monkeypatch):
+    replay = RouterReplay()
+    monkeypatch.setattr(TopKRouter, "routing", lambda *args, **kwargs: None)
+    replay.set_router_replay_action(RECORD)
+    assert seam.is_seam(TopKRouter.routing)
+    replay.clear_router_replay_action()
+
+
 def test_install_replaces_the_names_in_every_megatron_module_that_holds_them():
     import sys
     import types
@@ -260,16 +270,19 @@ def test_install_replaces_the_names_in_every_megatron_module_that_holds_them():
     late = types.ModuleType("megatron.some_inference_module")
     late.RouterReplay, late.RouterReplayAction = upstream().RouterReplay, upstream().RouterReplayAction
     theirs = late.RouterReplay
-    sys.modules[late.__name__] = late
+    elsewhere = types.ModuleType("a_trainer.replay")
+    elsewhere.RouterReplay = theirs
+    sys.modules |= {late.__name__: late, elsewhere.__name__: elsewhere}
     try:
         install()
         install()
         assert late.RouterReplay is RouterReplay
+        assert elsewhere.RouterReplay is theirs
         assert late.RouterReplayAction is RouterReplayAction
         uninstall()
         assert late.RouterReplay is theirs
     finally:
-        del sys.modules[late.__name__]
+        del sys.modules[late.__name__], sys.modules[elsewhere.__name__]
 
 
 @pytest.mark.parametrize(
