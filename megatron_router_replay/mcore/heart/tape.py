@@ -75,8 +75,6 @@ class Run:
 
     def __init__(self, tape: Tape, *, reads: bool) -> None:
         self.tape, self.reads = tape, reads
-        self.task = -1
-        self._position = 0
 
     def __enter__(self) -> Self:
         before_run()

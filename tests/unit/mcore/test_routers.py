@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random as megatron_checkpoints
 from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
+from torch.utils import checkpoint as torch_checkpoints
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
@@ -79,6 +81,23 @@ def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch
     mrr.close_sessions(chunk)
     if kind == "drop-in":
         chunk.routers[0].router_replay.clear_router_replay_action()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch_checkpoints, "_checkpoint_hook"),
+        (torch_checkpoints, "_recomputation_hook"),
+        (torch_checkpoints.CheckpointFunction, "forward"),
+        (megatron_checkpoints.CheckpointFunction, "forward"),
+    ],
+)
+def test_somebody_who_replaces_one_kind_of_checkpoint_is_noticed(monkeypatch, owner, name):
+    with (
+        pytest.raises(ReplayStateError, match="a checkpoint of torch or Megatron-Core was replaced"),
+        mrr.freeze_recompute(Chunk()),
+    ):
+        monkeypatch.setattr(owner, name, staticmethod(lambda *args, **kwargs: None))
 
 
 @pytest.mark.parametrize("kind", ["class", "topk", "module"])
