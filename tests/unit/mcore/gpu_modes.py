@@ -295,10 +295,17 @@ def told_late(what: str) -> str:
     with SoftGpu():
         chunk: Any = to_gpu(Chunk(LAYERS))
         trace, rows, ids = TRACE.to("cuda"), ROWS[0].to("cuda"), IDS[0].to("cuda")
-        rows[0, 1] = -1 if what == "no route" else 1
-        ids[1, 2] += what.startswith("another token")
         sealed = what == "another token sealed"
-        session = mrr.replay(chunk, None if sealed else trace, min_replayed=1.0)
+        if what != "nothing" and not sealed:
+            rows[0, 1] = -1
+        if what.startswith("another token"):
+            ids[1, 2] += 1
+            # Not compared: a position without a row, and one whose row the trace knows no token of.
+            ids[0, 1] += not sealed
+            ids[0, 3] += not sealed
+            trace = TRACE._with(token_ids=TRACE.token_ids.index_fill(0, torch.tensor(3), -1)).to("cuda")
+        least = 1.0 if what in ("nothing", "no route") or sealed else 0
+        session = mrr.replay(chunk, None if sealed else trace, min_replayed=least)
         if sealed:
             routes = mrr.stamp(ROUTES[0], IDS[0], num_experts=EXPERTS).to("cuda")
             mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=ids)

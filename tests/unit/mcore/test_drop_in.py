@@ -9,6 +9,7 @@ from enum import Enum
 
 import pytest
 import torch
+from megatron.core.transformer.moe import router_replay as upstream
 from megatron.core.transformer.moe.router import TopKRouter
 
 import megatron_router_replay as mrr
@@ -30,12 +31,6 @@ from tests.unit.mcore.tiny_chunk import (
 )
 
 RECORD, FORWARD, BACKWARD = RouterReplayAction
-
-
-def upstream():
-    from megatron.core.transformer.moe import router_replay
-
-    return router_replay
 
 
 @pytest.fixture(autouse=True)
@@ -167,9 +162,9 @@ def test_a_target_lives_as_long_as_the_graph_that_may_ask_for_it(chunk):
 
 
 def test_list_enum_and_static_helpers_are_megatrons_own():
-    theirs = upstream().RouterReplay
+    theirs = upstream.RouterReplay
     assert issubclass(RouterReplay, theirs)
-    assert upstream().RouterReplayAction is RouterReplayAction
+    assert upstream.RouterReplayAction is RouterReplayAction
     assert RouterReplay.global_router_replay_instances is theirs.global_router_replay_instances
     for name in ("set_global_router_replay_action", "get_recorded_data", "clear_global_indices"):
         assert getattr(RouterReplay, name) is getattr(theirs, name)
@@ -185,12 +180,12 @@ def test_an_action_is_an_enums_member_of_that_value_or_raises():
 
 
 def test_static_helpers_and_models_built_before_install_or_driven_after_uninstall():
-    theirs = upstream().RouterReplay
+    theirs = upstream.RouterReplay
     chunk = Chunk()
     chunk.around = reentrant
     chunk.routers[0].router_replay = theirs()
     install()
-    chunk.routers[1].router_replay = upstream().RouterReplay()  # ours by now
+    chunk.routers[1].router_replay = upstream.RouterReplay()  # ours by now
     uninstall()
     chunk.routers[2].router_replay = RouterReplay()
     for helpers in (theirs, RouterReplay):
@@ -211,7 +206,7 @@ def test_static_helpers_and_models_built_before_install_or_driven_after_uninstal
 
 
 def test_an_instance_that_is_adopted_keeps_what_it_holds():
-    theirs = upstream().RouterReplay
+    theirs = upstream.RouterReplay
     held, empty = theirs(), theirs()
     target, recorded = routes(0)[0], routes(1)[0]
     held.set_target_indices(target)
@@ -239,7 +234,7 @@ def test_an_instance_that_is_adopted_keeps_what_it_holds():
     ],
 )
 def test_an_instance_that_cannot_be_adopted_is_refused_and_nothing_is_changed(name, bad):
-    theirs = upstream().RouterReplay
+    theirs = upstream.RouterReplay
     first, second = theirs(), theirs()
     first.set_target_indices(routes(0)[0])
     setattr(second, name, bad)
@@ -251,7 +246,7 @@ def test_an_instance_that_cannot_be_adopted_is_refused_and_nothing_is_changed(na
     for instance, before in zip((first, second), held):
         assert vars(instance).keys() == before.keys()
         assert all(vars(instance)[key] is value for key, value in before.items())
-    assert upstream().RouterReplay is theirs
+    assert upstream.RouterReplay is theirs
     assert RouterReplay.global_router_replay_instances is ours
 
 
@@ -268,7 +263,7 @@ def test_install_replaces_the_names_in_every_megatron_module_that_holds_them():
     import types
 
     late = types.ModuleType("megatron.some_inference_module")
-    late.RouterReplay, late.RouterReplayAction = upstream().RouterReplay, upstream().RouterReplayAction
+    late.RouterReplay, late.RouterReplayAction = upstream.RouterReplay, upstream.RouterReplayAction
     theirs = late.RouterReplay
     elsewhere = types.ModuleType("a_trainer.replay")
     elsewhere.RouterReplay = theirs

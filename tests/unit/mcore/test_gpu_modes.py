@@ -146,11 +146,11 @@ def test_targets_on_the_gpu_are_copied_by_layer_and_checked_in_one_stack(gpu_wor
         ("no route", r"87\.5000% of 8 tokens were replayed on this rank, less than min_replayed=1\.0"),
         (
             "another token",
-            r"micro-batch 0 of chunk 0: input_ids\[1, 2\] is \d+, but its routing row \d+ was recorded for token \d+ \(1 of",
+            r"batch 0 of chunk 0: input_ids\[1, 2\] is \d+, but its routing row \d+ was recorded for token \d+ \(1 of 6",
         ),
         (
             "another token queued",
-            r"MRR203: input_ids\[1, 2\] is \d+, but its routing row \d+ was recorded for token \d+ \(1",
+            r"MRR203: input_ids\[1, 2\] is \d+, but its routing row \d+ was recorded for token \d+ \(1 of 6",
         ),
         (
             "another token sealed",

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.experimental_attention_variant import dsa
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -32,12 +33,6 @@ needs_sharing = pytest.mark.skipif(VERSION < (0, 19), reason="no layer shares po
 HIDDEN, HEADS, LENGTH, BATCH, KEPT = 16, 2, 12, 2, 3
 
 
-def the_dsa() -> Any:
-    from megatron.core.transformer.experimental_attention_variant import dsa
-
-    return dsa
-
-
 class Norm(nn.LayerNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -49,7 +44,6 @@ class Layer(nn.Module):
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         super().__init__()
-        dsa = the_dsa()
         linears = dict.fromkeys(("linear_wq_b", "linear_wk", "linear_weights_proj"), DuplicatedLinear)
         indexer = ModuleSpec(module=dsa.DSAIndexer, submodules=dsa.DSAIndexerSubmodules(k_norm=Norm, **linears))
         self.causal = AttnMaskType.causal
@@ -109,14 +103,13 @@ def selective(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
 def _hadamard_is_left_out(megatron: None) -> Iterator[None]:
     """Rotating is a kernel of its own, which nothing here is about."""
     ParallelSizes().initialize()
-    with mock.patch.object(the_dsa(), "rotate_activation", lambda x: x):
+    with mock.patch.object(dsa, "rotate_activation", lambda x: x):
         yield
 
 
 @contextmanager
 def attended() -> Iterator[list[Tensor]]:
     """Yield the positions that each call of sparse attention gets, in order."""
-    dsa = the_dsa()
     seen: list[Tensor] = []
     original = dsa.unfused_dsa_fn
 
@@ -182,7 +175,6 @@ def test_gradients_are_those_of_no_recompute_though_indexers_changed(around):
 
 @needs_seam
 def test_a_recompute_scores_nothing():
-    dsa = the_dsa()
     model = Model()
     with mock.patch.object(dsa, "_compute_index_scores", wraps=dsa._compute_index_scores) as scores:
         with mrr.freeze_recompute(model):
@@ -340,7 +332,6 @@ def test_a_recompute_of_a_forward_before_the_session_raises():
 
 @needs_seam
 def test_an_attention_that_goes_around_the_seam_raises():
-    dsa = the_dsa()
     model = Model()
     with mrr.freeze_recompute(model):
         asking = dsa.fused_qk_topk_naive

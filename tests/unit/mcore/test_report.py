@@ -142,6 +142,7 @@ def test_what_was_not_measured_has_no_number():
 
 def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
     report = replace(REPLAY, agreement=AGREEMENT)
+    assert report.reduce() == report, "of one process"
     assert str(report).splitlines()[0] == (
         f"{str(REPLAY).splitlines()[0]}; the live router agrees with 96.5% of the trace's routes "
         "(least layer 93%, least sample 88%; 2 of 4 layers judged)"
