@@ -1,5 +1,6 @@
 """Streams with a missing, repeated or broken chunk raise; choices are placed by their index, whatever arrives first."""
 
+import contextlib
 import copy
 
 import numpy as np
@@ -62,13 +63,12 @@ def decode(engine, chunks, **options):
     return getattr(engines, engine).decode(chunks, model=MODEL, prompt_token_ids=PROMPT, **options)
 
 
-@pytest.mark.parametrize("stream", STREAMS)
-def test_a_whole_stream_decodes(stream):
-    engine, chunks = STREAMS[stream]
-    trace = decode(engine, chunks)
-    assert trace.token_ids.tolist() == PROMPT + output(0)
-    assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(rows(0)))
-    assert trace.replay_mask.tolist() == [True] * (S - 1) + [False]
+def check(trace):
+    for index, sample in enumerate(trace.samples()):
+        assert torch.equal(sample.topk_indices[:-1], torch.from_numpy(rows(index)))
+        assert sample.replay_mask.tolist() == [True] * (S - 1) + [False]
+        if sample.token_ids is not None:
+            assert sample.token_ids.tolist() == PROMPT + output(index)
 
 
 def broken(chunks):
@@ -83,31 +83,16 @@ def broken(chunks):
         yield f"{junk!r} in the middle", [chunks[0], junk, *chunks[1:]]
 
 
-@pytest.mark.parametrize("stream", [name for name in STREAMS if "cumulative" not in name])
-def test_a_stream_with_a_missing_repeated_or_broken_chunk_raises(stream):
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_stream_is_right_or_raises_whichever_chunk_is_missing_repeated_or_broken(stream):
     engine, chunks = STREAMS[stream]
-    decoded = []
-    for name, changed in broken(chunks):
-        try:
-            trace = decode(engine, changed)
-        except PayloadError:
-            continue
-        if trace.token_ids.tolist() != PROMPT + output(0):
-            decoded.append(name)
+    check(decode(engine, chunks))
     # vLLM's chunks have no number of their own: one that replaces its neighbour changes ids, never their number.
     unseen = [f"chunk {i} instead of {i + 1}" for i in range(len(chunks) - 2)] if engine == "vllm" else []
-    assert [name for name in decoded if name not in unseen] == []
-
-
-def test_a_cumulative_stream_is_right_as_long_as_its_last_chunk_is_there():
-    chunks = sglang_chunks()
     for name, changed in broken(chunks):
-        try:
-            trace = decode("sglang", changed)
-        except PayloadError:
-            continue
-        assert trace.token_ids.tolist() == PROMPT + output(0), name
-        assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(rows(0))), name
+        if name not in unseen:
+            with contextlib.suppress(PayloadError):
+                check(decode(engine, changed))
 
 
 @pytest.mark.parametrize(("engine", "chunks"), [("vllm", vllm_chunks()), ("sglang", sglang_chunks(incremental=True))])
@@ -145,13 +130,6 @@ def interleaved(streams, order):
     return merged + [streams[i][-1] for i in order]
 
 
-def check(trace):
-    for index, sample in enumerate(trace.samples()):
-        assert torch.equal(sample.topk_indices[:-1], torch.from_numpy(rows(index)))
-        if sample.token_ids is not None:
-            assert sample.token_ids.tolist() == PROMPT + output(index)
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_choices_of_streams_are_placed_by_their_index(order):
     for arrive in (interleaved([vllm_chunks(i) for i in range(3)], order), [c for i in order for c in vllm_chunks(i)]):
@@ -177,13 +155,19 @@ def test_choices_of_a_response_are_placed_by_their_index(order):
     check(engines.sglang.decode_batch(whole, model=MODEL, prompt_token_ids=[PROMPT] * 3))
 
 
-@pytest.mark.parametrize("indexes", [[0, 2], [1, 2], [0, 0], [0, None], [0, "1"], [0, True], [-1, 0]])
-def test_a_lost_or_doubled_choice_raises(indexes):
-    whole = [choice_of(rows(0), PROMPT, output(0), i) for i in indexes]
-    with pytest.raises(PayloadError, match="index"):
-        engines.vllm.decode_batch({"id": "r", "choices": whole}, model=MODEL)
-    with pytest.raises(PayloadError, match="index"):
-        engines.vllm.decode({"id": "r", "choices": whole}, model=MODEL, choice=0)
+@pytest.mark.parametrize(
+    "indexes", [[0, 2], [1, 2], [0, 0], [0, None], [0, "1"], ["0", "1"], [0, True], [False, True], [0, -1]], ids=str
+)
+def test_an_index_that_is_lost_doubled_or_no_place_raises(indexes):
+    choices = {"id": "r", "choices": [choice_of(rows(0), PROMPT, output(0), i) for i in indexes]}
+    listed = [sglang_chunks(i)[-1] | {"index": index} for i, index in enumerate(indexes)]
+    for call, result, options in (
+        (engines.vllm.decode_batch, choices, {}),
+        (engines.vllm.decode, choices, {"choice": 0}),
+        (engines.sglang.decode_batch, listed, {"prompt_token_ids": PROMPT}),
+    ):
+        with pytest.raises(PayloadError, match="index"):
+            call(result, model=MODEL, **options)
 
 
 def test_bare_choices_in_another_order_are_not_guessed():
@@ -193,29 +177,18 @@ def test_bare_choices_in_another_order_are_not_guessed():
     check(engines.vllm.decode_batch(choices[::-1], model=MODEL))
 
 
-@pytest.mark.parametrize("indexes", [[0, "1"], ["0", "1"], [0, None], [0, -1], [False, True], [0, 2], [0, 0]], ids=str)
-def test_an_sglang_result_whose_index_is_no_place_raises(indexes):
-    whole = [sglang_chunks(i)[-1] | {"index": index} for i, index in enumerate(indexes)]
-    with pytest.raises(PayloadError, match="index"):
-        engines.sglang.decode_batch(whole, model=MODEL, prompt_token_ids=PROMPT)
-
-
-def test_one_index_of_two_requests_is_not_one_stream():
-    chunks = sglang_chunks(0, incremental=True)
-    chunks[2]["meta_info"]["id"] = "another request"
-    with pytest.raises(PayloadError, match="are of several requests"):
-        decode("sglang", chunks)
-
-
 @pytest.mark.parametrize("request_id", [np.zeros((2, 2)), torch.zeros(3), [1], {"a": 1}, 1.5], ids=str)
 def test_a_request_id_of_any_kind_is_compared_and_nothing_else_raises(request_id):
     chunks = sglang_chunks(0, incremental=True)
     for chunk in chunks:
         chunk["meta_info"]["id"] = request_id
-    check(engines.sglang_jax.decode_batch(chunks, model=MODEL, prompt_token_ids=PROMPT))
+    engine_calls = [engine.decode_batch for engine in (engines.sglang, engines.sglang_jax)]
+    for call in engine_calls:
+        check(call(chunks, model=MODEL, prompt_token_ids=PROMPT))
     chunks[2]["meta_info"]["id"] = "another"
-    with pytest.raises(PayloadError, match="are of several requests"):
-        engines.sglang_jax.decode_batch(chunks, model=MODEL, prompt_token_ids=PROMPT)
+    for call in engine_calls:
+        with pytest.raises(PayloadError, match="are of several requests"):
+            call(chunks, model=MODEL, prompt_token_ids=PROMPT)
 
 
 @pytest.mark.parametrize("place", range(G))
