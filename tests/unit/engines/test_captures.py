@@ -77,8 +77,9 @@ def test_vllm_generate_and_its_stream():
     chunks = calls["generate_stream"]["chunks"]
     assert_rows(engines.vllm.decode(chunks, model=model, prompt_token_ids=prompt), want, ids)
     assert_rows(engines.vllm.decode(choice, model=model, token_ids=ids), want, ids)
-    assert_rows(engines.vllm.decode(choice["routed_experts"], model=model, token_ids=ids), want, ids)
-    assert_rows(engines.vllm.decode(base64.b64decode(choice["routed_experts"]), model=model, token_ids=ids), want, ids)
+    text, raw = choice["routed_experts"], base64.b64decode(choice["routed_experts"])
+    for form in (text, text.encode(), raw, bytearray(raw), memoryview(raw)):
+        assert_rows(engines.vllm.decode(form, model=model, token_ids=ids), want, ids)
 
 
 @pytest.mark.parametrize("stream", ["completions_stream", "chat_stream"])
@@ -88,17 +89,13 @@ def test_vllm_streams_without_routes_raise(stream):
         engines.vllm.decode(chunks, model=config("qwen3moe"))
 
 
-def runtime_cases(name):
-    return [(case, facts) for case, facts in read_json(f"{name}.json")["cases"].items() if facts["shape"]]
-
-
 @pytest.mark.parametrize("name", ["sglang_0.5.23_qwen3moe_sparse", "sgljax_cddbf6f_qwen3moe_hd128"])
 def test_sglang_and_sglang_jax_arrays_and_replies(name):
     engine = engines.sglang if name.startswith("sglang_") else engines.sglang_jax
     meta, arrays = read_json(f"{name}.json"), np.load(DATA / f"{name}.npz")
     model, columns = config_of(meta["ckpt"]), moe_columns(meta["ckpt"])
     decoded = 0
-    for case, facts in runtime_cases(name):
+    for case, facts in [item for item in meta["cases"].items() if item[1]["shape"]]:
         start, ids = facts.get("routed_experts_prompt_start", 0), facts["prompt_token_ids"] + facts["token_ids"]
         forms = [arrays[case], arrays[case].tobytes(), arrays[case].tolist()]
         forms.append(base64.b64encode(arrays[case].tobytes()).decode())

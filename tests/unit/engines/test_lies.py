@@ -215,7 +215,7 @@ def test_nemo_gyms_envelope_with_and_without_a_row_of_the_last_token(dtype, last
 @pytest.mark.parametrize("start", [0, 3])
 def test_a_route_in_the_row_of_the_last_token_is_one_too_late_for_nemo_gym(start):
     rows = np.concatenate([GOOD[:1], GOOD])[: S - start]
-    with pytest.raises(PayloadError, match="the last one is a route"):
+    with pytest.raises(PayloadError, match=r"the last one is a route.* one too late"):
         engines.nemo_gym.decode(envelope(rows), model=MODEL, token_ids=IDS, start=start)
     rows[-1] = -1
     engines.nemo_gym.decode(envelope(rows), model=MODEL, token_ids=IDS, start=start)
@@ -236,7 +236,6 @@ def test_a_literal_envelope():
         (envelope(GOOD).replace("x6x", "x5x"), "promises"),
         (envelope(GOOD)[:-3], "not base64"),
         ("nrlre1:int16:2x0x2:", "has 0 layers"),
-        (envelope(np.concatenate([GOOD[:1], GOOD])), "the last one is a route.* one too late"),
     ],
 )
 def test_envelopes_that_are_none_say_why(text, message):

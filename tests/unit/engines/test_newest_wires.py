@@ -62,10 +62,10 @@ def streamed(n=1, **options):
     return [*chunks, *(reply | {"choices": [], name: whole[name]} for name in ("sglext", "usage"))]
 
 
-def check(trace, number=0, ids=True):
+def check(trace, number=0):
     assert torch.equal(trace.topk_indices[:-1].long(), torch.from_numpy(ROWS[number]))
     assert trace.replay_mask.tolist() == [True] * (S - 1) + [False]
-    assert trace.token_ids is None if not ids else trace.token_ids.tolist() == PROMPT + OUTPUTS[number]
+    assert trace.token_ids.tolist() == PROMPT + OUTPUTS[number]
 
 
 SGLANG = {

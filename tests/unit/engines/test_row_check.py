@@ -64,15 +64,6 @@ def test_what_is_missing_has_no_route_where_that_is_allowed():
         copy([TWO, [[-1, -1], [0, 1]]], missing="live")
 
 
-def test_rows_in_front_that_are_ignored_are_not_looked_at():
-    rows = np.array([[[9, 9], [99, 0]], TWO, [[0, 0], [0, 0]]])
-    out, routed = copy(rows[:2], num_ignored=1)
-    assert routed.tolist() == [False, True]
-    assert out[1].tolist() == TWO
-    with refused("rows 2..2"):
-        copy(rows, num_ignored=1)
-
-
 @pytest.mark.parametrize(("dtype", "num_experts", "fits"), [
     (np.uint8, 256, True), (np.uint8, 257, False), (np.int8, 128, True), (np.int8, 129, False), (np.int16, 32768, True),
 ])  # fmt: skip

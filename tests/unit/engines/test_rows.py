@@ -256,6 +256,8 @@ def test_rows_before_a_token_are_ignored_if_the_caller_says_so():
     assert trace.replay_mask.tolist() == [False, False, True, True, False]
     assert trace.topk_indices[2:4].tolist() == rows(0, 1).tolist()
     refused("layer 1 of topk_indices", sample(part, ignore_before=1))
+    part[2] = 0
+    refused(r"rows 2\.\.2", sample(part, ignore_before=2))
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """vLLM's forms of which there is no capture, built from what its versions send."""
 
-import base64
-
 import numpy as np
 import pytest
 import torch
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import choice_of, npy_base64, routes, tokens, vllm_output, with_dense
+from tests.unit.engines.engine_payloads import choice_of, routes, tokens, vllm_output, with_dense
 
 MOE = [1, 2, 4]
 MODEL = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(2, 3, 5), num_experts=300, topk=4)
@@ -16,6 +14,13 @@ FIRST_DENSE = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(3, 4, 5)
 P, G = 7, 5
 PROMPT, OUTPUT = tokens(P), tokens(G, seed=2)
 IDS = PROMPT + OUTPUT
+WANT = routes(P + G - 1, 3, num_experts=300, topk=4).astype(np.int16)
+DENSE_WANT = routes(P + G - 1, 3, num_experts=64, topk=4)
+
+
+def split(want):
+    """0.21: the prompt's rows, then those of what was generated."""
+    return vllm_output(want[P:], PROMPT, OUTPUT, prompt_array=want[:P])
 
 
 def check(trace, want):
@@ -24,20 +29,19 @@ def check(trace, want):
     assert trace.token_ids.tolist() == IDS
 
 
-def test_0_14_to_0_20_send_int32_python_arrays_over_all_layers():
-    want = routes(P + G - 1, 3, num_experts=300, topk=4)
-    array = with_dense(want, 5, MOE).astype(np.int32)
-    check(engines.vllm.decode(vllm_output(array, PROMPT, OUTPUT), model=MODEL), want)
-
-
 @pytest.mark.parametrize("num_experts", [64, 256, 257, 512])
-def test_0_22_sends_uint8_or_uint16_by_the_number_of_experts(num_experts):
+def test_each_version_sends_its_dtype_over_all_layers(num_experts):
     model = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(2, 3, 5), num_experts=num_experts, topk=4)
     want = routes(P + G - 1, 3, num_experts=num_experts, topk=4)
-    array = with_dense(want, 5, MOE).astype(np.uint8 if num_experts <= 256 else np.uint16)
-    trace = engines.vllm.decode({"choices": [choice_of(array, PROMPT, OUTPUT)]}, model=model)
-    check(trace, want)
-    assert trace.topk_indices.dtype is (torch.uint8 if num_experts <= 256 else torch.int16)
+    array = with_dense(want, 5, MOE)
+    narrow = array.astype(np.uint8 if num_experts <= 256 else np.uint16)
+    for sent in (
+        vllm_output(array.astype(np.int32), PROMPT, OUTPUT),  # 0.14 to 0.20
+        {"choices": [choice_of(narrow, PROMPT, OUTPUT)]},  # 0.22
+    ):
+        trace = engines.vllm.decode(sent, model=model)
+        check(trace, want)
+        assert trace.topk_indices.dtype is (torch.uint8 if num_experts <= 256 else torch.int16)
 
 
 def padded(compact):
@@ -46,24 +50,21 @@ def padded(compact):
 
 
 def test_0_21_with_first_dense_layers_has_the_moe_layers_in_the_first_columns():
-    want = routes(P + G - 1, 3, num_experts=64, topk=4)
-    output = vllm_output(padded(want[P:]), PROMPT, OUTPUT, prompt_array=padded(want[:P]))
-    trace = engines.vllm.decode(output, model=FIRST_DENSE)
-    check(trace, want)
+    trace = engines.vllm.decode(split(padded(DENSE_WANT)), model=FIRST_DENSE)
+    check(trace, DENSE_WANT)
     assert trace.layer_numbers == (3, 4, 5)
     named = {"axes": ("token", "layer", "expert"), "layer_numbers": (3, 4, 5, 1, 2)}
-    check(engines.array.decode(padded(want), model=FIRST_DENSE, token_ids=IDS, **named), want)
+    check(engines.array.decode(padded(DENSE_WANT), model=FIRST_DENSE, token_ids=IDS, **named), DENSE_WANT)
 
 
 def test_0_21_columns_are_never_read_as_those_of_other_versions():
-    want = routes(P + G - 1, 3, num_experts=64, topk=4)
     with pytest.raises(PayloadError, match="column 0 is of a dense layer by the model's config, but row 0"):
-        engines.vllm.decode(padded(want), model=FIRST_DENSE, token_ids=IDS)
+        engines.vllm.decode(padded(DENSE_WANT), model=FIRST_DENSE, token_ids=IDS)
     with pytest.raises(PayloadError, match="has 3 layers, expected 5"):
-        engines.vllm.decode(want, model=FIRST_DENSE, token_ids=IDS)
-    full = with_dense(want, 5, [2, 3, 4]).astype(np.int16)
+        engines.vllm.decode(DENSE_WANT, model=FIRST_DENSE, token_ids=IDS)
+    full = with_dense(DENSE_WANT, 5, [2, 3, 4]).astype(np.int16)
     with pytest.raises(PayloadError, match="not filler"):
-        engines.vllm.decode(vllm_output(full[P:], PROMPT, OUTPUT, prompt_array=full[:P]), model=FIRST_DENSE)
+        engines.vllm.decode(split(full), model=FIRST_DENSE)
 
 
 def test_no_rows_are_of_no_version():
@@ -85,12 +86,11 @@ def test_0_21_prompt_routes_are_shared_by_n_completions():
 
 
 def test_0_21_refuses_prompt_routes_of_another_prompt_of_the_batch():
-    want = routes(P + G - 1, 3, num_experts=300, topk=4).astype(np.int16)
     choices = [
-        {"index": i, "token_ids": OUTPUT, "prompt_token_ids": prompt, "routed_experts": want[P:].tolist()}
+        {"index": i, "token_ids": OUTPUT, "prompt_token_ids": prompt, "routed_experts": WANT[P:].tolist()}
         for i, prompt in enumerate([PROMPT, tokens(P, seed=9)])
     ]
-    response = {"prompt_routed_experts": want[:P].tolist(), "choices": choices}
+    response = {"prompt_routed_experts": WANT[:P].tolist(), "choices": choices}
     with pytest.raises(PayloadError, match="first prompt of a request only"):
         engines.vllm.decode_batch(response, model=MODEL)
     for choice in choices:
@@ -100,11 +100,10 @@ def test_0_21_refuses_prompt_routes_of_another_prompt_of_the_batch():
 
 
 def test_0_21_prefix_cache_hits_lose_prompt_rows_and_raise():
-    want = routes(P + G - 1, 3, num_experts=300, topk=4).astype(np.int16)
-    prompt = want[:P].copy()
-    prompt[:4] = 0
+    lost = WANT.copy()
+    lost[:4] = 0
     with pytest.raises(PayloadError, match=r"all zero.*rows 0\.\.3.*prefix-cache hit"):
-        engines.vllm.decode(vllm_output(want[P:], PROMPT, OUTPUT, prompt_array=prompt), model=MODEL)
+        engines.vllm.decode(split(lost), model=MODEL)
 
 
 def test_0_21_one_output_token_has_no_generation_rows():
@@ -142,17 +141,5 @@ def test_0_21_prompt_and_generation_have_one_shape():
 @pytest.mark.parametrize("start", [1, 4])
 def test_0_21_knows_no_start(start):
     """All rows for tokens from 1 on are as many as multi-token prediction sends for these: each row would be one too late."""
-    want = routes(P + G - 1, 3, num_experts=300, topk=4).astype(np.int16)
-    output = vllm_output(want[P:], PROMPT, OUTPUT, prompt_array=want[:P])
     with pytest.raises(PayloadError, match=f"start={start}, but vLLM 0.21 always sends every row"):
-        engines.vllm.decode(output, model=MODEL, start=start)
-
-
-def test_an_npy_file_of_many_rows_comes_as_bytes_or_in_base64():
-    want = routes(700, 5, num_experts=8, topk=2)
-    model = engines.ModelRoutingInfo(num_layers=5, moe_layer_numbers=(1, 2, 3, 4, 5), num_experts=8, topk=2)
-    text = npy_base64(want.astype(np.int64))
-    raw = base64.b64decode(text)
-    for form in (text, text.encode(), raw, bytearray(raw), memoryview(raw)):
-        trace = engines.vllm.decode(form, model=model, num_tokens=701)
-        assert torch.equal(trace.topk_indices[:700].long(), torch.from_numpy(want))
+        engines.vllm.decode(split(WANT), model=MODEL, start=start)

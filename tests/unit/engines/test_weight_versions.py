@@ -5,7 +5,7 @@ import pytest
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import choice_of, int32_base64, routes, sglang_result, tokens
+from tests.unit.engines.engine_payloads import choice_of, int32_base64, response, routes, sglang_result, tokens
 
 MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
 P, G = 3, 5
@@ -148,24 +148,19 @@ def test_a_weight_version_that_is_no_integer_of_32_bits_is_refused(given):
             engine.decode(result, model=MODEL, weight_version=given, **options)
 
 
-def openai(**more):
-    """A completions response with one choice."""
-    usage = {"prompt_tokens": P, "completion_tokens": G, "total_tokens": P + G}
-    return {"id": "r", "choices": [{"index": 0, "finish_reason": "length"}], "usage": usage, **more}
-
-
 def test_the_metadata_of_an_openai_response_stamps_its_only_choice():
-    routed = {"sglext": {"routed_experts": int32_base64(ROWS)}}
+    def reply(metadata):
+        shared = {"sglext": {"routed_experts": int32_base64(ROWS)}, "metadata": metadata}
+        return response(PROMPT, OUTPUT, "r", ids=False, shared=shared)
+
     for metadata, expected in (
         ({"weight_versions": CHANGED}, STAMPED),
         ({"weight_version": "7"}, None),
         ({"weight_versions": spans(("7", 0, 5)), "weight_version": "7"}, [7] * 8),
     ):
-        trace = engines.sglang.decode(openai(metadata=metadata, **routed), model=MODEL)
+        trace = engines.sglang.decode(reply(metadata), model=MODEL)
         assert (None if trace.weight_version is None else trace.weight_version.tolist()) == expected
-    trace = engines.sglang.decode(
-        openai(metadata={"weight_version": "a"}, **routed), model=MODEL, weight_version={"a": 9}
-    )
+    trace = engines.sglang.decode(reply({"weight_version": "a"}), model=MODEL, weight_version={"a": 9})
     assert trace.weight_version.tolist() == [9] * 8
 
 

@@ -1,7 +1,6 @@
 """The bytes that engines send, written out by hand."""
 
 import base64
-import io
 import struct
 
 import numpy as np
@@ -26,29 +25,23 @@ IDS = [11, 12, 13]
 SOURCE = Source(engine="test", field="routes")
 
 
-def test_vllm_sends_base64_of_an_npy_file():
-    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2, 2, 2), }"
-    header += b" " * (128 - 10 - len(header) - 1) + b"\n"
-    raw = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes([0, 0, 3, 1, 0, 0, 2, 0])
-    assert base64.b64encode(raw).decode() == npy_base64(np.array([[[0, 0], [3, 1]], [[0, 0], [2, 0]]], np.uint8))
-    trace = engines.vllm.decode(base64.b64encode(raw).decode(), model=MODEL, token_ids=IDS)
+HEADER = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2, 2, 2), }".ljust(117) + b"\n"
+NPY = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(HEADER)) + HEADER + bytes([0, 0, 3, 1, 0, 0, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("engine", "raw"),
+    [
+        ("vllm", NPY),
+        ("sglang", struct.pack("<8i", 0, 0, 3, 1, 0, 0, 2, 0)),
+        ("sglang_jax", struct.pack("<8i", -1, -1, 3, 1, -1, -1, 2, 0)),  # dense layers are -1
+    ],
+)
+def test_what_each_engine_sends_in_base64(engine, raw):
+    trace = getattr(engines, engine).decode(base64.b64encode(raw).decode(), model=MODEL, token_ids=IDS)
     assert trace.topk_indices[:2].tolist() == [[[3, 1]], [[2, 0]]]
     assert trace.replay_mask.tolist() == [True, True, False]
     assert trace.layer_numbers == (2,)
-
-
-def test_sglang_sends_base64_of_raw_int32():
-    text = "AAAAAAAAAAADAAAAAQAAAAAAAAAAAAAAAgAAAAAAAAA="
-    assert base64.b64decode(text) == struct.pack("<8i", 0, 0, 3, 1, 0, 0, 2, 0)
-    trace = engines.sglang.decode(text, model=MODEL, token_ids=IDS)
-    assert trace.topk_indices[:2].tolist() == [[[3, 1]], [[2, 0]]]
-    assert trace.replay_mask.tolist() == [True, True, False]
-
-
-def test_sglang_jax_marks_dense_layers_with_minus_one():
-    raw = struct.pack("<8i", -1, -1, 3, 1, -1, -1, 2, 0)
-    trace = engines.sglang_jax.decode(base64.b64encode(raw).decode(), model=MODEL, token_ids=IDS)
-    assert trace.topk_indices[:2].tolist() == [[[3, 1]], [[2, 0]]]
 
 
 def npy_file(header, data=b""):
@@ -60,12 +53,6 @@ def npy_of(dtype, shape, data=b"", *, order=b"False", pad=0):
     return npy_file(header.ljust(pad - 1) + b"\n", data)
 
 
-def saved(array):
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
-
-
 BIG_ENDIAN = np.arange(12, dtype=">i2").reshape(2, 3, 2)
 TWELVE = [[[256, 770, 1284], [1798, 2312, 2826]]]  # the bytes 0, 1, ... 11 as <i2
 
@@ -73,7 +60,11 @@ TWELVE = [[[256, 770, 1284], [1798, 2312, 2826]]]  # the bytes 0, 1, ... 11 as <
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        (saved(np.asfortranarray(BIG_ENDIAN)), BIG_ENDIAN),
+        (base64.b64decode(npy_base64(np.asfortranarray(BIG_ENDIAN))), BIG_ENDIAN),
+        (
+            base64.b64decode(npy_base64(np.array([[[0, 0], [3, 1]], [[0, 0], [2, 0]]], np.uint8))),
+            [[[0, 0], [3, 1]], [[0, 0], [2, 0]]],
+        ),
         (npy_of(b"<i2", b"(1, 2, 3)", bytes(range(12))), TWELVE),
         (npy_of(b"|u1", b"(0, 2, 3)"), np.zeros((0, 2, 3))),
         (npy_of(b"|u1", b"(1, 1, 1)", b"\7", pad=1023), [[[7]]]),
