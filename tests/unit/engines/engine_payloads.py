@@ -23,6 +23,13 @@ def config(name):
     return read_json(f"configs/{name}.json")
 
 
+def all_moe(num_layers, num_experts, topk=2):
+    numbers = tuple(range(1, num_layers + 1))
+    return engines.ModelRoutingInfo(
+        num_layers=num_layers, moe_layer_numbers=numbers, num_experts=num_experts, topk=topk
+    )
+
+
 def routes(num_rows, layers, *, num_experts, topk, seed=0):
     """[num_rows, layers, topk] with distinct ids in each row, int64."""
     rng = np.random.default_rng(seed)

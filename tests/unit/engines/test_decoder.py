@@ -11,9 +11,9 @@ from megatron_router_replay import checks, engines
 from megatron_router_replay.engines import options
 from megatron_router_replay.engines.registry import registered
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import choice_of, routes, tokens
+from tests.unit.engines.engine_payloads import all_moe, choice_of, routes, tokens
 
-MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
+MODEL = all_moe(3, 16)
 ENGINES = [decoder.name for decoder in registered()]
 S = 9
 IDS = tokens(S)

@@ -8,7 +8,7 @@ import torch
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import routes, tokens
+from tests.unit.engines.engine_payloads import all_moe, routes, tokens
 
 MODEL = engines.ModelRoutingInfo(num_layers=4, moe_layer_numbers=(2, 3, 4), num_experts=300, topk=2)
 LENGTHS = [(5, 4), (3, 6)]
@@ -114,22 +114,24 @@ def test_other_wrappers_are_refused(wrapped):
         engines.megatron.decode(reply, model=MODEL)
 
 
-def test_the_last_id_of_a_dtype_is_one_of_it():
-    for dtype, top in (("uint8", 255), ("int8", 127)):
-        model = engines.ModelRoutingInfo(num_layers=1, moe_layer_numbers=(1,), num_experts=top + 1, topk=2)
-        wrapped = ["ndarray", {"data": [[[0, top]]], "dtype": dtype}]
-        trace = engines.megatron.decode({"routing_indices": wrapped}, model=model, num_tokens=2)
-        assert trace.topk_indices[0].tolist() == [[0, top]]
-        wrapped[1]["data"] = [[[0, top + 1]]]
-        with pytest.raises(PayloadError, match=f"holds ids that {dtype}, its dtype, does not"):
-            engines.megatron.decode({"routing_indices": wrapped}, model=model, num_tokens=2)
-
-
-def test_ids_that_were_cast_before_they_were_wrapped_are_refused():
-    model = engines.ModelRoutingInfo(num_layers=1, moe_layer_numbers=(1,), num_experts=300, topk=2)
-    wrapped = ["ndarray", {"data": [[[0, 44]]], "dtype": "uint8"}]  # 44 was 300
-    with pytest.raises(PayloadError, match="ids are uint8, which cannot hold the ids of 300 experts"):
-        engines.megatron.decode({"routing_indices": wrapped}, model=model, num_tokens=2)
+@pytest.mark.parametrize(
+    ("dtype", "top", "num_experts", "message"),
+    [
+        ("uint8", 255, 256, None),
+        ("int8", 127, 128, None),
+        ("uint8", 256, 257, "holds ids that uint8, its dtype, does not"),
+        ("int8", 128, 129, "holds ids that int8, its dtype, does not"),
+        ("uint8", 44, 300, "ids are uint8, which cannot hold the ids of 300 experts"),  # 44 was 300, before a cast
+    ],
+)
+def test_ids_are_those_that_their_dtype_can_hold(dtype, top, num_experts, message):
+    model = all_moe(1, num_experts)
+    request = {"routing_indices": ["ndarray", {"data": [[[0, top]]], "dtype": dtype}]}
+    if message is None:
+        assert engines.megatron.decode(request, model=model, num_tokens=2).topk_indices[0].tolist() == [[0, top]]
+        return
+    with pytest.raises(PayloadError, match=message):
+        engines.megatron.decode(request, model=model, num_tokens=2)
 
 
 def test_serialised_requests():

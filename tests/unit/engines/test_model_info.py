@@ -27,21 +27,6 @@ QWEN3 = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 128, 
 DEEPSEEK = {"num_hidden_layers": 5, "n_routed_experts": 384, "num_experts_per_tok": 8, "n_shared_experts": 1}
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2", "glm4_moe"])
-def test_first_layers_are_dense(model_type):
-    values = DEEPSEEK | {"model_type": model_type, "first_k_dense_replace": 2}
-    assert facts(read(values)) == (5, (3, 4, 5), 384, 8)
-    assert read(values | {"moe_layer_freq": 2}).moe_layer_numbers == (3, 5)
-    assert read(values | {"moe_layer_freq": [1, 0, 0, 1, 1]}).moe_layer_numbers == (4, 5)
-
-
-def test_multimodal_and_qwen3_5_configs_are_read_through_text_config():
-    text = {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 3, "num_experts": 512, "num_experts_per_tok": 10}
-    assert facts(read({"model_type": "qwen3_5_moe", "text_config": text})) == (3, (1, 2, 3), 512, 10)
-    kimi = DEEPSEEK | {"model_type": "kimi_k2", "first_k_dense_replace": 1}
-    assert read({"model_type": "kimi_k25", "text_config": kimi}).moe_layer_numbers == (2, 3, 4, 5)
-
-
 def test_nemotron_h_patterns():
     values = {"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*E-", "num_hidden_layers": 6}
     values |= {"n_routed_experts": 512, "num_experts_per_tok": 22, "n_shared_experts": 1}
@@ -158,6 +143,15 @@ def layer_of(module_name):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
+        *((DEEPSEEK | {"model_type": name, "first_k_dense_replace": 2}, (5, (3, 4, 5), 384, 8))
+          for name in ("deepseek_v3", "kimi_k2", "glm4_moe")),
+        (DEEPSEEK | {"model_type": "kimi_k2", "first_k_dense_replace": 2, "moe_layer_freq": 2}, (5, (3, 5), 384, 8)),
+        (DEEPSEEK | {"model_type": "kimi_k2", "first_k_dense_replace": 2, "moe_layer_freq": [1, 0, 0, 1, 1]},
+         (5, (4, 5), 384, 8)),
+        ({"model_type": "kimi_k25", "text_config": DEEPSEEK | {"model_type": "kimi_k2", "first_k_dense_replace": 1}},
+         (5, (2, 3, 4, 5), 384, 8)),
+        ({"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 3,
+          "num_experts": 512, "num_experts_per_tok": 10}}, (3, (1, 2, 3), 512, 10)),
         ({"model_type": "step3p5", "num_hidden_layers": 5, "moe_layers_enum": "3,4,5", "moe_num_experts": 288,
           "moe_top_k": 8}, (5, (4, 5), 288, 8)),
         ({"model_type": "bailing_moe_v2", "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_experts": 256,
@@ -173,5 +167,5 @@ def layer_of(module_name):
             "num_experts": 128, "num_experts_per_tok": 8}}}, (2, (1, 2), 128, 8)),
     ],
 )  # fmt: skip
-def test_released_configs_that_transformers_does_not_write(values, expected):
+def test_configs_that_transformers_does_not_write_or_that_stand_in_text_config(values, expected):
     assert facts(read(values)) == expected

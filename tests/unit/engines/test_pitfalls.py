@@ -6,9 +6,9 @@ import torch
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import routes, tokens
+from tests.unit.engines.engine_payloads import all_moe, routes, tokens
 
-ALL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
+ALL = all_moe(3, 16)
 S = 91
 IDS = tokens(S)
 GOOD = routes(S - 1, 3, num_experts=16, topk=2).astype(np.uint8)

@@ -8,6 +8,7 @@ from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import (
     FORMS,
+    all_moe,
     decode,
     npy_base64,
     response,
@@ -20,7 +21,7 @@ from tests.unit.engines.engine_payloads import (
 from tests.unit.engines.test_streams import PROMPT as STREAM_PROMPT
 from tests.unit.engines.test_streams import sglang_chunks, vllm_chunks
 
-MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
+MODEL = all_moe(3, 16)
 P, G = 7, 5
 S = P + G
 PROMPT, OUTPUT = tokens(P), tokens(G, seed=2)

@@ -5,11 +5,11 @@ import contextlib
 import numpy as np
 import pytest
 
-from megatron_router_replay.engines import ModelRoutingInfo, vllm
+from megatron_router_replay.engines import vllm
 from megatron_router_replay.engines.payload import Source
 from megatron_router_replay.engines.row_check import copy_routes
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import routes
+from tests.unit.engines.engine_payloads import all_moe, routes
 
 SOURCE = Source(engine="E", field="f")
 TWO = [[0, 1], [2, 3]]
@@ -24,10 +24,7 @@ def copy(rows, *, num_experts=8, **options):
     """Return (what was copied, which rows have a route)."""
     rows = np.asarray(rows)
     layers = tuple(range(rows.shape[1]))
-    numbers = tuple(layer + 1 for layer in layers)
-    model = ModelRoutingInfo(
-        num_layers=len(layers), moe_layer_numbers=numbers, num_experts=num_experts, topk=rows.shape[2]
-    )
+    model = all_moe(len(layers), num_experts, rows.shape[2])
     out = np.zeros(rows.shape, np.uint8)
     return out, copy_routes(rows, out, columns=layers, model=model, source=SOURCE, **options)
 
@@ -77,8 +74,7 @@ def test_a_dtype_that_cannot_hold_the_experts_has_wrapped_them(dtype, num_expert
 @pytest.mark.parametrize("topk", [1, 2])
 def test_legal_routes_that_look_odd_are_all_believed(hot, num_layers, topk):
     """Hot experts, one token many times, loops: a trained model does all of it, and no rule of chance may refuse it."""
-    numbers = tuple(range(1, num_layers + 1))
-    model = ModelRoutingInfo(num_layers=num_layers, moe_layer_numbers=numbers, num_experts=16, topk=topk)
+    model = all_moe(num_layers, 16, topk)
     for num_rows in (1, 39, 997, 4096, 131_071) if num_layers == 1 else (1, 39, 997, 4096):
         rng = np.random.default_rng([num_rows, num_layers, topk])
         drawn = routes(num_rows, num_layers, num_experts=16, topk=topk, seed=rng).astype(np.uint8)

@@ -6,10 +6,10 @@ import torch
 
 from megatron_router_replay.engines import DecodeOptions, ModelRoutingInfo
 from megatron_router_replay.engines.payload import Source
-from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace, find_columns, most_ids
+from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import routes
+from tests.unit.engines.engine_payloads import all_moe, routes
 
 MODEL = ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 3), num_experts=8, topk=2)
 WIDE = ModelRoutingInfo(num_layers=4, moe_layer_numbers=(2, 3), num_experts=16, topk=2)
@@ -132,23 +132,6 @@ def test_another_width_or_number_of_layers_is_refused_also_of_a_single_row(num_r
     refused("has 4 layers, expected 2", sample(np.zeros((num_rows, 4, 2), int)), model=WIDE)
 
 
-def test_no_rows_may_have_any_width():
-    build_trace([sample(np.zeros((0, 0, 0), int), rows(0, 1))], model=MODEL)
-
-
-@pytest.mark.parametrize(
-    ("layout", "num_columns", "columns"),
-    [
-        ({"columns": None}, 4, ((1, 2), (0, 3))),
-        ({"columns": None, "filler": ()}, 4, ((1, 2), ())),
-        ({}, 2, ((0, 1), ())),
-        ({"filler": (2,)}, 3, ((0, 1), (2,))),
-    ],
-)
-def test_the_columns_of_a_layout(layout, num_columns, columns):
-    assert find_columns(RowLayout(parts=(), **({"columns": (0, 1)} | layout)), WIDE) == (*columns, num_columns)
-
-
 @pytest.mark.parametrize("filler", [0, -1])
 def test_columns_of_other_layers_hold_filler(filler):
     array = np.insert(rows(0, 1, 2, dtype=np.int32), 1, filler, axis=1)
@@ -210,10 +193,7 @@ def test_samples_stand_behind_one_another_with_filler_where_there_is_no_route(dt
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.uint8), (257, torch.int16)])
 def test_ids_are_stored_as_narrow_as_the_model_allows(num_experts, dtype):
-    model, top = (
-        ModelRoutingInfo(num_layers=1, moe_layer_numbers=(1,), num_experts=num_experts, topk=2),
-        num_experts - 1,
-    )
+    model, top = all_moe(1, num_experts), num_experts - 1
     trace = build_trace([sample([[[0, top]]], layout={"columns": None})], model=model)
     assert trace.topk_indices.dtype is dtype
     assert trace.topk_indices[0].tolist() == [[0, top]]

@@ -10,6 +10,7 @@ import torch
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import (
+    all_moe,
     choice_of,
     int32_base64,
     npy_base64,
@@ -19,7 +20,7 @@ from tests.unit.engines.engine_payloads import (
     vllm_stream,
 )
 
-MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
+MODEL = all_moe(3, 16)
 P, G = 7, 5
 S = P + G
 PROMPT = tokens(P)

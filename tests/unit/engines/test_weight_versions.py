@@ -5,9 +5,9 @@ import pytest
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import choice_of, int32_base64, response, routes, sglang_result, tokens
+from tests.unit.engines.engine_payloads import all_moe, choice_of, int32_base64, response, routes, sglang_result, tokens
 
-MODEL = engines.ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 2, 3), num_experts=16, topk=2)
+MODEL = all_moe(3, 16)
 P, G = 3, 5
 PROMPT, OUTPUT = tokens(P), tokens(G, seed=2)
 ROWS = routes(P + G - 1, 3, num_experts=16, topk=2).astype(np.uint8)
