@@ -220,3 +220,13 @@ def test_a_dispatcher_that_calls_its_base_class_is_compared_once():
         forward(one)
         forward(other)
     assert session.report.dispatched == 6
+
+
+def test_a_recompute_behind_its_session_is_compared_too():
+    chunk = Chunk()
+    chunk.around = reentrant
+    with mrr.replay(chunk, random_trace(8)) as session:
+        loss = forward(chunk, session)
+    hook(chunk.layers[1], rolled)
+    with pytest.raises(ReplayStateError, match="layer 2: its token dispatcher got another routing map"):
+        loss.backward()

@@ -230,6 +230,14 @@ def test_a_model_with_a_checkpoint_of_its_own_trains_on_when_a_session_has_left_
         assert all(torch.equal(*pair) for key in seen for pair in zip(seen[key], expected_seen[key]))
 
 
+def test_a_model_with_a_checkpoint_of_its_own_trains_on_when_nothing_ran_in_the_session():
+    chunk = Chunk()
+    chunk.around = unknown
+    mrr.freeze_recompute(chunk).close()
+    seen, _ = gradients_of_a_step(chunk, 0)
+    assert num_recomputed(seen) == 3
+
+
 def test_a_held_forward_raises_in_its_backward_behind_steps_without_a_session():
     chunk = Chunk()
     chunk.around = unknown
