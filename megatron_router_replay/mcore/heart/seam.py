@@ -304,7 +304,7 @@ def _routing_seam(original: Any) -> Any:
         # The call before entered no dispatcher, if it was a recompute of the router alone or failed behind the routing.
         dispatch.thread.left.pop(self, None)
         if not hold.holders and _is_left_to(replay := getattr(self, REPLAY_ARGUMENT, None)):
-            if replay.is_driven:
+            if getattr(replay, "is_driven", False):
                 hold.thread = _UNKNOWN  # nodes that were made while it was driven are later than the session's
             return _pass_on(original, self, logits, *args, **kwargs)
         entry, holder, is_written = repeat_or_decide(self, hold)
@@ -367,7 +367,7 @@ def _is_left_to(replay: Any) -> bool:
 
 def _pass_on(original: Any, router: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Run Megatron-Core's own routing, for a router that no session holds."""
-    replay = getattr(router, REPLAY_ARGUMENT, None)
+    replay: Any = getattr(router, REPLAY_ARGUMENT, None)
     if getattr(replay, "is_driven", False):
         routed = replay.watch(router, lambda: original(router, logits, *args, **kwargs))
         return cast("tuple[Tensor, Tensor]", routed)
