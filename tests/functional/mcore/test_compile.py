@@ -4,6 +4,7 @@ Routes are random, so live or stale ones would change every loss; losses and gra
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -157,8 +158,9 @@ def fullgraph(model: Any, hidden: Tensor) -> None:
     route(torch.zeros(8, 8), 2, router_replay=mrr.mcore.RouterReplay())
 
 
-def compiled_autograd(model: Any, hidden: Tensor) -> None:
-    loss = OneRouter(moe_routers([model])[0])(hidden).square().sum()
+def compiled_autograd(model: Any, hidden: Tensor, *, session: Any = nullcontext) -> None:
+    with session(model):
+        loss = OneRouter(moe_routers([model])[0])(hidden).square().sum()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         loss.backward()
 
@@ -174,6 +176,12 @@ def test_what_would_put_the_choice_into_a_graph_raises(put_into_a_graph, error, 
     _, (model,), _ = build(CASE)
     with pytest.raises(error, match=message), mrr.freeze_recompute(model):
         put_into_a_graph(model, torch.zeros(8, 1, 64, requires_grad=True))
+
+
+def test_a_recompute_behind_its_session_is_not_put_into_a_graph_either(megatron):
+    _, (model,), _ = build(CASE)
+    with pytest.raises(ReplayStateError, match="compiled autograd: turn it off"):
+        compiled_autograd(model, torch.zeros(8, 1, 64, requires_grad=True), session=mrr.freeze_recompute)
 
 
 def test_the_drop_in_follows_its_target_inside_a_compiled_function():
