@@ -53,7 +53,6 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 
     def _start(self) -> None:
         self._action: Any = None
-        self._asked = False  # in the call that `watch` watches
         self._checked: Any = None  # the router whose settings are known to be replayable
         self.static_buffer: Tensor | None = None  # of later versions
         self.layer_number: int | None = None
@@ -186,7 +185,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
                     f"MRR401: cannot replay {tape.layer_of(router)} exactly: " + "; ".join(reasons)
                 )
             self._checked = router
-        self._asked = False
+        self._asked = False  # until the routing asks
         routed = route()
         if not self._asked and not getattr(router, "is_hash_layer", False):
             raise ReplayStateError(
