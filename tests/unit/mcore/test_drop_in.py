@@ -27,6 +27,7 @@ from tests.unit.mcore.tiny_chunk import (
     random_routes,
     reentrant,
     tokens,
+    unknown,
     watched,
 )
 
@@ -111,6 +112,17 @@ def test_a_model_that_a_session_has_left_is_driven_as_before(chunk, action):
             loss.backward()
         assert (num_recomputed(seen), flips(seen)) == (3, 0)
         assert wrong(seen) == 0 or action is not FORWARD
+
+
+def test_a_model_that_a_session_has_left_may_announce_its_own_recomputes(chunk):
+    mrr.freeze_recompute(chunk).close()
+    chunk.around = unknown
+    with watched(chunk) as seen:
+        loss = forward(chunk, 1)
+        disturb(chunk)
+        RouterReplay.set_global_router_replay_action(BACKWARD)
+        loss.backward()
+    assert (num_recomputed(seen), wrong(seen), queued()) == (3, 0, [0] * 3)
 
 
 def test_a_driven_forward_whose_recompute_comes_inside_a_session_raises(chunk):

@@ -225,3 +225,14 @@ def test_a_copy_of_a_model_under_a_session_is_not_under_it_and_may_have_its_own(
         assert wrong_replays(seen, trace) == 0
         with pytest.raises(ReplayStateError, match="under another session"):
             mrr.freeze_recompute(chunk)
+
+
+def test_a_session_on_another_model_than_the_one_that_trains_says_so():
+    chunk, trained = Chunk(), Chunk()
+    session = mrr.replay(chunk, random_trace(8))
+    forward(trained).backward()
+    forward(trained.eval())
+    with pytest.raises(
+        ReplayStateError, match="other routers ran 3 forwards in training mode: the session was opened on"
+    ):
+        session.close()
