@@ -227,7 +227,7 @@ def test_a_copy_of_a_model_under_a_session_is_not_under_it_and_may_have_its_own(
             mrr.freeze_recompute(chunk)
 
 
-def test_a_session_on_another_model_than_the_one_that_trains_says_so():
+def test_a_session_on_a_model_that_does_not_train_says_so():
     chunk, trained = Chunk(), Chunk()
     session = mrr.replay(chunk, random_trace(8))
     forward(trained).backward()

@@ -233,7 +233,7 @@ def test_a_model_with_a_checkpoint_of_its_own_trains_on_when_a_session_has_left_
         assert all(torch.equal(*pair) for key in seen for pair in zip(seen[key], expected_seen[key]))
 
 
-def test_a_model_with_a_checkpoint_of_its_own_trains_on_when_nothing_ran_in_the_session():
+def test_a_checkpoint_of_ones_own_trains_on_when_nothing_ran_in_the_session():
     chunk = Chunk()
     chunk.around = unknown
     mrr.freeze_recompute(chunk).close()
