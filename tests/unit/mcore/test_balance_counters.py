@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch import Tensor, nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import TraceError, UnsupportedRouterError
+from megatron_router_replay.mcore.heart import seam
 from megatron_router_replay.mcore.heart.decision import Decision
 from tests.unit.mcore.balanced_chunk import BALANCED_KINDS, balanced, counters, not_compiled
 from tests.unit.mcore.tiny_chunk import (
@@ -218,3 +220,15 @@ def test_padding_of_a_stage_of_mtp_layers_alone_is_refused_where_it_counts(balan
     else:
         session.microbatch(ROWS, stage, padding=PADDING)
     mrr.close_sessions([chunk, stage])
+
+
+def test_tokens_are_counted_where_the_seam_was_put_in_a_second_time(monkeypatch):
+    monkeypatch.setattr(
+        TopKRouter, "routing", lambda *args, **kwargs: None
+    )  # a patch, which ends after a session began
+    seam.install()
+    monkeypatch.undo()
+    chunk = balanced(**BIASED)
+    with mrr.freeze_recompute(chunk):
+        chunk(tokens(2, 3)).square().sum().backward()
+    assert [sum(counts) for counts in counters(chunk)] == [6 * 2] * 3
