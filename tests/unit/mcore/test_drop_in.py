@@ -125,6 +125,24 @@ def test_a_model_that_a_session_has_left_may_announce_its_own_recomputes(chunk):
     assert (num_recomputed(seen), wrong(seen), queued()) == (3, 0, [0] * 3)
 
 
+@pytest.mark.parametrize("chunk", [reentrant], indirect=True)  # the other kind stops where all is there again
+def test_a_driven_router_that_its_recompute_calls_more_often_raises_behind_a_session(chunk):
+    def around(layer, hidden):
+        runs = []
+
+        def once_then_twice(hidden):
+            runs.append(layer)
+            return layer(layer(hidden) if len(runs) > 1 else hidden)
+
+        return reentrant(once_then_twice, hidden)
+
+    chunk.around = around
+    mrr.freeze_recompute(chunk).close()
+    loss = forward(chunk, 1)
+    with pytest.raises(ReplayStateError, match="as call 2 of its checkpoint, where the forward called none"):
+        loss.backward()
+
+
 def test_a_driven_forward_whose_recompute_comes_inside_a_session_raises(chunk):
     loss = forward(chunk, 0)
     RouterReplay.clear_global_router_replay_action()
