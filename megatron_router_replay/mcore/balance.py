@@ -10,8 +10,9 @@ Source: TopKRouter.routing of Megatron-Core 0.16.1 to 0.19.2, which calls these 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -92,20 +93,30 @@ def install(router_class: Any, router_module: Any, thread: Any) -> None:
         thread: its `decision` is what this thread routes with now; None: Megatron-Core's own code.
     """
     for name in AUX_LOSSES:
-        setattr(router_class, name, _aux_loss(getattr(router_class, name), name, thread))
-    router_class._apply_expert_bias = _expert_bias(router_class._apply_expert_bias, thread)
-    logged = router_class.attach_and_log_load_balancing_loss
-    router_class.attach_and_log_load_balancing_loss = _logged(logged, thread)
-    loss = router_module.switch_load_balancing_loss_func
+        _wrap(router_class, name, functools.partial(_aux_loss, method=name, thread=thread))
+    _wrap(router_class, "_apply_expert_bias", functools.partial(_expert_bias, thread=thread))
+    _wrap(router_class, "attach_and_log_load_balancing_loss", functools.partial(_logged, thread=thread))
+    _wrap(router_module, "switch_load_balancing_loss_func", _unfused_with_padding)
 
-    def unfused_with_padding(*args: Any, **kwargs: Any) -> Tensor:
+
+def _wrap(owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
+    """Put what `wrapped` makes of a function in its place, unless that is done: a second wrapper would count again."""
+    original = getattr(owner, name)
+    if not hasattr(original, "is_seam"):
+        wrapper = wrapped(original)
+        wrapper.is_seam = wrapper
+        setattr(owner, name, wrapper)
+
+
+def _unfused_with_padding(original: Any) -> Any:
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
         # Transformer Engine's kernel divides by a number that the host knows; with padding it is a tensor of floats.
         if isinstance(kwargs.get("total_num_tokens"), Tensor) and kwargs["total_num_tokens"].is_floating_point():
             kwargs["fused"] = False
-        computed: Tensor = loss(*args, **kwargs)
+        computed: Tensor = original(*args, **kwargs)
         return computed
 
-    router_module.switch_load_balancing_loss_func = unfused_with_padding
+    return loss
 
 
 def _aux_loss(original: Any, method: str, thread: Any) -> Any:

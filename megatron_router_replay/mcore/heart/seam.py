@@ -108,8 +108,9 @@ other_seams: list[Callable[[], list[str]]] = []
 """Each returns which of its names were replaced; those of sparse attention, once a freeze has put them in."""
 
 on_install: list[Callable[[Any, Any, Any], None]] = []
-"""Each wraps what `TopKRouter.routing` calls besides the top-k; `install` takes it off the list. It gets TopKRouter, its
-module, and an object whose `decision` a held router of this thread routes with (None: Megatron-Core's own code)."""
+"""Each wraps what `TopKRouter.routing` calls besides the top-k, where it is not wrapped: a patch that ended may have taken
+a wrapper away. It gets TopKRouter, its module, and an object whose `decision` a held router of this thread routes with (None:
+Megatron-Core's own code)."""
 
 strangers = 0
 """How many forwards in training mode came from routers that nobody held."""
@@ -268,8 +269,8 @@ def install() -> None:
     for inference_router in INFERENCE_ROUTERS:
         if not hasattr(inference_router.forward, "is_seam"):
             inference_router.forward = _inference_seam(inference_router.forward)
-    while on_install:  # not again where a patch of `routing` that has ended took the seam away: they would count twice
-        on_install.pop(0)(TopKRouter, router_module, _thread)
+    for install_other in on_install:
+        install_other(TopKRouter, router_module, _thread)
     if not is_seam(topk):
         setattr(router_module, TOPK_FUNCTION, _topk_seam(topk))
     tape.before_run = lambda: check_installed() if dispatch.held_routers or driven else None

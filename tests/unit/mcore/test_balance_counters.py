@@ -232,3 +232,16 @@ def test_tokens_are_counted_where_the_seam_was_put_in_a_second_time(monkeypatch)
     with mrr.freeze_recompute(chunk):
         chunk(tokens(2, 3)).square().sum().backward()
     assert [sum(counts) for counts in counters(chunk)] == [6 * 2] * 3
+
+
+def test_tokens_are_counted_once_where_a_patch_that_ended_took_the_wrapper_away(monkeypatch):
+    def as_megatron_counts(router, routing_map, padding_mask=None):
+        if torch.is_grad_enabled():
+            router.local_tokens_per_expert += routing_map.sum(dim=0)
+
+    monkeypatch.setattr(TopKRouter, "_apply_expert_bias", as_megatron_counts)
+    chunk = balanced(**BIASED)
+    chunk.around = non_reentrant
+    with mrr.freeze_recompute(chunk):
+        chunk(tokens(2, 3)).square().sum().backward()
+    assert [sum(counts) for counts in counters(chunk)] == [6 * 2] * 3
