@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 
 def lazy_names(
-    package: str, modules: Mapping[str, str], *, also: tuple[str, ...] = ()
+    package: str,
+    modules: Mapping[str, str],
+    *,
+    also: tuple[str, ...] = (),
+    withdrawn: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__`.
 
@@ -16,9 +21,12 @@ def lazy_names(
         package: `__name__` of the package.
         modules: public name -> the module of the package that has it, or that it is.
         also: names that the package has itself and that dir() shows.
+        withdrawn: name of an earlier version -> what replaces it, for the message of the AttributeError.
     """
 
     def load(name: str) -> Any:
+        if name in withdrawn:
+            raise AttributeError(f"{package}.{name} is gone in 0.3: {withdrawn[name]}")
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = import_module(f"{package}.{modules[name]}")

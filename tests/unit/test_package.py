@@ -10,6 +10,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.diagnostics.page import save_page
+from megatron_router_replay.lazy import lazy_names
 from megatron_router_replay.store import TraceStore, load_trace
 from tests.unit.store.store_traces import make_trace
 
@@ -106,3 +107,14 @@ def test_no_name_of_a_test_is_longer_than_80_characters():
     names = [name for path in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())]
     assert len(names) > 1000
     assert [name for name in names if len(name) > 80] == []
+
+
+def test_a_withdrawn_name_answers_with_its_replacement():
+    load, names = lazy_names(
+        "package", {"kept": "kept"}, withdrawn={"attach": "the tokens of a forward find its rows."}
+    )
+    with pytest.raises(
+        AttributeError, match=r"^package\.attach is gone in 0\.3: the tokens of a forward find its rows\.$"
+    ):
+        load("attach")
+    assert names() == ["kept"]
