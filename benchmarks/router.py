@@ -84,12 +84,12 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, select: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.logits, ctx.select, ctx.tape = logits.detach(), select, Tape()
-        with ctx.tape.first_run():
+        with ctx.tape.forward():
             return select(logits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        with torch.enable_grad(), ctx.tape.again():
+        with torch.enable_grad(), ctx.tape.recompute():
             probs = ctx.select(ctx.logits.requires_grad_(_Recomputed.backward_too))
         if _Recomputed.backward_too:
             probs.backward(grad)

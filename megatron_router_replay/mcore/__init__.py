@@ -1,19 +1,19 @@
 """Routing replay in Megatron-Core models; of the core, the only part that imports megatron.core."""
 
 from megatron_router_replay.mcore.batches.attach import attach, broadcast_routing_rows
-from megatron_router_replay.mcore.heart import seam
-from megatron_router_replay.mcore.heart.driven import RouterReplay, RouterReplayAction, install, uninstall
-from megatron_router_replay.mcore.heart.tape import Tape
+from megatron_router_replay.mcore.core import hooks
+from megatron_router_replay.mcore.core.router_replay import RouterReplay, RouterReplayAction, install, uninstall
+from megatron_router_replay.mcore.core.tape import Tape
 from megatron_router_replay.mcore.model.layers import layer_numbers_of, routing_info
 from megatron_router_replay.mcore.sessions.explain import explain
 from megatron_router_replay.mcore.sessions.freeze import FreezeSession, freeze_recompute
-from megatron_router_replay.mcore.sessions.hold import close_sessions
 from megatron_router_replay.mcore.sessions.record import RecordSession, record
 from megatron_router_replay.mcore.sessions.replay import ReplaySession, microbatch, replay
 from megatron_router_replay.mcore.sessions.report import SessionReport
+from megatron_router_replay.mcore.sessions.session import close_sessions
 
-# Before anybody wraps a router's method: a wrapper that holds the method from before the seam would pass it by.
-seam.install()
+# Before anybody wraps a router's method: a wrapper that holds the method from before the hook would pass it by.
+hooks.install()
 
 __all__ = [
     "FreezeSession",

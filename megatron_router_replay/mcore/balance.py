@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import ReplayStateError, TraceError
-from megatron_router_replay.mcore.heart import seam, tape
+from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.model.upstream import AUX_LOSSES
 
 ExpertBias = Literal["replayed", "off"]
@@ -50,7 +50,7 @@ class Balance:
 
 
 @dataclass(slots=True, eq=False)
-class Tokens:
+class BalanceState:
     """What balancing knows of the tokens of one call, shared by a forward and its recomputes.
 
     Args:
@@ -90,7 +90,7 @@ def install(router_class: Any, router_module: Any, thread: Any) -> None:
     """Wrap the methods of TopKRouter, and the loss function that it calls.
 
     Args:
-        thread: its `decision` is what this thread routes with now; None: Megatron-Core's own code.
+        thread: its `call` is what this thread routes with now; None: Megatron-Core's own code.
     """
     for name in AUX_LOSSES:
         _wrap(router_class, name, functools.partial(_aux_loss, method=name, thread=thread))
@@ -102,9 +102,9 @@ def install(router_class: Any, router_module: Any, thread: Any) -> None:
 def _wrap(owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
     """Put what `wrapped` makes of a function in its place, unless that is done: a second wrapper would count again."""
     original = getattr(owner, name)
-    if not hasattr(original, "is_seam"):
+    if not hasattr(original, "is_hook"):
         wrapper = wrapped(original)
-        wrapper.is_seam = wrapper
+        wrapper.is_hook = wrapper
         setattr(owner, name, wrapper)
 
 
@@ -123,7 +123,7 @@ def _aux_loss(original: Any, method: str, thread: Any) -> Any:
     def apply(
         router: Any, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, with_padding_mask: bool = False
     ) -> Tensor:
-        tokens = _tokens(thread.decision)
+        tokens = _tokens(thread.call)
         around: AbstractContextManager[None] = nullcontext()
         if tokens is not None and router.get_aux_loss_coeff(AUX_LOSSES[method]) > 0:
             if tokens.balance.aux_loss == "off":
@@ -154,8 +154,8 @@ def _aux_loss(original: Any, method: str, thread: Any) -> Any:
 
 def _expert_bias(original: Any, thread: Any) -> Any:
     def apply(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        decision = thread.decision
-        tokens: Tokens | None = None if decision is None else decision.tokens
+        call = thread.call
+        tokens: BalanceState | None = None if call is None else call.tokens
         if tokens is None:
             original(router, routing_map, padding_mask=padding_mask)
             return
@@ -163,10 +163,10 @@ def _expert_bias(original: Any, thread: Any) -> Any:
         counts = router.enable_expert_bias and torch.is_grad_enabled() and tokens.balance.expert_bias != "off"
         if repeats or not counts:
             return
-        with tape.unpaired(), torch.no_grad():
+        with tape.hidden_from_selective_checkpoint(), torch.no_grad():
             if router.config.moe_pad_expert_input_to_capacity:
                 # That fills every expert up with tokens that were not routed to it.
-                used = decision.used.to(torch.int64)
+                used = call.used.to(torch.int64)
                 routing_map = routing_map & torch.zeros_like(routing_map).scatter_(1, used, True)
             # Megatron-Core's own mask is [num_tokens], and up to 0.19 it does not widen it for its [num_tokens, num_experts].
             is_token = tokens.is_token
@@ -176,7 +176,7 @@ def _expert_bias(original: Any, thread: Any) -> Any:
                 routing_map = routing_map & is_token.unsqueeze(1)
             with torch.enable_grad():  # without gradients it does not count
                 original(router, routing_map)
-            decision.counter.add(counted=routing_map.shape[0] if is_token is None else is_token.sum())
+            call.counter.add(counted=routing_map.shape[0] if is_token is None else is_token.sum())
 
     return apply
 
@@ -185,7 +185,7 @@ def _logged(original: Any, thread: Any) -> Any:
     def attach_and_log(
         router: Any, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        tokens = _tokens(thread.decision)
+        tokens = _tokens(thread.call)
         if tokens is not None:
             num_tokens = kwargs.get("valid_token_count")
             if isinstance(num_tokens, Tensor):
@@ -199,7 +199,7 @@ def _logged(original: Any, thread: Any) -> Any:
 
 
 @contextmanager
-def _restored_global_load(router: Any, tokens: Tokens) -> Iterator[None]:
+def _restored_global_load(router: Any, tokens: BalanceState) -> Iterator[None]:
     """Let global_aux_loss, which adds up the load of micro-batches, find what it found when it first saw these tokens."""
     state = (router.global_tokens_per_expert, router.ga_steps)
     now = [tensor.clone() for tensor in state]
@@ -216,9 +216,9 @@ def _restored_global_load(router: Any, tokens: Tokens) -> Iterator[None]:
             tensor.copy_(later)
 
 
-def _tokens(decision: Any) -> Tokens | None:
-    tokens: Tokens | None = None if decision is None else decision.tokens
+def _tokens(call: Any) -> BalanceState | None:
+    tokens: BalanceState | None = None if call is None else call.tokens
     return tokens
 
 
-seam.on_install.append(install)
+hooks.on_install.append(install)

@@ -1,1 +1,1 @@
-"""Sparse attention, held at a seam of its own beside the routers'."""
+"""Sparse attention, held at a hook of its own beside the routers'."""

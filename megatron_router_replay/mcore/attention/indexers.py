@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_router_replay.errors import UnsupportedRouterError, listed
-from megatron_router_replay.mcore.attention.sparse import DSA, TOPK, AttentionHolder, install_seams
-from megatron_router_replay.mcore.heart import seam, tape
+from megatron_router_replay.mcore.attention.sparse import DSA, TOPK, AttentionSource, install_hooks
+from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.model.find import Walk
 from megatron_router_replay.mcore.model.upstream import captured_by_cuda_graphs, megatron_version
 
@@ -86,13 +86,13 @@ class HeldIndexers:
 
     Args:
         walks: the modules of each chunk.
-        holder: what the freeze leaves with the seam.
+        holder: what the freeze leaves with the hook.
 
     Raises:
         UnsupportedRouterError: what an indexer chooses cannot be frozen; names the layers, and the config field behind it.
     """
 
-    def __init__(self, walks: Sequence[Walk], holder: AttentionHolder) -> None:
+    def __init__(self, walks: Sequence[Walk], holder: AttentionSource) -> None:
         self.holder = holder
         self.found = find_indexers(walks)
         check_indexers(self.found)
@@ -100,14 +100,14 @@ class HeldIndexers:
     def hold(self) -> None:
         """Let recomputes ask their tapes."""
         if self.found:
-            install_seams()
+            install_hooks()
         for found in self.found:
-            seam.hold(found.attention, self.holder)
+            hooks.register(found.attention, self.holder)
 
     def release(self) -> None:
         """Leave them live."""
         for found in self.found:
-            seam.release(found.attention, self.holder)
+            hooks.unregister(found.attention, self.holder)
 
     def exchanged(self, walks: Sequence[Walk]) -> list[str]:
         """Return which attentions the session did not reach: they were built into the model, or changed, meanwhile.
@@ -118,7 +118,7 @@ class HeldIndexers:
         attentions = {found.attention for found in self.found}
         built = [found for found in find_indexers(walks) if attentions and found.attention not in attentions]
         replaced = [found for found in self.found if "forward" in vars(found.attention)]
-        asks_nobody = [found for found in self.found if not hasattr(type(found.attention).forward, "is_seam")]
+        asks_nobody = [found for found in self.found if not hasattr(type(found.attention).forward, "is_hook")]
         return [
             *(
                 f"{found}: the attention was exchanged during the session, which did not reach the new one"

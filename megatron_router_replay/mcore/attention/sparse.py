@@ -3,12 +3,12 @@
 In DeepSeek-V3.2 and GLM-5 an indexer chooses which positions a token attends to, a second choice beside that of experts. A
 forward writes it on every tape that is being written; a recompute takes it and skips the scoring, which is quadratic.
 
-    DSAttention.forward                        which call this is, by the four lines of `seam`; one that never asks raises
+    DSAttention.forward                        which call this is, by the four lines of `hook`; one that never asks raises
     dsa.fused_qk_topk_naive                    asks: a forward scores and chooses, a recompute is told
     dsa.fwd_fused_indexer_loss_naive           the indexer's loss takes live scores: there a recompute scores too
     DSAttention._get_index_share_topk_holder   a layer without an indexer reads here what an earlier layer chose
 
-The seams are put in when a freeze first holds such layers, and never before: importing this module does not load `dsa`.
+The hooks are put in when a freeze first holds such layers, and never before: importing this module does not load `dsa`.
 
 Source: Megatron-Core 0.17.1 to 0.19.2, transformer/experimental_attention_variant/dsa.py.
 """
@@ -27,9 +27,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.mcore.heart import seam, tape
-from megatron_router_replay.mcore.heart.decision import Counter, Holder
-from megatron_router_replay.mcore.heart.tape import Entry
+from megatron_router_replay.mcore.core import hooks, tape
+from megatron_router_replay.mcore.core.call import Registrant, RouterCounts
+from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import check_names
 
 DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
@@ -39,10 +39,10 @@ _NONE = 0xFFFF
 """What stands for -1, no position, in 16 bits."""
 
 
-class AttentionHolder(Holder, Protocol):
-    """What a freeze leaves with the seam."""
+class AttentionSource(Registrant, Protocol):
+    """What a freeze leaves with the hook."""
 
-    indexer_counter: Counter
+    indexer_counter: RouterCounts
 
 
 # ---- what a tape keeps
@@ -71,7 +71,7 @@ class Choice:
 
     Args:
         attention: the DSAttention.
-        again: the entry that this call repeats; None: it is a forward.
+        recompute_of: the entry that this call repeats; None: it is a forward.
         is_written: a tape is being written.
 
     Attributes:
@@ -80,12 +80,12 @@ class Choice:
         kept: the positions as a tape keeps them.
     """
 
-    __slots__ = ("again", "attention", "is_asked", "is_written", "kept", "needs_scores")
+    __slots__ = ("attention", "is_asked", "is_written", "kept", "needs_scores", "recompute_of")
 
-    def __init__(self, attention: Any, again: Entry | None, is_written: bool) -> None:
-        self.attention, self.again, self.is_written = attention, again, is_written
+    def __init__(self, attention: Any, recompute_of: Entry | None, is_written: bool) -> None:
+        self.attention, self.recompute_of, self.is_written = attention, recompute_of, is_written
         self.is_asked = self.needs_scores = False
-        self.kept: Any = None if again is None else again.topk_indices
+        self.kept: Any = None if recompute_of is None else recompute_of.topk_indices
 
     def positions(
         self, score: Callable[[], Any], shape: tuple[int, int], num_keys: int
@@ -99,8 +99,8 @@ class Choice:
         """
         self._ask()
         # A forward scores and a recompute recalls: what differs between the two is hidden from a selective checkpoint.
-        with tape.unpaired():
-            if self.again is not None:
+        with tape.hidden_from_selective_checkpoint():
+            if self.recompute_of is not None:
                 self._check_shape(shape)
                 return score()[0] if self.needs_scores else None, decode_positions(self.kept)
             scores, positions = score()
@@ -115,13 +115,13 @@ class Choice:
         The one that it gets may belong to another micro-batch by now: Megatron-Core keeps it on the config.
         """
         source = self.attention.source_layer
-        with tape.unpaired():
+        with tape.hidden_from_selective_checkpoint():
             if self.attention.skip_topk:
                 self._ask()
-                if self.again is None and self.is_written and source in holder:
+                if self.recompute_of is None and self.is_written and source in holder:
                     kept = getattr(holder[source], "router_replay_kept", None)
                     self.kept = encode_positions(holder[source], _NONE + 1) if kept is None else kept
-            if self.again is None:
+            if self.recompute_of is None:
                 return holder
             return {source: decode_positions(self.kept)} if self.attention.skip_topk else {}
 
@@ -148,9 +148,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-# ---- the seams themselves
-def install_seams() -> None:
-    """Put the seams into the loaded `dsa`, once for the process.
+# ---- the hooks themselves
+def install_hooks() -> None:
+    """Put the hooks into the loaded `dsa`, once for the process.
 
     Raises:
         ReplayStateError: a name that they lean on is gone.
@@ -161,47 +161,47 @@ def install_seams() -> None:
         (dsa, _LOSS, "losses lack scores"),
     )
     check_names(leant_on)
-    for owner, name, make in _seams(dsa):
-        if not hasattr(getattr(owner, name), "is_seam"):
+    for owner, name, make in _hooks_of(dsa):
+        if not hasattr(getattr(owner, name), "is_hook"):
             original = getattr(owner, name)
             wrapped = update_wrapper(make(original), original)
-            wrapped.is_seam = wrapped  # type: ignore[attr-defined]  # functools.wraps copies it to what is put around
+            wrapped.is_hook = wrapped  # type: ignore[attr-defined]  # functools.wraps copies it to what is put around
             setattr(owner, name, wrapped)
-    if _replaced not in seam.other_seams:
-        seam.other_seams.append(_replaced)
+    if _replaced not in hooks.other_hooks:
+        hooks.other_hooks.append(_replaced)
 
 
-def _seams(dsa: Any) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    seams = [
-        (dsa.DSAttention, "forward", _attention_seam),
-        (dsa, TOPK, _choice_seam),
-        (dsa, _LOSS, _loss_seam),
-        (dsa.DSAttention, _HOLDER, _holder_seam),
+def _hooks_of(dsa: Any) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    pairs = [
+        (dsa.DSAttention, "forward", _attention_hook),
+        (dsa, TOPK, _choice_hook),
+        (dsa, _LOSS, _loss_hook),
+        (dsa.DSAttention, _HOLDER, _holder_hook),
     ]
-    return [each for each in seams if hasattr(each[0], each[1])]  # no layer shares before 0.19
+    return [each for each in pairs if hasattr(each[0], each[1])]  # no layer shares before 0.19
 
 
 def _replaced() -> list[str]:
     dsa = sys.modules[DSA]
-    seams = [(name, getattr(owner, name)) for owner, name, _ in _seams(dsa)]
-    return [f"dsa.{name}" for name, function in seams if not seam.is_seam(function)]
+    found = [(name, getattr(owner, name)) for owner, name, _ in _hooks_of(dsa)]
+    return [f"dsa.{name}" for name, function in found if not hooks.is_hook(function)]
 
 
-def _attention_seam(original: Any) -> Any:
+def _attention_hook(original: Any) -> Any:
     @_disable_dynamo
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hold = seam.hold_of(self)
+        hold = hooks.registration_of(self)
         if hold is None:
             return original(self, *args, **kwargs)
-        again, holder, is_written = seam.repeat_or_decide(self, hold)
-        if again is None and holder is None:
+        recompute_of, holder, is_written = hooks.recompute_or_decide(self, hold)
+        if recompute_of is None and holder is None:
             output = original(self, *args, **kwargs)
             if is_written:
                 tape.write(Entry(self, None))
             return output
-        if again is not None:
-            again.counter.add(recomputes=1)  # here: torch may end a recompute in the middle of the attention
-        choice = Choice(self, again, is_written)
+        if recompute_of is not None:
+            recompute_of.counter.add(recomputes=1)  # here: torch may end a recompute in the middle of the attention
+        choice = Choice(self, recompute_of, is_written)
         outer, _thread.choice = _thread.choice, choice
         try:
             output = original(self, *args, **kwargs)
@@ -213,13 +213,13 @@ def _attention_seam(original: Any) -> Any:
                 f"dsa.{TOPK} decided. Was a fused kernel switched on since the session began?"
             )
         if is_written:
-            tape.write(again or Entry(self, choice.kept, cast("AttentionHolder", holder).indexer_counter))
+            tape.write(recompute_of or Entry(self, choice.kept, cast("AttentionSource", holder).indexer_counter))
         return output
 
     return forward
 
 
-def _choice_seam(original: Any) -> Any:
+def _choice_hook(original: Any) -> Any:
     signature = inspect.signature(original)
 
     def fused_qk_topk_naive(*args: Any, **kwargs: Any) -> Any:
@@ -234,7 +234,7 @@ def _choice_seam(original: Any) -> Any:
     return fused_qk_topk_naive
 
 
-def _loss_seam(original: Any) -> Any:
+def _loss_hook(original: Any) -> Any:
     def fwd_fused_indexer_loss_naive(*args: Any, **kwargs: Any) -> Any:
         if _thread.choice is not None:
             _thread.choice.needs_scores = True
@@ -243,7 +243,7 @@ def _loss_seam(original: Any) -> Any:
     return fwd_fused_indexer_loss_naive
 
 
-def _holder_seam(original: Any) -> Any:
+def _holder_hook(original: Any) -> Any:
     def _get_index_share_topk_holder(self: Any, *args: Any, **kwargs: Any) -> Any:
         holder, choice = original(self, *args, **kwargs), _thread.choice
         return holder if choice is None else choice.shared(holder)

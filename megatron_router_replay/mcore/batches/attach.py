@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.mcore.heart import tape
+from megatron_router_replay.mcore.core import tape
 from megatron_router_replay.mcore.model.find import (
     Models,
     as_chunks,
@@ -104,7 +104,7 @@ def _take_rows(
     kept = dict(kwargs)
     rows, padding, trained = (kept.pop(f"routing_{name}", None) for name in ("rows", "padding", "trained"))
     # A checkpoint around the whole chunk repeats the call with its arguments: that is no new forward.
-    if rows is not None and not tape.repeats() and (session := session_of(module)) is not None:
+    if rows is not None and not tape.in_recompute() and (session := session_of(module)) is not None:
         session.microbatch(rows, module, padding=padding, trained=trained, ahead=False)
     return args, kept
 

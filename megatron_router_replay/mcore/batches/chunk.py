@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
 from megatron_router_replay.mcore.batches.queue import Queue
-from megatron_router_replay.mcore.heart import tape
+from megatron_router_replay.mcore.core import tape
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 
 
@@ -22,26 +22,26 @@ class Chunk:
     Args:
         index: which chunk of the session.
         outermost: the model as the schedule calls it, with its wrappers.
-        taking_part: the routers that route micro-batches.
+        replayed_routers: the routers that route micro-batches.
         rank: this process, for messages.
         session: is told of forwards that begin and of micro-batches that all routers routed. It is held weakly, for the hooks
             stand on the model: a session whose handle is dropped shall be gone.
     """
 
     def __init__(
-        self, index: int, outermost: nn.Module, taking_part: list[FoundRouter], *, rank: int, session: Any
+        self, index: int, outermost: nn.Module, replayed_routers: list[FoundRouter], *, rank: int, session: Any
     ) -> None:
         self.index = index
         self.levels = wrappers(outermost)
-        self.taking_part = taking_part
-        self.device = taking_part[0].router.weight.device
-        self.config: Any = taking_part[0].router.config
+        self.replayed_routers = replayed_routers
+        self.device = replayed_routers[0].router.weight.device
+        self.config: Any = replayed_routers[0].router.config
         self.columns: dict[Any, Any] = {}  # of routes that are fed: see `fed`
-        layers = [f"{'MTP ' if found.is_mtp else ''}layer {found.layer_number}" for found in taking_part]
+        layers = [f"{'MTP ' if found.is_mtp else ''}layer {found.layer_number}" for found in replayed_routers]
         self._session = weakref.proxy(session)
         where = f"rank {rank}, chunk {index}"
         self.queue = Queue(where, layers, session._lacks, lambda done: self._session._on_done(self, done))
-        group = taking_part[0].router.tp_group
+        group = replayed_routers[0].router.tp_group
         self._tp_rank, self._tp_size = get_pg_rank(group), get_pg_size(group)
         self._sequence_parallel = bool(self.config.sequence_parallel)
         self._handles: list[Any] = []
@@ -70,7 +70,7 @@ class Chunk:
         num_sequences, length = batch_shape
         return (length // self._tp_size if self._sequence_parallel and not split else length, num_sequences)
 
-    def watch(self) -> None:
+    def add_hooks(self) -> None:
         """Put the hooks on; plain functions, so that a copy of the model has them and not a copy of this object."""
         outermost, module = self.levels[0], self.module
         num_begun = 0  # micro-batches, when the forward that runs began
@@ -78,22 +78,22 @@ class Chunk:
         @_disable_dynamo
         def call(called: nn.Module, args: tuple[Any, ...]) -> None:
             nonlocal num_begun
-            if called in (outermost, module) and not tape.repeats():
+            if called in (outermost, module) and not tape.in_recompute():
                 num_begun = self.queue.num_begun
 
         @_disable_dynamo
         def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A checkpoint around the whole chunk calls it again: that is no new forward.
-            if called is module and not tape.repeats():
+            if called is module and not tape.in_recompute():
                 self._begin(args, kwargs)
 
         @_disable_dynamo
         def leave(called: nn.Module, args: Any, output: Any) -> None:
             # torch passes None for the output of a forward that raised. A wrapper matters only then: it may raise before the
             # innermost model runs, or behind it.
-            if called is module and not tape.repeats():
+            if called is module and not tape.in_recompute():
                 self.queue.leave(num_begun, failed=output is None)
-            elif called is outermost and output is None and not tape.repeats():
+            elif called is outermost and output is None and not tape.in_recompute():
                 self.queue.leave(num_begun, failed=True)
 
         for level in {id(each): each for each in (outermost, module)}.values():
@@ -127,7 +127,7 @@ class Chunk:
         microbatch.cu_seqlens = next((each for each in lengths if each is not None), None)
         self._session._on_forward(self, microbatch, tokens)
 
-    def unwatch(self) -> None:
+    def remove_hooks(self) -> None:
         """Take the hooks off and forget every micro-batch."""
         for handle in self._handles:
             handle.remove()

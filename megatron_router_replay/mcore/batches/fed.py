@@ -18,9 +18,9 @@ from megatron_router_replay.checks import Check, as_integers, as_mask
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.rows import LaidOut, check_padding, check_trained, is_known
+from megatron_router_replay.mcore.batches.rows import RankRoutes, check_padding, check_trained, is_known
 from megatron_router_replay.mcore.batches.upload import take_layers
-from megatron_router_replay.mcore.heart.streams import to_device
+from megatron_router_replay.mcore.core.streams import to_device
 from megatron_router_replay.mcore.model.find import FoundRouter
 from megatron_router_replay.mcore.model.layers import check_hashed_routes, route_columns
 from megatron_router_replay.trace import seal
@@ -42,7 +42,7 @@ def lay_out(
     missing: str = "raise",
     layer_numbers: Sequence[int] | None = None,
     split: bool = False,
-) -> LaidOut:
+) -> RankRoutes:
     """Prove routes as a trainer laid them out, and return those of the chunk's routers.
 
     Args:
@@ -67,7 +67,7 @@ def lay_out(
     """
     _check_words(stamped=stamped, trust_layout=trust_layout, token_ids=token_ids, missing=missing)
     values = _as_batch(routes)
-    shape, num_experts = (int(values.shape[0]), int(values.shape[1])), int(chunk.taking_part[0].router.num_experts)
+    shape, num_experts = (int(values.shape[0]), int(values.shape[1])), int(chunk.replayed_routers[0].router.num_experts)
     unchecked = {"token_ids": token_ids, "padding": padding, "trained": trained, "stale": stale}
     inputs, device = _on_one_device(unchecked, shape, values.device)
     tokens, padded = inputs["token_ids"], inputs["padding"]
@@ -192,23 +192,23 @@ def _routers_view(
     padding: Tensor | None,
     token_ids: Tensor | None,
     split: bool,
-) -> LaidOut:
+) -> RankRoutes:
     """Return the routes of a chunk's layers, [b, s, layers, topk], as its routers see them."""
-    is_live, left_out = absent, None
+    live_mask, left_out = absent, None
     if stale is not None:
         left_out = stale & ~to_device(absent, stale.device)
         left_out = left_out if padding is None else left_out & ~padding
-        is_live = stale | to_device(absent, stale.device)
+        live_mask = stale | to_device(absent, stale.device)
         left_out = chunk.router_view(left_out, split=split)
     if padding is not None:
-        is_live = to_device(is_live, padding.device)
-    is_live = chunk.router_view(is_live, split=split)
+        live_mask = to_device(live_mask, padding.device)
+    live_mask = chunk.router_view(live_mask, split=split)
     view = chunk.router_view(ids, split=split)
     # Of the rows that were read for it, a part would keep all.
     is_part = view.untyped_storage().nbytes() != view.numel() * view.element_size()
-    return LaidOut(
-        compact=view.clone() if is_part else view,
-        is_live=is_live if is_live.device.type != "cpu" or bool(is_live.any()) else None,
+    return RankRoutes(
+        topk_indices=view.clone() if is_part else view,
+        live_mask=live_mask if live_mask.device.type != "cpu" or bool(live_mask.any()) else None,
         left_out=left_out,
         padding=padding,
         batch_shape=(int(ids.shape[0]), int(ids.shape[1])),
@@ -236,7 +236,7 @@ class _Columns:
 
 def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None, *, stamped: bool) -> _Columns:
     """Return what stands in the columns of routes; worked out for the chunk's first micro-batch."""
-    topk = int(chunk.taking_part[0].router.topk)
+    topk = int(chunk.replayed_routers[0].router.topk)
     count = int(routes.shape[2]) - (seal.seal_layers(topk) if stamped else 0)
     if routes.shape[3] != topk:
         raise LayoutError(f"MRR411: routes name {routes.shape[3]} experts a token, the model's topk is {topk}.")
@@ -245,7 +245,7 @@ def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None, 
         known: _Columns = chunk.columns[count, numbers]
         return known
     column = route_columns(chunk.module, chunk.config, count, numbers)
-    missing = [found for found in chunk.taking_part if found.layer_number not in column]
+    missing = [found for found in chunk.replayed_routers if found.layer_number not in column]
     if missing:
         raise LayoutError(
             f"MRR411: {missing[0]} has no routes: they are of layers {sorted(column)}; say layer_numbers=."
@@ -253,7 +253,7 @@ def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None, 
     # Judged by all layers of the model, so that every pipeline stage says the same of a row: one layer may rightly choose
     # what is filler elsewhere. Hash layers hold zeros.
     num_hashed = getattr(chunk.config, "moe_n_hash_layers", None) or 0
-    replayed = [found.layer_number for found in chunk.taking_part]
+    replayed = [found.layer_number for found in chunk.replayed_routers]
     judged = [place for number, place in column.items() if number > num_hashed or number in replayed]
     columns = chunk.columns[count, numbers] = _Columns(
         of_layer=column,

@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.mcore.balance import Tokens
+from megatron_router_replay.mcore.balance import BalanceState
 from megatron_router_replay.mcore.batches.upload import LayerRoutes
-from megatron_router_replay.mcore.heart.streams import current_stream, follow
+from megatron_router_replay.mcore.core.streams import current_stream, follow
 
 
 class State(Enum):
@@ -44,9 +44,9 @@ class Microbatch:
         counts: what the session counts of it, ints or scalars on a device: see `count_rows`.
         num_routers: routers of the chunk that route it.
         routes: what they replay; None: they route live, for a recording.
-        live_rows: [num_live] int64 on the routers' device, positions of the rows that the live router decides; None: there
-            are none, or the host does not know them.
-        is_live: [num_tokens] bool on the routers' device, True: the live router decides the row; None: the host knows the
+        live_positions: [num_live] int64 on the routers' device, positions of the rows that the live router decides; None:
+            there are none, or the host does not know them.
+        live_mask: [num_tokens] bool on the routers' device, True: the live router decides the row; None: the host knows the
             positions.
         replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: all are.
         rows: [num_tokens] int64, trace rows as this rank's routers see them; None: a replay does not keep them.
@@ -63,8 +63,8 @@ class Microbatch:
     counts: dict[str, Tensor | int]
     num_routers: int
     routes: LayerRoutes | None = None
-    live_rows: Tensor | None = None
-    is_live: Tensor | None = None
+    live_positions: Tensor | None = None
+    live_mask: Tensor | None = None
     replayed: Tensor | None = None
     rows: Tensor | None = None
     token_ids: Tensor | None = None
@@ -84,7 +84,7 @@ class Microbatch:
         self.stream = current_stream(on_device[0].device) if on_device else None
 
     def _on_device(self) -> list[Tensor]:
-        tensors = (self.live_rows, self.is_live, self.replayed, self.token_ids, self.batch_rows, self.is_token)
+        tensors = (self.live_positions, self.live_mask, self.replayed, self.token_ids, self.batch_rows, self.is_token)
         return [tensor for tensor in tensors if tensor is not None and tensor.device.type == "cuda"]
 
     def follow_stream(self) -> None:
@@ -109,7 +109,7 @@ class Microbatch:
                 "model, and give it the rows that this gets."
             )
 
-    def tokens(self, tokens: Tokens, num_tokens: int, where: str) -> Tokens:
+    def tokens(self, tokens: BalanceState, num_tokens: int, where: str) -> BalanceState:
         """Fill in what is known of its tokens for balancing.
 
         Raises:
@@ -204,7 +204,7 @@ class Queue:
                 microbatch.state = State.DONE
             self._on_done(microbatch)
             # The graph keeps what recomputes need; the micro-batch itself may stay the current one for long.
-            microbatch.routes = microbatch.live_rows = microbatch.is_live = microbatch.replayed = None
+            microbatch.routes = microbatch.live_positions = microbatch.live_mask = microbatch.replayed = None
             microbatch.rows = microbatch.batch_rows = None
             microbatch.used = {}
 

@@ -12,11 +12,11 @@ from megatron_router_replay.checks import Check, as_integers, as_mask
 from megatron_router_replay.errors import LayoutError
 
 
-def spread_padding(compact: Tensor, padding: Tensor, ordinals: Tensor, num_experts: int) -> Tensor:
+def balanced_padding_experts(topk_indices: Tensor, padding: Tensor, ordinals: Tensor, num_experts: int) -> Tensor:
     """Give rows of padding K distinct experts each, spread evenly over all of them.
 
     Args:
-        compact: [num_tokens, num_layers, topk].
+        topk_indices: [num_tokens, num_layers, topk].
         padding: [num_tokens] bool, True: padding.
         ordinals: [num_tokens] int64, how many paddings of the micro-batch come before each, over all tensor-parallel ranks.
 
@@ -24,14 +24,16 @@ def spread_padding(compact: Tensor, padding: Tensor, ordinals: Tensor, num_exper
     """
     at = padding.nonzero().squeeze(1) if padding.device.type == "cpu" else None  # a GPU's host would wait for it
     ordinals = ordinals if at is None else ordinals[at]
-    slots = ordinals.unsqueeze(1) * compact.shape[2] + torch.arange(compact.shape[2], device=compact.device)
-    spread = (slots % num_experts).to(compact.dtype).unsqueeze(1)
+    slots = ordinals.unsqueeze(1) * topk_indices.shape[2] + torch.arange(
+        topk_indices.shape[2], device=topk_indices.device
+    )
+    spread = (slots % num_experts).to(topk_indices.dtype).unsqueeze(1)
     if at is None:
-        return torch.where(padding.view(-1, 1, 1), spread, compact)
-    return compact.index_copy(0, at, spread.expand(-1, compact.shape[1], -1)) if at.numel() else compact
+        return torch.where(padding.view(-1, 1, 1), spread, topk_indices)
+    return topk_indices.index_copy(0, at, spread.expand(-1, topk_indices.shape[1], -1)) if at.numel() else topk_indices
 
 
-def padding_ordinals(padding: Tensor) -> Tensor:
+def padding_ranks(padding: Tensor) -> Tensor:
     """Return how many paddings come before each position in the router's order (s-major), [b, s] int64."""
     # Counted in the order of the whole batch, so that the ranks that share a sequence go on where the one before stopped.
     by_position = padding.t().reshape(-1)
@@ -39,12 +41,12 @@ def padding_ordinals(padding: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaidOut:
+class RankRoutes:
     """The routes of one micro-batch, as this rank's routers see their tokens.
 
     Args:
-        compact: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
-        is_live: [num_tokens] bool, True: the row has no route; None: all rows have one.
+        topk_indices: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
+        live_mask: [num_tokens] bool, True: the row has no route; None: all rows have one.
         left_out: [num_tokens] bool, True: a live row that has a route, left out by choice; None: there is none.
         rows: [b, s] int64, rows of the trace that know the token_ids; None: the caller named these.
         padding: [b, s] bool, known to be padding; None: nothing is known.
@@ -53,8 +55,8 @@ class LaidOut:
         split: this sequence-parallel rank's part of s was given already.
     """
 
-    compact: Tensor
-    is_live: Tensor | None
+    topk_indices: Tensor
+    live_mask: Tensor | None
     padding: Tensor | None
     batch_shape: tuple[int, int]
     token_ids: Tensor | None
@@ -63,10 +65,10 @@ class LaidOut:
     rows: Tensor | None = None
 
 
-def count_rows(num_rows: int, is_live: Tensor | None, padding: Tensor | None) -> dict[str, Tensor | int]:
+def count_rows(num_rows: int, live_mask: Tensor | None, padding: Tensor | None) -> dict[str, Tensor | int]:
     """Return how many rows there are, and how many of them are live and padding."""
     return {"rows": num_rows} | {
-        name: 0 if mask is None else mask.sum() for name, mask in (("live", is_live), ("padding", padding))
+        name: 0 if mask is None else mask.sum() for name, mask in (("live", live_mask), ("padding", padding))
     }
 
 

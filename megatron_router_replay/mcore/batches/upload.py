@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_router_replay.mcore.heart.streams import current_stream, follow, to_device
+from megatron_router_replay.mcore.core.streams import current_stream, follow, to_device
 from megatron_router_replay.trace.runs import as_slice
 
 _BLOCK = 16
@@ -19,14 +19,14 @@ class LayerRoutes:
     """The routes of one micro-batch on the routers' device; a forward, and a recompute, asks for each layer once.
 
     Args:
-        compact: [num_tokens, num_layers, topk] in the dtype of the trace, written on the current stream.
+        topk_indices: [num_tokens, num_layers, topk] in the dtype of the trace, written on the current stream.
     """
 
-    __slots__ = ("_blocks", "_stream", "compact")
+    __slots__ = ("_blocks", "_stream", "topk_indices")
 
-    def __init__(self, compact: Tensor) -> None:
-        self.compact = compact
-        self._stream = current_stream(compact.device)
+    def __init__(self, topk_indices: Tensor) -> None:
+        self.topk_indices = topk_indices
+        self._stream = current_stream(topk_indices.device)
         self._blocks: dict[int, tuple[Tensor, set[int], Any]] = {}
 
     def layer(self, position: int) -> Tensor:
@@ -34,9 +34,9 @@ class LayerRoutes:
         number = position // _BLOCK
         found = self._blocks.get(number)
         if found is None:
-            follow(self._stream, self.compact)
-            layers = range(number * _BLOCK, min((number + 1) * _BLOCK, self.compact.shape[1]))
-            source = self.compact[:, layers.start : layers.stop].transpose(0, 1)
+            follow(self._stream, self.topk_indices)
+            layers = range(number * _BLOCK, min((number + 1) * _BLOCK, self.topk_indices.shape[1]))
+            source = self.topk_indices[:, layers.start : layers.stop].transpose(0, 1)
             block = torch.empty(source.shape, dtype=torch.int64, device=source.device).copy_(source)
             found = self._blocks[number] = block, set(layers), current_stream(block.device)
         block, missing, stream = found
@@ -60,10 +60,10 @@ class KeptLayer:
 
     def __init__(self, routes: LayerRoutes, position: int) -> None:
         self._routes, self._position = routes, position
-        self.dtype, self.shape = routes.compact.dtype, routes.compact[:, position].shape
+        self.dtype, self.shape = routes.topk_indices.dtype, routes.topk_indices[:, position].shape
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """Return [num_tokens, topk]; `Decision` asks for int64, which costs nothing."""
+        """Return [num_tokens, topk]; `RoutingCall` asks for int64, which costs nothing."""
         return self._routes.layer(self._position).to(dtype)
 
 

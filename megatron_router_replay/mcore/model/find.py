@@ -167,7 +167,7 @@ def find_routers(chunk: nn.Module, walked: Walk | None = None) -> list[FoundRout
         places[id(module)] = place
         if isinstance(module, BaseMoELayer):
             # A router that an MoE layer uses without being a Router is found too: it must be refused, not overlooked. One
-            # that wraps a Router (PEFT's) calls it, and the seam is inside.
+            # that wraps a Router (PEFT's) calls it, and the hook is inside.
             if isinstance(module.router, Router) or len(_routers_in(module.router)) != 1:
                 routers[id(module.router)] = module.router
         elif isinstance(module, Router):

@@ -58,7 +58,7 @@ AUX_LOSSES = {
 BALANCING_METHODS = (*AUX_LOSSES, "_apply_expert_bias", "attach_and_log_load_balancing_loss")
 """The methods of TopKRouter that `balance` wraps."""
 
-LEANT_ON: tuple[tuple[Any, str, str], ...] = (
+REQUIRED_SYMBOLS: tuple[tuple[Any, str, str], ...] = (
     (torch_checkpoints, "CheckpointFunction", "recomputes of torch's reentrant checkpoints are not told from forwards"),
     (torch_checkpoints, "_checkpoint_hook", "forwards of torch's non-reentrant checkpoints write no tape"),
     (torch_checkpoints, "_recomputation_hook", "recomputes of torch's non-reentrant checkpoints read no tape"),
@@ -89,7 +89,7 @@ LEANT_ON: tuple[tuple[Any, str, str], ...] = (
     ),
 )
 """(owner, name, what fails if it is gone): names of torch and Megatron-Core that nobody promised, looked for at
-`seam.install`."""
+`hooks.install`."""
 
 # Read off the code, because a checkout between two releases bears the number of one of them.
 TOPK_ORDER_FOLLOWS_GRAD = "sorted=torch.is_grad_enabled()" in inspect.getsource(
@@ -119,8 +119,8 @@ def is_newer_than_tested(version: str) -> bool:
 def must_verify() -> bool:
     """Return whether sessions verify every routing map, asked for or not: the code that routes was never read."""
     topk = router_module.topk_routing_with_score_function
-    # Our seam alone is unwrapped, because functools.wraps makes any wrapper look like what it wraps.
-    function = inspect.unwrap(topk, stop=lambda each: getattr(each, "is_seam", None) is not each)
+    # Our hook alone is unwrapped, because functools.wraps makes any wrapper look like what it wraps.
+    function = inspect.unwrap(topk, stop=lambda each: getattr(each, "is_hook", None) is not each)
     return is_newer_than_tested(megatron_version()) or function is not moe_utils.topk_routing_with_score_function
 
 
@@ -199,7 +199,7 @@ def _captures_whole_inference_only(config: Any) -> bool:
 
 
 def check_names(names: Iterable[tuple[Any, str, str]]) -> None:
-    """Raise if a name is gone, as listed in LEANT_ON.
+    """Raise if a name is gone, as listed in REQUIRED_SYMBOLS.
 
     Raises:
         ReplayStateError: names it, and what fails without it.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.heart.streams import current_stream, follow, to_device
+from megatron_router_replay.mcore.core.streams import current_stream, follow, to_device
 
 ALL = -1
 """In place of a layer's position: all layers are asked."""
@@ -257,7 +257,7 @@ class Agreement:
         kept.microbatches += 1
         if self.every_layer or kept.microbatches == 1:
             return ALL
-        return (kept.microbatches - 2) % len(chunk.taking_part)
+        return (kept.microbatches - 2) % len(chunk.replayed_routers)
 
     def add(
         self, microbatch: Microbatch, chunk: Chunk, layer: int, live: Tensor, replayed: Tensor, counts: Tensor | None

@@ -9,42 +9,44 @@ from typing import Any
 import torch
 
 from megatron_router_replay.mcore.attention.indexers import HeldIndexers
-from megatron_router_replay.mcore.balance import Tokens, balances
-from megatron_router_replay.mcore.heart.decision import Counter, Decision, Question
+from megatron_router_replay.mcore.balance import BalanceState, balances
+from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.model.find import Models
-from megatron_router_replay.mcore.sessions.hold import Session
 from megatron_router_replay.mcore.sessions.report import SessionReport
+from megatron_router_replay.mcore.sessions.session import Session
 
 
 class Frozen:
-    """What the seam keeps of a freeze. It knows no model, so a freeze whose handle is lost lasts as long as its model.
+    """What the hook keeps of a freeze. It knows no model, so a freeze whose handle is lost lasts as long as its model.
 
     Args:
         freeze: the session.
-        counters: counter and dtype of each router, by its id: the seam asks only for routers that are alive and held.
+        counters: counter and dtype of each router, by its id: the hook asks only for routers that are alive and held.
     """
 
     kind = "freeze_recompute"
     _takes_microbatches = False
 
-    def __init__(self, freeze: FreezeSession, counters: dict[int, tuple[Counter, torch.dtype]]) -> None:
+    def __init__(self, freeze: FreezeSession, counters: dict[int, tuple[RouterCounts, torch.dtype]]) -> None:
         self._session = weakref.ref(freeze)
         self._made_at, self._balance, self._counters = freeze._made_at, freeze._balance, counters
-        self.indexer_counter = Counter()
+        self.indexer_counter = RouterCounts()
 
-    def _decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
-        """Return what a router's forward uses; see `RouterHolder`."""
+    def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
+        """Return what a router's forward uses; see `RoutingSource`."""
         counter, dtype = self._counters[id(router)]
         if not (is_written or counter.verify or balances(router)):
             counter.add(forwards=1)
             return None  # nothing of it is needed again
-        return Decision(router, counter, dtype, holder=self, tokens=Tokens(self._balance), is_written=is_written)
+        return RoutingCall(
+            router, counter, dtype, source=self, tokens=BalanceState(self._balance), is_written=is_written
+        )
 
-    def _experts(self, decision: Decision, question: Question) -> None:
-        """Let the router choose; see `RouterHolder`."""
+    def _experts(self, call: RoutingCall, request: TopKRequest) -> None:
+        """Let the router choose; see `RoutingSource`."""
 
-    def _on_routed(self, decision: Decision) -> None:
-        """Keep nothing; see `RouterHolder`."""
+    def _on_routed(self, call: RoutingCall) -> None:
+        """Keep nothing; see `RoutingSource`."""
 
 
 class FreezeSession(Session):
@@ -57,7 +59,7 @@ class FreezeSession(Session):
         self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._routers.items()})
         self._indexers = HeldIndexers(self._walks, self._frozen) if indexers else None
 
-    def _holder(self) -> Frozen:
+    def _source(self) -> Frozen:
         return self._frozen
 
     @property

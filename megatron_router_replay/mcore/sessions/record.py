@@ -13,12 +13,12 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows
-from megatron_router_replay.mcore.heart.decision import Decision
-from megatron_router_replay.mcore.heart.streams import current_stream, to_device
+from megatron_router_replay.mcore.core.call import RoutingCall
+from megatron_router_replay.mcore.core.streams import current_stream, to_device
 from megatron_router_replay.mcore.model.find import Models, unwrap
-from megatron_router_replay.mcore.sessions.account import Numbers
 from megatron_router_replay.mcore.sessions.gathering import gather_trace
-from megatron_router_replay.mcore.sessions.queueing import QueueingSession, open_session
+from megatron_router_replay.mcore.sessions.group_check import Numbers
+from megatron_router_replay.mcore.sessions.microbatches import MicrobatchSession, open_session
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
 
@@ -26,7 +26,7 @@ _MAX_ROWS = 1 << 31
 """A higher number is no row of one step: its trace would be larger than a disk."""
 
 
-class RecordSession(QueueingSession):
+class RecordSession(MicrobatchSession):
     """Forwards are recorded, recomputes use what their forward chose; see `record`."""
 
     kind = "record"
@@ -87,21 +87,21 @@ class RecordSession(QueueingSession):
                 shape=chunk.router_shape((rows.shape[0], rows.shape[1])),
                 batch_shape=(rows.shape[0], rows.shape[1]),
                 counts=count_rows(view.numel(), view >= -1 if padding is None else ~padding, padding),
-                num_routers=len(chunk.taking_part),
+                num_routers=len(chunk.replayed_routers),
                 rows=view,
                 token_ids=inputs.token_ids,
                 is_token=None if padding is None else to_device(~padding, chunk.device),
             )
         )
 
-    def _on_routed(self, decision: Decision) -> None:
-        """Keep what a router used; see `RouterHolder`."""
-        if decision.microbatch is not None:
-            assert decision.used is not None, "the call is over"
+    def _on_routed(self, call: RoutingCall) -> None:
+        """Keep what a router used; see `RoutingSource`."""
+        if call.microbatch is not None:
+            assert call.used is not None, "the call is over"
             # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.
-            used = decision.used if decision.kept is None else decision.kept
-            decision.microbatch.used[self._routers[decision.router].position] = used
-        super()._on_routed(decision)
+            used = call.used if call.kept is None else call.kept
+            call.microbatch.used[self._routers[call.router].position] = used
+        super()._on_routed(call)
 
     def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
         super()._on_forward(chunk, microbatch, input_ids)
@@ -113,7 +113,7 @@ class RecordSession(QueueingSession):
         super()._on_done(chunk, microbatch)
         assert microbatch.rows is not None, "a recorded micro-batch has them"
         tokens = None if microbatch.token_ids is None else chunk.router_view(microbatch.token_ids)
-        used = torch.stack([microbatch.used[position] for position in range(len(chunk.taking_part))], dim=1)
+        used = torch.stack([microbatch.used[position] for position in range(len(chunk.replayed_routers))], dim=1)
         dtype = index_dtype(self._sizes[0])
         rows, used = self._to_host(microbatch.rows), self._to_host(used.to(dtype))
         tokens = None if tokens is None else self._to_host(tokens)
@@ -169,7 +169,7 @@ class RecordSession(QueueingSession):
                 raise TraceError(
                     f"MRR422: row {row} was routed in some of this rank's chunks only: run every chunk, then read."
                 )
-        numbers = [found.layer_number for chunk in self._chunks for found in chunk.taking_part]
+        numbers = [found.layer_number for chunk in self._chunks for found in chunk.replayed_routers]
         indices = torch.cat([self._empty(length, 0), *(part for part, _ in placed)], dim=1)
         return RoutingTrace(
             topk_indices=indices[:, sorted(range(len(numbers)), key=numbers.__getitem__)],
@@ -218,8 +218,8 @@ class RecordSession(QueueingSession):
     @property
     def _sizes(self) -> tuple[int, int]:
         """(num_experts, topk) of the model."""
-        for held_router in self._routers.values():
-            return int(held_router.found.router.num_experts), int(held_router.found.router.topk)
+        for router_state in self._routers.values():
+            return int(router_state.found.router.num_experts), int(router_state.found.router.topk)
         config: Any = unwrap(self._modules[0]).config  # a stage without MoE layers says what its model has
         return int(config.num_moe_experts), int(config.moe_router_topk)
 
@@ -231,7 +231,7 @@ class RecordSession(QueueingSession):
         """Return what a chunk recorded: rows [n] int64 and routes [n, its layers, topk], padding left out, on the CPU."""
         microbatches = self._recorded[chunk.index]
         if not microbatches:
-            return torch.empty(0, dtype=torch.int64), self._empty(0, len(chunk.taking_part))
+            return torch.empty(0, dtype=torch.int64), self._empty(0, len(chunk.replayed_routers))
         rows = torch.cat([rows for rows, _, _ in microbatches])
         used = torch.cat([layers for _, layers, _ in microbatches])
         return rows[rows >= 0], used[rows >= 0]

@@ -22,37 +22,37 @@ from megatron_router_replay.mcore.batches.fed import lay_out
 from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import (
-    LaidOut,
+    RankRoutes,
     RowInputs,
+    balanced_padding_experts,
     check_padding,
     check_trained,
     count_rows,
     is_known,
-    padding_ordinals,
-    spread_padding,
+    padding_ranks,
 )
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
-from megatron_router_replay.mcore.heart.decision import Decision, Question
-from megatron_router_replay.mcore.heart.streams import to_device, to_host
+from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
+from megatron_router_replay.mcore.core.streams import to_device, to_host
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_hashed_routes, check_trace_layers
 from megatron_router_replay.mcore.sessions import agreement
-from megatron_router_replay.mcore.sessions.account import Numbers, judge_replay
 from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
-from megatron_router_replay.mcore.sessions.hold import HeldRouter
-from megatron_router_replay.mcore.sessions.queueing import QueueingSession, open_session
+from megatron_router_replay.mcore.sessions.group_check import Numbers, judge_replay
+from megatron_router_replay.mcore.sessions.microbatches import MicrobatchSession, open_session
 from megatron_router_replay.mcore.sessions.report import SessionReport
+from megatron_router_replay.mcore.sessions.session import RouterState
 from megatron_router_replay.trace import RoutingTrace
 
 ChooseDecisions = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer_number, routes, own, scores) -> [num_tokens] bool, True: replay this decision, False: the router's own."""
+"""(layer_number, routes, own, scores) -> [num_tokens] bool, True: replay this call, False: the router's own."""
 
 _LOG = logging.getLogger(__name__)
 
 _PRIME = (1 << 31) - 1
 
 
-class ReplaySession(QueueingSession):
+class ReplaySession(MicrobatchSession):
     """Forwards and recomputes use the given experts; see `replay`."""
 
     kind = "replay"
@@ -82,7 +82,7 @@ class ReplaySession(QueueingSession):
         self._warned = False  # that something on a GPU is read by the host
         self._min_agreement = min_agreement
         self._agreement: Agreement | None = None
-        routers = [found.router for chunk in self._chunks for found in chunk.taking_part]
+        routers = [found.router for chunk in self._chunks for found in chunk.replayed_routers]
         if routers and (min_agreement or ask_every_layer):
             self._agreement = Agreement(
                 topk=int(routers[0].topk),
@@ -115,46 +115,46 @@ class ReplaySession(QueueingSession):
         return [sum(each.counter[name] for each in self._routers.values()) for name in ("asked", "left_live")]
 
     # ---- what a router uses
-    def _experts(self, decision: Decision, question: Question) -> Tensor | None:
-        """Return a micro-batch's routes, or the router's own experts. See `Holder`."""
-        microbatch: Microbatch | None = decision.microbatch
+    def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
+        """Return a micro-batch's routes, or the router's own experts. See `Registrant`."""
+        microbatch: Microbatch | None = call.microbatch
         if microbatch is None:
             return None
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
-        position = self._routers[decision.router].position
+        position = self._routers[call.router].position
         used = microbatch.routes.layer(position)
-        if used.shape != (question.scores.shape[0], question.topk):
+        if used.shape != (request.scores.shape[0], request.topk):
             return used  # refused behind this
-        is_live, replayed = microbatch.is_live, microbatch.replayed
+        live_mask, replayed = microbatch.live_mask, microbatch.replayed
         is_asked = microbatch.asked is not None and microbatch.asked in (position, ALL)
-        if is_asked or is_live is not None or self._choose is not None:
-            own = question.live_topk()[1]
+        if is_asked or live_mask is not None or self._choose is not None:
+            own = request.live_topk()[1]
             if self._choose is not None:
-                replayed = self._chosen(decision, microbatch, used, own, question.scores)
-                is_live = ~replayed
+                replayed = self._chosen(call, microbatch, used, own, request.scores)
+                live_mask = ~replayed
             if is_asked:
-                self._ask(decision, microbatch, own, replayed)
-            if is_live is not None:
-                return torch.where(is_live.unsqueeze(1), own, used)
-        if microbatch.live_rows is not None:
-            return used.index_copy(0, microbatch.live_rows, question.live_topk_of(microbatch.live_rows))
-        if decision.is_written:
-            decision.kept = KeptLayer(microbatch.routes, position)
+                self._ask(call, microbatch, own, replayed)
+            if live_mask is not None:
+                return torch.where(live_mask.unsqueeze(1), own, used)
+        if microbatch.live_positions is not None:
+            return used.index_copy(0, microbatch.live_positions, request.live_topk_of(microbatch.live_positions))
+        if call.is_written:
+            call.kept = KeptLayer(microbatch.routes, position)
         return used
 
-    def _ask(self, decision: Decision, microbatch: Microbatch, own: Tensor, counts: Tensor | None) -> None:
+    def _ask(self, call: RoutingCall, microbatch: Microbatch, own: Tensor, counts: Tensor | None) -> None:
         """Keep what a router that is asked would choose; of the rows that count."""
         assert self._agreement is not None, "it asks"
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
-        held_router = self._routers[decision.router]
-        assert held_router.chunk is not None, "it takes micro-batches"
-        replayed = microbatch.routes.compact[:, held_router.position]
-        self._agreement.add(microbatch, held_router.chunk, held_router.found.layer_number, own, replayed, counts)
+        router_state = self._routers[call.router]
+        assert router_state.chunk is not None, "it takes micro-batches"
+        replayed = microbatch.routes.topk_indices[:, router_state.position]
+        self._agreement.add(microbatch, router_state.chunk, router_state.found.layer_number, own, replayed, counts)
 
-    def _chosen(self, decision: Decision, microbatch: Microbatch, used: Tensor, own: Tensor, scores: Tensor) -> Tensor:
+    def _chosen(self, call: RoutingCall, microbatch: Microbatch, used: Tensor, own: Tensor, scores: Tensor) -> Tensor:
         """Ask `choose=` which decisions are replayed, [num_tokens] bool, and count those that are not."""
         assert self._choose is not None, "asked by it"
-        layer_number = self._routers[decision.router].found.layer_number
+        layer_number = self._routers[call.router].found.layer_number
         # Copies: what is done with them in place must change neither routes nor probabilities.
         chosen = self._choose(layer_number, used.clone(), own.clone(), scores.detach().clone())
         if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
@@ -164,15 +164,15 @@ class ReplaySession(QueueingSession):
         assert microbatch.replayed is not None, "made where there is a choice"
         chosen = chosen & microbatch.replayed
         left = microbatch.replayed & ~chosen
-        decision.counter.add(asked=microbatch.replayed.sum(), left_live=left.sum())
+        call.counter.add(asked=microbatch.replayed.sum(), left_live=left.sum())
         return chosen
 
     # ---- rows into the trace
     def _take_trace(self, trace: RoutingTrace, *, mtp: bool) -> None:
         # What the trace is of, before which layers it has: a trace of another model names the reason, not a missing layer.
-        for held_router in self._routers.values():
-            if held_router.position >= 0:
-                _check_model(trace, held_router)
+        for router_state in self._routers.values():
+            if router_state.position >= 0:
+                _check_model(trace, router_state)
         check_trace_layers(
             trace.layer_numbers,
             self._modules,
@@ -182,7 +182,7 @@ class ReplaySession(QueueingSession):
         )
         self._any_live = not bool(trace.replay_mask.all())
         for chunk in self._chunks:
-            self._trace_of[chunk.index] = trace.select_layers([found.layer_number for found in chunk.taking_part])
+            self._trace_of[chunk.index] = trace.select_layers([found.layer_number for found in chunk.replayed_routers])
 
     def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
         if self._trace is None:
@@ -200,25 +200,25 @@ class ReplaySession(QueueingSession):
         check_padding(rows >= 0, padding, self._check)
         self._count_repeated(rows, trace.num_tokens)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
-        is_live = left_out = None
+        live_mask = left_out = None
         if unrouted or self._any_live:  # else every row has a route
             routed, left_out = _at_rows(trace.replay_mask, view), _at_rows(trace.left_out, view)
             self._check_known(trace, view, routed | left_out)
             if inputs.trained is not None:
                 without = chunk.router_view(inputs.trained) & ~(routed | left_out)
                 check_trained(without, self._check, order="as routers see them")
-            is_live = ~routed
+            live_mask = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
         self._check_hashed(rows, expected)
         if routes is None:
-            compact = take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
+            topk_indices = take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
         else:
-            compact = chunk.router_view(routes.layers(trace.layer_numbers))
+            topk_indices = chunk.router_view(routes.layers(trace.layer_numbers))
         shape = rows.shape[0], rows.shape[1]
         left_out = None if trace.left_out is None else left_out
-        laid_out = LaidOut(
-            compact=compact,
-            is_live=is_live,
+        laid_out = RankRoutes(
+            topk_indices=topk_indices,
+            live_mask=live_mask,
             left_out=left_out,
             padding=padding,
             batch_shape=shape,
@@ -242,40 +242,46 @@ class ReplaySession(QueueingSession):
             )
         return replace(inputs, **to_host(tensors))
 
-    def _microbatch(self, chunk: Chunk, routes: LaidOut) -> Microbatch:
+    def _microbatch(self, chunk: Chunk, routes: RankRoutes) -> Microbatch:
         """Return the micro-batch that replays these routes."""
-        compact, is_live, padding = to_device(routes.compact, chunk.device), routes.is_live, routes.padding
-        num_tokens, split, token_ids = compact.shape[0], routes.split, routes.token_ids
+        topk_indices, live_mask, padding = (
+            to_device(routes.topk_indices, chunk.device),
+            routes.live_mask,
+            routes.padding,
+        )
+        num_tokens, split, token_ids = topk_indices.shape[0], routes.split, routes.token_ids
         if padding is not None:
-            ordinals = chunk.router_view(padding_ordinals(padding), split=split)
+            ordinals = chunk.router_view(padding_ranks(padding), split=split)
             padding = chunk.router_view(padding, split=split)
-            is_live = None if is_live is None else is_live & ~padding
+            live_mask = None if live_mask is None else live_mask & ~padding
             masks = to_device(padding, chunk.device), to_device(ordinals, chunk.device)
-            compact = spread_padding(compact, *masks, int(chunk.taking_part[0].router.num_experts))
-        counts = count_rows(num_tokens, is_live, padding)
+            topk_indices = balanced_padding_experts(
+                topk_indices, *masks, int(chunk.replayed_routers[0].router.num_experts)
+            )
+        counts = count_rows(num_tokens, live_mask, padding)
         if routes.left_out is not None:
             counts["left_out"] = routes.left_out.sum()
         is_token = None if padding is None else to_device(~padding, chunk.device)
         replayed = is_token
-        if is_live is not None:
-            replayed = to_device(~is_live if padding is None else ~(is_live | padding), chunk.device)
+        if live_mask is not None:
+            replayed = to_device(~live_mask if padding is None else ~(live_mask | padding), chunk.device)
         if replayed is None and self._choose is not None:
             replayed = torch.ones(num_tokens, dtype=torch.bool, device=chunk.device)
-        live_rows = live_mask = None  # None spares every router of the micro-batch its live top-k
-        if is_live is not None and is_live.device.type == "cpu":
-            live_rows = to_device(is_live.nonzero().squeeze(1), chunk.device) if bool(is_live.any()) else None
-        elif is_live is not None and self._min_replayed != 1:
+        live_positions = device_mask = None  # None spares every router of the micro-batch its live top-k
+        if live_mask is not None and live_mask.device.type == "cpu":
+            live_positions = to_device(live_mask.nonzero().squeeze(1), chunk.device) if bool(live_mask.any()) else None
+        elif live_mask is not None and self._min_replayed != 1:
             # Asking a GPU which rows are live would wait for it. With min_replayed=1 none is, or the session raises: they
             # are counted above, and judged when it is left.
-            live_mask = to_device(is_live, chunk.device)
+            device_mask = to_device(live_mask, chunk.device)
         return Microbatch(
             shape=chunk.router_shape(routes.batch_shape, split=split),
             batch_shape=routes.batch_shape,
             counts=counts,
-            num_routers=len(chunk.taking_part),
-            routes=LayerRoutes(compact),
-            live_rows=live_rows,
-            is_live=live_mask,
+            num_routers=len(chunk.replayed_routers),
+            routes=LayerRoutes(topk_indices),
+            live_positions=live_positions,
+            live_mask=device_mask,
             replayed=replayed,
             token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
             batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
@@ -525,10 +531,10 @@ def _at_rows(mask: Tensor | None, rows: Tensor) -> Tensor:
     return (rows >= 0) & mask[rows.clamp(min=0)]
 
 
-def _check_model(trace: RoutingTrace, held_router: HeldRouter) -> None:
+def _check_model(trace: RoutingTrace, router_state: RouterState) -> None:
     for name in ("num_experts", "topk"):
-        of_model, of_trace = int(getattr(held_router.found.router, name)), getattr(trace, name)
+        of_model, of_trace = int(getattr(router_state.found.router, name)), getattr(trace, name)
         if of_model != of_trace:
             raise TraceError(
-                f"MRR405: {held_router.found} has {name}={of_model}, the trace {of_trace}: it is of another model."
+                f"MRR405: {router_state.found} has {name}={of_model}, the trace {of_trace}: it is of another model."
             )

@@ -6,7 +6,7 @@ prefers a class of (device, vendor) to verl's own, and that class only chooses:
 
     router_replay.mode    the engine
     disabled              verl's own, untouched; nothing of ours is imported
-    R2, R3                RouterReplayEngine; VerlError where what it overrides or calls is not as in DRIVEN
+    R2, R3                RouterReplayEngine; VerlError where what it overrides or calls is not as in VERL_SIGNATURES
 
 A verl that lays tokens out in another way behind the same functions is noticed in its first forward: rows of a trace are
 compared with the tokens that the model gets.
@@ -34,7 +34,7 @@ from typing import Any
 
 from megatron_router_replay.errors import RouterReplayError
 
-DRIVEN = {
+VERL_SIGNATURES = {
     "verl.workers.engine.megatron:MegatronEngineWithLMHead.__init__": (
         "self model_config engine_config optimizer_config checkpoint_config"
     ),
@@ -160,7 +160,7 @@ def probe(mode: str) -> None:
     """Raise VerlError unless what our engine overrides and calls of this verl is what it knows."""
     import verl
 
-    for name, expected in DRIVEN.items():
+    for name, expected in VERL_SIGNATURES.items():
         module, _, path = name.partition(":")
         try:
             found = list(inspect.signature(operator.attrgetter(path)(importlib.import_module(module))).parameters)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.heart.seam import holders_of
-from megatron_router_replay.mcore.heart.tape import Entry
+from megatron_router_replay.mcore.core.hooks import sources_of
+from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import megatron_version, version_numbers
 from megatron_router_replay.testing import (
     ParallelSizes,
@@ -116,7 +116,7 @@ def set_in_configs(chunks: list[Any], **fields: Any) -> None:
 
 def left_over(chunks: list[Any]) -> list[Any]:
     """Who still holds the routers."""
-    return [holder for router in moe_routers(chunks) for holder in holders_of(router)]
+    return [holder for router in moe_routers(chunks) for holder in sources_of(router)]
 
 
 def alive_entries(chunks: list[Any]) -> list[Entry]:

@@ -75,7 +75,7 @@ def test_a_session_holds_topk_compact_ids_per_token_and_layer(num_experts, bytes
         """Bytes of routes for each token and layer, queued and between forward and backward."""
         tensors = [entry.topk_indices for entry in alive_entries([model])]
         queued = [each for each in gc.get_objects() if isinstance(each, LayerRoutes) and id(each) not in before]
-        storages = [tensor.untyped_storage() for tensor in tensors + [each.compact for each in queued]]
+        storages = [tensor.untyped_storage() for tensor in tensors + [each.topk_indices for each in queued]]
         num_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         return num_bytes / (case.num_tokens * config.num_layers)
 
@@ -95,8 +95,8 @@ def test_with_replay_off_none_of_our_code_runs(megatron):
     with mrr.replay(chunks, random_trace(SINGLE), **DRAWN) as session:
         run(chunks, SINGLE, microbatches, session)
     ours: list[str] = []
-    seams = ("seam.py", "dispatch.py", "tape.py", "checkpoints.py")
-    pass_calls_on = ("/testing/", "/mcore/balance.py", *(f"/heart/{name}" for name in seams))
+    hooks = ("hooks.py", "dispatch.py", "tape.py", "checkpoints.py")
+    pass_calls_on = ("/testing/", "/mcore/balance.py", *(f"/core/{name}" for name in hooks))
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         path = frame.f_code.co_filename

@@ -330,7 +330,7 @@ def recorded_and_replayed(trainer: str, layout: ParallelSizes, options: dict[str
         "live": wrong_decisions(place, live, batches, route_of)["forward"],
         "wrong": wrong_decisions(place, seen, again, route_of),
         "recorded_layers": parts[0].shape[1],
-        "live_rows": session.report.rows_live,
+        "live_positions": session.report.rows_live,
     }
 
 

@@ -74,7 +74,7 @@ def test_a_recording_in_the_trainers_container_is_replayed_exactly(trainer, layo
         for looked, wrong in (rank["wrong"][phase] for phase in rank["wrong"] if rank["wrong"][phase][0]):
             assert looked > 0
             assert wrong == 0
-        assert rank["live_rows"] == 0
+        assert rank["live_positions"] == 0
 
 
 # Of the ROUTED tokens the first three of a sample are too old, 17 in all. Token 4 has a route that is not kept in the four

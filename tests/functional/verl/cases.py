@@ -104,7 +104,7 @@ def step(engine: Any, data: Any, *, forward_only: bool = False) -> dict[str, Any
 
 
 def judge(case: Case, engine: Any, done: dict[str, Any], routes: dict[int, Tensor], longest: int) -> Counter[str]:
-    """Hold every decision that left a router against the routes its token must have.
+    """Registration every decision that left a router against the routes its token must have.
 
     Returns:
         How many forward decisions were replayed and live, and the micro-batches whose tokens entered as they must.

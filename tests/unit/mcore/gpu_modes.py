@@ -105,7 +105,7 @@ def megatron_record(chunk: Chunk) -> Iterator[Queue]:
 
 def drop_in(chunk: Chunk) -> Iterator[Queue]:
     """Our RouterReplay, driven as Megatron-Core's, with targets on the host."""
-    from megatron_router_replay.mcore.heart.driven import RouterReplay, RouterReplayAction
+    from megatron_router_replay.mcore.core.router_replay import RouterReplay, RouterReplayAction
 
     for router in chunk.routers:
         router.router_replay = RouterReplay()

@@ -18,7 +18,9 @@ LAYERS = 4
 
 
 def module(num_layers=LAYERS):
-    return SimpleNamespace(index=0, module=torch.nn.Identity(), taking_part=range(num_layers), sequence_share=(0, 1))
+    return SimpleNamespace(
+        index=0, module=torch.nn.Identity(), replayed_routers=range(num_layers), sequence_share=(0, 1)
+    )
 
 
 def asking(chunk=None, *, experts=8, topk=2, rank=0):

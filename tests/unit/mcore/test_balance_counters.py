@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import TraceError, UnsupportedRouterError
-from megatron_router_replay.mcore.heart import seam
-from megatron_router_replay.mcore.heart.decision import Decision
+from megatron_router_replay.mcore.core import hooks
+from megatron_router_replay.mcore.core.call import RoutingCall
 from tests.unit.mcore.balanced_chunk import BALANCED_KINDS, balanced, counters, not_compiled
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
@@ -132,7 +132,9 @@ def test_a_backward_after_the_session_counts_as_in_it_and_then_nothing_is_left(k
     del loss
     assert counters(chunk) == with_live(REPLAYED, seen)
     assert [set(vars(router)) for router in chunk.routers] == before
-    assert not [each for each in gc.get_objects() if type(each) is Decision]  # which would hold the scores of a layer
+    assert not [
+        each for each in gc.get_objects() if type(each) is RoutingCall
+    ]  # which would hold the scores of a layer
     for router in chunk.routers:
         router.local_tokens_per_expert.zero_()
     chunk.around = plain
@@ -226,7 +228,7 @@ def test_tokens_are_counted_where_the_seam_was_put_in_a_second_time(monkeypatch)
     monkeypatch.setattr(
         TopKRouter, "routing", lambda *args, **kwargs: None
     )  # a patch, which ends after a session began
-    seam.install()
+    hooks.install()
     monkeypatch.undo()
     chunk = balanced(**BIASED)
     with mrr.freeze_recompute(chunk):

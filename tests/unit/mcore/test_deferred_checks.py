@@ -5,7 +5,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.mcore.heart.tally import Tally
+from megatron_router_replay.mcore.core.counts import Counts
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace
 
 
@@ -61,22 +61,22 @@ def test_several_checks_that_failed_are_all_named_with_what_does_not_add_up(sess
 
 
 def test_what_the_host_knows_is_added_at_once_and_the_rest_when_it_is_read():
-    first, second = Tally(), Tally()
+    first, second = Counts(), Counts()
     first.add(a=2, b=torch.tensor(True))
     first.add(a=on_a_gpu(5), c=on_a_gpu(True))
     second.add(a=on_a_gpu(False))
     assert (first["a"], first["b"], first["c"], second["a"]) == (2, 1, 0, 0)
-    Tally.read([first, second])
+    Counts.read([first, second])
     assert (first["a"], first["b"], first["c"], second["a"]) == (7, 1, 1, 0)
     assert (first.positive, second.positive) == (["a", "b", "c"], [])
-    Tally.read([first])
+    Counts.read([first])
     assert first["a"] == 7, "read once"
 
 
 def test_many_counts_are_added_up_where_they_are():
-    tally = Tally()
+    tally = Counts()
     for number in range(1000):
         tally.add(a=on_a_gpu(number), b=on_a_gpu(number % 2 == 0))
         assert len(tally._pending) < 300
-    Tally.read([tally])
+    Counts.read([tally])
     assert (tally["a"], tally["b"]) == (499_500, 500)

@@ -16,7 +16,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay import RouterReplayError, install, uninstall
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore import RouterReplay, RouterReplayAction
-from megatron_router_replay.mcore.heart import seam
+from megatron_router_replay.mcore.core import hooks
 from tests.unit.mcore.tiny_chunk import (
     Chunk,
     as_map,
@@ -284,7 +284,7 @@ def test_an_action_puts_the_seams_in_where_they_are_gone(monkeypatch):
     replay = RouterReplay()
     monkeypatch.setattr(TopKRouter, "routing", lambda *args, **kwargs: None)
     replay.set_router_replay_action(RECORD)
-    assert seam.is_seam(TopKRouter.routing)
+    assert hooks.is_hook(TopKRouter.routing)
     replay.clear_router_replay_action()
 
 

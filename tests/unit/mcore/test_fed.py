@@ -242,7 +242,7 @@ def test_a_stage_keeps_its_own_layers_alone_and_nothing_of_the_trainers(num_laye
     chunk.layers = chunk.layers[:num_layers]
     session = mrr.replay(chunk)
     mrr.microbatch(chunk, routes=routes, trust_layout=True)
-    kept = session._chunks[0].queue._waiting[0].routes.compact.untyped_storage()
+    kept = session._chunks[0].queue._waiting[0].routes.topk_indices.untyped_storage()
     assert kept.nbytes() == 8 * num_layers * 2
     assert kept.data_ptr() != routes.untyped_storage().data_ptr()
     session.close(verify=False)
@@ -352,12 +352,12 @@ def test_each_row_is_replayed_live_or_refused_as_a_plain_reading_of_it_says(faul
     routes[1, 2] = row = FAULTS[fault](routes[1, 2])
     padding[1, 2] = is_padding
     layers = row.tolist()
-    is_live = all(layer == [0, 1] for layer in layers) or all(each < 0 for layer in layers for each in layer)
+    live_mask = all(layer == [0, 1] for layer in layers) or all(each < 0 for layer in layers for each in layer)
     is_legal = all(0 <= each < 8 and layer.count(each) == 1 for layer in layers for each in layer)
-    if not (is_live or is_legal or is_padding):
+    if not (live_mask or is_legal or is_padding):
         refused(Chunk(), routes.to(dtype), "MRR103", padding=padding, filler=FILLER, **TRUSTED)
         return
-    live = [(1, 2)] if is_live and not is_padding else []
+    live = [(1, 2)] if live_mask and not is_padding else []
     check_replay(Chunk(), routes.to(dtype), live=live, padding=padding, filler=FILLER)
 
 

@@ -263,7 +263,7 @@ def test_a_tape_keeps_two_bytes_a_position_where_they_do_and_only_in_checkpoints
 
 def test_shared_positions_that_their_layer_did_not_keep_are_kept_whole():
     positions = torch.tensor([[[70_000, 3, -1]]])
-    choice = sparse.Choice(SimpleNamespace(skip_topk=True, source_layer=1), again=None, is_written=True)
+    choice = sparse.Choice(SimpleNamespace(skip_topk=True, source_layer=1), recompute_of=None, is_written=True)
     choice.shared({1: positions})
     assert torch.equal(decode_positions(choice.kept), positions)
 
@@ -344,12 +344,12 @@ def test_an_attention_that_goes_around_the_seam_raises():
         return asking(*args, **kwargs)
 
     @functools.wraps(asking)
-    def shifted(*args: Any, **kwargs: Any) -> Any:  # looks like the seam; behind what the tape keeps
+    def shifted(*args: Any, **kwargs: Any) -> Any:  # looks like the hook; behind what the tape keeps
         scores, positions = asking(*args, **kwargs)
         return scores, (positions - torch.randint(2, positions.shape)).clamp(min=0)
 
     replaced = r"MRR415: dsa.fused_qk_topk_naive was replaced"
-    # Some are marked as the seam is, so that only the call itself can tell.
+    # Some are marked as the hook is, so that only the call itself can tell.
     for instead, marked, message in (
         (silent, True, "MRR414: the indexer of layer 1 .*without asking"),
         (twice, True, "MRR414: the indexer of layer 1 .*twice"),
@@ -358,7 +358,7 @@ def test_an_attention_that_goes_around_the_seam_raises():
         (shifted, False, replaced),
     ):
         if marked:
-            instead.is_seam = instead
+            instead.is_hook = instead
         with (
             pytest.raises(ReplayStateError, match=message),
             mrr.freeze_recompute(model),
@@ -366,7 +366,7 @@ def test_an_attention_that_goes_around_the_seam_raises():
         ):
             model(hidden())
         if marked:
-            del instead.is_seam
+            del instead.is_hook
 
 
 @needs_seam

@@ -45,21 +45,21 @@ def test_each_position_gets_its_rows_routes_and_says_whether_it_is_live():
     trace = random_trace(4, replay_mask=torch.tensor([True, False, True, True]))
     rows = torch.tensor([[3, -1, 0], [1, -1, -1]])  # s-major: 3 1, -1 -1, 0 -1
     _, with_padding = queued(trace, rows, padding=rows < 0)
-    compact = with_padding.routes.compact
+    compact = with_padding.routes.topk_indices
     assert torch.equal(compact[[0, 4]], trace.topk_indices[[3, 0]])
     assert compact[[2, 3, 5], 0].tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert (with_padding.live_rows.tolist(), counts(with_padding)) == ([1], (6, 1, 3))
+    assert (with_padding.live_positions.tolist(), counts(with_padding)) == ([1], (6, 1, 3))
     _, without = queued(trace, rows)
-    assert (without.live_rows.tolist(), counts(without)) == ([1, 2, 3, 5], (6, 4, 0))
+    assert (without.live_positions.tolist(), counts(without)) == ([1, 2, 3, 5], (6, 4, 0))
     _, all_known = queued(trace, torch.tensor([[0, 2, 3]]))
-    assert (all_known.live_rows, counts(all_known)) == (None, (3, 0, 0)), "no live top-k is asked for"
+    assert (all_known.live_positions, counts(all_known)) == (None, (3, 0, 0)), "no live top-k is asked for"
 
 
 def test_an_empty_trace_serves_a_micro_batch_of_padding_alone():
     rows = torch.full((1, 3), -1)
     _, of_padding = queued(random_trace(0), rows, padding=rows < 0)
-    assert of_padding.routes.compact[:, 0].tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert (of_padding.live_rows, counts(of_padding)) == (None, (3, 0, 3))
+    assert of_padding.routes.topk_indices[:, 0].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert (of_padding.live_positions, counts(of_padding)) == (None, (3, 0, 3))
 
 
 @settings(max_examples=30)
@@ -73,9 +73,11 @@ def test_live_rows_as_a_mask_choose_what_positions_choose(rows, mask):
         for number in range(2):
             session.microbatch(rows)
             waiting = session._chunks[0].queue._waiting[0]
-            if number and waiting.live_rows is not None:
-                waiting.is_live = torch.zeros(rows.numel(), dtype=torch.bool).index_fill(0, waiting.live_rows, True)
-                waiting.live_rows = None
+            if number and waiting.live_positions is not None:
+                waiting.live_mask = torch.zeros(rows.numel(), dtype=torch.bool).index_fill(
+                    0, waiting.live_positions, True
+                )
+                waiting.live_positions = None
             chunk(ids, number)
         session.close(verify=False)  # a replay of nothing would raise
     view = rows.t().reshape(-1)

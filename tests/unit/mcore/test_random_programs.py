@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.heart.seam import holders_of
+from megatron_router_replay.mcore.core.hooks import sources_of
 from tests.support.new_seeds import new_seeds
 from tests.unit.mcore.tiny_chunk import (
     KINDS,
@@ -333,7 +333,7 @@ def nothing_is_left(chunk: Chunk) -> bool:
         # thread's go when the system has ended it, which `join` does not wait for.
         torch.zeros((), requires_grad=True).backward()
         if held(chunk) == 0:
-            return not any(map(holders_of, chunk.routers))
+            return not any(map(sources_of, chunk.routers))
         time.sleep(0.05)
     return False
 

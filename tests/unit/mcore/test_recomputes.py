@@ -129,8 +129,8 @@ def test_group_limited_routing_is_replayed_frozen_and_live_where_it_was(chunk):
     with watched(limited) as seen, mrr.replay(limited, trace) as session:
         disturbed_backward(limited, forward(limited, session))
     assert (num_recomputed(seen), flips(seen)) == (3, 0)
-    is_live = ROWS.t().reshape(-1) % 2 == 1
-    assert torch.equal(seen[0, 1][0][is_live], live[0, 1][0][is_live])
+    live_mask = ROWS.t().reshape(-1) % 2 == 1
+    assert torch.equal(seen[0, 1][0][live_mask], live[0, 1][0][live_mask])
 
 
 # What replay and its options compute beside the choice.

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.prefetch import prefetch
-from megatron_router_replay.mcore.heart.seam import holders_of
+from megatron_router_replay.mcore.core.hooks import sources_of
 from tests.unit.mcore.balanced_chunk import one_rank
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
@@ -174,7 +174,7 @@ def test_a_trace_of_other_experts_is_refused(options, message):
     chunk = Chunk(**options)
     with pytest.raises(TraceError, match=message):
         mrr.replay(chunk, random_trace(8))
-    assert not any(map(holders_of, chunk.routers))
+    assert not any(map(sources_of, chunk.routers))
 
 
 def test_rows_that_were_refused_do_not_lengthen_the_recording():

@@ -15,8 +15,8 @@ from torch.utils import checkpoint as torch_checkpoints
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore.heart import seam
-from megatron_router_replay.mcore.model.upstream import LEANT_ON, TOPK_ORDER_FOLLOWS_GRAD
+from megatron_router_replay.mcore.core import hooks
+from megatron_router_replay.mcore.model.upstream import REQUIRED_SYMBOLS, TOPK_ORDER_FOLLOWS_GRAD
 from tests.unit.mcore.tiny_chunk import (
     AROUND,
     ROWS,
@@ -185,21 +185,23 @@ def test_another_object_on_a_router_is_noticed_by_the_next_forward():
 # ---- names of torch and Megatron-Core that nobody promised
 
 
-@pytest.mark.parametrize(("owner", "name", "loss"), LEANT_ON, ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize(
+    ("owner", "name", "loss"), REQUIRED_SYMBOLS, ids=lambda each: each if isinstance(each, str) else ""
+)
 def test_a_private_name_that_is_gone_fails_at_install(monkeypatch, owner, name, loss):
     monkeypatch.delattr(owner, name)
     with pytest.raises(ReplayStateError) as raised:
-        seam.install()
+        hooks.install()
     monkeypatch.undo()
     assert str(raised.value).startswith(f"MRR402: {owner.__name__} has no {name}, so {loss}: use a tested version")
-    seam.install()
+    hooks.install()
     with mrr.freeze_recompute(Chunk()):
         pass
 
 
 def test_what_is_leant_on_is_what_is_used():
-    names = {name for _, name, _ in LEANT_ON}
-    sources = [path.read_text() for path in Path(seam.__file__).parents[1].rglob("*.py")]
+    names = {name for _, name, _ in REQUIRED_SYMBOLS}
+    sources = [path.read_text() for path in Path(hooks.__file__).parents[1].rglob("*.py")]
     private = re.compile(r"torch\._(?:C|ops)\.(?:_autograd\.)?(?!_autograd\b)(_\w+)")
     used = {name for source in sources for name in private.findall(source)}
     assert used - names == set()

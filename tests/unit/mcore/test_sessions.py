@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.mcore.heart import dispatch
-from megatron_router_replay.mcore.heart.seam import holders_of
+from megatron_router_replay.mcore.core import dispatch
+from megatron_router_replay.mcore.core.hooks import sources_of
 from tests.unit.mcore.tiny_chunk import (
     ROWS,
     STARTS,
@@ -37,7 +37,7 @@ def left_over(chunk):
     """Every hook on the chunk or its routers, what is at a router's `router_replay`, and who holds it."""
     on = [hook for each in (chunk, *chunk.routers) for hook in (*each._forward_hooks, *each._forward_pre_hooks)]
     on += [router.router_replay for router in chunk.routers if router.router_replay is not None]
-    return on + [holder for router in chunk.routers for holder in holders_of(router)]
+    return on + [holder for router in chunk.routers for holder in sources_of(router)]
 
 
 @pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)

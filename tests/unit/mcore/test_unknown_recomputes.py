@@ -107,7 +107,7 @@ class InAnotherOrder(torch.autograd.Function):
         ctx.save_for_backward(*halves)
         outputs = []
         for tape, half in zip(ctx.tapes, halves):
-            with tape.first_run():
+            with tape.forward():
                 outputs.append(function(half))
         return tuple(outputs)
 
@@ -115,7 +115,7 @@ class InAnotherOrder(torch.autograd.Function):
     def backward(ctx, *grads):
         gradients = []
         for tape, half, grad in reversed(list(zip(ctx.tapes, ctx.saved_tensors, grads))):
-            with tape.again():
+            with tape.recompute():
                 gradients.append(recompute(ctx.function, half, grad))
         return None, *reversed(gradients)
 
@@ -133,12 +133,12 @@ def test_parts_that_are_recomputed_in_another_order_are_exact_if_each_has_a_tape
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_one_tape_for_several_first_runs_is_ambiguous(is_kept):
     chunk, tape = Chunk(num_layers=1), Tape()
-    hidden, kept = torch.randn(4, 2, 8), tape.first_run()
+    hidden, kept = torch.randn(4, 2, 8), tape.forward()
     with mrr.freeze_recompute(chunk):
         for _ in range(2):
-            with kept if is_kept else tape.first_run():
+            with kept if is_kept else tape.forward():
                 chunk.layers[0](hidden)
-        with pytest.raises(ReplayStateError, match="ran its function several times in one forward"), tape.again():
+        with pytest.raises(ReplayStateError, match="ran its function several times in one forward"), tape.recompute():
             chunk.layers[0](hidden)
 
 

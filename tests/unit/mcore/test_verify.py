@@ -8,7 +8,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore.heart.seam import holders_of
+from megatron_router_replay.mcore.core.hooks import sources_of
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, forward, non_reentrant, plain, random_trace, reentrant, tokens
 
 STARTS = {
@@ -104,7 +104,7 @@ def test_a_capacity_factor_drops_tokens_so_maps_cannot_be_verified(start):
         UnsupportedRouterError, match=r"cannot verify .*layer 1.*: moe_expert_capacity_factor=1\.0 drops"
     ):
         start(chunk)
-    assert not any(router._forward_hooks or holders_of(router) for router in chunk.routers)
+    assert not any(router._forward_hooks or sources_of(router) for router in chunk.routers)
     mrr.record(chunk).close()  # without verify it may run
 
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.heart.tape import Entry
+from megatron_router_replay.mcore.core.tape import Entry
 
 HIDDEN, EXPERTS, TOPK, VOCAB = 8, 8, 2, 32
 ROWS = torch.arange(8).view(2, 4)

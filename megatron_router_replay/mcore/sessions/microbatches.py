@@ -21,25 +21,25 @@ from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore import balance
-from megatron_router_replay.mcore.balance import Tokens
+from megatron_router_replay.mcore.balance import BalanceState
 from megatron_router_replay.mcore.batches.attach import open_sessions
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs
-from megatron_router_replay.mcore.heart import seam, tape
-from megatron_router_replay.mcore.heart.decision import Decision, Question, RouterHolder
-from megatron_router_replay.mcore.heart.streams import to_device
-from megatron_router_replay.mcore.heart.tally import Tally
+from megatron_router_replay.mcore.core import hooks, tape
+from megatron_router_replay.mcore.core.call import RoutingCall, RoutingSource, TopKRequest
+from megatron_router_replay.mcore.core.counts import Counts
+from megatron_router_replay.mcore.core.streams import to_device
 from megatron_router_replay.mcore.model.find import FoundRouter, Models, as_chunks, wrappers
-from megatron_router_replay.mcore.sessions.account import Account, Numbers, Verdict
-from megatron_router_replay.mcore.sessions.hold import Session
+from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, Numbers
 from megatron_router_replay.mcore.sessions.report import SessionReport
+from megatron_router_replay.mcore.sessions.session import Session
 
-S = TypeVar("S", bound="QueueingSession")
+S = TypeVar("S", bound="MicrobatchSession")
 
 
-class QueueingSession(Session):
+class MicrobatchSession(Session):
     """A session with micro-batches: `record` and `replay`.
 
     Args:
@@ -70,13 +70,13 @@ class QueueingSession(Session):
             id(level): None for module in as_chunks(model_chunks) for level in wrappers(module)
         }
         super().__init__(model_chunks, **options)
-        self._account: Account | None = None
-        self._verdict: Verdict | None = None  # once it is closed in order
-        self._end: weakref.finalize[..., QueueingSession] | None = None  # what is done if nobody ends it
-        self._strangers = 0
+        self._group_check: GroupCheck | None = None
+        self._verdict: GroupResult | None = None  # once it is closed in order
+        self._end: weakref.finalize[..., MicrobatchSession] | None = None  # what is done if nobody ends it
+        self._unregistered_forwards = 0
         self._microbatches = 0
-        self._rows = Tally()  # see `count_rows`
-        self._failed = Tally()  # by message, checks that the host has not waited for
+        self._rows = Counts()  # see `count_rows`
+        self._failed = Counts()  # by message, checks that the host has not waited for
         self._tell: dict[str, Callable[[], str]] = {}  # message -> what says it in more words
 
     def _find_routers(self) -> list[list[FoundRouter]]:
@@ -92,15 +92,15 @@ class QueueingSession(Session):
                     "one after another."
                 )
         super()._add_chunk(index, module, routers, flips=flips)
-        taking_part = [found for found in routers if self._mtp or not found.is_mtp]
-        if not taking_part:
+        replayed_routers = [found for found in routers if self._mtp or not found.is_mtp]
+        if not replayed_routers:
             return
-        chunk = Chunk(index, module, taking_part, rank=self._rank, session=self)
+        chunk = Chunk(index, module, replayed_routers, rank=self._rank, session=self)
         self._chunks.append(chunk)
         self._chunk_of |= {id(level): chunk for level in chunk.levels}
         for found in routers:
             self._routers[found.router].chunk = chunk
-        for position, found in enumerate(taking_part):
+        for position, found in enumerate(replayed_routers):
             self._routers[found.router].position = position
 
     def _start(self) -> Self:
@@ -108,19 +108,19 @@ class QueueingSession(Session):
         if not self._enabled:
             open_sessions.append(weakref.ref(self))
             return self
-        self._account = Account(self._group)
+        self._group_check = GroupCheck(self._group)
         try:
             super()._start()
         except BaseException:
             self._abandon()
             raise
         for chunk in self._chunks:
-            chunk.watch()
+            chunk.add_hooks()
         open_sessions.append(weakref.ref(self))
         what = f"the {self.kind} session made at {self._made_at}"
-        self._end = weakref.finalize(self, _lost, what, self._chunks, self._account)
+        self._end = weakref.finalize(self, _lost, what, self._chunks, self._group_check)
         self._end.atexit = False  # the store of a job that ends may be gone
-        self._strangers = seam.strangers
+        self._unregistered_forwards = hooks.unregistered_forwards
         return self
 
     def microbatch(
@@ -163,10 +163,10 @@ class QueueingSession(Session):
             ReplayStateError: the session is closed, or takes no micro-batches; or one waits.
         """
         self._check_open()
-        if tape.repeats() or not self._enabled:
+        if tape.in_recompute() or not self._enabled:
             return
-        seam.check_installed()
-        seam.check_runs_python("a micro-batch that is queued")  # before CUDA refuses the memory that it takes
+        hooks.check_installed()
+        hooks.check_runs_python("a micro-batch that is queued")  # before CUDA refuses the memory that it takes
         chunk = self._find_chunk(model)
         inputs = {"token_ids": token_ids, "padding": padding, "trained": trained}
         if layout and rows is not None:
@@ -191,47 +191,47 @@ class QueueingSession(Session):
         if chunk is not None:
             self._queue(chunk, row_inputs, routes)
 
-    # ---- what the seam asks
-    def _holder(self) -> RouterHolder:
+    # ---- what the hook asks
+    def _source(self) -> RoutingSource:
         return self
 
-    def _session(self) -> QueueingSession:
-        """Return itself; see `RouterHolder`."""
+    def _session(self) -> MicrobatchSession:
+        """Return itself; see `RoutingSource`."""
         return self
 
-    def _decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
-        """Return what a router's forward uses; see `RouterHolder`."""
-        held_router = self._routers[router]
-        chunk, counter = held_router.chunk, held_router.counter
-        tokens = Tokens(self._balance)
+    def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
+        """Return what a router's forward uses; see `RoutingSource`."""
+        router_state = self._routers[router]
+        chunk, counter = router_state.chunk, router_state.counter
+        tokens = BalanceState(self._balance)
         microbatch = None
-        if held_router.position >= 0:
+        if router_state.position >= 0:
             assert chunk is not None, "it takes part"
-            microbatch = chunk.queue.microbatch_of(held_router.position)
+            microbatch = chunk.queue.microbatch_of(router_state.position)
             if shape != microbatch.shape:
-                microbatch.check_shape(f"{chunk.queue.where}, {held_router.found}", tuple(shape))
+                microbatch.check_shape(f"{chunk.queue.where}, {router_state.found}", tuple(shape))
             tokens.is_token, tokens.packed = microbatch.is_token, microbatch.packed
         elif not (is_written or counter.verify or balance.balances(router)):
             counter.add(forwards=1)
             return None  # nothing of it is needed again
         elif chunk is not None and chunk.queue.current is not None:
-            tokens = chunk.queue.current.tokens(tokens, shape.numel(), str(held_router.found))
-        dtype = held_router.dtype
-        return Decision(
-            router, counter, dtype, holder=self, tokens=tokens, microbatch=microbatch, is_written=is_written
+            tokens = chunk.queue.current.tokens(tokens, shape.numel(), str(router_state.found))
+        dtype = router_state.dtype
+        return RoutingCall(
+            router, counter, dtype, source=self, tokens=tokens, microbatch=microbatch, is_written=is_written
         )
 
-    def _experts(self, decision: Decision, question: Question) -> Tensor | None:
-        """Let the router choose; see `RouterHolder`."""
+    def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
+        """Let the router choose; see `RoutingSource`."""
         return None
 
-    def _on_routed(self, decision: Decision) -> None:
+    def _on_routed(self, call: RoutingCall) -> None:
         """Take note that a router's forward is over."""
-        if decision.microbatch is not None:
-            held_router = self._routers[decision.router]
-            assert held_router.chunk is not None, "it takes part"
+        if call.microbatch is not None:
+            router_state = self._routers[call.router]
+            assert router_state.chunk is not None, "it takes part"
             # Last: behind the chunk's last router this hands the micro-batch on.
-            held_router.chunk.queue.routed(decision.microbatch, held_router.position)
+            router_state.chunk.queue.routed(call.microbatch, router_state.position)
 
     # ---- one micro-batch
     def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
@@ -310,13 +310,13 @@ class QueueingSession(Session):
 
     def _check_unmasked(self) -> None:
         """Raise where padding is known, but reaches no router that would balance it: of MTP layers that stand alone."""
-        for held_router in self._routers.values():
-            router = held_router.found.router
+        for router_state in self._routers.values():
+            router = router_state.found.router
             counts = router.enable_expert_bias and self._balance.expert_bias != "off"
             counts = counts or (router.is_aux_loss_enabled() and self._balance.aux_loss != "off")
-            if held_router.chunk is None and counts:
+            if router_state.chunk is None and counts:
                 raise UnsupportedRouterError(
-                    f"MRR401: chunk {held_router.chunk_index}, {held_router.found}: it has MTP layers alone, which take no "
+                    f"MRR401: chunk {router_state.chunk_index}, {router_state.found}: it has MTP layers alone, which take no "
                     "micro-batches, so padding would count in its expert bias and auxiliary loss: pass mtp=True, or "
                     "replay with expert_bias='off' and aux_loss='off'."
                 )
@@ -337,18 +337,18 @@ class QueueingSession(Session):
     def _abandon(self) -> None:
         """Release the routers without verifying. The other ranks learn that this one failed."""
         super()._abandon()
-        if self._account is not None:
-            self._account.fail()
+        if self._group_check is not None:
+            self._group_check.fail()
 
     def _release(self) -> None:
         super()._release()
         for chunk in self._chunks:
-            chunk.unwatch()
+            chunk.remove_hooks()
         if self._end is not None:
             self._end.detach()
         open_sessions[:] = [each for each in open_sessions if each() not in (None, self)]
 
-    def _tallies(self) -> list[Tally]:
+    def _tallies(self) -> list[Counts]:
         return [*super()._tallies(), self._failed, self._rows]
 
     def _rows_counted(self) -> list[int]:
@@ -361,21 +361,21 @@ class QueueingSession(Session):
 
     def _faults(self) -> list[str]:
         problems = super()._faults() + [problem for chunk in self._chunks for problem in chunk.queue.problems()]
-        strangers = seam.strangers - self._strangers
-        if self._chunks and strangers and not any(each.counter["forwards"] for each in self._routers.values()):
+        elsewhere = hooks.unregistered_forwards - self._unregistered_forwards
+        if self._chunks and elsewhere and not any(each.counter["forwards"] for each in self._routers.values()):
             problems.append(
-                f"rank {self._rank}: no router of this session's model ran, but other routers ran {strangers} forwards in "
+                f"rank {self._rank}: no router of this session's model ran, but other routers ran {elsewhere} forwards in "
                 "training mode: the session was opened on another model than the one that trains (was it rebuilt?)"
             )
         return problems
 
     def _settled(self, problems: list[str]) -> list[str]:
         failed = self._failed.positive
-        assert self._account is not None, "it was started"
+        assert self._group_check is not None, "it was started"
         at_fault = bool(problems or failed)
         # Also where this rank is at fault: the others wait for its numbers.
         try:
-            verdict = self._account.settle(self._numbers()._replace(at_fault=at_fault), self._judge)
+            verdict = self._group_check.finish(self._numbers()._replace(at_fault=at_fault), self._judge)
         except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
             problems = [*problems, str(error)]
         else:
@@ -423,15 +423,15 @@ def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
     try:
         session = make()
     except BaseException:
-        Account(group).fail()
+        GroupCheck(group).fail()
         raise
     return session._start()
 
 
-def _lost(what: str, chunks: list[Chunk], account: Account) -> None:
+def _lost(what: str, chunks: list[Chunk], account: GroupCheck) -> None:
     """End a session that nobody can end any more; its routers refuse their next forward."""
     for chunk in chunks:
-        chunk.unwatch()
+        chunk.remove_hooks()
     try:
         account.fail()
     finally:  # also where the job's store is gone

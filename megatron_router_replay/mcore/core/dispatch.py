@@ -1,6 +1,6 @@
 """A token dispatcher gets the map and the probabilities that left the router's own routing, untouched.
 
-    TopKRouter.routing returns (probs, map)         the seam leaves both here, for this router in this thread
+    TopKRouter.routing returns (probs, map)         the hook leaves both here, for this router in this thread
     dispatch_preprocess(hidden, map, probs)         gets the same two tensors, or raises
 
 Hooks, wrappers and modules between the two may look at the tensors. Their memory and version are compared, so the host waits
@@ -26,8 +26,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.mcore.heart import tape
-from megatron_router_replay.mcore.heart.decision import count_wrong
+from megatron_router_replay.mcore.core import tape
+from megatron_router_replay.mcore.core.call import count_wrong
 from megatron_router_replay.mcore.model.upstream import DISPATCH_METHOD
 
 
@@ -50,7 +50,7 @@ _router_of: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
 """Token dispatcher -> the router of its layer."""
 
 
-def watch(router: Any, dispatchers: Iterable[Any]) -> None:
+def check_dispatchers(router: Any, dispatchers: Iterable[Any]) -> None:
     """Compare what these dispatchers get with what leaves the router, from now on."""
     checks.setdefault(router, 0)
     for dispatcher in dispatchers:
@@ -60,7 +60,7 @@ def watch(router: Any, dispatchers: Iterable[Any]) -> None:
             setattr(kind, DISPATCH_METHOD, _checked(kind, getattr(kind, DISPATCH_METHOD)))
 
 
-def is_watched(dispatcher: Any) -> bool:
+def is_checked(dispatcher: Any) -> bool:
     """Return whether what this dispatcher gets is compared with what leaves a router."""
     return dispatcher in _router_of
 

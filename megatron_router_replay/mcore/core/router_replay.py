@@ -19,10 +19,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayDataError, ReplayStateError, TraceError, UnsupportedRouterError
-from megatron_router_replay.mcore.heart import seam, tape
-from megatron_router_replay.mcore.heart.decision import Question
-from megatron_router_replay.mcore.heart.streams import to_device
-from megatron_router_replay.mcore.heart.tape import Entry
+from megatron_router_replay.mcore.core import hooks, tape
+from megatron_router_replay.mcore.core.call import TopKRequest
+from megatron_router_replay.mcore.core.streams import to_device
+from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.support import refusals
 from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, check_version
 
@@ -58,7 +58,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         self.layer_number: int | None = None
 
     @property
-    def is_driven(self) -> bool:
+    def is_active(self) -> bool:
         """Whether an action is set."""
         return self._action is not None
 
@@ -70,9 +70,9 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
     def router_replay_action(self, action: Any) -> None:
         action = as_action(action)
         if action is not None:
-            seam.install()
-            seam.check_installed()
-        (seam.driven.discard if action is None else seam.driven.add)(self)
+            hooks.install()
+            hooks.check_installed()
+        (hooks.active.discard if action is None else hooks.active.add)(self)
         self._action = action
 
     @staticmethod
@@ -169,8 +169,8 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         self.static_buffer[:num_tokens].copy_(topk_indices)
         self.recorded_topk_idx = self.static_buffer[:num_tokens]
 
-    def watch(self, router: Any, route: Callable[[], Any]) -> Any:
-        """Run a router's routing while this is driven; the seam calls it.
+    def run_checked(self, router: Any, route: Callable[[], Any]) -> Any:
+        """Run a router's routing while this is driven; the hook calls it.
 
         Raises:
             UnsupportedRouterError: the router's selection cannot be replayed exactly.
@@ -219,11 +219,11 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         """
         self._asked = True
         action = self._action
-        run, repeats, is_written = tape.moment()
+        run, repeats, is_written = tape.checkpoint_state()
         if run is not None or action in _REPLAYS or (action is not None and self.static_buffer is None):
             # Recording into a static buffer is what a captured graph may do: it writes to the same address in every run.
-            seam.check_runs_python("a recompute" if action is None else f"a RouterReplay under {action.name}")
-        question = Question(scores, topk, num_groups, group_topk, default_compute_topk)
+            hooks.check_runs_python("a recompute" if action is None else f"a RouterReplay under {action.name}")
+        request = TopKRequest(scores, topk, num_groups, group_topk, default_compute_topk)
         used: Tensor | None = None
         if run is not None:
             used = self._recall(run)
@@ -236,14 +236,14 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         elif action in _REPLAYS:
             used = self._next_target(action, scores.shape[1])
         elif action is not None:
-            used = question.live_topk()[1]
+            used = request.live_topk()[1]
             self._check_holds(scores.shape[1])
             if not repeats:  # a recompute must not overwrite what a forward recorded
                 self.record_indices(used)
         if used is None:
             values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         else:
-            indices = question.ids(to_device(used, scores.device), self)
+            indices = request.ids(to_device(used, scores.device), self)
             values = scores.gather(1, indices)
         if is_written:
             tape.write(Entry(self, used))
@@ -368,7 +368,7 @@ def install() -> None:
     """
     check_version()
     _adopt(each for each in _ORIGINAL.global_router_replay_instances if type(each) is _ORIGINAL)
-    seam.install()
+    hooks.install()
     # In every module: one that did `from ... import RouterReplay` holds the original under a name of its own.
     for module_name, module in list(sys.modules.items()):
         # Not getattr, with which a module that loads its names lazily would import them now.

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_router_replay.mcore.heart.streams import current_stream, follow
+from megatron_router_replay.mcore.core.streams import current_stream, follow
 
 _MAX_PENDING = 256
 """Scalars on a device that wait to be read; more are added up there first, because a freeze may last a whole training."""
 
 
-class Tally:
+class Counts:
     """Counts by name. What is on a device is kept there, without an operation, until `read`."""
 
     __slots__ = ("_counts", "_limit", "_lock", "_pending")
@@ -59,16 +59,16 @@ class Tally:
         return [name for name, count in self._counts.items() if count > 0]
 
     @staticmethod
-    def read(tallies: Iterable[Tally]) -> None:
+    def read(all_counts: Iterable[Counts]) -> None:
         """Bring what is on a device to the host, all of it at once."""
-        taken: list[tuple[Tally, str, Tensor]] = []
-        for tally in tallies:
-            with tally._lock:
-                for name, count, stream in tally._pending:
+        taken: list[tuple[Counts, str, Tensor]] = []
+        for counts in all_counts:
+            with counts._lock:
+                for name, count, stream in counts._pending:
                     follow(stream, count)
-                    taken.append((tally, name, count))
-                tally._pending = []
+                    taken.append((counts, name, count))
+                counts._pending = []
         if taken:
-            counts = torch.cat([count.reshape(1) for _, _, count in taken])
-            for (tally, name, _), count in zip(taken, counts.tolist()):
-                tally.add(**{name: int(count)})
+            values = torch.cat([count.reshape(1) for _, _, count in taken])
+            for (counts, name, _), count in zip(taken, values.tolist()):
+                counts.add(**{name: int(count)})

@@ -10,14 +10,14 @@ from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from torch import Tensor
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.mcore.heart import tape
-from megatron_router_replay.mcore.heart.tally import Tally
-from megatron_router_replay.mcore.heart.tape import Entry
+from megatron_router_replay.mcore.core import tape
+from megatron_router_replay.mcore.core.counts import Counts
+from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, TOPK_ORDER_FOLLOWS_GRAD
 
 
-class Holder(Protocol):
-    """What decides for a router or for sparse attention: a session, or what a freeze leaves with the seam."""
+class Registrant(Protocol):
+    """What decides for a router or for sparse attention: a session, or what a freeze leaves with the hook."""
 
     kind: str
     _takes_microbatches: bool
@@ -27,46 +27,46 @@ class Holder(Protocol):
         """Return the session; None: nobody kept it."""
 
 
-class RouterHolder(Holder, Protocol):
+class RoutingSource(Registrant, Protocol):
     """What decides for a router."""
 
-    def _decide(self, router: Any, shape: torch.Size, is_written: bool) -> Decision | None:
+    def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
         """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it.
 
         Args:
             is_written: a tape is being written.
         """
 
-    def _experts(self, decision: Decision, question: Question) -> Tensor | None:
+    def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
 
-    def _on_routed(self, decision: Decision) -> None:
+    def _on_routed(self, call: RoutingCall) -> None:
         """Take note that the call is over."""
 
 
-class Counter(Tally):
+class RouterCounts(Counts):
     """What one session counts of one router; tapes keep it, so it outlives the session.
 
     Args:
         flips: also take the live top-k in recomputes, and count the decisions that it would have flipped.
         verify: compare every routing map that a token dispatcher gets with what was decided.
-        verify_seam: compare the map that leaves `TopKRouter.routing`, where a layer has no dispatcher or this version of
+        verify_routing: compare the map that leaves `TopKRouter.routing`, where a layer has no dispatcher or this version of
             Megatron-Core was never read.
         topk_again: the dispatcher takes a top-k of the probabilities; count the decisions that it may read differently.
     """
 
-    __slots__ = ("counts_flips", "topk_again", "verify", "verify_entering", "verify_seam")
+    __slots__ = ("counts_flips", "topk_again", "verify", "verify_entering", "verify_routing")
 
     def __init__(
-        self, *, flips: bool = False, verify: bool = False, verify_seam: bool = False, topk_again: bool = False
+        self, *, flips: bool = False, verify: bool = False, verify_routing: bool = False, topk_again: bool = False
     ) -> None:
         super().__init__()
         self.topk_again = topk_again
-        self.counts_flips, self.verify, self.verify_seam = flips, verify, verify_seam
-        self.verify_entering = verify and not verify_seam
+        self.counts_flips, self.verify, self.verify_routing = flips, verify, verify_routing
+        self.verify_entering = verify and not verify_routing
 
 
-class Question(NamedTuple):
+class TopKRequest(NamedTuple):
     """Which experts Megatron-Core asks for in one call of a router; it is gone once it is answered.
 
     Args:
@@ -120,15 +120,15 @@ class Question(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Decision:
+class RoutingCall:
     """What one call of one router uses; Megatron-Core asks for it exactly once.
 
     Args:
         router: the TopKRouter.
-        counter: of the holder and this router.
+        counter: of the source and this router.
         dtype: of the indices that a tape keeps.
-        holder: chooses, and is told when the call is over; None: the call is a recompute.
-        again: the entry that this call repeats; None: it is a forward.
+        source: chooses, and is told when the call is over; None: the call is a recompute.
+        recompute_of: the entry that this call repeats; None: it is a forward.
         tokens: what balancing knows of the tokens; None: Megatron-Core balances as it does without us.
         microbatch: whose forward calls the router; None: the router only runs live, or the session takes none.
 
@@ -140,10 +140,10 @@ class Decision:
     """
 
     router: Any
-    counter: Counter
+    counter: RouterCounts
     dtype: torch.dtype
-    holder: RouterHolder | None = None
-    again: Entry | None = None
+    source: RoutingSource | None = None
+    recompute_of: Entry | None = None
     tokens: Any = None
     microbatch: Any = None
     is_written: bool = False
@@ -167,26 +167,26 @@ class Decision:
         if self.used is not None:
             raise ReplayStateError(
                 f"MRR414: {tape.layer_of(self.router)} asked for its experts twice in one call; which tokens the "
-                "second question is about cannot be told."
+                "second request is about cannot be told."
             )
-        question = Question(scores, topk, num_groups, group_topk, default_compute_topk)
+        request = TopKRequest(scores, topk, num_groups, group_topk, default_compute_topk)
         # A forward chooses and a recompute recalls. A selective checkpoint pairs their operations, so it must not see these.
         values: Tensor | None = None
-        with tape.unpaired():
-            if self.again is not None:
-                used = self.again.topk_indices.to(torch.int64)
+        with tape.hidden_from_selective_checkpoint():
+            if self.recompute_of is not None:
+                used = self.recompute_of.topk_indices.to(torch.int64)
                 if self.counter.counts_flips:
-                    flipped = question.live_topk()[1].sort(dim=1).values != used.sort(dim=1).values
+                    flipped = request.live_topk()[1].sort(dim=1).values != used.sort(dim=1).values
                     self.counter.add(flips=flipped.any(dim=1).sum())
             else:
-                assert self.holder is not None, "somebody decides for a forward"
-                used = self.holder._experts(self, question)
+                assert self.source is not None, "somebody decides for a forward"
+                used = self.source._experts(self, request)
                 if used is None:
-                    values, used = question.live_topk()
-            self.used = question.ids(used, self.router)
+                    values, used = request.live_topk()
+            self.used = request.ids(used, self.router)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
                 # A sum of two is the same in both orders.
-                if topk > 2 and values is None and self._order_matters(question):
+                if topk > 2 and values is None and self._order_matters(request):
                     order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True
@@ -195,7 +195,7 @@ class Decision:
             return values, indices  # without a gradient, a live top-k has what a gather would give
         return scores.gather(1, indices), indices
 
-    def _order_matters(self, question: Question) -> bool:
+    def _order_matters(self, request: TopKRequest) -> bool:
         """Return whether sums over the columns would differ from those of a live top-k, which is sorted here.
 
         Without a sum over the chosen experts, no order matters. A top-k in groups is always sorted, and so is a recording of
@@ -203,31 +203,31 @@ class Decision:
         """
         config = self.router.config
         has_no_sum = config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax
-        was_sorted = question.group_topk or (self.again is not None and self.again.in_order)
+        was_sorted = request.group_topk or (self.recompute_of is not None and self.recompute_of.in_order)
         return not has_no_sum and not was_sorted
 
     def entry(self) -> Entry:
         """Return what a recompute needs of this call."""
         assert self.used is not None, "the call is over"
-        if self.again is not None:
-            return self.again
+        if self.recompute_of is not None:
+            return self.recompute_of
         if self.kept is None:
-            with tape.unpaired():
+            with tape.hidden_from_selective_checkpoint():
                 self.kept = self.used.to(self.dtype)
         return Entry(self.router, self.kept, self.counter, self.tokens, self.in_order)
 
     def check_probabilities(self, probs: Tensor) -> None:
         """Count the rows that gave a chosen expert the probability 0; the host waits for nothing."""
         assert self.used is not None, "the call is over"
-        with tape.unpaired(), torch.no_grad():
+        with tape.hidden_from_selective_checkpoint(), torch.no_grad():
             self.counter.add(zero=(probs.gather(1, self.used) == 0).any(dim=1).sum())
 
 
-setattr(Decision, REPLAY_METHOD, Decision.get_replay_topk)
+setattr(RoutingCall, REPLAY_METHOD, RoutingCall.get_replay_topk)
 
 
-def count_wrong(counter: Counter, used: Tensor, routing_map: Tensor) -> None:
+def count_wrong(counter: RouterCounts, used: Tensor, routing_map: Tensor) -> None:
     """Count the rows of a routing map that do not name the experts used; the host waits for nothing."""
-    with tape.unpaired(), torch.no_grad():
+    with tape.hidden_from_selective_checkpoint(), torch.no_grad():
         expected = torch.zeros_like(routing_map).scatter_(1, used, True)
         counter.add(wrong=(expected != routing_map).any(dim=1).sum(), verified=used.shape[0])

@@ -1,6 +1,6 @@
 """What all sessions share: they hold a model's routers from `start` until they are left, and then verify.
 
-start       the routers are held: the seam asks what they use
+start       the routers are held: the hook asks what they use
 close       the routers are released, and what the session saw is judged
 """
 
@@ -20,9 +20,9 @@ from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterErr
 from megatron_router_replay.mcore.attention.indexers import FoundIndexer, HeldIndexers, find_indexers
 from megatron_router_replay.mcore.balance import Balance
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.heart import dispatch, seam
-from megatron_router_replay.mcore.heart.decision import Counter, RouterHolder
-from megatron_router_replay.mcore.heart.tally import Tally
+from megatron_router_replay.mcore.core import dispatch, hooks
+from megatron_router_replay.mcore.core.call import RouterCounts, RoutingSource
+from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import (
     FoundRouter,
     Models,
@@ -42,7 +42,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 @dataclass(slots=True, eq=False)
-class HeldRouter:
+class RouterState:
     """One router of a session.
 
     Args:
@@ -55,7 +55,7 @@ class HeldRouter:
     """
 
     found: FoundRouter
-    counter: Counter
+    counter: RouterCounts
     chunk_index: int
     dtype: torch.dtype
     chunk: Chunk | None = None
@@ -84,19 +84,19 @@ class Session:
         self._modules = as_chunks(model_chunks)
         self._walks: list[Walk] = []  # while the session is opened
         found = self._find_routers()
-        # Maps that leave the seam of a Megatron-Core that was never read are verified, asked for or not.
-        verify_seam = check_supported([router for routers in found for router in routers])
+        # Maps that leave the hook of a Megatron-Core that was never read are verified, asked for or not.
+        verify_routing = check_supported([router for routers in found for router in routers])
         self._made_at = _caller()
-        self._verify, self._verify_seam = verify, verify_seam
+        self._verify, self._verify_routing = verify, verify_routing
         self._indexers: HeldIndexers | None = None  # of a freeze
         self._balance = choice or Balance()
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._routers: dict[Any, HeldRouter] = {}
+        self._routers: dict[Any, RouterState] = {}
         self._dispatches: dict[Any, int] = {}  # while the session is open, less what was counted before it began
         for index, (module, routers) in enumerate(zip(self._modules, found)):
             self._add_chunk(index, module, [r for r in routers if not is_hashed(r.router)], flips=flips)
         self._hashed = [router for routers in found for router in routers if is_hashed(router.router)]
-        if verify or verify_seam:
+        if verify or verify_routing:
             self._check_verifiable()
         self._closed = False
 
@@ -109,24 +109,24 @@ class Session:
         return found
 
     def _start(self) -> Self:
-        """Hold the routers; nothing is held before.
+        """Registration the routers; nothing is held before.
 
         Raises:
             ReplayStateError: a router is held by another session, or driven by its own RouterReplay; or this one was closed.
         """
         self._check_open()
         self._walks = []
-        seam.install()
-        seam.check_installed()
+        hooks.install()
+        hooks.check_installed()
         # All are checked before the first is held, so a model that is partly under a session stays as it was.
-        for router, held_router in self._routers.items():
-            self._check_free(router, held_router.found)
+        for router, router_state in self._routers.items():
+            self._check_free(router, router_state.found)
         if self._indexers is not None:
             for found in self._indexers.found:
                 self._check_free(found.attention, found)
             self._indexers.hold()
-        for router, held_router in self._routers.items():
-            seam.hold(router, self._holder(), held_router.found.dispatchers)
+        for router, router_state in self._routers.items():
+            hooks.register(router, self._source(), router_state.found.dispatchers)
             self._dispatches[router] = -dispatch.checks[router]
         log_began(self.kind, len(self._routers))
         return self
@@ -148,7 +148,7 @@ class Session:
             decisions["recomputed"] = sum(each.counter["recomputed"] for each in counting)
         if biased:
             decisions["counted"] = sum(each.counter["counted"] for each in biased)
-        if self._verify or self._verify_seam:
+        if self._verify or self._verify_routing:
             decisions["verified"] = sum(each.counter["verified"] for each in routers)
             decisions["wrong"] = sum(each.counter["wrong"] for each in routers)
         return SessionReport(
@@ -226,18 +226,18 @@ class Session:
         if not self._closed:
             self._release()
 
-    def _holder(self) -> RouterHolder:
+    def _source(self) -> RoutingSource:
         """Return what decides for the routers while they are held."""
         raise NotImplementedError
 
     # ---- the end
-    def _tallies(self) -> list[Tally]:
+    def _tallies(self) -> list[Counts]:
         """Return what is counted, some of it on a device."""
         return [each.counter for each in self._routers.values()]
 
     def _read(self) -> None:
         """Bring to the host what was counted on a GPU, in one wait."""
-        Tally.read(self._tallies())
+        Counts.read(self._tallies())
 
     def _num_microbatches(self) -> int:
         raise NotImplementedError
@@ -251,10 +251,10 @@ class Session:
         ]
 
     def _faults(self) -> list[str]:
-        """Return what is wrong with the seams and the model, while the routers are held."""
+        """Return what is wrong with the hooks and the model, while the routers are held."""
         problems = []
         try:
-            seam.check_installed()
+            hooks.check_installed()
         except ReplayStateError as error:
             problems.append(str(error))
         walks = list(map(walk, self._modules))
@@ -278,9 +278,9 @@ class Session:
                     problems.append(
                         f"{found}: the router was exchanged during the session, which did not reach the new one"
                     )
-                elif not all(map(dispatch.is_watched, found.dispatchers)):
+                elif not all(map(dispatch.is_checked, found.dispatchers)):
                     problems.append(f"{found}: its token dispatcher was exchanged during the session")
-                elif not hasattr(type(found.router).routing, "is_seam"):
+                elif not hasattr(type(found.router).routing, "is_hook"):
                     problems.append(
                         f"{found}: the router got the class {type(found.router).__name__}, which asks nobody"
                     )
@@ -291,7 +291,7 @@ class Session:
             return
         self._closed = True
         for router in self._routers:
-            seam.release(router, self._holder())
+            hooks.unregister(router, self._source())
             if router in self._dispatches:  # else it was never started
                 self._dispatches[router] += dispatch.checks[router]
         if self._indexers is not None:
@@ -303,12 +303,12 @@ class Session:
             if found.router in self._routers:  # a freeze may hold one that two chunks share
                 shared = self._routers[found.router].found.dispatchers
                 found = replace(found, dispatchers=(*shared, *found.dispatchers))
-            self._routers[found.router] = HeldRouter(
+            self._routers[found.router] = RouterState(
                 found=found,
-                counter=Counter(
+                counter=RouterCounts(
                     flips=flips,
                     verify=self._verify,
-                    verify_seam=not found.dispatchers if self._verify else self._verify_seam,
+                    verify_routing=not found.dispatchers if self._verify else self._verify_routing,
                     topk_again=takes_topk_again(getattr(found.router, "config", None)),
                 ),
                 chunk_index=index,
@@ -316,23 +316,23 @@ class Session:
             )
 
     def _check_verifiable(self) -> None:
-        for held_router in self._routers.values():
-            factor = held_router.found.router.config.moe_expert_capacity_factor
+        for router_state in self._routers.values():
+            factor = router_state.found.router.config.moe_expert_capacity_factor
             if factor is not None:
                 raise UnsupportedRouterError(
-                    f"MRR401: cannot verify {held_router.found}: moe_expert_capacity_factor={factor} drops tokens behind the "
-                    "selection, so routing maps rightly differ from it. Leave verify off."
+                    f"MRR401: cannot verify {router_state.found}: moe_expert_capacity_factor={factor} drops tokens after "
+                    "the selection, so routing maps rightly differ from it. Leave verify off."
                 )
 
     def _check_free(self, router: Any, found: FoundRouter | FoundIndexer) -> None:
-        for outer in seam.holders_of(router):
+        for outer in hooks.sources_of(router):
             if outer._takes_microbatches or not self._takes_microbatches:
                 raise ReplayStateError(
                     f"MRR404: {found} is under another session already, a {outer.kind} made at {outer._made_at}: leave that "
                     "first, or end it with close_sessions(model_chunks) if its handle is lost. Only freeze_recompute may "
                     "surround record or replay."
                 )
-        seam.check_not_driven(router)
+        hooks.check_not_driven(router)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -353,13 +353,13 @@ def close_sessions(model_chunks: Models) -> int:
     walks = list(map(walk, chunks))
     routers = [found.router for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
     routers += [found.attention for found in find_indexers(walks)]
-    holders = {id(holder): holder for router in routers for holder in seam.holders_of(router)}
-    for session in filter(None, [holder._session() for holder in holders.values()]):
+    sources = {id(source): source for router in routers for source in hooks.sources_of(router)}
+    for session in filter(None, [source._session() for source in sources.values()]):
         session.close(verify=False)
     for router in routers:
-        for lost in [*seam.holders_of(router), None]:
-            seam.release(router, lost)
-    return len(holders)
+        for lost in [*hooks.sources_of(router), None]:
+            hooks.unregister(router, lost)
+    return len(sources)
 
 
 def _caller() -> str:

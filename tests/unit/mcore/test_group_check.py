@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.sessions import queueing
-from megatron_router_replay.mcore.sessions.account import Account, Numbers, judge_replay
+from megatron_router_replay.mcore.sessions import microbatches
+from megatron_router_replay.mcore.sessions.group_check import GroupCheck, Numbers, judge_replay
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
@@ -221,7 +221,7 @@ def test_a_lost_session_is_warned_of_also_where_the_store_is_gone():
         raise RuntimeError("the store is gone")
 
     with pytest.raises(RuntimeError, match="gone"), pytest.warns(RuntimeWarning, match="replay session was lost"):
-        queueing._lost("the replay session", [], SimpleNamespace(fail=fail))
+        microbatches._lost("the replay session", [], SimpleNamespace(fail=fail))
 
 
 def without_the_other():
@@ -276,9 +276,9 @@ def settled(monkeypatch, size, *, sessions):
     def run(number):
         rank.number = number
         for _ in range(sessions):
-            account = Account(None)
+            account = GroupCheck(None)
             stores[number].names, stores[number].num_bytes = [], 0
-            verdict = account.settle(numbers(number, 1), lambda told: (judge_replay(told, None), []))
+            verdict = account.finish(numbers(number, 1), lambda told: (judge_replay(told, None), []))
             assert verdict.problems == verdict.left == []
 
     with ThreadPoolExecutor(size) as pool:

@@ -54,7 +54,7 @@ class Numbers(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class GroupResult:
     """What the ranks of a group agree on, the same on all of them.
 
     Args:
@@ -103,8 +103,8 @@ class _Keys:
 _keys: WeakKeyDictionary[Any, dict[str, _Keys]] = WeakKeyDictionary()
 
 
-class Account:
-    """What the ranks of a group settle when one session ends; ranks open accounts in the same order, where sessions begin.
+class GroupCheck:
+    """What the ranks of a group finish when one session ends; ranks open accounts in the same order, where sessions begin.
 
     Args:
         group: None: all ranks of the job.
@@ -118,8 +118,8 @@ class Account:
             self.ranks = (
                 dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
             )
-        self._told = len(self.ranks) == 1
-        if not self._told:
+        self._published = len(self.ranks) == 1
+        if not self._published:
             self._store: Any = distributed_c10d._get_default_store()
             prefix = f"router_replay/{len(self.ranks)}-{hash(tuple(self.ranks)) & 0xFFFFFFFF:x}"
             # Counted where the keys are: a job that is initialised anew may get another store, or the same one again.
@@ -129,11 +129,11 @@ class Account:
                 self._store.delete_key(self._keys.over.pop())
 
     def fail(self) -> None:
-        """Tell that this rank left its session by an exception. Only the first call of `fail` or `settle` tells."""
-        if not self._told and self._tell(None, lambda everyone: ([], [])) is None:
+        """Tell that this rank left its session by an exception. Only the first call of `fail` or `finish` tells."""
+        if not self._published and self._publish(None, lambda everyone: ([], [])) is None:
             self._keys.waiting.append(self._key(self.rank))
 
-    def settle(self, numbers: Numbers, judge: Judge) -> Verdict:
+    def finish(self, numbers: Numbers, judge: Judge) -> GroupResult:
         """Tell this rank's numbers, and return what those of all ranks come to.
 
         Raises:
@@ -142,9 +142,9 @@ class Account:
         if len(self.ranks) == 1:
             return _judged({self.rank: numbers}, judge)
         try:
-            verdict = self._tell(numbers, judge)
+            verdict = self._publish(numbers, judge)
             if verdict is None:
-                verdict = Verdict(**json.loads(self._store.get(self._key("verdict"))))
+                verdict = GroupResult(**json.loads(self._store.get(self._key("verdict"))))
                 self._store.delete_key(self._key(self.rank))
         except RuntimeError as error:
             raise ReplayStateError(
@@ -161,9 +161,9 @@ class Account:
     def _key(self, name: int | str) -> str:
         return f"{self._name}/{name}"
 
-    def _tell(self, numbers: Numbers | None, judge: Judge) -> Verdict | None:
+    def _publish(self, numbers: Numbers | None, judge: Judge) -> GroupResult | None:
         """Tell this rank's numbers, None if it failed. Return the verdict if this rank came last."""
-        self._told = True
+        self._published = True
         if self._store.add(self._key("arrived"), 1) < len(self.ranks):
             self._store.set(self._key(self.rank), json.dumps(numbers))
             return None
@@ -177,14 +177,14 @@ class Account:
         return verdict
 
 
-def _judged(numbers_of_rank: Mapping[int, Numbers | None], judge: Judge) -> Verdict:
+def _judged(numbers_of_rank: Mapping[int, Numbers | None], judge: Judge) -> GroupResult:
     """Return the verdict on what the ranks told."""
     left = sorted(rank for rank, numbers in numbers_of_rank.items() if numbers is None)
     everyone = {rank: numbers for rank, numbers in sorted(numbers_of_rank.items()) if numbers is not None}
     if left:
-        return Verdict(left=left)
+        return GroupResult(left=left)
     problems, warnings = judge(everyone)
-    return Verdict(
+    return GroupResult(
         problems=problems,
         warnings=[] if problems else warnings,
         at_fault=[rank for rank, numbers in everyone.items() if numbers.at_fault],

@@ -5,16 +5,16 @@
     3  a session holds the router    -> what the session decides, written on every tape that is being written
     4  else                          -> Megatron-Core's own code, untouched
 
-The answer is a `Decision`. It stands for `router.router_replay` in one call of `topk_routing_with_score_function`, which is
-Megatron-Core's own way to ask; a call that asks never, or twice, raises. The seams are process-wide: `install` puts them in
-once, and they pass calls on while nothing is held. A forward's way through a session, in the order of calls:
+A `RoutingCall` is passed as `router_replay=` for one call of `topk_routing_with_score_function`; a call that does not use it
+exactly once raises. The hooks are process-wide: `install` puts them in once, and they pass calls on while nothing is held.
+A forward's way through a session, in the order of calls:
 
-    routing -> repeat_or_decide -> tape.moment                                         whether this is a recompute
-            -> Session._decide -> Queue.microbatch_of                                  which micro-batch this call belongs to
-    topk_routing_with_score_function -> Decision.get_replay_topk -> Session._experts   which experts it uses
-    routing -> tape.write                                                              for its recomputes
-            -> Session._on_routed -> Queue.routed                                      the micro-batch is one router further
-    dispatch_preprocess                                                                gets what left it; see `dispatch`
+    routing -> recompute_or_decide -> tape.checkpoint_state                                whether this is a recompute
+            -> Session._routing_call -> Queue.microbatch_of                                the micro-batch of this call
+    topk_routing_with_score_function -> RoutingCall.get_replay_topk -> Session._experts    its experts
+    routing -> tape.write                                                                  for its recomputes
+            -> Session._on_routed -> Queue.routed                                          one router of the micro-batch ran
+    dispatch_preprocess                                                                    gets what left it; see `dispatch`
 
 Nothing is put on a model.
 
@@ -40,13 +40,13 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import BackwardCFunction
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore.heart import checkpoints, dispatch, tape
-from megatron_router_replay.mcore.heart.decision import Decision, Holder, RouterHolder, count_wrong
-from megatron_router_replay.mcore.heart.tape import Entry
+from megatron_router_replay.mcore.core import checkpoints, dispatch, tape
+from megatron_router_replay.mcore.core.call import Registrant, RoutingCall, RoutingSource, count_wrong
+from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import (
     INFERENCE_ROUTERS,
-    LEANT_ON,
     REPLAY_ARGUMENT,
+    REQUIRED_SYMBOLS,
     TOPK_FUNCTION,
     check_names,
     inference_refusals,
@@ -55,34 +55,34 @@ from megatron_router_replay.mcore.model.upstream import (
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.decision: Decision | None = None  # of the router's call that runs
+        self.call: RoutingCall | None = None  # of the router's call that runs
 
 
 _UNKNOWN = -1
 
 
 @dataclass(slots=True, eq=False)
-class Hold:
+class Registration:
     """Who holds a router or a sparse attention, and which nodes of autograd may still repeat what it was told.
 
     Autograd numbers the nodes that a thread makes, and a backward knows the node that it is at. So once nobody holds the
     router, an autograd function whose node was made later repeats a forward that was not held.
 
     Args:
-        holders: the innermost last; one that returns None was lost before its end, so the next forward raises.
+        sources: the innermost last; one that returns None was lost before its end, so the next forward raises.
         thread: the one that ran its forwards; 0: none ran; `_UNKNOWN`: several did, and their numbers cannot be compared.
-        last_node: the highest number of a node that was made before the last holder released it, in `thread`.
+        last_node: the highest number of a node that was made before the last source released it, in `thread`.
     """
 
-    holders: list[Callable[[], Holder | None]] = field(default_factory=list)
+    sources: list[Callable[[], Registrant | None]] = field(default_factory=list)
     thread: int = 0
     last_node: int = 0
 
-    def release(self, holder: Holder | None) -> None:
-        """Remove a holder; None: all that were lost."""
-        had_one = bool(self.holders)
-        self.holders = [each for each in self.holders if each() is not holder]
-        if had_one and not self.holders:
+    def release(self, source: Registrant | None) -> None:
+        """Remove a source; None: all that were lost."""
+        had_one = bool(self.sources)
+        self.sources = [each for each in self.sources if each() is not source]
+        if had_one and not self.sources:
             self.last_node = torch._C._autograd._get_sequence_nr()
             if self.thread not in (0, get_ident()):
                 self.thread = _UNKNOWN
@@ -91,66 +91,68 @@ class Hold:
         """Return whether the backward that runs may repeat a forward for which this router was held."""
         node = torch._C._current_autograd_node()
         # A checkpoint of somebody's own is an autograd function. Else a tensor's hook runs, which may repeat any forward.
-        if self.holders or self.thread == _UNKNOWN or not isinstance(node, BackwardCFunction):
+        if self.sources or self.thread == _UNKNOWN or not isinstance(node, BackwardCFunction):
             return True
         number = node._sequence_nr()
         return number <= self.last_node
 
 
 _thread = _Thread()
-_holds: WeakKeyDictionary[Any, Hold] = WeakKeyDictionary()
+_registrations: WeakKeyDictionary[Any, Registration] = WeakKeyDictionary()
 """Every router and sparse attention that was ever held."""
 
-driven: WeakSet[Any] = WeakSet()
-"""Objects of routers that are driven now; while there are any, as while routers are held, the seams must be in place."""
+active: WeakSet[Any] = WeakSet()
+"""Objects of routers that are driven now; while there are any, as while routers are held, the hooks must be in place."""
 
-other_seams: list[Callable[[], list[str]]] = []
+other_hooks: list[Callable[[], list[str]]] = []
 """Each returns which of its names were replaced; those of sparse attention, once a freeze has put them in."""
 
 on_install: list[Callable[[Any, Any, Any], None]] = []
 """Each wraps what `TopKRouter.routing` calls besides the top-k, where it is not wrapped: a patch that ended may have taken
-a wrapper away. It gets TopKRouter, its module, and an object whose `decision` a held router of this thread routes with (None:
+a wrapper away. It gets TopKRouter, its module, and an object whose `call` a held router of this thread routes with (None:
 Megatron-Core's own code)."""
 
-strangers = 0
+unregistered_forwards = 0
 """How many forwards in training mode came from routers that nobody held."""
 
 
-def hold(router: Any, holder: Holder, dispatchers: Iterable[Any] = ()) -> None:
-    """Let a holder decide for a router, inside whoever holds it already; one that was lost is forgotten.
+def register(router: Any, source: Registrant, dispatchers: Iterable[Any] = ()) -> None:
+    """Register a source for a router, inside those that it has already.
 
     Args:
         dispatchers: token dispatchers that get what leaves the router.
     """
-    release(router, None)
+    unregister(router, None)
     # A freeze lasts a whole run and needs no handle. What takes micro-batches is lost with its handle: nobody could end it.
-    reference: Callable[[], Holder | None] = weakref.ref(holder) if holder._takes_microbatches else lambda: holder
-    _holds.setdefault(router, Hold()).holders.append(reference)
+    reference: Callable[[], Registrant | None] = weakref.ref(source) if source._takes_microbatches else lambda: source
+    _registrations.setdefault(router, Registration()).sources.append(reference)
     dispatch.held_routers.add(router)
-    dispatch.watch(router, dispatchers)
+    dispatch.check_dispatchers(router, dispatchers)
 
 
-def release(router: Any, holder: Holder | None) -> None:
-    """Remove a holder; None: all that were lost. The router stays known, so that no backward repeats its calls live."""
-    hold = _holds.get(router)
-    if hold is not None:
-        hold.release(holder)
-        if not hold.holders:
+def unregister(router: Any, source: Registrant | None) -> None:
+    """Remove a source; None: all that were lost. The router stays known, so that no backward repeats its calls live."""
+    registration = _registrations.get(router)
+    if registration is not None:
+        registration.release(source)
+        if not registration.sources:
             dispatch.held_routers.discard(router)
 
 
-def hold_of(router: Any) -> Hold | None:
+def registration_of(router: Any) -> Registration | None:
     """Return who holds a router or a sparse attention; None: it was never held."""
-    return _holds.get(router)
+    return _registrations.get(router)
 
 
-def holders_of(router: Any) -> list[Holder]:
+def sources_of(router: Any) -> list[Registrant]:
     """Return who holds a router, the innermost last."""
-    hold = _holds.get(router)
-    return [holder for reference in (hold.holders if hold else ()) if (holder := reference()) is not None]
+    registration = _registrations.get(router)
+    return [
+        source for reference in (registration.sources if registration else ()) if (source := reference()) is not None
+    ]
 
 
-def repeat_or_decide(router: Any, hold: Hold) -> tuple[Entry | None, Holder | None, bool]:
+def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry | None, Registrant | None, bool]:
     """Return which of the four lines above answers this call of a router, or of sparse attention.
 
     Returns:
@@ -159,30 +161,32 @@ def repeat_or_decide(router: Any, hold: Hold) -> tuple[Entry | None, Holder | No
     Raises:
         ReplayStateError: it repeats a forward that no tape tells of, or its session was lost.
     """
-    run, repeats, is_written = tape.moment()
-    holders = hold.holders
-    if holders or run is not None:
+    run, repeats, is_written = tape.checkpoint_state()
+    sources = registration.sources
+    if sources or run is not None:
         check_runs_python(router)  # a recompute that is traced would keep the entry of this one
     if run is not None:
         entry = run.next(router, getattr(router, REPLAY_ARGUMENT, None))
         if entry.counter is not None:
-            if not holders:
-                hold.thread = _UNKNOWN  # nodes of a recompute are made late, and may be those of a checkpoint inside it
+            if not sources:
+                registration.thread = (
+                    _UNKNOWN  # nodes of a recompute are made late, and may be those of a checkpoint inside it
+                )
             return entry, None, is_written
-        if holders:  # nobody held it
+        if sources:  # nobody held it
             raise ReplayStateError(
                 f"MRR412: {tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, "
                 "live or driven: run that backward before the session begins."
             )
-    elif repeats and hold.may_be_repeated():
+    elif repeats and registration.may_be_repeated():
         raise ReplayStateError(
             f"MRR412: {tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
             "session, or in a kind of checkpoint that is not known (known: those of torch, Megatron-Core and Transformer "
             "Engine). If your own autograd function runs the model again, name its runs with mcore.Tape."
         )
-    elif holders:
-        if hold.thread != get_ident():
-            hold.thread = _UNKNOWN if hold.thread else get_ident()
+    elif sources:
+        if registration.thread != get_ident():
+            registration.thread = _UNKNOWN if registration.thread else get_ident()
         if tape.open_runs and not is_written and torch.is_grad_enabled():
             raise ReplayStateError(
                 f"MRR413: {tape.layer_of(router)} is called in a thread that runs no checkpointed function, while another "
@@ -191,17 +195,17 @@ def repeat_or_decide(router: Any, hold: Hold) -> tuple[Entry | None, Holder | No
             )
         if getattr(router, REPLAY_ARGUMENT, None) is not None:
             check_not_driven(router)
-        holder = holders[-1]()
-        if holder is None:
+        source = sources[-1]()
+        if source is None:
             raise ReplayStateError(
                 f"MRR404: {tape.layer_of(router)} is still under a session that was lost: nobody kept what mrr.replay "
                 "or mrr.record returned, so nobody can queue for it or end it. Write `with mrr.replay(...) as "
                 "session:`, or keep the session until session.close(). A new session, or close_sessions(model_chunks), "
                 "frees the model."
             )
-        return None, holder, is_written
+        return None, source, is_written
     else:
-        _count_stranger(router)
+        _count_unregistered(router)
     return None, None, is_written
 
 
@@ -254,40 +258,40 @@ def _name(who: Any) -> str:
     return who if isinstance(who, str) else tape.layer_of(who)
 
 
-# ---- the seams themselves
+# ---- the hooks themselves
 def install() -> None:
-    """Put the seams in, once for the process.
+    """Put the hooks in, once for the process.
 
     Raises:
         ReplayStateError: a name of torch or Megatron-Core that they lean on is gone.
     """
-    check_names(LEANT_ON)
+    check_names(REQUIRED_SYMBOLS)
     checkpoints.install()
     routing, topk = TopKRouter.routing, getattr(router_module, TOPK_FUNCTION)
-    if not hasattr(routing, "is_seam"):
-        TopKRouter.routing = _routing_seam(routing)
+    if not hasattr(routing, "is_hook"):
+        TopKRouter.routing = _routing_hook(routing)
     for inference_router in INFERENCE_ROUTERS:
-        if not hasattr(inference_router.forward, "is_seam"):
-            inference_router.forward = _inference_seam(inference_router.forward)
+        if not hasattr(inference_router.forward, "is_hook"):
+            inference_router.forward = _inference_hook(inference_router.forward)
     for install_other in on_install:
         install_other(TopKRouter, router_module, _thread)
-    if not is_seam(topk):
-        setattr(router_module, TOPK_FUNCTION, _topk_seam(topk))
-    tape.before_run = lambda: check_installed() if dispatch.held_routers or driven else None
+    if not is_hook(topk):
+        setattr(router_module, TOPK_FUNCTION, _topk_hook(topk))
+    tape.before_run = lambda: check_installed() if dispatch.held_routers or active else None
 
 
 def check_installed() -> None:
-    """Raise if somebody has put something else in a seam's place while routers are held.
+    """Raise if somebody has put something else in a hook's place while routers are held.
 
     Raises:
         ReplayStateError: names what was replaced.
     """
     replaced = []
-    if not hasattr(TopKRouter.routing, "is_seam"):
+    if not hasattr(TopKRouter.routing, "is_hook"):
         replaced.append("TopKRouter.routing")
-    if not is_seam(getattr(router_module, TOPK_FUNCTION)):
+    if not is_hook(getattr(router_module, TOPK_FUNCTION)):
         replaced.append(f"router.{TOPK_FUNCTION}")
-    replaced += [name for find_replaced in other_seams for name in find_replaced()]
+    replaced += [name for find_replaced in other_hooks for name in find_replaced()]
     if not checkpoints.is_installed():
         replaced.append("a checkpoint of torch or Megatron-Core")
     if replaced:
@@ -297,112 +301,110 @@ def check_installed() -> None:
         )
 
 
-def _routing_seam(original: Any) -> Any:
+def _routing_hook(original: Any) -> Any:
     @_disable_dynamo
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        hold = _holds.get(self)
-        if hold is None:
+        registration = _registrations.get(self)
+        if registration is None:
             return _pass_on(original, self, logits, *args, **kwargs)
         # The call before entered no dispatcher, if it was a recompute of the router alone or failed behind the routing.
         dispatch.thread.left.pop(self, None)
-        if not hold.holders and _is_left_to(replay := getattr(self, REPLAY_ARGUMENT, None)):
-            if getattr(replay, "is_driven", False):
-                hold.thread = _UNKNOWN  # nodes that were made while it was driven are later than the session's
+        if not registration.sources and _is_left_to(replay := getattr(self, REPLAY_ARGUMENT, None)):
+            if getattr(replay, "is_active", False):
+                registration.thread = _UNKNOWN  # nodes that were made while it was driven are later than the session's
             return _pass_on(original, self, logits, *args, **kwargs)
-        entry, holder, is_written = repeat_or_decide(self, hold)
-        decision: Decision | None = None
+        entry, source, is_written = recompute_or_decide(self, registration)
+        call: RoutingCall | None = None
         if entry is not None:
             entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
-            decision = Decision(self, entry.counter, entry.topk_indices.dtype, again=entry, tokens=entry.balance)
-        elif holder is not None:
-            decision = cast(RouterHolder, holder)._decide(self, logits.shape[:-1], is_written)
-        outer, _thread.decision = _thread.decision, decision
+            call = RoutingCall(self, entry.counter, entry.topk_indices.dtype, recompute_of=entry, tokens=entry.balance)
+        elif source is not None:
+            call = cast(RoutingSource, source)._routing_call(self, logits.shape[:-1], is_written)
+        outer, _thread.call = _thread.call, call
         try:
             probs, routing_map = original(self, logits, *args, **kwargs)
         finally:
-            _thread.decision = outer
-        if decision is not None and decision.used is None:
+            _thread.call = outer
+        if call is not None and call.used is None:
             raise ReplayStateError(
                 f"MRR414: {tape.layer_of(self)} chose experts without asking: something else than Megatron-Core's "
                 "topk_routing_with_score_function decided. Was moe_router_load_balancing_type, or the function, replaced?"
             )
-        if decision is not None and decision.counter.verify_seam:
-            assert decision.used is not None, "it asked"
-            count_wrong(decision.counter, decision.used, routing_map)
-        if decision is not None and decision.counter.topk_again:
-            decision.check_probabilities(probs)
+        if call is not None and call.counter.verify_routing:
+            assert call.used is not None, "it asked"
+            count_wrong(call.counter, call.used, routing_map)
+        if call is not None and call.counter.topk_again:
+            call.check_probabilities(probs)
         # Behind the routing, so that a forward that raises has written nothing.
         if is_written:
-            tape.write(Entry(self, None) if decision is None else decision.entry())
-        if decision is not None and decision.holder is not None:
-            decision.counter.add(forwards=1)
-            decision.holder._on_routed(decision)
-        if hold.holders or decision is not None:
+            tape.write(Entry(self, None) if call is None else call.entry())
+        if call is not None and call.source is not None:
+            call.counter.add(forwards=1)
+            call.source._on_routed(call)
+        if registration.sources or call is not None:
             # Inline, because every call of every router would pay for a function.
             dispatch.thread.left[self] = (
                 (weakref.ref(routing_map.untyped_storage()), routing_map.data_ptr(), routing_map.shape),
                 (routing_map.stride(), routing_map.dtype, routing_map.is_inference() or routing_map._version),
                 (weakref.ref(probs.untyped_storage()), probs.data_ptr(), probs.shape),
                 (probs.stride(), probs.dtype, probs.is_inference() or probs._version),
-                (decision.counter, decision.used)
-                if decision is not None and decision.counter.verify_entering
-                else None,
+                (call.counter, call.used) if call is not None and call.counter.verify_entering else None,
             )
         return probs, routing_map
 
-    routing.is_seam = routing  # type: ignore[attr-defined]
+    routing.is_hook = routing  # type: ignore[attr-defined]
     return routing
 
 
-def _count_stranger(router: Any) -> None:
-    global strangers
-    strangers += router.training
+def _count_unregistered(router: Any) -> None:
+    global unregistered_forwards
+    unregistered_forwards += router.training
 
 
 def _is_left_to(replay: Any) -> bool:
     """Return whether a router that no session holds asks its own RouterReplay, which reads and writes tapes itself."""
-    if not hasattr(replay, "is_driven"):
+    if not hasattr(replay, "is_active"):
         return False
-    run, repeats, _ = tape.moment()
-    return run.peek() is replay if run is not None else replay.is_driven or not repeats
+    run, repeats, _ = tape.checkpoint_state()
+    return run.peek() is replay if run is not None else replay.is_active or not repeats
 
 
 def _pass_on(original: Any, router: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Run Megatron-Core's own routing, for a router that no session holds."""
     replay: Any = getattr(router, REPLAY_ARGUMENT, None)
-    if getattr(replay, "is_driven", False):
-        routed = replay.watch(router, lambda: original(router, logits, *args, **kwargs))
+    if getattr(replay, "is_active", False):
+        routed = replay.run_checked(router, lambda: original(router, logits, *args, **kwargs))
         return cast("tuple[Tensor, Tensor]", routed)
-    _count_stranger(router)
+    _count_unregistered(router)
     return cast("tuple[Tensor, Tensor]", original(router, logits, *args, **kwargs))
 
 
-def _topk_seam(original: Any) -> Any:
+def _topk_hook(original: Any) -> Any:
     def topk_routing_with_score_function(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        decision = _thread.decision
-        if decision is not None:
+        call = _thread.call
+        if call is not None:
             # The fused function asks nobody.
-            kwargs[REPLAY_ARGUMENT], kwargs["fused"] = decision, False
+            kwargs[REPLAY_ARGUMENT], kwargs["fused"] = call, False
         routed: tuple[Tensor, Tensor] = original(*args, **kwargs)
         return routed
 
-    topk_routing_with_score_function.is_seam = topk_routing_with_score_function  # type: ignore[attr-defined]
+    topk_routing_with_score_function.is_hook = topk_routing_with_score_function  # type: ignore[attr-defined]
     topk_routing_with_score_function.__wrapped__ = original  # type: ignore[attr-defined]
     return topk_routing_with_score_function
 
 
-def _inference_seam(original: Any) -> Any:
+def _inference_hook(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A frozen model may generate between its steps: a freeze queues nothing.
-        if any(holder._takes_microbatches for holder in holders_of(self)):
+        if any(source._takes_microbatches for source in sources_of(self)):
             for reason in inference_refusals(self):
                 raise UnsupportedRouterError(f"MRR401: {tape.layer_of(self)}: {reason}.")
         return original(self, *args, **kwargs)
 
-    forward.is_seam = forward  # type: ignore[attr-defined]
+    forward.is_hook = forward  # type: ignore[attr-defined]
     return forward
 
 
-def is_seam(function: Any) -> bool:
-    """Return whether a function is a seam itself; `functools.wraps` copies the mark to what is put around one."""
-    return getattr(function, "is_seam", None) is function
+def is_hook(function: Any) -> bool:
+    """Return whether a function is a hook itself; `functools.wraps` copies the mark to what is put around one."""
+    return getattr(function, "is_hook", None) is function

@@ -32,7 +32,7 @@ class Entry:
             `upload.KeptLayer`; None: it ran live and unheld.
         counter: counts the recomputes of this router.
         balance: what its balancing has seen of these tokens; see `balance`.
-        in_order: a recompute need not sort the columns; see `Decision`.
+        in_order: a recompute need not sort the columns; see `RoutingCall`.
     """
 
     router: Any
@@ -45,25 +45,25 @@ class Entry:
 class Tape:
     """The calls of routers in the first run of one function, in order. Code that runs a function again by itself keeps one.
 
-    with tape.first_run():      # in the forward of your autograd function
+    with tape.forward():      # in the forward of your autograd function
         outputs = function(*inputs)
-    with tape.again():          # in its backward
+    with tape.recompute():          # in its backward
         outputs = function(*inputs)
 
     Make one tape for each part of a function that is run again in another order than in the forward.
     """
 
-    __slots__ = ("__weakref__", "entries", "num_first_runs")
+    __slots__ = ("__weakref__", "entries", "num_forwards")
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.num_first_runs = 0  # after several, nobody knows which one a later run repeats
+        self.num_forwards = 0  # after several, nobody knows which one a later run repeats
 
-    def first_run(self) -> Run:
+    def forward(self) -> Run:
         """Return a context in which routers write this tape. Entered twice, it is two runs."""
         return Run(self, reads=False)
 
-    def again(self) -> Run:
+    def recompute(self) -> Run:
         """Return a context in which routers take what this tape holds, from its start."""
         return Run(self, reads=True)
 
@@ -80,7 +80,7 @@ class Run:
         before_run()
         self.task = torch._C._current_graph_task_id()
         self._position = 0
-        self.tape.num_first_runs += not self.reads
+        self.tape.num_forwards += not self.reads
         _thread.runs.append(self)
         open_runs.append(self)
         return self
@@ -105,7 +105,7 @@ class Run:
         """
         tape, position = self.tape, self._position
         entry = tape.entries[position] if position < len(tape.entries) else None
-        if tape.num_first_runs > 1:
+        if tape.num_forwards > 1:
             raise ReplayStateError(
                 f"MRR413: {layer_of(router)}: a checkpoint ran its function several times in one forward, so the run that is "
                 "repeated here is not known. Name the runs with megatron_router_replay.mcore.Tape, one for each part."
@@ -131,10 +131,10 @@ open_runs: list[Run] = []
 """The runs of all threads."""
 
 before_run: Callable[[], None] = lambda: None  # noqa: E731
-"""The seam's check of itself, called where a tape begins to be written or read."""
+"""The hook's check of itself, called where a tape begins to be written or read."""
 
 
-def moment() -> tuple[Run | None, bool, bool]:
+def checkpoint_state() -> tuple[Run | None, bool, bool]:
     """Return where this thread is in its runs.
 
     Returns:
@@ -151,9 +151,9 @@ def moment() -> tuple[Run | None, bool, bool]:
     return None, task != -1, bool(runs)
 
 
-def repeats() -> bool:
+def in_recompute() -> bool:
     """Return whether what this thread runs now repeats a forward: it is a recompute, or is called by a backward."""
-    return moment()[1]
+    return checkpoint_state()[1]
 
 
 def write(entry: Entry) -> None:
@@ -167,7 +167,7 @@ def write(entry: Entry) -> None:
 _NOTHING = nullcontext()
 
 
-def unpaired() -> AbstractContextManager[Any]:
+def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
     """Hide operations from a selective checkpoint, which pairs those of forward and recompute; only one runs these."""
     if not torch._C._len_torch_dispatch_stack():
         return _NOTHING

@@ -19,7 +19,7 @@ from weakref import ReferenceType
 from megatron.core.tensor_parallel import random as megatron_checkpoints
 from torch.utils import checkpoint as torch_checkpoints
 
-from megatron_router_replay.mcore.heart.tape import Tape
+from megatron_router_replay.mcore.core.tape import Tape
 from megatron_router_replay.mcore.model.upstream import check_names
 
 _TAPE = "router_replay_tape"
@@ -65,7 +65,7 @@ def _wrap_reentrant(module: Any, name: str) -> None:
         is_first = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with tape.first_run() if is_first else tape.again():
+            with tape.forward() if is_first else tape.recompute():
                 return run_function(*args, **kwargs)
 
         try:
@@ -94,10 +94,10 @@ def _taped_hook(hook: Any, reads: bool) -> Any:
                 frame = frame()
             if reads:
                 # A frame from before `install` has no tape: routers raise where they find nothing on this one.
-                self._run = (getattr(frame, _TAPE, None) or Tape()).again()
+                self._run = (getattr(frame, _TAPE, None) or Tape()).recompute()
             else:
                 setattr(frame, _TAPE, Tape())
-                self._run = getattr(frame, _TAPE).first_run()
+                self._run = getattr(frame, _TAPE).forward()
 
         def __enter__(self) -> Any:
             entered = super().__enter__()
