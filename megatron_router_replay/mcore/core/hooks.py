@@ -1,7 +1,7 @@
 """A router is told its experts inside `TopKRouter.routing`, in this order; the order is the promise.
 
     1  a tape is being read          -> its next entry, which must be this router's; no session is asked
-    2  any other backward            -> raises, if its forward may have run while a session held the router
+    2  any other backward            -> raises, if a session ever held the router, until `forget`
     3  a session holds the router    -> what the session decides, written on every tape that is being written
     4  else                          -> Megatron-Core's own code, untouched
 
@@ -28,7 +28,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from threading import get_ident
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -37,7 +36,6 @@ from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import BackwardCFunction
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore.core import checkpoints, dispatch, tape
@@ -58,43 +56,19 @@ class _Thread(threading.local):
         self.call: RoutingCall | None = None  # of the router's call that runs
 
 
-_UNKNOWN = -1
-
-
 @dataclass(slots=True, eq=False)
 class Registration:
-    """Who holds a router or a sparse attention, and which nodes of autograd may still repeat what it was told.
-
-    Autograd numbers the nodes that a thread makes, and a backward knows the node that it is at. So once nobody holds the
-    router, an autograd function whose node was made later repeats a forward that was not held.
+    """The sessions of a router or of a sparse attention; it outlives them, because a graph of theirs may still recompute.
 
     Args:
         sources: the innermost last; one that returns None was lost before its end, so the next forward raises.
-        thread: the one that ran its forwards; 0: none ran; `_UNKNOWN`: several did, and their numbers cannot be compared.
-        last_node: the highest number of a node that was made before the last source released it, in `thread`.
     """
 
     sources: list[Callable[[], Registrant | None]] = field(default_factory=list)
-    thread: int = 0
-    last_node: int = 0
 
     def release(self, source: Registrant | None) -> None:
         """Remove a source; None: all that were lost."""
-        had_one = bool(self.sources)
         self.sources = [each for each in self.sources if each() is not source]
-        if had_one and not self.sources:
-            self.last_node = torch._C._autograd._get_sequence_nr()
-            if self.thread not in (0, get_ident()):
-                self.thread = _UNKNOWN
-
-    def may_be_repeated(self) -> bool:
-        """Return whether the backward that runs may repeat a forward for which this router was held."""
-        node = torch._C._current_autograd_node()
-        # A checkpoint of somebody's own is an autograd function. Else a tensor's hook runs, which may repeat any forward.
-        if self.sources or self.thread == _UNKNOWN or not isinstance(node, BackwardCFunction):
-            return True
-        number = node._sequence_nr()
-        return number <= self.last_node
 
 
 _thread = _Thread()
@@ -139,6 +113,12 @@ def unregister(router: Any, source: Registrant | None) -> None:
             dispatch.held_routers.discard(router)
 
 
+def forget() -> None:
+    """Forget the routers that no session holds: a backward without a tape runs them live again."""
+    for router in [router for router, registration in _registrations.items() if not registration.sources]:
+        del _registrations[router]
+
+
 def registration_of(router: Any) -> Registration | None:
     """Return who holds a router or a sparse attention; None: it was never held."""
     return _registrations.get(router)
@@ -168,25 +148,21 @@ def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry 
     if run is not None:
         entry = run.next(router, getattr(router, REPLAY_ARGUMENT, None))
         if entry.counter is not None:
-            if not sources:
-                registration.thread = (
-                    _UNKNOWN  # nodes of a recompute are made late, and may be those of a checkpoint inside it
-                )
             return entry, None, is_written
         if sources:  # nobody held it
             raise ReplayStateError(
                 f"MRR412: {tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, "
                 "live or driven: run that backward before the session begins."
             )
-    elif repeats and registration.may_be_repeated():
+    elif repeats:
+        # With or without a session: no number of autograd says reliably whether this forward ran under an earlier one.
         raise ReplayStateError(
             f"MRR412: {tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
             "session, or in a kind of checkpoint that is not known (known: those of torch, Megatron-Core and Transformer "
-            "Engine). If your own autograd function runs the model again, name its runs with mcore.Tape."
+            "Engine). If your own autograd function runs the model again, name its runs with mcore.Tape; if no session is "
+            "needed any more, uninstall() lets the model train without one."
         )
     elif sources:
-        if registration.thread != get_ident():
-            registration.thread = _UNKNOWN if registration.thread else get_ident()
         if tape.open_runs and not is_written and torch.is_grad_enabled():
             raise ReplayStateError(
                 f"MRR413: {tape.layer_of(router)} is called in a thread that runs no checkpointed function, while another "
@@ -309,9 +285,7 @@ def _routing_hook(original: Any) -> Any:
             return _pass_on(original, self, logits, *args, **kwargs)
         # The call before entered no dispatcher, if it was a recompute of the router alone or failed behind the routing.
         dispatch.thread.left.pop(self, None)
-        if not registration.sources and _is_left_to(replay := getattr(self, REPLAY_ARGUMENT, None)):
-            if getattr(replay, "is_active", False):
-                registration.thread = _UNKNOWN  # nodes that were made while it was driven are later than the session's
+        if not registration.sources and _is_left_to(getattr(self, REPLAY_ARGUMENT, None)):
             return _pass_on(original, self, logits, *args, **kwargs)
         entry, source, is_written = recompute_or_decide(self, registration)
         call: RoutingCall | None = None

@@ -379,9 +379,14 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put Megatron-Core's own class back. Models that are built already keep what they have."""
+    """Put Megatron-Core's own class back. Models that are built already keep what they have.
+
+    A router that a session held raises MRR412 in a recompute without a tape; after this call it routes live, unless a session
+    holds it.
+    """
     while _replaced:
         _replaced.pop().RouterReplay = _ORIGINAL  # type: ignore[attr-defined]
+    hooks.forget()
     _LOG.info("uninstalled: Megatron-Core builds its own RouterReplay")
 
 

@@ -68,8 +68,6 @@ REQUIRED_SYMBOLS: tuple[tuple[Any, str, str], ...] = (
         "recomputes of Megatron-Core's checkpoints are not told from forwards",
     ),
     (torch._C, "_current_graph_task_id", "a backward without a tape is not noticed"),
-    (torch._C, "_current_autograd_node", "which forward a backward repeats is not known"),
-    (torch._C._autograd, "_get_sequence_nr", "forwards before and after the end of a session are not told apart"),
     (torch._C, "_len_torch_dispatch_stack", "selective checkpoints and traced graphs are not noticed"),
     (_python_dispatch, "_disable_current_modes", "selective checkpoints pair the wrong operations"),
     (TopKRouter, "routing", "no router asks for its experts"),

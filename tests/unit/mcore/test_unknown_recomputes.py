@@ -217,38 +217,32 @@ def gradients_of_a_step(chunk, number):
     return seen, gradients
 
 
-@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "hook"])
-def test_a_model_with_a_checkpoint_of_its_own_trains_on_when_a_session_has_left_it(kind, start, grad):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_after_a_session_under_a_checkpoint_of_ones_own_raises_until_uninstall(kind, start):
     chunk, never_held = Chunk(), Chunk()
     chunk.around = never_held.around = KINDS[kind]
-    for step in range(2):
-        with start(chunk) as session, grad():  # the old policy's forward, whose backward never comes
-            forward(chunk, session)
-        seen, gradients = gradients_of_a_step(chunk, step)
-        expected_seen, expected = gradients_of_a_step(never_held, step)
-        assert num_recomputed(seen) >= 3
-        assert all(map(torch.equal, gradients, expected))
-        assert all(torch.equal(*pair) for key in seen for pair in zip(seen[key], expected_seen[key]))
+    with start(chunk) as session, torch.no_grad():  # the old policy's forward, whose backward never comes
+        forward(chunk, session)
+    with pytest.raises(ReplayStateError, match=UNKNOWN):
+        forward(chunk).backward()
+    chunk.zero_grad()
+    mrr.uninstall()
+    mrr.install()
+    seen, gradients = gradients_of_a_step(chunk, 1)
+    expected_seen, expected = gradients_of_a_step(never_held, 1)
+    assert num_recomputed(seen) >= 3
+    assert all(map(torch.equal, gradients, expected))
+    assert all(torch.equal(*pair) for key in seen for pair in zip(seen[key], expected_seen[key]))
 
 
-def test_a_checkpoint_of_ones_own_trains_on_when_nothing_ran_in_the_session():
-    chunk = Chunk()
-    chunk.around = unknown
-    mrr.freeze_recompute(chunk).close()
-    seen, _ = gradients_of_a_step(chunk, 0)
-    assert num_recomputed(seen) == 3
-
-
-def test_a_held_forward_raises_in_its_backward_behind_steps_without_a_session():
+def test_uninstall_leaves_the_routers_of_an_open_session_registered():
     chunk = Chunk()
     chunk.around = unknown
     with mrr.freeze_recompute(chunk):
-        held_loss = forward(chunk)
-    forward(chunk, number=1).backward()
-    with pytest.raises(ReplayStateError, match=UNKNOWN):
-        held_loss.backward()
+        mrr.uninstall()
+        with pytest.raises(ReplayStateError, match=UNKNOWN):
+            forward(chunk).backward()
 
 
 @pytest.mark.parametrize("made", ["before the session", "after the session"])
@@ -264,24 +258,63 @@ def test_a_recompute_by_a_hook_raises_whenever_its_tensor_was_made(made):
         later.backward()
 
 
-@pytest.mark.parametrize("case", ["forward", "close", "second forward"])
-def test_what_another_thread_forwarded_under_a_session_raises_when_it_was_left(case):
-    """Autograd numbers the nodes of each thread for itself, so which of two came first is not known."""
+@pytest.mark.parametrize("when", ["forward", "session"])
+def test_a_recompute_in_another_thread_raises_after_its_session(when):
+    """Threads number their autograd nodes independently, and the system gives an ended thread's number to a new one."""
     chunk = Chunk()
     chunk.around = unknown
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        session = other.submit(mrr.freeze_recompute, chunk).result()
-        # Nodes of this thread have higher numbers than those of the thread that leaves the session.
-        one.submit(lambda: [torch.ones(1, requires_grad=True) * 1 for _ in range(10_000)]).result()
+    with ThreadPoolExecutor(1) as one:
+        session = (one if when == "session" else ThreadPoolExecutor(1)).submit(mrr.freeze_recompute, chunk).result()
         loss = one.submit(forward, chunk).result()
-        if case == "second forward":
-            other.submit(forward, chunk).result()
-        (one if case == "close" else other).submit(session.close).result()
-        if case == "close":
-            one.submit(forward, chunk).result().backward()
-            other.submit(lambda: mrr.freeze_recompute(chunk).close()).result()
-        with pytest.raises(ReplayStateError, match=UNKNOWN):
-            loss.backward()
+    session.close()
+    with ThreadPoolExecutor(1) as other, pytest.raises(ReplayStateError, match=UNKNOWN):
+        other.submit(loss.backward).result()
+
+
+@pytest.mark.parametrize("how", ["hook", "full backward hook", "saved tensor hook"])
+def test_a_function_applied_after_the_session_cannot_recompute_a_held_layer_live(how):
+    """Such a function's node is younger than the session, though the layer that it runs again was forwarded in it."""
+    chunk = Chunk()
+    leaf = torch.zeros(4, 2, 8, requires_grad=True)
+    layer = chunk.layers[0]
+    with mrr.freeze_recompute(chunk):
+        held = layer(leaf)
+    held = held * 1 * 1  # so that autograd's numbers have gone on
+
+    def rerun(grad_or_saved):
+        layer(leaf.detach())
+        return grad_or_saved
+
+    class Later(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden):
+            return hidden * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return rerun(grad) if how == "hook" else grad
+
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden):
+            ctx.save_for_backward(hidden)
+            return hidden * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (ctx.saved_tensors[0] * 0 + 1)
+
+    if how == "full backward hook":
+        module = torch.nn.Identity()
+        module.register_full_backward_hook(lambda module, grads, outputs: rerun(None))
+        loss = module(held).sum()
+    elif how == "saved tensor hook":
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, rerun):
+            loss = Saving.apply(held).sum()
+    else:
+        loss = Later.apply(held).sum()
+    with pytest.raises(ReplayStateError, match=UNKNOWN):
+        loss.backward()
 
 
 def test_a_forward_that_its_own_driver_told_raises_when_the_driver_is_gone():
