@@ -9,6 +9,7 @@ others read: at most four requests a rank, however many there are.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from torch.distributed import distributed_c10d
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.sessions.report import share_of
+
+_LOG = logging.getLogger(__name__)
 
 
 class Numbers(NamedTuple):
@@ -129,9 +132,19 @@ class GroupCheck:
                 self._store.delete_key(self._keys.over.pop())
 
     def fail(self) -> None:
-        """Tell that this rank left its session by an exception. Only the first call of `fail` or `finish` tells."""
-        if not self._published and self._publish(None, lambda everyone: ([], [])) is None:
+        """Publish that this rank left its session by an exception. Later calls of `fail` or `finish` are no-ops."""
+        if self._published:
+            return
+        try:
+            result = self._publish(None, lambda everyone: ([], []))
+        except RuntimeError as error:
+            # The process that serves the store may have ended first. This rank raises its own error, which must not be lost.
+            _LOG.warning("rank %d failed, and the other ranks were not told: %s", self.rank, error)
+            return
+        if result is None:
             self._keys.waiting.append(self._key(self.rank))
+        if self.rank == self.ranks[0]:
+            self._keys.waiting.append(self._key("verdict"))
 
     def finish(self, numbers: Numbers, judge: Judge) -> GroupResult:
         """Tell this rank's numbers, and return what those of all ranks come to.

@@ -262,7 +262,7 @@ class Requests:
         return ask
 
 
-def settled(monkeypatch, size, *, sessions):
+def settled(monkeypatch, size, *, sessions, failing=()):
     """The ranks of a job as threads, each of them with a store that counts; what each asked at the last end."""
     shared = dist.HashStore()
     shared.set_timeout(timedelta(seconds=20))
@@ -275,11 +275,15 @@ def settled(monkeypatch, size, *, sessions):
 
     def run(number):
         rank.number = number
-        for _ in range(sessions):
+        for session in range(sessions):
+            failed = failing if session < sessions - 2 else ()
             account = GroupCheck(None)
             stores[number].names, stores[number].num_bytes = [], 0
+            if number in failed:
+                account.fail()
+                continue
             verdict = account.finish(numbers(number, 1), lambda told: (judge_replay(told, None), []))
-            assert verdict.problems == verdict.left == []
+            assert (verdict.problems, verdict.left) == ([], list(failed))
 
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(run, range(size)))
@@ -295,5 +299,27 @@ def test_a_rank_asks_the_store_four_times_however_many_ranks_there_are(monkeypat
     assert kinds == {("add", "set", "get", "delete_key"), ("add", "multi_get", "set", "delete_key")}
 
 
-def test_the_store_holds_as_many_keys_after_nine_sessions_as_after_three(monkeypatch):
-    assert settled(monkeypatch, 4, sessions=9)[1] == settled(monkeypatch, 4, sessions=3)[1]
+@pytest.mark.parametrize("failing", [(), (0,), (2,)])
+def test_the_store_holds_as_many_keys_after_nine_sessions_as_after_three(monkeypatch, failing):
+    """Also where a rank fails in every session but the last two, which take the keys of the earlier ones away."""
+
+    few, many = (settled(monkeypatch, 4, sessions=sessions, failing=failing)[1] for sessions in (3, 9))
+    assert many == few
+
+
+def test_a_rank_that_fails_after_the_store_has_ended_keeps_its_own_error(monkeypatch, caplog):
+    """The process that serves the store may end first: a DistNetworkError must not stand in place of the rank's error."""
+    shared = dist.HashStore()
+    store = Requests(shared)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    check = GroupCheck(None)
+
+    def gone(*arguments):
+        raise dist.DistNetworkError("failed to recv, got 0 bytes")
+
+    store.store = SimpleNamespace(add=gone)
+    check.fail()
+    assert "the other ranks were not told: failed to recv" in caplog.text
