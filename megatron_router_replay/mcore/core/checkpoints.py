@@ -109,8 +109,11 @@ def _taped_hook(hook: Any, reads: bool) -> Any:
             return entered
 
         def __exit__(self, *error: Any) -> Any:
-            self._run.__exit__()
-            return super().__exit__(*error)
+            try:
+                self._run.__exit__(*error)
+            finally:
+                left = super().__exit__(*error)
+            return left
 
     setattr(Taped, _TAPE, True)
     return Taped

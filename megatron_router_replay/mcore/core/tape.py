@@ -50,7 +50,8 @@ class Tape:
     with tape.recompute():          # in its backward
         outputs = function(*inputs)
 
-    Make one tape for each part of a function that is run again in another order than in the forward.
+    Make one tape for each part of a function that runs again in another order than in the forward: where one router is called
+    several times, a tape cannot tell its calls apart.
     """
 
     __slots__ = ("__weakref__", "entries", "num_forwards")
@@ -85,9 +86,17 @@ class Run:
         open_runs.append(self)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         _thread.runs.remove(self)
         open_runs.remove(self)
+        # A recompute that torch stops early, once it has every saved tensor, ends by an exception of torch's.
+        if kind is None and self.reads and self._position < len(self.tape.entries):
+            missing = self.tape.entries[self._position].router
+            raise ReplayStateError(
+                f"MRR413: a recompute ended after {self._position} calls of routers, but its forward made "
+                f"{len(self.tape.entries)}; the next was {layer_of(missing)}. Run the whole function again, or keep one "
+                "megatron_router_replay.mcore.Tape for each part of it."
+            )
 
     def peek(self) -> Any:
         """Return the router of the next entry; None: the first run called no more."""

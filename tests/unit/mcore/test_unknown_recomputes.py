@@ -196,6 +196,23 @@ def test_a_recompute_that_calls_a_router_more_often_than_its_forward_raises():
 
 
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_a_recompute_that_calls_fewer_routers_than_its_forward_raises(around):
+    chunk, runs = Chunk(num_layers=2), []
+
+    def both_then_one(hidden):
+        runs.append(None)
+        layers = chunk.layers if len(runs) == 1 else chunk.layers[:1]
+        for layer in layers:
+            hidden = layer(hidden)
+        return hidden
+
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False), mrr.freeze_recompute(chunk):
+        out = around(both_then_one, torch.randn(4, 2, 8, requires_grad=True))
+        with pytest.raises(ReplayStateError, match="ended after 1 calls of routers, but its forward made 2"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
 def test_a_recompute_of_a_forward_before_the_session_raises(around):
     chunk = Chunk()
     chunk.around = around
