@@ -3,9 +3,10 @@
     TopKRouter.routing returns (probs, map)         the hook leaves both here, for this router in this thread
     dispatch_preprocess(hidden, map, probs)         gets the same two tensors, or raises
 
-Hooks, wrappers and modules between the two may look at the tensors. Their memory and version are compared, so the host waits
-for nothing. An alias passes, because autograd hands one on where a module has a full backward hook. A write
-through `.data` is seen by `verify=True` alone, which compares values here.
+Hooks, wrappers and modules between the two may read the tensors. Their memory and version are compared, without a device
+synchronization; inference tensors have no version, so their values are. An alias passes, because autograd hands one on where
+a module has a full backward hook. `verify=True` alone sees a write that no version counts: through `.data`, numpy, DLPack, or
+a collective.
 
 Every class of dispatcher that a session finds is wrapped once, outside of what it compiles. Megatron-Core pads maps for
 quantization inside of it.
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
@@ -61,8 +63,9 @@ def check_dispatchers(router: Any, dispatchers: Iterable[Any]) -> None:
 
 
 def is_checked(dispatcher: Any) -> bool:
-    """Return whether what this dispatcher gets is compared with what leaves a router."""
-    return dispatcher in _router_of
+    """Return whether this dispatcher's inputs are compared with what left its router."""
+    method = getattr(type(dispatcher), DISPATCH_METHOD, None)
+    return dispatcher in _router_of and hasattr(method, "checks_dispatch")
 
 
 def _checked(kind: type, original: Any) -> Any:
@@ -75,6 +78,23 @@ def _checked(kind: type, original: Any) -> Any:
 
     dispatch_preprocess.checks_dispatch = True  # type: ignore[attr-defined]
     return dispatch_preprocess
+
+
+def _is_written(entering: Tensor, version: int | Tensor) -> bool:
+    """Return whether a tensor was written to since it left the router; a CUDA device asserts, and the host returns False.
+
+    Args:
+        version: the tensor's version then; a copy of it where it is an inference tensor.
+    """
+    if not isinstance(version, Tensor):
+        return bool(entering._version != version)
+    is_written = (entering != version).any()
+    if is_written.device.type == "cpu":
+        return bool(is_written)
+    torch._assert_async(
+        ~is_written, "a routing map or probabilities were written to between a router and its dispatcher"
+    )
+    return False
 
 
 @_disable_dynamo
@@ -99,7 +119,7 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
         # The storage lives as long as a tensor or an alias does, so no other tensor can have its address meanwhile.
         same = entering.untyped_storage() is storage() and entering.data_ptr() == address
         same = same and (entering.shape, entering.stride(), entering.dtype) == (shape, stride, dtype)
-        if not same or (entering.is_inference() or entering._version) != version:
+        if not same or _is_written(entering, version):
             raise ReplayStateError(
                 f"MRR415: {tape.layer_of(router)}: its token dispatcher got {what} than left the router"
                 f"{' (written in place)' if same else ''}. A hook, wrapper or module between the two may look at both "

@@ -316,12 +316,13 @@ def _routing_hook(original: Any) -> Any:
             call.counter.add(forwards=1)
             call.source._on_routed(call)
         if registration.sources or call is not None:
-            # Inline, because every call of every router would pay for a function.
+            # Inline, because every call of every router would pay for a function. An inference tensor has no version.
+            versions = [each.clone() if each.is_inference() else each._version for each in (routing_map, probs)]
             dispatch.thread.left[self] = (
                 (weakref.ref(routing_map.untyped_storage()), routing_map.data_ptr(), routing_map.shape),
-                (routing_map.stride(), routing_map.dtype, routing_map.is_inference() or routing_map._version),
+                (routing_map.stride(), routing_map.dtype, versions[0]),
                 (weakref.ref(probs.untyped_storage()), probs.data_ptr(), probs.shape),
-                (probs.stride(), probs.dtype, probs.is_inference() or probs._version),
+                (probs.stride(), probs.dtype, versions[1]),
                 (call.counter, call.used) if call is not None and call.counter.verify_entering else None,
             )
         return probs, routing_map

@@ -279,7 +279,9 @@ class Session:
                         f"{found}: the router was exchanged during the session, which did not reach the new one"
                     )
                 elif not all(map(dispatch.is_checked, found.dispatchers)):
-                    problems.append(f"{found}: its token dispatcher was exchanged during the session")
+                    problems.append(
+                        f"{found}: its token dispatcher, or the class of it, was exchanged during the session"
+                    )
                 elif not hasattr(type(found.router).routing, "is_hook"):
                     problems.append(
                         f"{found}: the router got the class {type(found.router).__name__}, which asks nobody"

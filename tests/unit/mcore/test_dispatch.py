@@ -197,6 +197,33 @@ def test_an_alias_passes_as_long_as_what_it_is_an_alias_of_lives():
         session.close(verify=False)
 
 
+@pytest.mark.parametrize("change", [rolled_in_place, zeroed_in_place])
+def test_a_write_to_an_inference_tensor_raises(change):
+    """Inference tensors have no version that would count the write."""
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace())
+    refused = pytest.raises(ReplayStateError, match=r"MRR415: layer 2: .*\(written in place\)")
+    with planted(chunk, "hook", change), torch.inference_mode(), refused:
+        forward(chunk, session)
+    session.close(verify=False)
+
+
+def test_a_dispatcher_class_that_is_patched_inside_a_session_raises():
+    chunk = Chunk()
+
+    def dispatch_preprocess(self, hidden, routing_map, probs):
+        self.routing_map = routing_map.roll(1, 0)
+        return hidden, probs
+
+    session = mrr.replay(chunk, random_trace())
+    with mock.patch.object(Dispatcher, "dispatch_preprocess", dispatch_preprocess):
+        forward(chunk, session)
+        with pytest.raises(
+            ReplayStateError, match=r"layer 1 .*: its token dispatcher, or the class of it, was exchanged"
+        ):
+            session.close()
+
+
 def test_a_router_that_is_recomputed_alone_leaves_nothing_for_the_next_dispatch():
     chunk = Chunk()
     layer = chunk.layers[1]
