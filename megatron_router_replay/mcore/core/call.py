@@ -16,19 +16,15 @@ from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, TOPK_ORDER_FOLLOWS_GRAD
 
 
-class Registrant(Protocol):
-    """What decides for a router or for sparse attention: a session, or what a freeze leaves with the hook."""
+class RoutingSource(Protocol):
+    """Chooses the experts of a router: a session, or its part that a freeze registers with the hook."""
 
     kind: str
     _takes_microbatches: bool
     _made_at: str
 
     def _session(self) -> Any:
-        """Return the session; None: nobody kept it."""
-
-
-class RoutingSource(Registrant, Protocol):
-    """What decides for a router."""
+        """Return the session; None: it was dropped without `close`."""
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
         """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it.

@@ -184,5 +184,5 @@ def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
 
 
 def layer_of(router: Any) -> str:
-    """Return a router's name for messages, or that of an attention with an indexer."""
-    return f"{'the indexer of ' if hasattr(router, 'indexer') else ''}layer {getattr(router, 'layer_number', '?')}"
+    """Return a router's name for messages."""
+    return f"layer {getattr(router, 'layer_number', '?')}"

@@ -116,7 +116,7 @@ class ReplaySession(MicrobatchSession):
 
     # ---- what a router uses
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
-        """Return a micro-batch's routes, or the router's own experts. See `Registrant`."""
+        """Return a micro-batch's routes, or the router's own experts. See `RoutingSource`."""
         microbatch: Microbatch | None = call.microbatch
         if microbatch is None:
             return None

@@ -63,7 +63,6 @@ class SessionReport:
         layout_proved: fed routes were compared with their tokens, all of them; None: none were fed.
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
-        indexer_recomputes: recomputes of sparse attention that a freeze holds; None: it holds none.
         agreement: of the live router with the replayed routes; None: it was not asked.
     """
 
@@ -82,7 +81,6 @@ class SessionReport:
     layout_proved: bool | None = None
     decisions: Decisions = field(default_factory=Decisions)
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
-    indexer_recomputes: int | None = None
     agreement: LiveAgreement | None = None
 
     @property
@@ -154,9 +152,7 @@ class SessionReport:
     def table(self) -> Table:
         """Return the counts that `print(report)` shows, each with a remark."""
         rows = [("forwards / recomputes", f"{self.forwards:,}", f"/ {self.recomputes:,}")]
-        if self.indexer_recomputes is not None:
-            rows.append(("recomputes of indexers", f"{self.indexer_recomputes:,}", ""))
-        if self.kind == "freeze_recompute" and not self.recomputes and not self.indexer_recomputes:
+        if self.kind == "freeze_recompute" and not self.recomputes:
             rows.append(("nothing to freeze", "", "no router was recomputed: is activation checkpointing on?"))
         if self.kind == "replay":
             share = "" if self.replayed_share is None else f"({self.replayed_share:.1%} of the tokens)"

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError, listed
-from megatron_router_replay.mcore.attention.indexers import FoundIndexer, HeldIndexers, find_indexers
 from megatron_router_replay.mcore.balance import Balance
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.core import dispatch, hooks
@@ -88,7 +87,6 @@ class Session:
         verify_routing = check_supported([router for routers in found for router in routers])
         self._made_at = _caller()
         self._verify, self._verify_routing = verify, verify_routing
-        self._indexers: HeldIndexers | None = None  # of a freeze
         self._balance = choice or Balance()
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._routers: dict[Any, RouterState] = {}
@@ -121,10 +119,6 @@ class Session:
         # All are checked before the first is held, so a model that is partly under a session stays as it was.
         for router, router_state in self._routers.items():
             self._check_free(router, router_state.found)
-        if self._indexers is not None:
-            for found in self._indexers.found:
-                self._check_free(found.attention, found)
-            self._indexers.hold()
         for router, router_state in self._routers.items():
             hooks.register(router, self._source(), router_state.found.dispatchers)
             self._dispatches[router] = -dispatch.checks[router]
@@ -257,21 +251,17 @@ class Session:
             hooks.check_installed()
         except ReplayStateError as error:
             problems.append(str(error))
-        walks = list(map(walk, self._modules))
-        problems += self._exchanged_routers(walks)
-        if self._indexers is not None:
-            problems += self._indexers.exchanged(walks)
-        return problems
+        return problems + self._exchanged_routers()
 
     def _settled(self, problems: list[str]) -> list[str]:
         """Return this rank's problems, and those of the ranks that judge with it."""
         return problems
 
-    def _exchanged_routers(self, walks: list[Walk]) -> list[str]:
+    def _exchanged_routers(self) -> list[str]:
         """Return which routers the session did not reach: they were built into the model, or changed, meanwhile."""
         problems = []
-        for module, walked in zip(self._modules, walks):
-            for found in find_routers(module, walked):
+        for module in self._modules:
+            for found in find_routers(module):
                 if is_hashed(found.router):
                     continue
                 if found.router not in self._routers:
@@ -294,8 +284,6 @@ class Session:
             hooks.unregister(router, self._source())
             if router in self._dispatches:  # else it was never started
                 self._dispatches[router] += dispatch.checks[router]
-        if self._indexers is not None:
-            self._indexers.release()
 
     # ---- what the constructor does
     def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, flips: bool) -> None:
@@ -324,7 +312,7 @@ class Session:
                     "the selection, so routing maps rightly differ from it. Leave verify off."
                 )
 
-    def _check_free(self, router: Any, found: FoundRouter | FoundIndexer) -> None:
+    def _check_free(self, router: Any, found: FoundRouter) -> None:
         for outer in hooks.sources_of(router):
             if outer._takes_microbatches or not self._takes_microbatches:
                 raise ReplayStateError(
@@ -350,9 +338,7 @@ def close_sessions(model_chunks: Models) -> int:
         How many sessions were ended.
     """
     chunks = as_chunks(model_chunks)
-    walks = list(map(walk, chunks))
-    routers = [found.router for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
-    routers += [found.attention for found in find_indexers(walks)]
+    routers = [found.router for chunk in chunks for found in find_routers(chunk)]
     sources = {id(source): source for router in routers for source in hooks.sources_of(router)}
     for session in filter(None, [source._session() for source in sources.values()]):
         session.close(verify=False)

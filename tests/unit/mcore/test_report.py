@@ -194,7 +194,7 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
     numbers = {
         each.name: 10 + i for i, each in enumerate(fields(SessionReport)) if str(each.type) in ("int", "int | None")
     }
-    assert len(numbers) == 11
+    assert len(numbers) == 10
     one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, decisions={"verified": 7})
     other = SessionReport(
         kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "counted": 3}, layout_proved=False
