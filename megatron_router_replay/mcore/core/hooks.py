@@ -38,7 +38,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore.core import checkpoints, dispatch, tape
+from megatron_router_replay.mcore.core import balance, checkpoints, dispatch, tape
 from megatron_router_replay.mcore.core.call import RoutingCall, RoutingSource, count_wrong
 from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import (
@@ -77,11 +77,6 @@ _registrations: WeakKeyDictionary[Any, Registration] = WeakKeyDictionary()
 
 active: WeakSet[Any] = WeakSet()
 """Objects of routers that are driven now; while there are any, as while routers are held, the hooks must be in place."""
-
-on_install: list[Callable[[Any, Any, Any], None]] = []
-"""Each wraps what `TopKRouter.routing` calls besides the top-k, where it is not wrapped: a patch that ended may have taken
-a wrapper away. It gets TopKRouter, its module, and an object whose `call` a held router of this thread routes with (None:
-Megatron-Core's own code)."""
 
 unregistered_forwards = 0
 """How many forwards in training mode came from routers that nobody held."""
@@ -243,8 +238,7 @@ def install() -> None:
     for inference_router in INFERENCE_ROUTERS:
         if not hasattr(inference_router.forward, "is_hook"):
             inference_router.forward = _inference_hook(inference_router.forward)
-    for install_other in on_install:
-        install_other(TopKRouter, router_module, _thread)
+    balance.install(lambda: _thread.call is not None and _thread.call.counter.balance_off)
     if not is_hook(topk):
         setattr(router_module, TOPK_FUNCTION, _topk_hook(topk))
     tape.before_run = lambda: check_installed() if dispatch.held_routers or active else None
@@ -261,6 +255,7 @@ def check_installed() -> None:
         replaced.append("TopKRouter.routing")
     if not is_hook(getattr(router_module, TOPK_FUNCTION)):
         replaced.append(f"router.{TOPK_FUNCTION}")
+    replaced += balance.replaced()
     if not checkpoints.is_installed():
         replaced.append("a checkpoint of torch or Megatron-Core")
     if replaced:
@@ -284,7 +279,7 @@ def _routing_hook(original: Any) -> Any:
         call: RoutingCall | None = None
         if entry is not None:
             entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
-            call = RoutingCall(self, entry.counter, entry.topk_indices.dtype, recompute_of=entry, tokens=entry.balance)
+            call = RoutingCall(self, entry.counter, entry.topk_indices.dtype, recompute_of=entry)
         elif source is not None:
             call = source._routing_call(self, logits.shape[:-1], is_written)
         outer, _thread.call = _thread.call, call

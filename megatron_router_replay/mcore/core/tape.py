@@ -31,14 +31,12 @@ class Entry:
         topk_indices: [num_tokens, topk], the experts that it used, in any integer dtype, a tensor or a
             `upload.KeptLayer`; None: it ran live and unheld.
         counter: counts the recomputes of this router.
-        balance: what its balancing has seen of these tokens; see `balance`.
         in_order: a recompute need not sort the columns; see `RoutingCall`.
     """
 
     router: Any
     topk_indices: Any
     counter: Any = None
-    balance: Any = None
     in_order: bool = False
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from megatron_router_replay.errors import UnsupportedRouterError, listed
 from megatron_router_replay.mcore.model.find import FoundRouter, Walk
 from megatron_router_replay.mcore.model.upstream import (
-    BALANCING_METHODS,
     INFERENCE_ROUTERS,
     TESTED,
     captured_by_cuda_graphs,
@@ -92,9 +91,6 @@ def refusals(router: nn.Module) -> list[str]:
     if changed:
         return [f"router class {type(router).__name__} overrides TopKRouter.{' and '.join(changed)}"]
     # `forward` and `routing` may be wrapped on the module: each call proves that the wrapper leaves the map alone.
-    replaced = [name for name in BALANCING_METHODS if name in vars(router)]
-    if replaced:
-        return [f"TopKRouter.{' and '.join(replaced)} was replaced on this module by {vars(router)[replaced[0]]!r}"]
     reasons = list(inference_refusals(router)) + list(_foreign_dispatch_refusals(router))
     reasons += config_refusals(router.config, router)
     if is_newer_than_tested(megatron_version()):

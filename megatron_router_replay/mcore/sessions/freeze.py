@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_router_replay.mcore.balance import BalanceState, balances
+from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.support import check_no_indexers
@@ -27,17 +27,15 @@ class Frozen:
 
     def __init__(self, freeze: FreezeSession, counters: dict[int, tuple[RouterCounts, torch.dtype]]) -> None:
         self._session = weakref.ref(freeze)
-        self._made_at, self._balance, self._counters = freeze._made_at, freeze._balance, counters
+        self._made_at, self._counters = freeze._made_at, counters
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
         """Return what a router's forward uses; see `RoutingSource`."""
         counter, dtype = self._counters[id(router)]
-        if not (is_written or counter.verify or balances(router)):
+        if not (is_written or counter.verify or counter.balance_off):
             counter.add(forwards=1)
             return None  # nothing of it is needed again
-        return RoutingCall(
-            router, counter, dtype, source=self, tokens=BalanceState(self._balance), is_written=is_written
-        )
+        return RoutingCall(router, counter, dtype, source=self, is_written=is_written)
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> None:
         """Let the router choose; see `RoutingSource`."""
@@ -51,8 +49,10 @@ class FreezeSession(Session):
 
     kind = Frozen.kind
 
-    def __init__(self, model_chunks: Models, *, ask_every_layer: bool, verify: bool, indexers: bool) -> None:
-        super().__init__(model_chunks, verify=verify, flips=ask_every_layer)
+    def __init__(
+        self, model_chunks: Models, *, ask_every_layer: bool, verify: bool, indexers: bool, balance: Balance
+    ) -> None:
+        super().__init__(model_chunks, verify=verify, flips=ask_every_layer, balance=balance)
         self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._routers.items()})
         if indexers:
             check_no_indexers(self._walks)
@@ -68,7 +68,12 @@ class FreezeSession(Session):
 
 
 def freeze_recompute(
-    model_chunks: Models, *, ask_every_layer: bool = False, verify: bool = False, indexers: bool = True
+    model_chunks: Models,
+    *,
+    ask_every_layer: bool = False,
+    verify: bool = False,
+    indexers: bool = True,
+    balance: Balance = "megatron",
 ) -> FreezeSession:
     """Let recomputes use their forward's experts.
 
@@ -83,6 +88,9 @@ def freeze_recompute(
         verify: compare every routing map that a token dispatcher gets with the chosen experts.
         indexers: True: refuse a model with sparse attention (DSA), whose recomputes may attend to different positions than
             their forward. False: freeze its experts alone.
+        balance: "megatron": Megatron-Core balances as it does without a session. "off": no forward counts in the expert
+            bias, nor has an auxiliary loss, for passes whose routes shall not balance the experts; `record` and `replay`
+            inside it decide for themselves.
 
     Raises:
         UnsupportedRouterError: the choice of a router cannot be frozen, which names the config field; or layers have sparse
@@ -90,4 +98,6 @@ def freeze_recompute(
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return FreezeSession(model_chunks, ask_every_layer=ask_every_layer, verify=verify, indexers=indexers)._start()
+    return FreezeSession(
+        model_chunks, ask_every_layer=ask_every_layer, verify=verify, indexers=indexers, balance=balance
+    )._start()

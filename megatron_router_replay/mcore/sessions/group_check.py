@@ -32,9 +32,7 @@ class Numbers(NamedTuple):
         chunks: model chunks with routers that take micro-batches.
         rows_replayed, rows_live, rows_padding, rows_left_out: as in the report.
         asked, left_live: decisions that `choose=` was asked about, and those that it left to the live router.
-        options: those that must be the same on all ranks: expert_bias, aux_loss, min_replayed, min_agreement.
-        loss_group: the lowest rank of the group that shares an auxiliary loss; -1: none does.
-        padding_digest: tells in which micro-batches padding was named.
+        options: those that must be the same on all ranks: balance, min_replayed, min_agreement.
         padding_known: padding was named wherever routes were fed.
         num_rows: the highest row that a recording queued, plus 1.
         agreement: see `agreement.Agreement.numbers`.
@@ -49,8 +47,6 @@ class Numbers(NamedTuple):
     asked: int = 0
     left_live: int = 0
     options: Any = None
-    loss_group: int = -1
-    padding_digest: int = 0
     padding_known: bool = True
     num_rows: int = 0
     agreement: Any = None
@@ -214,18 +210,7 @@ def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[s
     """
     all_numbers = list(everyone.values())
     if len({json.dumps(numbers.options) for numbers in all_numbers}) > 1:
-        return [
-            "ranks replay with different expert_bias=, aux_loss=, min_replayed= or min_agreement=: give them all the same."
-        ]
-    digests: dict[int, set[int]] = {}
-    for numbers in all_numbers:
-        digests.setdefault(numbers.loss_group, set()).add(numbers.padding_digest)
-    uneven = [group for group, found in sorted(digests.items()) if group >= 0 and len(found) > 1]
-    if uneven:
-        return [
-            f"ranks that share an auxiliary loss (those of rank {uneven[0]}) were not told of padding in the same "
-            "micro-batches: its parts were divided by different numbers of tokens. Give padding= on all ranks or none."
-        ]
+        return ["ranks replay with different balance=, min_replayed= or min_agreement=: give them all the same."]
     ranks = "this rank" if len(all_numbers) == 1 else f"{len(all_numbers)} ranks"
     sums: list[Any] = [
         sum(values) for values in zip(*(numbers._replace(options=0, agreement=0) for numbers in all_numbers))

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.layout.rows import MOVED_APART, check_tokens, count_differing_tokens
-from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, aux_loss_group
 from megatron_router_replay.mcore.batches.attach import session_of
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.fed import lay_out
@@ -32,6 +32,7 @@ from megatron_router_replay.mcore.batches.rows import (
     padding_ranks,
 )
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
+from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_device, to_host
 from megatron_router_replay.mcore.model.find import Models
@@ -49,7 +50,10 @@ ChooseDecisions = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 _LOG = logging.getLogger(__name__)
 
-_PRIME = (1 << 31) - 1
+_WITHDRAWN = dict.fromkeys(
+    ("expert_bias", "aux_loss"), "Megatron-Core counts by itself, and balance='off' leaves both out of a session."
+)
+"""Option of an earlier version -> its replacement."""
 
 
 class ReplaySession(MicrobatchSession):
@@ -75,7 +79,6 @@ class ReplaySession(MicrobatchSession):
         self._min_replayed = min_replayed
         self._unproved = False  # fed routes came without a stamp
         self._padding_known = True  # padding was said wherever routes were fed
-        self._digest = 0  # of which micro-batches' padding is known
         self._trace_of: dict[int, RoutingTrace] = {}
         if trace is not None:
             self._take_trace(trace, mtp=mtp)
@@ -261,8 +264,7 @@ class ReplaySession(MicrobatchSession):
         counts = count_rows(num_tokens, live_mask, padding)
         if routes.left_out is not None:
             counts["left_out"] = routes.left_out.sum()
-        is_token = None if padding is None else to_device(~padding, chunk.device)
-        replayed = is_token
+        replayed = None if padding is None else to_device(~padding, chunk.device)
         if live_mask is not None:
             replayed = to_device(~live_mask if padding is None else ~(live_mask | padding), chunk.device)
         if replayed is None and self._choose is not None:
@@ -285,7 +287,6 @@ class ReplaySession(MicrobatchSession):
             replayed=replayed,
             token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
             batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
-            is_token=is_token,
             asked=None if self._agreement is None else self._agreement.next_layer(chunk),
         )
 
@@ -299,10 +300,6 @@ class ReplaySession(MicrobatchSession):
         self._unproved |= not layout.get("stamped")
         self._padding_known &= any(layout.get(name) is not None for name in ("padding", "filler"))
         chunk.queue.queue(self._microbatch(chunk, laid_out))
-
-    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        super()._on_done(chunk, microbatch)
-        self._digest = (self._digest * 1_000_003 + 1 + (microbatch.is_token is not None)) % _PRIME
 
     # ---- checks of one micro-batch
     def _count_repeated(self, rows: Tensor, num_rows: int) -> None:
@@ -364,18 +361,13 @@ class ReplaySession(MicrobatchSession):
 
     # ---- the end
     def _numbers(self) -> Numbers:
-        routers = [each.found.router for each in self._routers.values()]
-        group = None if self._balance.aux_loss == "off" else aux_loss_group(routers)
-        shared = min(dist.get_process_group_ranks(group)) if group is not None and dist.is_initialized() else -1
         asked, left_live = self._choices()
         numbers = super()._numbers()
         return numbers._replace(
             rows_left_out=self._rows["left_out"],
             asked=asked,
             left_live=left_live,
-            options=[self._balance.expert_bias, self._balance.aux_loss, self._min_replayed, self._min_agreement],
-            loss_group=shared,
-            padding_digest=self._digest,
+            options=[self._balance, self._min_replayed, self._min_agreement],
             padding_known=self._padding_known,
             agreement=None if self._agreement is None else self._agreement.numbers(),
         )
@@ -430,8 +422,8 @@ def replay(
     min_agreement: float = 0.25,
     ask_every_layer: bool = False,
     group: dist.ProcessGroup | None = None,
-    expert_bias: ExpertBias = "replayed",
-    aux_loss: AuxLoss = "live",
+    balance: Balance = "megatron",
+    **withdrawn: Any,
 ) -> ReplaySession:
     """Make the model use given experts, in every forward and recompute.
 
@@ -468,9 +460,9 @@ def replay(
             rank of the job. The others do not wait for a rank that raised inside its block.
 
     Balance:
-        expert_bias: "replayed": Megatron-Core's expert bias counts the experts that the forward used, each token once and
-            padding never; "off": it counts nothing, so it stays as it is.
-        aux_loss: "live": auxiliary losses count the top-k of the live scores, without padding; "off": there is none.
+        balance: "megatron": Megatron-Core balances as it does without a session: its expert bias counts the experts that
+            were used, its auxiliary losses those of the live scores. "off": the session's forwards and recomputes count in
+            no expert bias and have no auxiliary loss, for a recipe that freezes both, or for routes of older weights.
 
     Raises:
         UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
@@ -478,6 +470,8 @@ def replay(
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
+
+    check_withdrawn("replay", withdrawn, _WITHDRAWN)
 
     def make() -> ReplaySession:
         _check_share("min_replayed", min_replayed)
@@ -491,7 +485,7 @@ def replay(
             ask_every_layer=ask_every_layer,
             min_replayed=min_replayed,
             choose=choose,
-            choice=Balance(expert_bias=expert_bias, aux_loss=aux_loss),
+            balance=balance,
             group=group,
             enabled=enabled,
         )

@@ -32,7 +32,6 @@ class Decisions(TypedDict, total=False):
         recomputed: pairs among which flips were looked for; with ask_every_layer=True.
         verified, wrong: pairs whose routing map was compared as it left the router, and those that did not hold exactly the
             decided experts; with verify=True.
-        counted: pairs that went into the counters behind the expert bias, each once, without padding; if the model has one.
     """
 
     asked: int
@@ -40,7 +39,6 @@ class Decisions(TypedDict, total=False):
     recomputed: int
     verified: int
     wrong: int
-    counted: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,8 +177,6 @@ class SessionReport:
             rows.append(("recompute flips prevented", f"{self.recompute_flips:,}", remark))
         if "verified" in done:
             rows.append(("decisions verified / wrong", f"{done['verified']:,}", f"/ {done['wrong']:,}"))
-        if "counted" in done:
-            rows.append(("expert-bias decisions", f"{done['counted']:,}", ""))
         return Table(name="session", words=(0, 2), rows=rows)
 
     def _why_live(self) -> str:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError, listed
-from megatron_router_replay.mcore.balance import Balance
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.core import dispatch, hooks
+from megatron_router_replay.mcore.core.balance import Balance, check_balance, check_can_be_off
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingSource
 from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import (
@@ -71,14 +71,14 @@ class Session:
         model_chunks: as given by the user.
         verify: see `replay`.
         flips: see `freeze_recompute`.
-        choice: what balancing counts.
+        balance: see `replay`.
     """
 
     kind: str
     _takes_microbatches = False
 
     def __init__(
-        self, model_chunks: Models, *, verify: bool, flips: bool = False, choice: Balance | None = None
+        self, model_chunks: Models, *, verify: bool, flips: bool = False, balance: Balance = "megatron"
     ) -> None:
         self._modules = as_chunks(model_chunks)
         self._walks: list[Walk] = []  # while the session is opened
@@ -87,7 +87,8 @@ class Session:
         verify_routing = check_supported([router for routers in found for router in routers])
         self._made_at = _caller()
         self._verify, self._verify_routing = verify, verify_routing
-        self._balance = choice or Balance()
+        check_balance(balance)
+        self._balance = balance
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._routers: dict[Any, RouterState] = {}
         self._dispatches: dict[Any, int] = {}  # while the session is open, less what was counted before it began
@@ -119,6 +120,8 @@ class Session:
         # All are checked before the first is held, so a model that is partly under a session stays as it was.
         for router, router_state in self._routers.items():
             self._check_free(router, router_state.found)
+            if self._balance == "off":
+                check_can_be_off(router)
         for router, router_state in self._routers.items():
             hooks.register(router, self._source(), router_state.found.dispatchers)
             self._dispatches[router] = -dispatch.checks[router]
@@ -136,12 +139,9 @@ class Session:
         self._read()
         routers = list(self._routers.values())
         counting = [each for each in routers if each.counter.counts_flips]
-        biased = [each for each in routers if each.found.router.enable_expert_bias]
         decisions = Decisions()
         if counting:
             decisions["recomputed"] = sum(each.counter["recomputed"] for each in counting)
-        if biased:
-            decisions["counted"] = sum(each.counter["counted"] for each in biased)
         if self._verify or self._verify_routing:
             decisions["verified"] = sum(each.counter["verified"] for each in routers)
             decisions["wrong"] = sum(each.counter["wrong"] for each in routers)
@@ -298,6 +298,7 @@ class Session:
                     verify=self._verify,
                     verify_routing=not found.dispatchers if self._verify else self._verify_routing,
                     topk_again=takes_topk_again(getattr(found.router, "config", None)),
+                    balance_off=self._balance == "off",
                 ),
                 chunk_index=index,
                 dtype=index_dtype(found.router.num_experts),
