@@ -31,7 +31,6 @@ class Numbers(NamedTuple):
         at_fault: something is wrong on this rank, which raises whatever the others say.
         chunks: model chunks with routers that take micro-batches.
         rows_replayed, rows_live, rows_padding, rows_left_out: as in the report.
-        asked, left_live: decisions that `choose=` was asked about, and those that it left to the live router.
         options: those that must be the same on all ranks: balance, min_replayed, min_agreement.
         padding_known: padding was named wherever routes were fed.
         num_rows: the highest row that a recording queued, plus 1.
@@ -44,8 +43,6 @@ class Numbers(NamedTuple):
     rows_live: int = 0
     rows_padding: int = 0
     rows_left_out: int = 0
-    asked: int = 0
-    left_live: int = 0
     options: Any = None
     padding_known: bool = True
     num_rows: int = 0
@@ -235,8 +232,6 @@ def _nothing_replayed(total: Numbers, ranks: str, *, least: float | None) -> str
         return (
             f"nothing ran on {ranks}, so nothing was replayed: no forward of the model came inside the session. {meant}"
         )
-    if total.rows_replayed and total.asked and total.asked == total.left_live and least != 0:
-        return f"choose= turned down all {total.asked} decisions on {ranks}, so nothing was replayed. {meant}"
     if not with_token or total.rows_replayed:
         return ""
     if total.rows_left_out and least != 0:
@@ -254,7 +249,7 @@ def _nothing_replayed(total: Numbers, ranks: str, *, least: float | None) -> str
 
 def _too_little_replayed(total: Numbers, ranks: str, all_numbers: list[Numbers], *, least: float | None) -> str:
     """Return what is wrong with the share that was replayed, over all ranks."""
-    share = share_of(total.rows_replayed, total.rows_live, total.asked, total.left_live)
+    share = share_of(total.rows_replayed, total.rows_live)
     if least is None or share is None or share >= least:
         return ""
     if not all(numbers.padding_known for numbers in all_numbers):
@@ -263,7 +258,6 @@ def _too_little_replayed(total: Numbers, ranks: str, all_numbers: list[Numbers],
             "as tokens without a route. Say what is padding, or leave min_replayed out."
         )
     by_choice = f" ({total.rows_left_out} were left out by trace.keep)" if total.rows_left_out else ""
-    by_choice += f" (choose= turned down {total.left_live} of {total.asked} decisions)" if total.left_live else ""
     return (
         f"{share:.4%} of {total.rows_replayed + total.rows_live} tokens were replayed on {ranks}, less than "
         f"min_replayed={least}{by_choice}."

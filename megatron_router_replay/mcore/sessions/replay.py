@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -45,14 +45,11 @@ from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.session import RouterState
 from megatron_router_replay.trace import RoutingTrace
 
-ChooseDecisions = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer_number, routes, own, scores) -> [num_tokens] bool, True: replay this call, False: the router's own."""
-
 _LOG = logging.getLogger(__name__)
 
 _WITHDRAWN = dict.fromkeys(
     ("expert_bias", "aux_loss"), "Megatron-Core counts by itself, and balance='off' leaves both out of a session."
-)
+) | {"choose": "nothing replaces it; every row with a route is replayed in every layer."}
 """Option of an earlier version -> its replacement."""
 
 
@@ -70,12 +67,10 @@ class ReplaySession(MicrobatchSession):
         min_agreement: float,
         ask_every_layer: bool,
         min_replayed: float | None,
-        choose: ChooseDecisions | None,
         **options: Any,
     ) -> None:
         super().__init__(model_chunks, mtp=mtp, **options)
         self._trace = trace
-        self._choose = choose
         self._min_replayed = min_replayed
         self._unproved = False  # fed routes came without a stamp
         self._padding_known = True  # padding was said wherever routes were fed
@@ -101,21 +96,13 @@ class ReplaySession(MicrobatchSession):
     def report(self) -> SessionReport:
         """The report of every session, and how the live router agrees."""
         report = super().report
-        decisions = report.decisions.copy()
-        if self._choose is not None:
-            decisions["asked"], decisions["left_live"] = self._choices()
         return replace(
             report,
             rows_left_out=self._rows["left_out"],
             rows_repeated=self._rows["repeated"],
-            decisions=decisions,
             layout_proved=None if self._trace is not None or not self._enabled else not self._unproved,
             agreement=None if self._agreement is None else self._agreement.report(),
         )
-
-    def _choices(self) -> list[int]:
-        """Return how many decisions `choose=` was asked about, and how many it left to the live router."""
-        return [sum(each.counter[name] for each in self._routers.values()) for name in ("asked", "left_live")]
 
     # ---- what a router uses
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
@@ -128,15 +115,12 @@ class ReplaySession(MicrobatchSession):
         used = microbatch.routes.layer(position)
         if used.shape != (request.scores.shape[0], request.topk):
             return used  # refused behind this
-        live_mask, replayed = microbatch.live_mask, microbatch.replayed
+        live_mask = microbatch.live_mask
         is_asked = microbatch.asked is not None and microbatch.asked in (position, ALL)
-        if is_asked or live_mask is not None or self._choose is not None:
+        if is_asked or live_mask is not None:
             own = request.live_topk()[1]
-            if self._choose is not None:
-                replayed = self._chosen(call, microbatch, used, own, request.scores)
-                live_mask = ~replayed
             if is_asked:
-                self._ask(call, microbatch, own, replayed)
+                self._ask(call, microbatch, own)
             if live_mask is not None:
                 return torch.where(live_mask.unsqueeze(1), own, used)
         if microbatch.live_positions is not None:
@@ -145,30 +129,15 @@ class ReplaySession(MicrobatchSession):
             call.kept = KeptLayer(microbatch.routes, position)
         return used
 
-    def _ask(self, call: RoutingCall, microbatch: Microbatch, own: Tensor, counts: Tensor | None) -> None:
-        """Keep what a router that is asked would choose; of the rows that count."""
+    def _ask(self, call: RoutingCall, microbatch: Microbatch, own: Tensor) -> None:
+        """Store a router's own top-k of the rows that are replayed."""
         assert self._agreement is not None, "it asks"
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
         router_state = self._routers[call.router]
         assert router_state.chunk is not None, "it takes micro-batches"
         replayed = microbatch.routes.topk_indices[:, router_state.position]
-        self._agreement.add(microbatch, router_state.chunk, router_state.found.layer_number, own, replayed, counts)
-
-    def _chosen(self, call: RoutingCall, microbatch: Microbatch, used: Tensor, own: Tensor, scores: Tensor) -> Tensor:
-        """Ask `choose=` which decisions are replayed, [num_tokens] bool, and count those that are not."""
-        assert self._choose is not None, "asked by it"
-        layer_number = self._routers[call.router].found.layer_number
-        # Copies: what is done with them in place must change neither routes nor probabilities.
-        chosen = self._choose(layer_number, used.clone(), own.clone(), scores.detach().clone())
-        if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
-            raise ReplayStateError(
-                f"MRR101: replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}."
-            )
-        assert microbatch.replayed is not None, "made where there is a choice"
-        chosen = chosen & microbatch.replayed
-        left = microbatch.replayed & ~chosen
-        call.counter.add(asked=microbatch.replayed.sum(), left_live=left.sum())
-        return chosen
+        layer_number, counts = router_state.found.layer_number, microbatch.replayed
+        self._agreement.add(microbatch, router_state.chunk, layer_number, own, replayed, counts)
 
     # ---- rows into the trace
     def _take_trace(self, trace: RoutingTrace, *, mtp: bool) -> None:
@@ -267,8 +236,6 @@ class ReplaySession(MicrobatchSession):
         replayed = None if padding is None else to_device(~padding, chunk.device)
         if live_mask is not None:
             replayed = to_device(~live_mask if padding is None else ~(live_mask | padding), chunk.device)
-        if replayed is None and self._choose is not None:
-            replayed = torch.ones(num_tokens, dtype=torch.bool, device=chunk.device)
         live_positions = device_mask = None  # None spares every router of the micro-batch its live top-k
         if live_mask is not None and live_mask.device.type == "cpu":
             live_positions = to_device(live_mask.nonzero().squeeze(1), chunk.device) if bool(live_mask.any()) else None
@@ -361,12 +328,9 @@ class ReplaySession(MicrobatchSession):
 
     # ---- the end
     def _numbers(self) -> Numbers:
-        asked, left_live = self._choices()
         numbers = super()._numbers()
         return numbers._replace(
             rows_left_out=self._rows["left_out"],
-            asked=asked,
-            left_live=left_live,
             options=[self._balance, self._min_replayed, self._min_agreement],
             padding_known=self._padding_known,
             agreement=None if self._agreement is None else self._agreement.numbers(),
@@ -416,7 +380,6 @@ def replay(
     *,
     enabled: bool = True,
     mtp: bool = False,
-    choose: ChooseDecisions | None = None,
     verify: bool = False,
     min_replayed: float | None = None,
     min_agreement: float = 0.25,
@@ -439,9 +402,6 @@ def replay(
         enabled: False: hold nothing and drop what is queued, for a pass of a trainer that must not replay.
         mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ... If False, their forwards stay
             live and their recomputes use the experts of the forward.
-        choose: f(layer_number, routes, own, scores) -> [num_tokens] bool, True: replay; elsewhere the router's own experts
-            are used. `routes` and `own` are [num_tokens, topk] int64, and scores [num_tokens, num_experts] is what the
-            router ranks. Each forward calls it and takes a live top-k; recomputes use the experts of the forward.
 
     Checks:
         verify: compare every routing map that a token dispatcher gets with the decided experts; a difference raises.
@@ -484,7 +444,6 @@ def replay(
             min_agreement=min_agreement,
             ask_every_layer=ask_every_layer,
             min_replayed=min_replayed,
-            choose=choose,
             balance=balance,
             group=group,
             enabled=enabled,

@@ -55,27 +55,13 @@ JUDGED = [
     ),
     ([N(0, 5, rows_left_out=5), N(0, 3)], 0, None),
     ([N(0, 5), N(0, 3)], 0, LOST.format("8 tokens was replayed on 2 ranks")),
-    # The share is that of all ranks, without padding, and without the decisions that choose= turned down: 27 of 36.
+    # The share is that of all ranks, without padding.
     ([N(8, 0), N(4, 4, 100)], 0.75, None),
     ([N(8, 0), N(4, 4, 100)], 0.76, "75.0000% of 16 tokens were replayed on 2 ranks, less than min_replayed=0.76."),
-    ([N(8, asked=24), N(4, 4, asked=12, left_live=9)], 0.5625, None),
-    ([N(8, asked=24), N(4, 4, asked=12, left_live=9)], 0.57, "56.2500% of 16 tokens were replayed on 2 ranks"),
     *(
         ([N(rows, 100 - rows)], rows / 100, None) for rows in (100, 7, 28, 55, 56)
     ),  # n / 100 * 100 > n in floating point
     ([N(56, 44)], 0.57, "56.0000% of 100 tokens were replayed on this rank, less than min_replayed=0.57."),
-    (
-        [N(8, asked=24, left_live=24)],
-        None,
-        "choose= turned down all 24 decisions on this rank, so nothing was replayed",
-    ),
-    ([N(8, asked=24, left_live=24)], 0, None),
-    ([N(8, asked=24, left_live=18)], 0.25, None),
-    (
-        [N(8, asked=24, left_live=18)],
-        0.26,
-        f"25.0000% {LESS} min_replayed=0.26 (choose= turned down 18 of 24 decisions).",
-    ),
     ([N(4, 4, rows_left_out=3)], 0.5, None),
     ([N(4, 4, rows_left_out=3)], 0.51, f"50.0000% {LESS} min_replayed=0.51 (3 were left out by trace.keep)."),
     ([N(8, 0), N(4, 4, padding_known=False)], 0.75, None),

@@ -135,9 +135,7 @@ def test_group_limited_routing_is_replayed_frozen_and_live_where_it_was(chunk):
 # What replay and its options compute beside the choice.
 SELECTED = {
     "freeze": mrr.freeze_recompute,
-    "replay": lambda chunk: mrr.replay(
-        chunk, random_trace(replay_mask=torch.arange(16) % 3 != 0), choose=lambda *given: given[1][:, 0] > 3
-    ),
+    "replay": lambda chunk: mrr.replay(chunk, random_trace(replay_mask=torch.arange(16) % 3 != 0)),
     "ask": lambda chunk: mrr.replay(chunk, random_trace(replay_mask=torch.arange(16) % 3 != 0), ask_every_layer=True),
 }
 
