@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +94,24 @@ def as_mask(values: Any, name: str) -> Tensor:
         raise LayoutError(
             f"MRR201: {name} must be a mask in a tensor or an array, got {type(values).__name__}: {error}"
         ) from error
+
+
+def check_withdrawn(function: str, options: Mapping[str, Any], replacements: Mapping[str, str]) -> None:
+    """Raise if a call passes an option of an earlier version, or an unknown one.
+
+    Args:
+        function: name of the called function, for messages.
+        options: its surplus keywords.
+        replacements: withdrawn option -> its replacement, for the message.
+
+    Raises:
+        TraceError: an option is withdrawn.
+        TypeError: an option was never there.
+    """
+    for name in options:
+        if name not in replacements:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        raise TraceError(f"MRR101: {function}({name}=...) is gone in 0.3: {replacements[name]}")
 
 
 _warned: set[str] = set()

@@ -71,8 +71,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "mcore/model": MCORE,
     "mcore/core": MCORE,
     "mcore/batches": MCORE,
-    "mcore/balance": ("tests/unit/mcore/test_balance_counters.py", "tests/unit/mcore/test_balance_losses.py"),
-    "mcore/attention": ("tests/unit/mcore/test_indexers.py",),
     "mcore/sessions": SESSIONS,
     "capture": ("tests/unit/capture",),
     "diagnostics": ("tests/unit/diagnostics",),

@@ -122,7 +122,6 @@ class Chunk:
             self._session._on_unqueued(self, tokens)
         microbatch = self.queue.enter()
         packing = kwargs.get("packed_seq_params")
-        microbatch.packed = packing is not None
         lengths = (getattr(packing, name, None) for name in ("cu_seqlens_q_padded", "cu_seqlens_q"))
         microbatch.cu_seqlens = next((each for each in lengths if each is not None), None)
         self._session._on_forward(self, microbatch, tokens)

@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.mcore.balance import BalanceState
 from megatron_router_replay.mcore.batches.upload import LayerRoutes
 from megatron_router_replay.mcore.core.streams import current_stream, follow
 
@@ -52,9 +51,7 @@ class Microbatch:
         rows: [num_tokens] int64, trace rows as this rank's routers see them; None: a replay does not keep them.
         token_ids: [b, s] integers, what tokens its forward must get, below 0 where that is not known; None: nothing is.
         batch_rows: [b, s] int64, the rows of the trace that know these tokens; None: the caller alone named them.
-        is_token: [num_tokens] bool on the routers' device, False: known to be padding; None: nothing is known of padding.
         asked: position of the layer that is asked for its live top-k, -1: all are; None: none is.
-        packed: its forward got packed sequences.
         cu_seqlens: [num_seqs + 1] integers, where they start in the row, over all context-parallel ranks; None: not known.
     """
 
@@ -69,9 +66,7 @@ class Microbatch:
     rows: Tensor | None = None
     token_ids: Tensor | None = None
     batch_rows: Tensor | None = None
-    is_token: Tensor | None = None
     asked: int | None = None
-    packed: bool = False
     cu_seqlens: Tensor | None = None
     state: State = State.WAITING
     number: int = -1
@@ -84,7 +79,7 @@ class Microbatch:
         self.stream = current_stream(on_device[0].device) if on_device else None
 
     def _on_device(self) -> list[Tensor]:
-        tensors = (self.live_positions, self.live_mask, self.replayed, self.token_ids, self.batch_rows, self.is_token)
+        tensors = (self.live_positions, self.live_mask, self.replayed, self.token_ids, self.batch_rows)
         return [tensor for tensor in tensors if tensor is not None and tensor.device.type == "cuda"]
 
     def follow_stream(self) -> None:
@@ -108,21 +103,6 @@ class Microbatch:
                 "input_ids, [b, s]. If the model inserts positions itself (images), open the session on its language "
                 "model, and give it the rows that this gets."
             )
-
-    def tokens(self, tokens: BalanceState, num_tokens: int, where: str) -> BalanceState:
-        """Fill in what is known of its tokens for balancing.
-
-        Raises:
-            ReplayStateError: a router that is live beside this micro-batch routes a different number of tokens.
-        """
-        if self.is_token is not None and self.is_token.numel() != num_tokens:
-            raise ReplayStateError(
-                f"MRR410: {where} routes {num_tokens} tokens beside a micro-batch that has {self.is_token.numel()} on "
-                "this rank, so which of them are padding cannot be told. Leave padding= out, or take the layer in with "
-                "mtp=True."
-            )
-        tokens.is_token, tokens.packed = self.is_token, self.packed
-        return tokens
 
 
 class Queue:

@@ -16,19 +16,15 @@ from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, TOPK_ORDER_FOLLOWS_GRAD
 
 
-class Registrant(Protocol):
-    """What decides for a router or for sparse attention: a session, or what a freeze leaves with the hook."""
+class RoutingSource(Protocol):
+    """Chooses the experts of a router: a session, or its part that a freeze registers with the hook."""
 
     kind: str
     _takes_microbatches: bool
     _made_at: str
 
     def _session(self) -> Any:
-        """Return the session; None: nobody kept it."""
-
-
-class RoutingSource(Registrant, Protocol):
-    """What decides for a router."""
+        """Return the session; None: it was dropped without `close`."""
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
         """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it.
@@ -53,15 +49,22 @@ class RouterCounts(Counts):
         verify_routing: compare the map that leaves `TopKRouter.routing`, where a layer has no dispatcher or this version of
             Megatron-Core was never read.
         topk_again: the dispatcher takes a top-k of the probabilities; count the decisions that it may read differently.
+        balance_off: leave expert bias and auxiliary losses out of its calls.
     """
 
-    __slots__ = ("counts_flips", "topk_again", "verify", "verify_entering", "verify_routing")
+    __slots__ = ("balance_off", "counts_flips", "topk_again", "verify", "verify_entering", "verify_routing")
 
     def __init__(
-        self, *, flips: bool = False, verify: bool = False, verify_routing: bool = False, topk_again: bool = False
+        self,
+        *,
+        flips: bool = False,
+        verify: bool = False,
+        verify_routing: bool = False,
+        topk_again: bool = False,
+        balance_off: bool = False,
     ) -> None:
         super().__init__()
-        self.topk_again = topk_again
+        self.topk_again, self.balance_off = topk_again, balance_off
         self.counts_flips, self.verify, self.verify_routing = flips, verify, verify_routing
         self.verify_entering = verify and not verify_routing
 
@@ -129,7 +132,6 @@ class RoutingCall:
         dtype: of the indices that a tape keeps.
         source: chooses, and is told when the call is over; None: the call is a recompute.
         recompute_of: the entry that this call repeats; None: it is a forward.
-        tokens: what balancing knows of the tokens; None: Megatron-Core balances as it does without us.
         microbatch: whose forward calls the router; None: the router only runs live, or the session takes none.
 
     Attributes:
@@ -144,7 +146,6 @@ class RoutingCall:
     dtype: torch.dtype
     source: RoutingSource | None = None
     recompute_of: Entry | None = None
-    tokens: Any = None
     microbatch: Any = None
     is_written: bool = False
     used: Tensor | None = field(default=None, init=False)
@@ -214,7 +215,7 @@ class RoutingCall:
         if self.kept is None:
             with tape.hidden_from_selective_checkpoint():
                 self.kept = self.used.to(self.dtype)
-        return Entry(self.router, self.kept, self.counter, self.tokens, self.in_order)
+        return Entry(self.router, self.kept, self.counter, self.in_order)
 
     def check_probabilities(self, probs: Tensor) -> None:
         """Count the rows that gave a chosen expert the probability 0; the host waits for nothing."""

@@ -38,8 +38,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore.core import checkpoints, dispatch, tape
-from megatron_router_replay.mcore.core.call import Registrant, RoutingCall, RoutingSource, count_wrong
+from megatron_router_replay.mcore.core import balance, checkpoints, dispatch, tape
+from megatron_router_replay.mcore.core.call import RoutingCall, RoutingSource, count_wrong
 from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import (
     INFERENCE_ROUTERS,
@@ -58,39 +58,31 @@ class _Thread(threading.local):
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """The sessions of a router or of a sparse attention; it outlives them, because a graph of theirs may still recompute.
+    """The sessions of a router; it outlives them, because a graph of theirs may still recompute.
 
     Args:
         sources: the innermost last; one that returns None was lost before its end, so the next forward raises.
     """
 
-    sources: list[Callable[[], Registrant | None]] = field(default_factory=list)
+    sources: list[Callable[[], RoutingSource | None]] = field(default_factory=list)
 
-    def release(self, source: Registrant | None) -> None:
+    def release(self, source: RoutingSource | None) -> None:
         """Remove a source; None: all that were lost."""
         self.sources = [each for each in self.sources if each() is not source]
 
 
 _thread = _Thread()
 _registrations: WeakKeyDictionary[Any, Registration] = WeakKeyDictionary()
-"""Every router and sparse attention that was ever held."""
+"""Every router that was ever registered."""
 
 active: WeakSet[Any] = WeakSet()
 """Objects of routers that are driven now; while there are any, as while routers are held, the hooks must be in place."""
-
-other_hooks: list[Callable[[], list[str]]] = []
-"""Each returns which of its names were replaced; those of sparse attention, once a freeze has put them in."""
-
-on_install: list[Callable[[Any, Any, Any], None]] = []
-"""Each wraps what `TopKRouter.routing` calls besides the top-k, where it is not wrapped: a patch that ended may have taken
-a wrapper away. It gets TopKRouter, its module, and an object whose `call` a held router of this thread routes with (None:
-Megatron-Core's own code)."""
 
 unregistered_forwards = 0
 """How many forwards in training mode came from routers that nobody held."""
 
 
-def register(router: Any, source: Registrant, dispatchers: Iterable[Any] = ()) -> None:
+def register(router: Any, source: RoutingSource, dispatchers: Iterable[Any] = ()) -> None:
     """Register a source for a router, inside those that it has already.
 
     Args:
@@ -98,13 +90,15 @@ def register(router: Any, source: Registrant, dispatchers: Iterable[Any] = ()) -
     """
     unregister(router, None)
     # A freeze lasts a whole run and needs no handle. What takes micro-batches is lost with its handle: nobody could end it.
-    reference: Callable[[], Registrant | None] = weakref.ref(source) if source._takes_microbatches else lambda: source
+    reference: Callable[[], RoutingSource | None] = (
+        weakref.ref(source) if source._takes_microbatches else lambda: source
+    )
     _registrations.setdefault(router, Registration()).sources.append(reference)
     dispatch.held_routers.add(router)
     dispatch.check_dispatchers(router, dispatchers)
 
 
-def unregister(router: Any, source: Registrant | None) -> None:
+def unregister(router: Any, source: RoutingSource | None) -> None:
     """Remove a source; None: all that were lost. The router stays known, so that no backward repeats its calls live."""
     registration = _registrations.get(router)
     if registration is not None:
@@ -119,12 +113,7 @@ def forget() -> None:
         del _registrations[router]
 
 
-def registration_of(router: Any) -> Registration | None:
-    """Return who holds a router or a sparse attention; None: it was never held."""
-    return _registrations.get(router)
-
-
-def sources_of(router: Any) -> list[Registrant]:
+def sources_of(router: Any) -> list[RoutingSource]:
     """Return who holds a router, the innermost last."""
     registration = _registrations.get(router)
     return [
@@ -132,8 +121,8 @@ def sources_of(router: Any) -> list[Registrant]:
     ]
 
 
-def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry | None, Registrant | None, bool]:
-    """Return which of the four lines above answers this call of a router, or of sparse attention.
+def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry | None, RoutingSource | None, bool]:
+    """Return which of the four lines above answers this call of a router.
 
     Returns:
         (the entry that it repeats, who decides, whether a tape is being written); both None: Megatron-Core's own code.
@@ -249,8 +238,7 @@ def install() -> None:
     for inference_router in INFERENCE_ROUTERS:
         if not hasattr(inference_router.forward, "is_hook"):
             inference_router.forward = _inference_hook(inference_router.forward)
-    for install_other in on_install:
-        install_other(TopKRouter, router_module, _thread)
+    balance.install(lambda: _thread.call is not None and _thread.call.counter.balance_off)
     if not is_hook(topk):
         setattr(router_module, TOPK_FUNCTION, _topk_hook(topk))
     tape.before_run = lambda: check_installed() if dispatch.held_routers or active else None
@@ -267,7 +255,7 @@ def check_installed() -> None:
         replaced.append("TopKRouter.routing")
     if not is_hook(getattr(router_module, TOPK_FUNCTION)):
         replaced.append(f"router.{TOPK_FUNCTION}")
-    replaced += [name for find_replaced in other_hooks for name in find_replaced()]
+    replaced += balance.replaced()
     if not checkpoints.is_installed():
         replaced.append("a checkpoint of torch or Megatron-Core")
     if replaced:
@@ -291,9 +279,9 @@ def _routing_hook(original: Any) -> Any:
         call: RoutingCall | None = None
         if entry is not None:
             entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
-            call = RoutingCall(self, entry.counter, entry.topk_indices.dtype, recompute_of=entry, tokens=entry.balance)
+            call = RoutingCall(self, entry.counter, entry.topk_indices.dtype, recompute_of=entry)
         elif source is not None:
-            call = cast(RoutingSource, source)._routing_call(self, logits.shape[:-1], is_written)
+            call = source._routing_call(self, logits.shape[:-1], is_written)
         outer, _thread.call = _thread.call, call
         try:
             probs, routing_map = original(self, logits, *args, **kwargs)

@@ -31,14 +31,12 @@ class Entry:
         topk_indices: [num_tokens, topk], the experts that it used, in any integer dtype, a tensor or a
             `upload.KeptLayer`; None: it ran live and unheld.
         counter: counts the recomputes of this router.
-        balance: what its balancing has seen of these tokens; see `balance`.
         in_order: a recompute need not sort the columns; see `RoutingCall`.
     """
 
     router: Any
     topk_indices: Any
     counter: Any = None
-    balance: Any = None
     in_order: bool = False
 
 
@@ -184,5 +182,5 @@ def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
 
 
 def layer_of(router: Any) -> str:
-    """Return a router's name for messages, or that of an attention with an indexer."""
-    return f"{'the indexer of ' if hasattr(router, 'indexer') else ''}layer {getattr(router, 'layer_number', '?')}"
+    """Return a router's name for messages."""
+    return f"layer {getattr(router, 'layer_number', '?')}"

@@ -11,9 +11,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
 from megatron_router_replay.errors import UnsupportedRouterError, listed
-from megatron_router_replay.mcore.model.find import FoundRouter
+from megatron_router_replay.mcore.model.find import FoundRouter, Walk
 from megatron_router_replay.mcore.model.upstream import (
-    BALANCING_METHODS,
     INFERENCE_ROUTERS,
     TESTED,
     captured_by_cuda_graphs,
@@ -92,9 +91,6 @@ def refusals(router: nn.Module) -> list[str]:
     if changed:
         return [f"router class {type(router).__name__} overrides TopKRouter.{' and '.join(changed)}"]
     # `forward` and `routing` may be wrapped on the module: each call proves that the wrapper leaves the map alone.
-    replaced = [name for name in BALANCING_METHODS if name in vars(router)]
-    if replaced:
-        return [f"TopKRouter.{' and '.join(replaced)} was replaced on this module by {vars(router)[replaced[0]]!r}"]
     reasons = list(inference_refusals(router)) + list(_foreign_dispatch_refusals(router))
     reasons += config_refusals(router.config, router)
     if is_newer_than_tested(megatron_version()):
@@ -123,6 +119,42 @@ def takes_topk_again(config: Any) -> bool:
     """
     is_flex = getattr(config, "moe_token_dispatcher_type", None) == "flex"
     return is_flex and config.moe_flex_dispatcher_backend in ("deepep", "ncclep")
+
+
+# ---- sparse attention
+def find_indexers(walks: Sequence[Walk]) -> list[str]:
+    """Return the names of layers that attend to positions which an indexer chooses, in order.
+
+    Args:
+        walks: the modules of each chunk.
+
+    Source: Megatron-Core 0.16.1 to 0.19.2, experimental_attention_variant.dsa: DSAttention has a DSAIndexer, or shares the
+    positions of an earlier layer's.
+    """
+    names = []
+    for walked in walks:
+        paths = set()
+        for path, module, mtp_layer in walked:
+            # By name, because importing `dsa` takes seconds. An indexer inside such an attention is not named again.
+            is_sparse = any(kind.__name__.endswith(("DSAttention", "Indexer")) for kind in type(module).__mro__)
+            if is_sparse and path.rpartition(".")[0] not in paths:
+                paths.add(path)
+                names.append(f"{'MTP ' if mtp_layer else ''}layer {getattr(module, 'layer_number', '?')} ({path})")
+    return names
+
+
+def check_no_indexers(walks: Sequence[Walk]) -> None:
+    """Raise if layers attend to positions that an indexer chooses: a recompute may choose different ones.
+
+    Raises:
+        UnsupportedRouterError: names the layers.
+    """
+    names = find_indexers(walks)
+    if names:
+        raise UnsupportedRouterError(
+            f"MRR401: cannot freeze the positions of sparse attention in {listed(names)}: a recompute chooses "
+            "positions again. freeze_recompute(..., indexers=False) freezes the experts alone."
+        )
 
 
 # ---- the settings of a TransformerConfig

@@ -48,16 +48,6 @@ DISPATCH_METHOD = "dispatch_preprocess"
 
 _INFERENCE_DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher_inference"
 
-AUX_LOSSES = {
-    "_apply_aux_loss": "aux_loss",
-    "_apply_seq_aux_loss": "seq_aux_loss",
-    "_apply_global_aux_loss": "global_aux_loss",
-}
-"""Method of TopKRouter -> its name in moe_router_load_balancing_type."""
-
-BALANCING_METHODS = (*AUX_LOSSES, "_apply_expert_bias", "attach_and_log_load_balancing_loss")
-"""The methods of TopKRouter that `balance` wraps."""
-
 REQUIRED_SYMBOLS: tuple[tuple[Any, str, str], ...] = (
     (torch_checkpoints, "CheckpointFunction", "recomputes of torch's reentrant checkpoints are not told from forwards"),
     (torch_checkpoints, "_checkpoint_hook", "forwards of torch's non-reentrant checkpoints write no tape"),
@@ -77,14 +67,11 @@ REQUIRED_SYMBOLS: tuple[tuple[Any, str, str], ...] = (
         DISPATCH_METHOD,
         "what enters a token dispatcher is not compared with what was decided",
     ),
-    (router_module, "switch_load_balancing_loss_func", "padding counts in auxiliary losses"),
     (torch._C, "_is_tracing", "routers that torch.jit.trace captures are not refused"),
     (torch._ops, "_len_torch_dispatch_stack_pre_dispatch", "routers that torch.export captures are not refused"),
     (distributed_c10d, "_get_default_store", "ranks cannot tell each other their numbers at the end of a session"),
-    *(
-        (TopKRouter, name, "tokens are balanced twice under recompute, and padding with them")
-        for name in BALANCING_METHODS
-    ),
+    (TopKRouter, "_apply_expert_bias", "balance='off' leaves no expert bias out"),
+    (TopKRouter, "is_aux_loss_enabled", "balance='off' leaves no auxiliary loss out"),
 )
 """(owner, name, what fails if it is gone): names of torch and Megatron-Core that nobody promised, looked for at
 `hooks.install`."""

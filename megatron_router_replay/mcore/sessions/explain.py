@@ -1,4 +1,4 @@
-"""What a session would do with each router of a model, and with its sparse attention: `mrr.explain`."""
+"""What a session would do with each router of a model: `mrr.explain`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
 from megatron_router_replay.errors import listed
-from megatron_router_replay.mcore.attention.indexers import FoundIndexer, find_indexers
 from megatron_router_replay.mcore.model.find import as_chunks, find_routers, walk
-from megatron_router_replay.mcore.model.support import is_hashed, refusals_of
+from megatron_router_replay.mcore.model.support import find_indexers, is_hashed, refusals_of
 from megatron_router_replay.mcore.model.upstream import check_version
 
 
@@ -69,10 +68,11 @@ class RouterSupport:
 class Explanation(tuple[RouterSupport, ...]):
     """Every router of a model, in order of chunk and layer. It prints as a table, with one line for many alike.
 
-    `indexers` are its layers with sparse attention, which `freeze_recompute` holds too, each with the `reason` if it cannot.
+    Attributes:
+        indexers: the layers with sparse attention, whose positions no session holds: `freeze_recompute` refuses them.
     """
 
-    indexers: tuple[FoundIndexer, ...] = ()
+    indexers: tuple[str, ...] = ()
 
     @property
     def replayable(self) -> bool:
@@ -91,14 +91,14 @@ class Explanation(tuple[RouterSupport, ...]):
             layers = listed([router.layer_number for router in routers])
             names = f"{routers[0].name} ... {routers[-1].name}"
             lines.append(f"chunk {chunk}  layers {layers}  {experts}  {names}: {verdict}")
-        for (chunk, verdict), group in groupby(self.indexers, lambda each: (each.chunk, each.verdict())):
-            layers = listed([getattr(each.attention, "layer_number", each.name) for each in group])
-            lines.append(f"chunk {chunk}  sparse attention of layers {layers}: {verdict}")
+        if self.indexers:
+            refused = "freeze_recompute refuses it, or leaves it live with indexers=False"
+            lines.append(f"sparse attention in {listed(self.indexers)}: {refused}")
         return "\n".join(lines)
 
 
 def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
-    """Return which routers a session would replay, and what freeze_recompute holds.
+    """Return which routers a session would replay, and what freeze_recompute refuses.
 
     Args:
         model_chunks: the model or its chunks on this rank, wrapped or not.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megatron_router_replay.mcore.attention.indexers import HeldIndexers
-from megatron_router_replay.mcore.balance import BalanceState, balances
+from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.model.find import Models
-from megatron_router_replay.mcore.sessions.report import SessionReport
+from megatron_router_replay.mcore.model.support import check_no_indexers
 from megatron_router_replay.mcore.sessions.session import Session
 
 
@@ -29,18 +27,15 @@ class Frozen:
 
     def __init__(self, freeze: FreezeSession, counters: dict[int, tuple[RouterCounts, torch.dtype]]) -> None:
         self._session = weakref.ref(freeze)
-        self._made_at, self._balance, self._counters = freeze._made_at, freeze._balance, counters
-        self.indexer_counter = RouterCounts()
+        self._made_at, self._counters = freeze._made_at, counters
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
         """Return what a router's forward uses; see `RoutingSource`."""
         counter, dtype = self._counters[id(router)]
-        if not (is_written or counter.verify or balances(router)):
+        if not (is_written or counter.verify or counter.balance_off):
             counter.add(forwards=1)
             return None  # nothing of it is needed again
-        return RoutingCall(
-            router, counter, dtype, source=self, tokens=BalanceState(self._balance), is_written=is_written
-        )
+        return RoutingCall(router, counter, dtype, source=self, is_written=is_written)
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> None:
         """Let the router choose; see `RoutingSource`."""
@@ -54,20 +49,16 @@ class FreezeSession(Session):
 
     kind = Frozen.kind
 
-    def __init__(self, model_chunks: Models, *, ask_every_layer: bool, verify: bool, indexers: bool) -> None:
-        super().__init__(model_chunks, verify=verify, flips=ask_every_layer)
+    def __init__(
+        self, model_chunks: Models, *, ask_every_layer: bool, verify: bool, indexers: bool, balance: Balance
+    ) -> None:
+        super().__init__(model_chunks, verify=verify, flips=ask_every_layer, balance=balance)
         self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._routers.items()})
-        self._indexers = HeldIndexers(self._walks, self._frozen) if indexers else None
+        if indexers:
+            check_no_indexers(self._walks)
 
     def _source(self) -> Frozen:
         return self._frozen
-
-    @property
-    def report(self) -> SessionReport:
-        """What the session did so far on this rank. On a GPU, reading it waits for the device."""
-        holds_some = self._indexers is not None and self._indexers.found
-        recomputes = self._frozen.indexer_counter["recomputes"] if holds_some else None
-        return replace(super().report, indexer_recomputes=recomputes)
 
     def _num_microbatches(self) -> int:
         forwards: dict[int, int] = {}
@@ -77,25 +68,36 @@ class FreezeSession(Session):
 
 
 def freeze_recompute(
-    model_chunks: Models, *, ask_every_layer: bool = False, verify: bool = False, indexers: bool = True
+    model_chunks: Models,
+    *,
+    ask_every_layer: bool = False,
+    verify: bool = False,
+    indexers: bool = True,
+    balance: Balance = "megatron",
 ) -> FreezeSession:
-    """Let recomputes use their forward's experts, and attend to its positions.
+    """Let recomputes use their forward's experts.
 
     Call it once before a training loop. It starts at once, needs no call per step and works with any schedule. Each
     checkpoint keeps `topk` bytes per token and layer (two above 256 experts) as long as its graph lives. Forwards outside
     of checkpoints, such as evaluations, keep nothing. `record` and `replay` may run inside it. A backward that runs after
-    the session still uses its forward's experts (see `tape`). In models with sparse attention (DSA), each checkpoint also
-    keeps the positions that indexers choose, 2 * index_topk bytes per token and layer, and recomputes skip the scoring.
+    the session still uses its forward's experts (see `tape`).
 
     Args:
         model_chunks: the model or its chunks on this rank; multi-token-prediction routers are frozen too.
         ask_every_layer: also take the live top-k in every recompute and report how many decisions it would have flipped.
         verify: compare every routing map that a token dispatcher gets with the chosen experts.
-        indexers: False leaves the indexers of sparse attention live, so their recomputes may choose different positions.
+        indexers: True: refuse a model with sparse attention (DSA), whose recomputes may attend to different positions than
+            their forward. False: freeze its experts alone.
+        balance: "megatron": Megatron-Core balances as it does without a session. "off": no forward counts in the expert
+            bias, nor has an auxiliary loss, for passes whose routes shall not balance the experts; `record` and `replay`
+            inside it decide for themselves.
 
     Raises:
-        UnsupportedRouterError: the choice of a router or an indexer cannot be frozen; names the config field.
+        UnsupportedRouterError: the choice of a router cannot be frozen, which names the config field; or layers have sparse
+            attention, which names the layers.
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return FreezeSession(model_chunks, ask_every_layer=ask_every_layer, verify=verify, indexers=indexers)._start()
+    return FreezeSession(
+        model_chunks, ask_every_layer=ask_every_layer, verify=verify, indexers=indexers, balance=balance
+    )._start()

@@ -31,10 +31,7 @@ class Numbers(NamedTuple):
         at_fault: something is wrong on this rank, which raises whatever the others say.
         chunks: model chunks with routers that take micro-batches.
         rows_replayed, rows_live, rows_padding, rows_left_out: as in the report.
-        asked, left_live: decisions that `choose=` was asked about, and those that it left to the live router.
-        options: those that must be the same on all ranks: expert_bias, aux_loss, min_replayed, min_agreement.
-        loss_group: the lowest rank of the group that shares an auxiliary loss; -1: none does.
-        padding_digest: tells in which micro-batches padding was named.
+        options: those that must be the same on all ranks: balance, min_replayed, min_agreement.
         padding_known: padding was named wherever routes were fed.
         num_rows: the highest row that a recording queued, plus 1.
         agreement: see `agreement.Agreement.numbers`.
@@ -46,11 +43,7 @@ class Numbers(NamedTuple):
     rows_live: int = 0
     rows_padding: int = 0
     rows_left_out: int = 0
-    asked: int = 0
-    left_live: int = 0
     options: Any = None
-    loss_group: int = -1
-    padding_digest: int = 0
     padding_known: bool = True
     num_rows: int = 0
     agreement: Any = None
@@ -214,18 +207,7 @@ def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[s
     """
     all_numbers = list(everyone.values())
     if len({json.dumps(numbers.options) for numbers in all_numbers}) > 1:
-        return [
-            "ranks replay with different expert_bias=, aux_loss=, min_replayed= or min_agreement=: give them all the same."
-        ]
-    digests: dict[int, set[int]] = {}
-    for numbers in all_numbers:
-        digests.setdefault(numbers.loss_group, set()).add(numbers.padding_digest)
-    uneven = [group for group, found in sorted(digests.items()) if group >= 0 and len(found) > 1]
-    if uneven:
-        return [
-            f"ranks that share an auxiliary loss (those of rank {uneven[0]}) were not told of padding in the same "
-            "micro-batches: its parts were divided by different numbers of tokens. Give padding= on all ranks or none."
-        ]
+        return ["ranks replay with different balance=, min_replayed= or min_agreement=: give them all the same."]
     ranks = "this rank" if len(all_numbers) == 1 else f"{len(all_numbers)} ranks"
     sums: list[Any] = [
         sum(values) for values in zip(*(numbers._replace(options=0, agreement=0) for numbers in all_numbers))
@@ -250,8 +232,6 @@ def _nothing_replayed(total: Numbers, ranks: str, *, least: float | None) -> str
         return (
             f"nothing ran on {ranks}, so nothing was replayed: no forward of the model came inside the session. {meant}"
         )
-    if total.rows_replayed and total.asked and total.asked == total.left_live and least != 0:
-        return f"choose= turned down all {total.asked} decisions on {ranks}, so nothing was replayed. {meant}"
     if not with_token or total.rows_replayed:
         return ""
     if total.rows_left_out and least != 0:
@@ -269,7 +249,7 @@ def _nothing_replayed(total: Numbers, ranks: str, *, least: float | None) -> str
 
 def _too_little_replayed(total: Numbers, ranks: str, all_numbers: list[Numbers], *, least: float | None) -> str:
     """Return what is wrong with the share that was replayed, over all ranks."""
-    share = share_of(total.rows_replayed, total.rows_live, total.asked, total.left_live)
+    share = share_of(total.rows_replayed, total.rows_live)
     if least is None or share is None or share >= least:
         return ""
     if not all(numbers.padding_known for numbers in all_numbers):
@@ -278,7 +258,6 @@ def _too_little_replayed(total: Numbers, ranks: str, all_numbers: list[Numbers],
             "as tokens without a route. Say what is padding, or leave min_replayed out."
         )
     by_choice = f" ({total.rows_left_out} were left out by trace.keep)" if total.rows_left_out else ""
-    by_choice += f" (choose= turned down {total.left_live} of {total.asked} decisions)" if total.left_live else ""
     return (
         f"{share:.4%} of {total.rows_replayed + total.rows_live} tokens were replayed on {ranks}, less than "
         f"min_replayed={least}{by_choice}."

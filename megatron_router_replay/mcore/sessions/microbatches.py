@@ -18,10 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_router_replay.checks import warn
-from megatron_router_replay.errors import LayoutError, ReplayStateError, UnsupportedRouterError
+from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.rows import count_differing_tokens
-from megatron_router_replay.mcore import balance
-from megatron_router_replay.mcore.balance import BalanceState
 from megatron_router_replay.mcore.batches.attach import open_sessions
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
@@ -159,7 +157,6 @@ class MicrobatchSession(Session):
             LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks,
                 or the rows were prefetched from another trace.
             TraceError: they were prefetched without a layer of this chunk.
-            UnsupportedRouterError: padding is given for a chunk of MTP layers alone, which the session leaves live.
             ReplayStateError: the session is closed, or takes no micro-batches; or one waits.
         """
         self._check_open()
@@ -174,8 +171,6 @@ class MicrobatchSession(Session):
                 "MRR411: routing_rows and routes= were given for one micro-batch: give rows into the session's trace, or "
                 "routes to a session without one."
             )
-        if chunk is None and padding is not None:
-            self._check_unmasked()
         if chunk is not None and chunk.queue.num_waiting and not (not layout if ahead is None else ahead):
             raise ReplayStateError(
                 f"MRR407: {chunk.queue.where}: {chunk.queue.num_waiting} micro-batches wait for their forwards already. "
@@ -203,23 +198,17 @@ class MicrobatchSession(Session):
         """Return what a router's forward uses; see `RoutingSource`."""
         router_state = self._routers[router]
         chunk, counter = router_state.chunk, router_state.counter
-        tokens = BalanceState(self._balance)
         microbatch = None
         if router_state.position >= 0:
             assert chunk is not None, "it takes part"
             microbatch = chunk.queue.microbatch_of(router_state.position)
             if shape != microbatch.shape:
                 microbatch.check_shape(f"{chunk.queue.where}, {router_state.found}", tuple(shape))
-            tokens.is_token, tokens.packed = microbatch.is_token, microbatch.packed
-        elif not (is_written or counter.verify or balance.balances(router)):
+        elif not (is_written or counter.verify or counter.balance_off):
             counter.add(forwards=1)
             return None  # nothing of it is needed again
-        elif chunk is not None and chunk.queue.current is not None:
-            tokens = chunk.queue.current.tokens(tokens, shape.numel(), str(router_state.found))
         dtype = router_state.dtype
-        return RoutingCall(
-            router, counter, dtype, source=self, tokens=tokens, microbatch=microbatch, is_written=is_written
-        )
+        return RoutingCall(router, counter, dtype, source=self, microbatch=microbatch, is_written=is_written)
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Let the router choose; see `RoutingSource`."""
@@ -307,19 +296,6 @@ class MicrobatchSession(Session):
                 self._tell[message] = tell
         elif bool(failed):
             raise LayoutError(message if tell is None else tell())
-
-    def _check_unmasked(self) -> None:
-        """Raise where padding is known, but reaches no router that would balance it: of MTP layers that stand alone."""
-        for router_state in self._routers.values():
-            router = router_state.found.router
-            counts = router.enable_expert_bias and self._balance.expert_bias != "off"
-            counts = counts or (router.is_aux_loss_enabled() and self._balance.aux_loss != "off")
-            if router_state.chunk is None and counts:
-                raise UnsupportedRouterError(
-                    f"MRR401: chunk {router_state.chunk_index}, {router_state.found}: it has MTP layers alone, which take no "
-                    "micro-batches, so padding would count in its expert bias and auxiliary loss: pass mtp=True, or "
-                    "replay with expert_bias='off' and aux_loss='off'."
-                )
 
     # ---- the end
     @property

@@ -14,7 +14,7 @@ from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows
 from megatron_router_replay.mcore.core.call import RoutingCall
-from megatron_router_replay.mcore.core.streams import current_stream, to_device
+from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.model.find import Models, unwrap
 from megatron_router_replay.mcore.sessions.gathering import gather_trace
 from megatron_router_replay.mcore.sessions.group_check import Numbers
@@ -90,7 +90,6 @@ class RecordSession(MicrobatchSession):
                 num_routers=len(chunk.replayed_routers),
                 rows=view,
                 token_ids=inputs.token_ids,
-                is_token=None if padding is None else to_device(~padding, chunk.device),
             )
         )
 

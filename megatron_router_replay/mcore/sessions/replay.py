@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.layout.rows import MOVED_APART, check_tokens, count_differing_tokens
-from megatron_router_replay.mcore.balance import AuxLoss, Balance, ExpertBias, aux_loss_group
 from megatron_router_replay.mcore.batches.attach import session_of
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.fed import lay_out
@@ -32,6 +32,7 @@ from megatron_router_replay.mcore.batches.rows import (
     padding_ranks,
 )
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
+from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_device, to_host
 from megatron_router_replay.mcore.model.find import Models
@@ -44,12 +45,12 @@ from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.session import RouterState
 from megatron_router_replay.trace import RoutingTrace
 
-ChooseDecisions = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer_number, routes, own, scores) -> [num_tokens] bool, True: replay this call, False: the router's own."""
-
 _LOG = logging.getLogger(__name__)
 
-_PRIME = (1 << 31) - 1
+_WITHDRAWN = dict.fromkeys(
+    ("expert_bias", "aux_loss"), "Megatron-Core counts by itself, and balance='off' leaves both out of a session."
+) | {"choose": "nothing replaces it; every row with a route is replayed in every layer."}
+"""Option of an earlier version -> its replacement."""
 
 
 class ReplaySession(MicrobatchSession):
@@ -66,16 +67,13 @@ class ReplaySession(MicrobatchSession):
         min_agreement: float,
         ask_every_layer: bool,
         min_replayed: float | None,
-        choose: ChooseDecisions | None,
         **options: Any,
     ) -> None:
         super().__init__(model_chunks, mtp=mtp, **options)
         self._trace = trace
-        self._choose = choose
         self._min_replayed = min_replayed
         self._unproved = False  # fed routes came without a stamp
         self._padding_known = True  # padding was said wherever routes were fed
-        self._digest = 0  # of which micro-batches' padding is known
         self._trace_of: dict[int, RoutingTrace] = {}
         if trace is not None:
             self._take_trace(trace, mtp=mtp)
@@ -98,25 +96,17 @@ class ReplaySession(MicrobatchSession):
     def report(self) -> SessionReport:
         """The report of every session, and how the live router agrees."""
         report = super().report
-        decisions = report.decisions.copy()
-        if self._choose is not None:
-            decisions["asked"], decisions["left_live"] = self._choices()
         return replace(
             report,
             rows_left_out=self._rows["left_out"],
             rows_repeated=self._rows["repeated"],
-            decisions=decisions,
             layout_proved=None if self._trace is not None or not self._enabled else not self._unproved,
             agreement=None if self._agreement is None else self._agreement.report(),
         )
 
-    def _choices(self) -> list[int]:
-        """Return how many decisions `choose=` was asked about, and how many it left to the live router."""
-        return [sum(each.counter[name] for each in self._routers.values()) for name in ("asked", "left_live")]
-
     # ---- what a router uses
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
-        """Return a micro-batch's routes, or the router's own experts. See `Registrant`."""
+        """Return a micro-batch's routes, or the router's own experts. See `RoutingSource`."""
         microbatch: Microbatch | None = call.microbatch
         if microbatch is None:
             return None
@@ -125,15 +115,12 @@ class ReplaySession(MicrobatchSession):
         used = microbatch.routes.layer(position)
         if used.shape != (request.scores.shape[0], request.topk):
             return used  # refused behind this
-        live_mask, replayed = microbatch.live_mask, microbatch.replayed
+        live_mask = microbatch.live_mask
         is_asked = microbatch.asked is not None and microbatch.asked in (position, ALL)
-        if is_asked or live_mask is not None or self._choose is not None:
+        if is_asked or live_mask is not None:
             own = request.live_topk()[1]
-            if self._choose is not None:
-                replayed = self._chosen(call, microbatch, used, own, request.scores)
-                live_mask = ~replayed
             if is_asked:
-                self._ask(call, microbatch, own, replayed)
+                self._ask(call, microbatch, own)
             if live_mask is not None:
                 return torch.where(live_mask.unsqueeze(1), own, used)
         if microbatch.live_positions is not None:
@@ -142,30 +129,15 @@ class ReplaySession(MicrobatchSession):
             call.kept = KeptLayer(microbatch.routes, position)
         return used
 
-    def _ask(self, call: RoutingCall, microbatch: Microbatch, own: Tensor, counts: Tensor | None) -> None:
-        """Keep what a router that is asked would choose; of the rows that count."""
+    def _ask(self, call: RoutingCall, microbatch: Microbatch, own: Tensor) -> None:
+        """Store a router's own top-k of the rows that are replayed."""
         assert self._agreement is not None, "it asks"
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
         router_state = self._routers[call.router]
         assert router_state.chunk is not None, "it takes micro-batches"
         replayed = microbatch.routes.topk_indices[:, router_state.position]
-        self._agreement.add(microbatch, router_state.chunk, router_state.found.layer_number, own, replayed, counts)
-
-    def _chosen(self, call: RoutingCall, microbatch: Microbatch, used: Tensor, own: Tensor, scores: Tensor) -> Tensor:
-        """Ask `choose=` which decisions are replayed, [num_tokens] bool, and count those that are not."""
-        assert self._choose is not None, "asked by it"
-        layer_number = self._routers[call.router].found.layer_number
-        # Copies: what is done with them in place must change neither routes nor probabilities.
-        chosen = self._choose(layer_number, used.clone(), own.clone(), scores.detach().clone())
-        if not isinstance(chosen, Tensor) or chosen.shape != used.shape[:1] or chosen.dtype is not torch.bool:
-            raise ReplayStateError(
-                f"MRR101: replay(choose=...) must return [num_tokens] bool, got {type(chosen).__name__}."
-            )
-        assert microbatch.replayed is not None, "made where there is a choice"
-        chosen = chosen & microbatch.replayed
-        left = microbatch.replayed & ~chosen
-        call.counter.add(asked=microbatch.replayed.sum(), left_live=left.sum())
-        return chosen
+        layer_number, counts = router_state.found.layer_number, microbatch.replayed
+        self._agreement.add(microbatch, router_state.chunk, layer_number, own, replayed, counts)
 
     # ---- rows into the trace
     def _take_trace(self, trace: RoutingTrace, *, mtp: bool) -> None:
@@ -261,12 +233,9 @@ class ReplaySession(MicrobatchSession):
         counts = count_rows(num_tokens, live_mask, padding)
         if routes.left_out is not None:
             counts["left_out"] = routes.left_out.sum()
-        is_token = None if padding is None else to_device(~padding, chunk.device)
-        replayed = is_token
+        replayed = None if padding is None else to_device(~padding, chunk.device)
         if live_mask is not None:
             replayed = to_device(~live_mask if padding is None else ~(live_mask | padding), chunk.device)
-        if replayed is None and self._choose is not None:
-            replayed = torch.ones(num_tokens, dtype=torch.bool, device=chunk.device)
         live_positions = device_mask = None  # None spares every router of the micro-batch its live top-k
         if live_mask is not None and live_mask.device.type == "cpu":
             live_positions = to_device(live_mask.nonzero().squeeze(1), chunk.device) if bool(live_mask.any()) else None
@@ -285,7 +254,6 @@ class ReplaySession(MicrobatchSession):
             replayed=replayed,
             token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
             batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
-            is_token=is_token,
             asked=None if self._agreement is None else self._agreement.next_layer(chunk),
         )
 
@@ -299,10 +267,6 @@ class ReplaySession(MicrobatchSession):
         self._unproved |= not layout.get("stamped")
         self._padding_known &= any(layout.get(name) is not None for name in ("padding", "filler"))
         chunk.queue.queue(self._microbatch(chunk, laid_out))
-
-    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        super()._on_done(chunk, microbatch)
-        self._digest = (self._digest * 1_000_003 + 1 + (microbatch.is_token is not None)) % _PRIME
 
     # ---- checks of one micro-batch
     def _count_repeated(self, rows: Tensor, num_rows: int) -> None:
@@ -364,18 +328,10 @@ class ReplaySession(MicrobatchSession):
 
     # ---- the end
     def _numbers(self) -> Numbers:
-        routers = [each.found.router for each in self._routers.values()]
-        group = None if self._balance.aux_loss == "off" else aux_loss_group(routers)
-        shared = min(dist.get_process_group_ranks(group)) if group is not None and dist.is_initialized() else -1
-        asked, left_live = self._choices()
         numbers = super()._numbers()
         return numbers._replace(
             rows_left_out=self._rows["left_out"],
-            asked=asked,
-            left_live=left_live,
-            options=[self._balance.expert_bias, self._balance.aux_loss, self._min_replayed, self._min_agreement],
-            loss_group=shared,
-            padding_digest=self._digest,
+            options=[self._balance, self._min_replayed, self._min_agreement],
             padding_known=self._padding_known,
             agreement=None if self._agreement is None else self._agreement.numbers(),
         )
@@ -424,14 +380,13 @@ def replay(
     *,
     enabled: bool = True,
     mtp: bool = False,
-    choose: ChooseDecisions | None = None,
     verify: bool = False,
     min_replayed: float | None = None,
     min_agreement: float = 0.25,
     ask_every_layer: bool = False,
     group: dist.ProcessGroup | None = None,
-    expert_bias: ExpertBias = "replayed",
-    aux_loss: AuxLoss = "live",
+    balance: Balance = "megatron",
+    **withdrawn: Any,
 ) -> ReplaySession:
     """Make the model use given experts, in every forward and recompute.
 
@@ -447,9 +402,6 @@ def replay(
         enabled: False: hold nothing and drop what is queued, for a pass of a trainer that must not replay.
         mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ... If False, their forwards stay
             live and their recomputes use the experts of the forward.
-        choose: f(layer_number, routes, own, scores) -> [num_tokens] bool, True: replay; elsewhere the router's own experts
-            are used. `routes` and `own` are [num_tokens, topk] int64, and scores [num_tokens, num_experts] is what the
-            router ranks. Each forward calls it and takes a live top-k; recomputes use the experts of the forward.
 
     Checks:
         verify: compare every routing map that a token dispatcher gets with the decided experts; a difference raises.
@@ -468,9 +420,9 @@ def replay(
             rank of the job. The others do not wait for a rank that raised inside its block.
 
     Balance:
-        expert_bias: "replayed": Megatron-Core's expert bias counts the experts that the forward used, each token once and
-            padding never; "off": it counts nothing, so it stays as it is.
-        aux_loss: "live": auxiliary losses count the top-k of the live scores, without padding; "off": there is none.
+        balance: "megatron": Megatron-Core balances as it does without a session: its expert bias counts the experts that
+            were used, its auxiliary losses those of the live scores. "off": the session's forwards and recomputes count in
+            no expert bias and have no auxiliary loss, for a recipe that freezes both, or for routes of older weights.
 
     Raises:
         UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
@@ -478,6 +430,8 @@ def replay(
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
+
+    check_withdrawn("replay", withdrawn, _WITHDRAWN)
 
     def make() -> ReplaySession:
         _check_share("min_replayed", min_replayed)
@@ -490,8 +444,7 @@ def replay(
             min_agreement=min_agreement,
             ask_every_layer=ask_every_layer,
             min_replayed=min_replayed,
-            choose=choose,
-            choice=Balance(expert_bias=expert_bias, aux_loss=aux_loss),
+            balance=balance,
             group=group,
             enabled=enabled,
         )

@@ -28,19 +28,14 @@ class Decisions(TypedDict, total=False):
     """Counts of (row, layer) pairs in a report. A logger gets each with `decisions_` in front.
 
     Args:
-        asked, left_live: pairs with a route that replay(choose=) was asked about, and those that it left to the live router.
         recomputed: pairs among which flips were looked for; with ask_every_layer=True.
         verified, wrong: pairs whose routing map was compared as it left the router, and those that did not hold exactly the
             decided experts; with verify=True.
-        counted: pairs that went into the counters behind the expert bias, each once, without padding; if the model has one.
     """
 
-    asked: int
-    left_live: int
     recomputed: int
     verified: int
     wrong: int
-    counted: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +58,6 @@ class SessionReport:
         layout_proved: fed routes were compared with their tokens, all of them; None: none were fed.
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
-        indexer_recomputes: recomputes of sparse attention that a freeze holds; None: it holds none.
         agreement: of the live router with the replayed routes; None: it was not asked.
     """
 
@@ -82,7 +76,6 @@ class SessionReport:
     layout_proved: bool | None = None
     decisions: Decisions = field(default_factory=Decisions)
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
-    indexer_recomputes: int | None = None
     agreement: LiveAgreement | None = None
 
     @property
@@ -97,14 +90,10 @@ class SessionReport:
 
     @property
     def replayed_share(self) -> float | None:
-        """Rows replayed / rows with a token, without padding. It is None for sessions that replay nothing, or no rows.
-
-        Where replay(choose=) left decisions of these rows to the live router, it is less by their share.
-        """
+        """Rows replayed / rows with a token, without padding. It is None for sessions that replay nothing, or no rows."""
         if self.kind != "replay":
             return None
-        asked, left_live = self.decisions.get("asked"), self.decisions.get("left_live")
-        return share_of(self.rows_replayed, self.rows_live, asked, left_live)
+        return share_of(self.rows_replayed, self.rows_live)
 
     @property
     def rows_without_route(self) -> int | None:
@@ -154,9 +143,7 @@ class SessionReport:
     def table(self) -> Table:
         """Return the counts that `print(report)` shows, each with a remark."""
         rows = [("forwards / recomputes", f"{self.forwards:,}", f"/ {self.recomputes:,}")]
-        if self.indexer_recomputes is not None:
-            rows.append(("recomputes of indexers", f"{self.indexer_recomputes:,}", ""))
-        if self.kind == "freeze_recompute" and not self.recomputes and not self.indexer_recomputes:
+        if self.kind == "freeze_recompute" and not self.recomputes:
             rows.append(("nothing to freeze", "", "no router was recomputed: is activation checkpointing on?"))
         if self.kind == "replay":
             share = "" if self.replayed_share is None else f"({self.replayed_share:.1%} of the tokens)"
@@ -174,8 +161,6 @@ class SessionReport:
         if self.layout_proved is False:
             rows.append(("layout of routes", "", "not proved: mrr.stamp them where the rollout enters"))
         done = self.decisions
-        if "asked" in done:
-            rows.append(("decisions left live by choose", f"{done['left_live']:,}", f"of {done['asked']:,}"))
         if self.recompute_flips is not None:
             first = next((layer for layer, count in sorted(self.flips_of_layer.items()) if count), None)
             where = "" if first is None else f", first in layer {first}"
@@ -183,8 +168,6 @@ class SessionReport:
             rows.append(("recompute flips prevented", f"{self.recompute_flips:,}", remark))
         if "verified" in done:
             rows.append(("decisions verified / wrong", f"{done['verified']:,}", f"/ {done['wrong']:,}"))
-        if "counted" in done:
-            rows.append(("expert-bias decisions", f"{done['counted']:,}", ""))
         return Table(name="session", words=(0, 2), rows=rows)
 
     def _why_live(self) -> str:
@@ -205,16 +188,10 @@ class SessionReport:
         return f"<div><b>{escape(self._headline())}</b>{self.table().html()}</div>"
 
 
-def share_of(rows_replayed: int, rows_live: int, asked: int | None, left_live: int | None) -> float | None:
-    """Return the share of decisions that were replayed; None: there is no row with a token.
-
-    Args:
-        rows_replayed, rows_live: rows with a token.
-        asked, left_live: decisions of the rows replayed that `choose=` was asked about, and turned down.
-    """
+def share_of(rows_replayed: int, rows_live: int) -> float | None:
+    """Return the share of the rows with a token that were replayed; None: there is none."""
     with_token = rows_replayed + rows_live
-    kept = 1 - (left_live or 0) / asked if asked else 1.0
-    return rows_replayed / with_token * kept if with_token else None
+    return rows_replayed / with_token if with_token else None
 
 
 _COUNTS = [each.name for each in fields(SessionReport) if str(each.type) in ("int", "int | None")]

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError, listed
-from megatron_router_replay.mcore.attention.indexers import FoundIndexer, HeldIndexers, find_indexers
-from megatron_router_replay.mcore.balance import Balance
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.core import dispatch, hooks
+from megatron_router_replay.mcore.core.balance import Balance, check_balance, check_can_be_off
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingSource
 from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import (
@@ -72,14 +71,14 @@ class Session:
         model_chunks: as given by the user.
         verify: see `replay`.
         flips: see `freeze_recompute`.
-        choice: what balancing counts.
+        balance: see `replay`.
     """
 
     kind: str
     _takes_microbatches = False
 
     def __init__(
-        self, model_chunks: Models, *, verify: bool, flips: bool = False, choice: Balance | None = None
+        self, model_chunks: Models, *, verify: bool, flips: bool = False, balance: Balance = "megatron"
     ) -> None:
         self._modules = as_chunks(model_chunks)
         self._walks: list[Walk] = []  # while the session is opened
@@ -88,8 +87,8 @@ class Session:
         verify_routing = check_supported([router for routers in found for router in routers])
         self._made_at = _caller()
         self._verify, self._verify_routing = verify, verify_routing
-        self._indexers: HeldIndexers | None = None  # of a freeze
-        self._balance = choice or Balance()
+        check_balance(balance)
+        self._balance = balance
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._routers: dict[Any, RouterState] = {}
         self._dispatches: dict[Any, int] = {}  # while the session is open, less what was counted before it began
@@ -121,10 +120,8 @@ class Session:
         # All are checked before the first is held, so a model that is partly under a session stays as it was.
         for router, router_state in self._routers.items():
             self._check_free(router, router_state.found)
-        if self._indexers is not None:
-            for found in self._indexers.found:
-                self._check_free(found.attention, found)
-            self._indexers.hold()
+            if self._balance == "off":
+                check_can_be_off(router)
         for router, router_state in self._routers.items():
             hooks.register(router, self._source(), router_state.found.dispatchers)
             self._dispatches[router] = -dispatch.checks[router]
@@ -142,12 +139,9 @@ class Session:
         self._read()
         routers = list(self._routers.values())
         counting = [each for each in routers if each.counter.counts_flips]
-        biased = [each for each in routers if each.found.router.enable_expert_bias]
         decisions = Decisions()
         if counting:
             decisions["recomputed"] = sum(each.counter["recomputed"] for each in counting)
-        if biased:
-            decisions["counted"] = sum(each.counter["counted"] for each in biased)
         if self._verify or self._verify_routing:
             decisions["verified"] = sum(each.counter["verified"] for each in routers)
             decisions["wrong"] = sum(each.counter["wrong"] for each in routers)
@@ -257,21 +251,17 @@ class Session:
             hooks.check_installed()
         except ReplayStateError as error:
             problems.append(str(error))
-        walks = list(map(walk, self._modules))
-        problems += self._exchanged_routers(walks)
-        if self._indexers is not None:
-            problems += self._indexers.exchanged(walks)
-        return problems
+        return problems + self._exchanged_routers()
 
     def _settled(self, problems: list[str]) -> list[str]:
         """Return this rank's problems, and those of the ranks that judge with it."""
         return problems
 
-    def _exchanged_routers(self, walks: list[Walk]) -> list[str]:
+    def _exchanged_routers(self) -> list[str]:
         """Return which routers the session did not reach: they were built into the model, or changed, meanwhile."""
         problems = []
-        for module, walked in zip(self._modules, walks):
-            for found in find_routers(module, walked):
+        for module in self._modules:
+            for found in find_routers(module):
                 if is_hashed(found.router):
                     continue
                 if found.router not in self._routers:
@@ -296,8 +286,6 @@ class Session:
             hooks.unregister(router, self._source())
             if router in self._dispatches:  # else it was never started
                 self._dispatches[router] += dispatch.checks[router]
-        if self._indexers is not None:
-            self._indexers.release()
 
     # ---- what the constructor does
     def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, flips: bool) -> None:
@@ -312,6 +300,7 @@ class Session:
                     verify=self._verify,
                     verify_routing=not found.dispatchers if self._verify else self._verify_routing,
                     topk_again=takes_topk_again(getattr(found.router, "config", None)),
+                    balance_off=self._balance == "off",
                 ),
                 chunk_index=index,
                 dtype=index_dtype(found.router.num_experts),
@@ -326,7 +315,7 @@ class Session:
                     "the selection, so routing maps rightly differ from it. Leave verify off."
                 )
 
-    def _check_free(self, router: Any, found: FoundRouter | FoundIndexer) -> None:
+    def _check_free(self, router: Any, found: FoundRouter) -> None:
         for outer in hooks.sources_of(router):
             if outer._takes_microbatches or not self._takes_microbatches:
                 raise ReplayStateError(
@@ -352,9 +341,7 @@ def close_sessions(model_chunks: Models) -> int:
         How many sessions were ended.
     """
     chunks = as_chunks(model_chunks)
-    walks = list(map(walk, chunks))
-    routers = [found.router for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
-    routers += [found.attention for found in find_indexers(walks)]
+    routers = [found.router for chunk in chunks for found in find_routers(chunk)]
     sources = {id(source): source for router in routers for source in hooks.sources_of(router)}
     for session in filter(None, [source._session() for source in sources.values()]):
         session.close(verify=False)

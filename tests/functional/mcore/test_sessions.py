@@ -95,8 +95,8 @@ def test_with_replay_off_none_of_our_code_runs(megatron):
     with mrr.replay(chunks, random_trace(SINGLE), **DRAWN) as session:
         run(chunks, SINGLE, microbatches, session)
     ours: list[str] = []
-    hooks = ("hooks.py", "dispatch.py", "tape.py", "checkpoints.py")
-    pass_calls_on = ("/testing/", "/mcore/balance.py", *(f"/core/{name}" for name in hooks))
+    hooks = ("hooks.py", "dispatch.py", "tape.py", "checkpoints.py", "balance.py")
+    pass_calls_on = ("/testing/", *(f"/core/{name}" for name in hooks))
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         path = frame.f_code.co_filename

@@ -353,7 +353,7 @@ def versions(length: int) -> Tensor:
     return torch.tensor([5, 5, 5, 6, 6, 6] + [7] * length)[:length]
 
 
-def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any], choose: bool = False) -> Any:
+def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]) -> Any:
     """One training step with max_age=1 and a mask, by token, in the trainer's container."""
     place = set_up(layout, **options)
     batch = TRAINERS[trainer](place)
@@ -372,10 +372,9 @@ def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]
             own[router.layer_number].append(as_map(logits.topk(TOPK, dim=1).indices, EXPERTS))
 
     handles = [router.register_forward_pre_hook(choose_live) for router in moe_routers(place.chunks)]
-    chosen = routes_of_an_even_expert if choose else None
     with (
         watched(place.chunks) as seen,
-        mrr.replay(place.chunks, verify=True, choose=chosen, min_agreement=0) as session,
+        mrr.replay(place.chunks, verify=True, min_agreement=0) as session,
     ):
         step(place, batches)
     for handle in handles:
@@ -408,12 +407,5 @@ def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]
         ),
         "recomputes": sum(map(len, seen["recompute"].values())),
         "rows": (report.rows_replayed, report.rows_live, report.rows_left_out),
-        "left live": report.decisions.get("left_live"),
-        "asked": report.decisions.get("asked"),
         "wrong": report.decisions["wrong"],
     }
-
-
-def routes_of_an_even_expert(layer_number: int, routes: Tensor, own: Tensor, scores: Tensor) -> Tensor:
-    """Replay what names an even expert first, in the first layer with experts everything."""
-    return (routes[:, 0] % 2 == 0) | (layer_number == MOE[0])

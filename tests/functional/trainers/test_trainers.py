@@ -100,13 +100,3 @@ def test_a_partial_rollout_replays_what_is_kept_and_fresh_and_nothing_else(train
         assert rank["rows"] == tuple(stages * n for n in (KEPT, live, STALE + NOT_KEPT))
         assert (rank["flips"], rank["wrong"]) == (0, 0)
         assert rank["recomputes"] > 0
-        assert rank["left live"] is None
-
-
-def test_a_choice_by_token_and_layer_is_counted_over_all_ranks(workers_2):
-    ranks = workers_2.run(partial_rollout, "slime", LAYOUTS["tp2-sp"], FULL, True)
-    left = sum(rank["replayed"][1] for rank in ranks)  # what the choice took from the trace
-    assert 0 < left < 2 * KEPT, "in two of three layers"
-    for rank in ranks:
-        assert (rank["asked"], rank["left live"]) == (3 * KEPT, left)
-        assert (rank["live"][1], rank["flips"], rank["wrong"]) == (0, 0, 0)

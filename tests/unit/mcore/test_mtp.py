@@ -147,18 +147,3 @@ def test_a_chunk_that_failed_before_its_mtp_layer_is_over_with_it():
         session.microbatch(ROWS + 8)
         chunk.predict(chunk(tokens(), 1), 1)
     assert is_replayed(seen, trace, 1) == [True] * 3
-
-
-def test_padding_that_a_live_mtp_layer_cannot_tell_raises():
-    chunk, trace = WithMtp(), random_trace(8, 2)
-    chunk.behind, chunk.around = True, reentrant  # where nothing is kept and nothing balanced, padding does not matter
-    padding = torch.zeros(2, 4, dtype=torch.bool)
-    with (
-        pytest.raises(ReplayStateError, match=r"MTP layer 3 .*routes 6 tokens beside a micro-batch that has 8"),
-        mrr.replay(chunk, trace) as session,
-    ):
-        session.microbatch(ROWS, padding=padding)
-        chunk.predict(chunk(tokens())[:3])
-    with mrr.replay(chunk, trace) as session:  # nothing is known of padding: any tokens will do
-        session.microbatch(ROWS)
-        chunk.predict(chunk(tokens())[:3])

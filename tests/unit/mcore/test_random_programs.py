@@ -18,7 +18,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,7 +58,6 @@ class Forward:
     rows: Tensor | None  # [b, s] of a replay
     trace: mrr.RoutingTrace | None
     loss: Tensor | None = None
-    chosen: dict[int, Tensor] = field(default_factory=dict)  # layer -> [b * s] bool, what `choose=` said, if asked
 
 
 class Wrapper(torch.nn.Module):
@@ -126,17 +125,10 @@ class Program:
         else:
             mask = torch.tensor([self.random.random() < 0.8 for _ in range(ROWS)])
             trace = random_trace(ROWS, seed=self.random.randrange(1 << 20), replay_mask=mask)
-            chooses = self.choose if self.random.random() < 0.3 else None
             given = trace if kind == "replay" else None
-            session = mrr.replay(self.wrapper, given, verify=verify, min_replayed=0, choose=chooses)
+            session = mrr.replay(self.wrapper, given, verify=verify, min_replayed=0)
             self.traces[session] = trace
         self.sessions.append(session)
-
-    def choose(self, layer_number: int, routes: Tensor, own: Tensor, scores: Tensor) -> Tensor:
-        """Replay the decisions of some rows; kept for the forward that asks."""
-        chosen = torch.rand(len(routes)) < 0.5
-        self.forwards[self.number - 1].chosen[layer_number] = chosen
-        return chosen
 
     def close(self) -> None:
         if self.sessions:
@@ -296,7 +288,6 @@ def wrong_decisions(program: Program, seen: dict[tuple[int, int], list[Tensor]])
         if forward.trace is not None and forward.rows is not None:
             rows = forward.rows.t().reshape(-1)
             routed = (rows >= 0) & forward.trace.replay_mask[rows.clamp(min=0)]
-            routed &= forward.chosen.get(layer, torch.ones_like(routed))
             target = as_map(forward.trace.layer(layer)[rows[routed]])
             if not torch.equal(maps[0][routed], target):
                 wrong.append(f"forward {number} layer {layer}: not the trace's routes")

@@ -8,7 +8,6 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.prefetch import prefetch
 from megatron_router_replay.mcore.core.hooks import sources_of
-from tests.unit.mcore.balanced_chunk import one_rank
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     ROWS,
@@ -20,8 +19,6 @@ from tests.unit.mcore.tiny_chunk import (
     watched,
     wrong_replays,
 )
-
-__all__ = ["one_rank"]
 
 
 def virtual_stages():

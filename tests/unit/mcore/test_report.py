@@ -9,9 +9,6 @@ import torch.distributed as dist
 
 from megatron_router_replay.mcore.sessions.agreement import LiveAgreement, Unit
 from megatron_router_replay.mcore.sessions.report import SessionReport, _add_up
-from tests.unit.mcore.balanced_chunk import one_rank
-
-__all__ = ["one_rank"]
 
 REPLAY = SessionReport(
     kind="replay",
@@ -77,7 +74,6 @@ CHOSEN = SessionReport(
     rows_left_out=2,
     rows_repeated=4,
     layout_proved=False,
-    decisions={"asked": 12, "left_live": 3, "counted": 18},
     forwards=2,
 )
 AGREEMENT = LiveAgreement(
@@ -91,17 +87,14 @@ AGREEMENT = LiveAgreement(
 def test_the_text_of_a_replay_says_why_rows_were_live_and_what_is_not_proved():
     assert str(CHOSEN).splitlines() == [
         "router replay: 2 routers, 1 micro-batches",
-        "  forwards / recomputes           2  / 0",
-        "  tokens replayed                 6  (50.0% of the tokens)",
-        "  tokens routed live              3  (1 without a route, 2 left out)",
-        "  padding                         1",
-        "  rows named twice                4  (two tokens got one token's routes)",
-        "  layout of routes                   not proved: mrr.stamp them where the rollout enters",
-        "  decisions left live by choose   3  of 12",
-        "  expert-bias decisions          18",
+        "  forwards / recomputes  2  / 0",
+        "  tokens replayed        6  (66.7% of the tokens)",
+        "  tokens routed live     3  (1 without a route, 2 left out)",
+        "  padding                1",
+        "  rows named twice       4  (two tokens got one token's routes)",
+        "  layout of routes          not proved: mrr.stamp them where the rollout enters",
     ]
-    assert CHOSEN.replayed_share == 0.5, "6 of 9 rows, of whose 12 decisions 9 were replayed"
-    assert replace(CHOSEN, decisions={"asked": 0, "left_live": 0}).replayed_share == 6 / 9
+    assert CHOSEN.replayed_share == 6 / 9
     assert "without a route" not in str(replace(CHOSEN, rows_left_out=0)), "none has one, as the line before says"
 
 
@@ -116,13 +109,10 @@ def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
         "r/rows_left_out": 2.0,
         "r/rows_repeated": 4.0,
         "r/layout_proved": 0.0,
-        "r/decisions_asked": 12.0,
-        "r/decisions_left_live": 3.0,
         "r/forwards": 2.0,
         "r/recomputes": 0.0,
         "r/dispatched": 0.0,
-        "r/decisions_counted": 18.0,
-        "r/replayed_share": 0.5,
+        "r/replayed_share": 6 / 9,
         "r/padding_share": 0.1,
         "r/rows_without_route": 1.0,
     }
@@ -194,17 +184,17 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
     numbers = {
         each.name: 10 + i for i, each in enumerate(fields(SessionReport)) if str(each.type) in ("int", "int | None")
     }
-    assert len(numbers) == 11
+    assert len(numbers) == 10
     one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, decisions={"verified": 7})
     other = SessionReport(
-        kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "counted": 3}, layout_proved=False
+        kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "wrong": 3}, layout_proved=False
     )
     for reports in ([one, other], [other, one]):
         total = summed(*reports)
         for name, value in numbers.items():
             assert getattr(total, name) == value + {"rows_live": 5}.get(name, 0), name
         assert list(total.flips_of_layer.items()) == [(1, 2), (2, 4)]
-        assert total.decisions == {"verified": 8, "counted": 3}
+        assert total.decisions == {"verified": 8, "wrong": 3}
         assert (total.kind, total.layout_proved) == ("replay", False)
     neither = summed(SessionReport(kind="replay"), SessionReport(kind="replay"))
     assert (neither.decisions, neither.rows_padding) == ({}, 0)

@@ -7,7 +7,6 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
-from tests.unit.mcore.balanced_chunk import one_rank
 from tests.unit.mcore.tiny_chunk import (
     ROWS,
     Chunk,
@@ -21,7 +20,6 @@ from tests.unit.mcore.tiny_chunk import (
     wrong_replays,
 )
 
-__all__ = ["one_rank"]
 pytestmark = pytest.mark.usefixtures("one_rank")
 PARTS = {0: [0, 4, 1, 5], 1: [2, 6, 3, 7]}  # the rows of each rank's routers, s-major
 

@@ -1,1 +1,0 @@
-"""Sparse attention, held at a hook of its own beside the routers'."""
