@@ -86,11 +86,10 @@ grpo: $(READY)
 	$(BIN)/python -m examples.grpo compare
 
 # What replay changes, measured: docs/effect.md. On demand, not part of CI.
-effect: $(VENV)/.triton $(MCORE)/.ready
+effect: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m examples.effect gap
 	OMP_NUM_THREADS=1 $(BIN)/python -m examples.effect freeze
 	OMP_NUM_THREADS=1 $(BIN)/python -m examples.effect rl
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python -m examples.effect positions
 	$(BIN)/python -m examples.effect figures
 
 # Two processes take the files of tests in turns, each with workers of its own: about half the time, twice the memory. In the

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from benchmarks.measure import environment
-from examples.effect import figures, freeze, positions, rl
+from examples.effect import figures, freeze, rl
 from examples.effect.arms import ARMS
 from examples.effect.results import columns, load, save
 from megatron_router_replay.testing import run_ranks
@@ -42,17 +42,6 @@ def freeze_(steps: int = 20) -> None:
         names = ("flips", "error", "router_error", "loss")
         runs[name] = {**run, "steps": columns(run["steps"], names)}
     print(save("freeze", {"environment": where, **runs}))
-
-
-@app.command(name="positions")
-def positions_(steps: int = 800, seeds: int = 3, batches: int = 8) -> None:
-    """Compare a model with sparse attention in bf16 and fp32, with nothing, routes, positions and both as in bf16."""
-    results: dict[str, Any] = {"environment": environment(), "random": [], f"trained {steps} steps": []}
-    for seed in range(seeds):
-        for name, trained in (("random", 0), (f"trained {steps} steps", steps)):
-            results[name] += run_ranks(1, positions.measure, trained, seed, batches, timeout_s=TIMEOUT_S)
-            print(f"seed {seed}, {name}: {results[name][-1]}", flush=True)
-    print(save("positions", results))
 
 
 @app.command(name="rl")

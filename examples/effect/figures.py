@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.effect.results import freeze_table, gap_table, load, positions_table, rl_table
+from examples.effect.results import freeze_table, gap_table, load, rl_table
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 WIDTH, HEIGHT = 560, 300  # narrow, so that a phone shows its text at 8 pixels and more
@@ -143,7 +143,6 @@ def tables() -> list[str]:
         ),
         freeze_table({"recompute": freeze["live"], "`freeze_recompute`": freeze["frozen"]}),
         rl_table(load("rl")["arms"]),
-        positions_table(load("positions")),
     ]
 
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from examples.effect.arms import ARMS
@@ -55,20 +55,6 @@ def freeze_table(runs: Mapping[str, Any]) -> str:
         decisions = len(steps["flips"]) * run["decisions"]
         errors = " | ".join(f"{100 * fmean(steps[of]):.2f} %" for of in ("error", "router_error"))
         rows.append(f"| {name} | {sum(steps['flips']):,} of {decisions:,} | {errors} |")
-    return "\n".join(rows)
-
-
-def positions_table(results: Mapping[str, Any]) -> str:
-    """Return medians over batches; of `nothing` the lowest and the highest batch as well, of the share the lowest."""
-    arms = ("nothing", "routes", "positions", "both", "by_hand")
-    rows = ["| weights | seed | nothing | routes | positions | both | by hand | share |", "| --- " * 8 + "|"]
-    for name, of_seeds in results.items():
-        for seed, of in enumerate(of_seeds) if name != "environment" else ():
-            nothing, *others = (f"{median(of[arm]):.1e}" for arm in arms)
-            spread = f"{nothing} ({min(of['nothing']):.1e} to {max(of['nothing']):.1e})"
-            batches = zip(*(of[arm] for arm in ("nothing", "both", "by_hand")), strict=True)
-            share = min((live - both) / (live - by_hand) for live, both, by_hand in batches)
-            rows.append(f"| {name} | {seed} | {spread} | {' | '.join(others)} | {100 * share:.1f} % |")
     return "\n".join(rows)
 
 

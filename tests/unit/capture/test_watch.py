@@ -53,7 +53,7 @@ def test_padding_is_read_off_the_masks_of_a_static_cache(name, attention):
     ids, mask = pad(PROMPTS, "left")
     with mrr.capture.watch(model) as seen:
         sequences = generate(model, ids, mask, cache_implementation="static")
-    with pytest.raises(CaptureError, match="row 1, .* 2 of 13 tokens were never forwarded .* position 0"):
+    with pytest.raises(CaptureError, match=r"row 1, .* 2 of 13 tokens were never forwarded .* position 0"):
         seen.trace(sequences, torch.ones_like(mask))
     trace = seen.trace(sequences, mask, pad_token_id=0)
     assert trace.sequence_lengths == (14, 12, 10)
@@ -77,7 +77,7 @@ def test_a_mask_of_an_unknown_kind_is_refused_where_a_batch_is_padded():
             if batch is SEQUENCE:
                 assert seen.trace(sequences, torch.ones_like(batch)).sequence_lengths == (8,)
                 continue
-            with pytest.raises(CaptureError, match="row 1: .* attention_mask, a NoneType, cannot be read"):
+            with pytest.raises(CaptureError, match=r"row 1: .* attention_mask, a NoneType, cannot be read"):
                 seen.trace(sequences, mask)
 
 
