@@ -126,7 +126,8 @@ def given_names(folder: Path) -> dict[str, Any]:
     import megatron_router_replay as mrr
     from megatron_router_replay.demo import load_response, ranks, write_checkpoint
     from megatron_router_replay.demo.run import make_microbatches, prompt_lengths
-    from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe, run_schedule
+    from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe
+    from tests.support.schedule import run_schedule
 
     layout, checkpoint = ParallelSizes(), write_checkpoint(folder / "hf_checkpoint")
     response = load_response()

@@ -19,7 +19,8 @@ from benchmarks.gpu.ranks import ranks
 from benchmarks.gpu.report import Part, Row, in_words
 from benchmarks.gpu.step import RECOMPUTE, as_map, wrong_rows
 from benchmarks.router import SIGMOID, Routers, random_routes
-from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import tiny_gpt_config
 
 FP8_INSIDE = (2, 19)
 """The first Transformer Engine whose checkpoint can recompute a function that enters FP8 itself (their #3284)."""

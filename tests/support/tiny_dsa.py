@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import tiny_gpt_config
 
 INDEX_TOPK = 4
 

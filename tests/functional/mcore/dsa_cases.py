@@ -11,9 +11,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_router_replay.testing import ParallelSizes, random_microbatches
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import in_backward
 from tests.support.microbatches import split_microbatch
+from tests.support.schedule import random_microbatches
 from tests.support.tiny_dsa import build_tiny_dsa, dsa_config
 
 ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
