@@ -99,7 +99,7 @@ def _megatron() -> tuple[list[str], list[str]]:
         notes.append("this one is newer: sessions verify every routing map, and refuse moe_* settings unknown here")
     problems = []
     # The second asks for private names of torch, too: a torch that is too new fails there.
-    for check in (upstream.check_version, lambda: upstream.check_names(upstream.LEANT_ON)):
+    for check in (upstream.check_version, lambda: upstream.check_names(upstream.REQUIRED_SYMBOLS)):
         try:
             check()
         except RouterReplayError as error:
