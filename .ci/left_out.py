@@ -56,7 +56,7 @@ GROUPS = [
     Group(
         name="GPU benchmark",
         tests=("tests/functional/mcore/test_gpu_benchmark.py",),
-        sources=("benchmarks/gpu/", "benchmarks/router.py", "benchmarks/measure.py"),
+        sources=("benchmarks/gpu/", "benchmarks/measure.py"),
         unused_parts=("capture", "cli", "demo", "diagnostics", "trainers", "transport"),
         unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
     ),

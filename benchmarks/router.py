@@ -1,4 +1,4 @@
-"""What the hook costs: one router's selection, live, with Megatron-Core's own replay and with ours.
+"""Cost of the hooks: one router's selection, live, with Megatron-Core's own replay and with ours.
 
 Everything goes through Megatron-Core's routers, called as modules with their logits for an input, with a real session around
 them. Queuing the micro-batch is not timed here; part step has it.
@@ -19,7 +19,8 @@ import megatron_router_replay as mrr
 from benchmarks.measure import Seconds, ratio, rounds, table, verdict
 from megatron_router_replay.mcore import Tape
 from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
-from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import tiny_gpt_config
 from tests.support.one_rank import only_rank
 
 TITLE = "Router: one layer's selection, as ratios to live routing"
@@ -121,7 +122,6 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
     rows = torch.arange(num_tokens)
     layers = range(1, NUM_LAYERS + 1)
     trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=layers, num_experts=num_experts)
-    with_live_rows = trace.keep(rows % 1024 != 0)
     _Recomputed.backward_too = backward
 
     def backwards(probs: list[Tensor]) -> None:
@@ -150,8 +150,6 @@ def measure_shape(num_tokens: int, router: str, dtype: torch.dtype, *, backward:
 
         # Random routes, which no router would choose.
         add("replay", lambda model: mrr.replay(model, trace, min_agreement=0))
-        add("replay, live rows", lambda model: mrr.replay(model, with_live_rows, min_agreement=0))
-        add("replay, every layer asked", lambda model: mrr.replay(model, trace, ask_every_layer=True, min_agreement=0))
         add("record", mrr.record)
         sessions.enter_context(mrr.freeze_recompute(frozen))
         forward: list[Tensor] = []
@@ -181,9 +179,7 @@ def measure(*, aim_repeats: int = AIM_REPEATS, repeats: int = REPEATS) -> list[d
 
 def render(raw: list[dict[str, Any]]) -> str:
     """Return the table, and the targets under it."""
-    names = ["Megatron's replay", "replay", "replay, live rows", "replay, every layer asked"]
-    names += ["record", "freeze, recompute"]
-    names = [name for name in names if name in raw[0]["seconds"]]  # samples may be older than an alternative
+    names = ["Megatron's replay", "replay", "record", "freeze, recompute"]
     rows = []
     for case in raw:
         seconds = case["seconds"]
@@ -210,7 +206,7 @@ def render(raw: list[dict[str, Any]]) -> str:
         [
             f"{NUM_LAYERS} routers of one chunk, time a router. One thread, its processor time. A ratio is the median of the",
             "ratios within a round; its 95% confidence interval in brackets.",
-            "Targets are int64 for Megatron's replay, uint8 or int16 for ours. *live rows*: one row in 1024 has no route.",
+            "Targets are int64 for Megatron's replay, uint8 or int16 for ours.",
             "*freeze, recompute*: the selection in a recompute under `freeze_recompute`.",
             "",
             table(head, rows),

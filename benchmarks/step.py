@@ -18,13 +18,9 @@ import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from benchmarks.measure import peak_bytes, ratio, rounded, rounds, table, verdict
-from megatron_router_replay.testing import (
-    ParallelSizes,
-    build_tiny_gpt,
-    random_microbatches,
-    run_schedule,
-    tiny_gpt_config,
-)
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
+from tests.support.schedule import random_microbatches, run_schedule
 from tests.support.workers import GlooWorkers
 
 TITLE = "Step: whole training steps, as ratios to a step without"

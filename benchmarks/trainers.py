@@ -27,7 +27,8 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from benchmarks.measure import environment, ratio, rounds, table
-from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.one_rank import only_rank
 from tests.trainers import miles, nemo_rl, skyrl, slime
 from tests.trainers.sources import Source

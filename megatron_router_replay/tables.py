@@ -6,10 +6,9 @@ Nothing here needs torch: a command must work where it is missing.
 from __future__ import annotations
 
 import os
-import tempfile
+import shutil
 import unicodedata
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -102,30 +101,22 @@ def number_words(numbers: Iterable[int], most: int = 8) -> str:
 
 
 def replace_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Write text to a file and return its path; a file that was there stays until the new one is complete.
+    """Write text to a file and return its path; an earlier file stays until the new one is complete.
 
     Raises:
         OSError: it cannot be written; nothing was changed.
     """
-    path = Path(path)
     # A link's target is replaced, not the link; a device or a pipe has nothing to keep.
-    target = path.resolve()
+    target = Path(path).resolve()
     if target.exists() and not target.is_file():
         target.write_text(text, encoding="utf-8")
-        return path
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=".tmp")
+        return Path(path)
+    temporary = target.with_name(f".{target.name[:40]}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)
-        # mkstemp makes files that only their owner reads; this one gets what any new file would.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~mask)
+        temporary.write_text(text, encoding="utf-8")
+        if target.exists():
+            shutil.copymode(target, temporary)
         os.replace(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    return path
+    finally:
+        temporary.unlink(missing_ok=True)
+    return Path(path)

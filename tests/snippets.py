@@ -46,8 +46,6 @@ def run_commands(example: Example) -> None:
         program, *arguments = shlex.split(line, comments=True) or [""]
         if program != "router-replay":
             continue
-        if arguments[0] == "convert":
-            arguments.append("--force")
         result = CliRunner().invoke(app, arguments)
         differs = arguments[0] == "diff" and "other.safetensors" in arguments
         assert result.exit_code == (1 if differs else 0), f"{line}\n{result.stdout}{result.stderr}"
@@ -128,7 +126,8 @@ def given_names(folder: Path) -> dict[str, Any]:
     import megatron_router_replay as mrr
     from megatron_router_replay.demo import load_response, ranks, write_checkpoint
     from megatron_router_replay.demo.run import make_microbatches, prompt_lengths
-    from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe, run_schedule
+    from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe
+    from tests.support.schedule import run_schedule
 
     layout, checkpoint = ParallelSizes(), write_checkpoint(folder / "hf_checkpoint")
     response = load_response()
@@ -161,8 +160,6 @@ def write_files(folder: Path, trace: Any) -> None:
     import megatron_router_replay as mrr
     from megatron_router_replay.store import TraceStore
 
-    response = Path(mrr.__file__).parent / "demo/data/vllm_0.30.0_bf16_response.json"
-    (folder / "response.json").write_text(response.read_text())
     mrr.save_trace(trace, folder / "run_a.safetensors")
     routes = trace.topk_indices.clone()
     routes[::9] = torch.arange(trace.topk, dtype=routes.dtype)

@@ -1,1 +1,1 @@
-"""The benchmark for a GPU: `report` is its table, `bench` the device, `step` and `parts` what is run, `guard` who runs it."""
+"""A benchmark for GPUs: `report` is its table, `bench` the device, `step` the model and its modes, `guard` the processes."""

@@ -1,12 +1,12 @@
-"""What replay asks of a GPU, and costs there: one table, most important first, at most ten minutes on one GPU.
+"""A training step in every mode of this library on a GPU: exactness, launches, waits, memory, time; at most ten minutes.
 
     python -m benchmarks.gpu                           the table goes to raw/gpu.md, after each row
     python -m benchmarks.gpu --quick                   two minutes: fewer layers, fewer rounds
     python -m benchmarks.gpu --device soft             on a GPU made of software: counts, and no times
     python -m benchmarks.gpu --plant wait              a planted fault is found: exit code 1
 
-Needs torch, megatron-core and this checkout; Transformer Engine, DeepEP and a second GPU are used where they are. The exit
-code is 1 if something was not as promised, or a part failed; the last line says what.
+Needs torch, megatron-core and this checkout; Transformer Engine is used if it is installed. The exit code is 1 if a promise
+was broken or a part failed; the last line says which.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.guard import Options, guarded
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.guard import PARTS, Options, guarded
 from benchmarks.gpu.report import SAVED, text
 
 PLANTS = {
     "wait": "the host reads a value before each micro-batch",
     "pageable": "an upload from pageable memory before each micro-batch",
     "layer": "replay gets the routes of the layers in the opposite order",
-    "exception": "the second part raises",
-    "hang": "the third part hangs",
+    "exception": "the last part raises",
+    "hang": "the first part hangs",
 }
 
 
@@ -37,16 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "soft"])
     parser.add_argument("--quick", action="store_true", help="two minutes in place of ten")
-    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="these alone", metavar="PART")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="these alone", metavar="PART")
     parser.add_argument("--out", type=Path, help=f"the report; of a real GPU, {SAVED.name} where nothing is said")
     faults = "; ".join(f"{name}: {what}" for name, what in PLANTS.items())
     parser.add_argument("--plant", nargs="+", choices=PLANTS, default=[], help=f"faults that must be found. {faults}")
     parser.add_argument("--limit-s", type=float, help="of each part, in place of its own")
-    parser.add_argument("--list", action="store_true", help="print the parts and end")
     options = parser.parse_args(arguments)
-    if options.list:
-        print("\n".join(f"{part.name}: {part.measures}; {part.limit_s:.0f} s" for part in PARTS))
-        return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print("benchmarks.gpu: no CUDA GPU is available; --device soft runs the same code on a CPU.", file=sys.stderr)
         return 2
@@ -60,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     out = options.out or (SAVED if options.device == "cuda" else None)
     environment, rows, wrong = "", [], []
-    for message in guarded([part for part in PARTS if part.name in (options.parts or [part.name])], run):
+    for message in guarded(options.parts, run):
         if isinstance(message, str):
             environment = message
             print(environment, flush=True)

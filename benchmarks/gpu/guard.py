@@ -1,7 +1,7 @@
-"""Parts run in a process of their own, which another one watches: a part that hangs, raises or dies ends alone.
+"""Parts run in a child process: a part that hangs, raises or dies ends alone.
 
-The process runs one part after another, so that models are made once. If a part hangs or breaks the device, the process is
-ended with all that it started, and a new one begins with the next part.
+The child runs one part after another, so that the model is made once. If a part hangs or breaks the device, the child is
+ended with its process group, and a new one begins with the next part.
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from benchmarks.gpu.report import Part, Row, in_words
+from benchmarks.gpu.report import Row, in_words
+
+PARTS = {"step": 200.0, "step, full recompute": 150.0}
+"""Part -> seconds on a GPU after which it is ended, most important first."""
 
 START_S = 300.0
 """To import torch and Megatron-Core and to make process groups; seconds on a machine that does nothing else."""
 
 
 class LostError(Exception):
-    """The process that runs parts is of no more use; the message says why."""
+    """The child process is of no more use; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How the benchmark is run; see `__main__`."""
+    """Options of the command, see `__main__`.
+
+    Args:
+        limit_s: of the whole run; None: no limit.
+        part_limit_s: of each part, in place of its own.
+    """
 
     device: str
     quick: bool
@@ -37,36 +45,36 @@ class Options:
     part_limit_s: float | None
 
 
-def guarded(parts: Sequence[Part], options: Options) -> Iterator[str | tuple[str, Row]]:
-    """Yield the environment, in words, and (part, row) as they come; parts that ended early have a row that says so."""
-    left, told = list(parts), False
+def guarded(parts: Sequence[str], options: Options) -> Iterator[str | tuple[str, Row]]:
+    """Yield the environment, in words, and (part, row) as they come; a part that ended early has a row with the reason."""
+    left, environment = list(parts), ""
     over = time.monotonic() + (options.limit_s or 1e9)
     while left and time.monotonic() < over:
         with _Worker(left, options) as worker:
             try:
-                environment = worker.receive(time.monotonic() + START_S)
-                if not told:
+                received = worker.receive(time.monotonic() + START_S)
+                if not environment:
+                    environment = received
                     yield environment
-                    told = True
                 while left and time.monotonic() < over:
-                    # What is made of software takes more time, and none of a GPU.
-                    limit_s = options.part_limit_s or left[0].limit_s * (1 if options.device == "cuda" else 6)
+                    # The software GPU is slower than a CPU.
+                    limit_s = options.part_limit_s or PARTS[left[0]] * (1 if options.device == "cuda" else 6)
                     ends = min(over, time.monotonic() + limit_s)
                     while (message := worker.receive(ends)) is not None:
-                        yield left[0].name, message
+                        yield left[0], message
                     left.pop(0)
             except LostError as lost:
-                yield left.pop(0).name, Row(case="", wrong=str(lost))
-    yield from ((part.name, Row(case="", verdict="left out: the time is over")) for part in left)
+                yield left.pop(0), Row(case="", wrong=str(lost))
+    yield from ((part, Row(case="", verdict="left out: the time is over")) for part in left)
 
 
 class _Worker:
     """A process that runs parts, in a process group of its own."""
 
-    def __init__(self, parts: Sequence[Part], options: Options) -> None:
+    def __init__(self, parts: Sequence[str], options: Options) -> None:
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, [part.name for part in parts], options))
+        self._process = context.Process(target=_work, args=(theirs, list(parts), options))
         self._process.start()
         theirs.close()
 
@@ -94,27 +102,27 @@ class _Worker:
     def __exit__(self, *error: object) -> None:
         self._process.join(0 if error[0] else 20.0)
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # with the ranks that it started
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the compilers that it started
         except (ProcessLookupError, PermissionError):
             self._process.kill()
         self._process.join()
 
 
-def _work(pipe: Any, names: Sequence[str], options: Options) -> None:
-    """Run parts by name, and send what they yield."""
+def _work(pipe: Any, parts: Sequence[str], options: Options) -> None:
+    """Run parts by name, and send their rows; None ends a part."""
     os.setpgid(0, 0)
     from benchmarks.gpu.bench import Bench, on_device
-    from benchmarks.gpu.parts import PARTS
+    from benchmarks.gpu.step import Step
 
     with on_device(options.device):
         bench = Bench(options.device, quick=options.quick, plant=options.plant)
         pipe.send(bench.environment())
-        for part in PARTS:
-            if part.name not in names:
-                continue
+        step = None
+        for part in parts:
             try:
-                bench.fail_in(PARTS.index(part) + 1)
-                for row in part.run(bench):
+                _fail(part, options.plant)
+                step = step or Step(bench)
+                for row in step.rows_of("full" if "full" in part else "none"):
                     pipe.send(row)
             except Exception as error:
                 traceback.print_exc()
@@ -124,3 +132,11 @@ def _work(pipe: Any, names: Sequence[str], options: Options) -> None:
             if not bench.recovers():
                 return
             pipe.send(None)
+
+
+def _fail(part: str, plant: Sequence[str]) -> None:
+    """Do what `--plant` asks for: hang in the first part, raise in the last."""
+    if part == next(iter(PARTS)) and "hang" in plant:
+        time.sleep(3600)
+    if part == list(PARTS)[-1] and "exception" in plant:
+        raise RuntimeError("a planted exception")

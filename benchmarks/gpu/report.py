@@ -1,8 +1,8 @@
-"""The rows of the benchmark, and the table that they become; `benchmarks/RESULTS.md` takes it as it is."""
+"""The rows of the benchmark and their table, which `benchmarks/RESULTS.md` includes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,20 @@ HEAD = ["part", "case", "ms", "to base", "operations", "waits", "pageable", "MiB
 
 LEGEND = (
     "*to base*: the device's time as a ratio to the part's first case, in turns. *Operations*, *waits* (of the host for the "
-    "device) and *pageable* uploads are of one step, or of one call. *MiB held*: allocated by a forward and alive until its "
-    "backward; *at peak*: in forward and backward. A verdict is *exact*, *refused* with the error's code, *left out* with a "
-    "reason, or **wrong** with what was seen; `-` is a case that nothing is promised of."
+    "device) and *pageable* uploads are of one step. *MiB held*: allocated by a forward and alive until its "
+    "backward; *at peak*: in forward and backward. A verdict is *exact*, *left out* with a reason, or **wrong** with a "
+    "description; `-` is a case without a promise."
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What was measured of one case; None: not measured there.
+    """The measurements of one case; None: not measured.
 
     Args:
         case: its name in the part.
         verdict: see LEGEND.
-        wrong: what is not as promised; "": nothing.
+        wrong: the promise that is broken; "": none.
     """
 
     case: str
@@ -54,23 +54,6 @@ class Row:
             *("" if value is None else f"{value:.1f}" for value in (self.held, self.peak)),
             (f"**wrong**: {self.wrong}" if self.wrong else self.verdict).replace("|", "/").replace("\n", " "),
         ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One part of the benchmark.
-
-    Args:
-        name: as the table and `--parts` call it.
-        measures: in words, for `--list`.
-        run: yields rows, on a `Bench`.
-        limit_s: it is ended then, and the next part begins in a new process.
-    """
-
-    name: str
-    measures: str
-    run: Callable[[Any], Iterator[Row]]
-    limit_s: float
 
 
 def text(environment: str, rows: Sequence[tuple[str, Row]], wrong: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""A step of a GPT as people train it, in every mode: bf16, and Transformer Engine and grouped GEMM where they are."""
+"""A step of a GPT in every mode: bf16, with Transformer Engine and grouped GEMM if they are installed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from benchmarks.gpu.report import Row, in_words
-from megatron_router_replay.mcore.batches.prefetch import prefetch
-from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import tiny_gpt_config
 
 if TYPE_CHECKING:
     from benchmarks.gpu.bench import Asked, Bench
@@ -38,33 +38,25 @@ class Way:
     """A way to run a step.
 
     Args:
-        opened: yields what queues a micro-batch.
+        opened: yields the function that queues a micro-batch.
         fused: Megatron-Core's fused router is on.
-        exact: "trace": every decision of a row with a route is the trace's; "forward": every recomputed decision is its
-            forward's; "": nothing is promised.
-        some_live: `Step.live` has no route.
+        exact: "trace": every decision is the trace's; "forward": every recomputed decision is its forward's; "": no promise.
         waits: that are known, a micro-batch.
     """
 
     opened: Callable[[], AbstractContextManager[Queue]]
     fused: bool = False
     exact: str = "trace"
-    some_live: bool = False
     waits: int = 0
 
 
-def build_model(bench: Bench, layers: int, *, sizes: ParallelSizes, small: bool = False, **fields: Any) -> Any:
-    """Return a GPT in bf16 on the device, as Megatron-LM builds and wraps one.
-
-    Args:
-        small: of the size of a test; so it is on the software GPU.
-        fields: of TransformerConfig.
-    """
+def build_model(bench: Bench, layers: int) -> Any:
+    """Return a GPT in bf16 on the device, as Megatron-LM builds and wraps one; a tiny one on the software GPU."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.module import Float16Module
 
-    if bench.on_gpu and not small:
+    if bench.on_gpu:
         shape = {
             "hidden_size": 2048, "num_attention_heads": 16, "num_query_groups": 4, "kv_channels": 128,
             "ffn_hidden_size": 4096, "moe_ffn_hidden_size": 1024, "num_moe_experts": 64, "moe_router_topk": 8,
@@ -75,12 +67,12 @@ def build_model(bench: Bench, layers: int, *, sizes: ParallelSizes, small: bool 
         "num_layers": layers, "bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16,
         "use_cpu_initialization": False, "deterministic_mode": False, "moe_grouped_gemm": bench.has_te,
     }  # fmt: skip
-    config = tiny_gpt_config(sizes, **{**shape, **own, **fields})
+    config = tiny_gpt_config(ParallelSizes(), **{**shape, **own})
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=bench.has_te, normalization=config.normalization)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=32768 if bench.on_gpu and not small else 320,
+        vocab_size=32768 if bench.on_gpu else 320,
         max_sequence_length=4096,
         position_embedding_type="rope",
     )
@@ -88,27 +80,14 @@ def build_model(bench: Bench, layers: int, *, sizes: ParallelSizes, small: bool 
 
 
 class Step:
-    """A model, its micro-batches, and a trace of routes that are nearly those that the model would choose.
+    """A model, its micro-batches, and a trace whose routes are nearly those that the model would choose."""
 
-    Args:
-        layers: to try, most first: as many as fit.
-    """
-
-    def __init__(
-        self,
-        bench: Bench,
-        layers: tuple[int, ...] | None = None,
-        *,
-        sizes: ParallelSizes | None = None,
-        small: bool = False,
-        **fields: Any,
-    ) -> None:
-        self.bench, self.sizes = bench, sizes or ParallelSizes()
-        layers = layers or ((2,) if not bench.on_gpu else (8,) if bench.quick else (16, 12, 8))
-        sequence = 4096 if bench.on_gpu and not small else 16
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        layers = (2,) if not bench.on_gpu else (8,) if bench.quick else (16, 12, 8)  # as many as fit
         for self.layers in layers:
             try:
-                self._build(sequence, small=small, **fields)
+                self._build(4096 if bench.on_gpu else 16)
                 self.run()  # what fits with activations alone
                 break
             except torch.cuda.OutOfMemoryError:
@@ -117,19 +96,16 @@ class Step:
                 self.model = None
                 torch.cuda.empty_cache()
 
-    def _build(self, sequence: int, *, small: bool, **fields: Any) -> None:
-        self.model = build_model(self.bench, self.layers, sizes=self.sizes, small=small, **fields)
+    def _build(self, sequence: int) -> None:
+        self.model = build_model(self.bench, self.layers)
         self.config = self.model.config
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(300, (NUM, 1, sequence), generator=generator)
         self.rows = torch.arange(tokens.numel()).view(tokens.shape)
-        topk, experts = self.config.moe_router_topk, self.config.num_moe_experts
         self.tokens, self.rows_on_gpu = self.bench.up(tokens), self.bench.up(self.rows)
         self.positions = self.bench.up(torch.arange(sequence).unsqueeze(0))
         self.trace = self._nearly_own()
-        self.routes = self.trace.topk_indices.view(*self.rows.shape, self.layers, topk)
-        self.live = self.rows % 8 == 5  # in one way these have no route
-        self.sealed = [mrr.stamp(routes, ids, num_experts=experts) for routes, ids in zip(self.routes, tokens)]
+        self.routes = self.trace.topk_indices.view(*self.rows.shape, self.layers, self.config.moe_router_topk)
 
     def _nearly_own(self) -> mrr.RoutingTrace:
         """Return the model's own routes with one expert exchanged in every second row, as an engine's differ a little."""
@@ -187,11 +163,7 @@ class Step:
             session.microbatch(self.rows[number], model)
 
         def gpu_rows(session: Any, number: int) -> None:
-            beside = {name: values[number] for name, values in on_gpu.items()}
-            session.microbatch(self.rows_on_gpu[number], model, **beside)
-
-        def sealed(session: Any, number: int) -> None:
-            mrr.microbatch(model, routes=self.sealed[number], stamped=True, token_ids=self.tokens[number])
+            session.microbatch(self.rows_on_gpu[number], model, **{name: each[number] for name, each in on_gpu.items()})
 
         def session(
             opened: Callable[[], Any], queue: Callable[[Any, int], object] = lambda *_: None, **options: Any
@@ -205,16 +177,12 @@ class Step:
 
         # The fault is for the benchmark to find, not for the session.
         replay = partial(mrr.replay, model, trace, min_agreement=0.0 if "layer" in self.bench.plant else 0.25)
-        some_live = partial(mrr.replay, model, self.trace.keep(~self.live.flatten()))
         ways = {
             BASE: Way(opened=self._no_session, exact=""),
             "no session, fused router": Way(opened=self._no_session, exact="", fused=True),
             "Megatron-Core's replay": Way(opened=self._megatron_replay),
             "replay, rows": session(replay, rows),
             "replay, rows, fused router": session(replay, rows, fused=True),
-            "replay, prefetched": Way(opened=self._prefetched),
-            "replay, fed sealed": session(partial(mrr.replay, model), sealed),
-            "replay, some rows live": session(some_live, rows, some_live=True),
             "replay, rows on the GPU": session(replay, gpu_rows, waits=1),
             "record": session(partial(mrr.record, model), rows, exact="forward"),
             "freeze": session(partial(mrr.freeze_recompute, model), exact="forward"),
@@ -226,12 +194,6 @@ class Step:
     @contextmanager
     def _no_session(self) -> Iterator[Queue]:
         yield lambda number: None
-
-    @contextmanager
-    def _prefetched(self) -> Iterator[Queue]:
-        with mrr.replay(self.model, self.trace) as session:
-            taken = prefetch(self.trace, self.rows.unbind(0), device=self.bench.device)
-            yield lambda number: session.microbatch(next(taken), self.model)
 
     def _layers_of(self, number: int) -> tuple[Tensor, ...]:
         """Return the routes of a micro-batch of one sequence, one [num_tokens, topk] int64 a router."""
@@ -353,7 +315,7 @@ class Step:
             with self.set(moe_router_fusion=way.fused), self._opened(way) as run:
                 run()
 
-        times, _ = self.bench.times({name: partial(whole, way) for name, way in ways.items()})
+        times = self.bench.times({name: partial(whole, way) for name, way in ways.items()})
         first, *_, last = [times[name] for name in (next(iter(ways)), *ways)]
         return last, last / first
 
@@ -394,8 +356,7 @@ class Step:
             expected = (
                 as_map(self.routes[number, 0, :, layer - 1], seen[0].shape[1]) if way.exact == "trace" else seen[0]
             )
-            routed = ~self.live[number, 0] if way.some_live else torch.ones_like(self.live[number, 0])
-            wrong += sum(wrong_rows(each[routed], expected[routed]) for each in seen)
+            wrong += sum(wrong_rows(each, expected) for each in seen)
         found = [f"{missing} layers did not run {times} times a micro-batch"] if missing else []
         return found + ([f"{wrong} decisions are not those of the {way.exact}"] if wrong else [])
 

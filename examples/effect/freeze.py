@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, run_schedule, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
+from tests.support.schedule import run_schedule
 
 LAYOUT = ParallelSizes()
 LAYERS, EXPERTS, TOPK, VOCAB = 8, 32, 4, 64

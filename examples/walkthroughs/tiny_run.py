@@ -4,13 +4,9 @@ from typing import Any
 
 import torch
 
-from megatron_router_replay.testing import (
-    ParallelSizes,
-    build_tiny_gpt,
-    random_microbatches,
-    run_schedule,
-    tiny_gpt_config,
-)
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
+from tests.support.schedule import random_microbatches, run_schedule
 
 MICROBATCHES, BATCH, LENGTH, LAYERS = 4, 2, 32, 6
 NUM_TOKENS = MICROBATCHES * BATCH * LENGTH

@@ -19,11 +19,12 @@ from megatron_router_replay.trace import RoutingTrace
 
 
 class Watched:
-    """What a model ran inside `watch`: column c of row r of its last batch is position c of request r."""
+    """The last batch that a model ran inside `watch`: column c of row r is position c of request r."""
 
     def __init__(self, capturer: Capturer) -> None:
         self._capturer = capturer
         self._batch = 0
+        self._unread_mask = ""
         self._forward: AbstractContextManager[None] | None = None
         self._cache: Any = lambda: None
 
@@ -61,6 +62,11 @@ class Watched:
             columns = np.flatnonzero(_is_token(sequence, in_prompt, pad_token_id, eos_token_id))
             rows = self._capturer._rows(row, len(sequence))
             if (rows["is_written"][: len(in_prompt)] & ~in_prompt).any():
+                if self._unread_mask:
+                    raise CaptureError(
+                        f"MRR704: row {row}: the model's attention_mask, a {self._unread_mask}, cannot be read, so its "
+                        "padding is not known: generate without padding, or with attn_implementation='sdpa'."
+                    )
                 raise CaptureError(
                     f"MRR704: row {row}: the model ran tokens that this attention_mask hides: pass it what you pass here."
                 )
@@ -87,15 +93,19 @@ class Watched:
                 self._capturer.abort(row)
             for row in range(batch):
                 self._capturer.add_request(row, num_prompt_tokens=length)
-            self._batch = batch
+            self._batch, self._unread_mask = batch, ""
         elif batch != self._batch:
             raise CaptureError(
                 f"MRR705: the model runs {batch} rows behind a cache of {self._batch}: a batch must keep its rows."
             )
         positions = np.broadcast_to(np.arange(start, start + length), (batch, length))
-        if length > 1 and isinstance(mask, Tensor) and mask.dim() == 2:
-            # A prompt: its padding is left out. Behind it every row runs a token in each step.
-            positions = np.where(as_integers(mask)[:, start : start + length] != 0, positions, -1)
+        if length > 1 and mask is not None:
+            # A prompt: its padding is left out. In later steps every row runs a token.
+            is_token = _token_columns(mask, start, length)
+            if is_token is None:
+                self._unread_mask = type(_mask_of_a_layer(mask)).__name__
+            else:
+                positions = np.where(is_token, positions, -1)
         self._forward = self._capturer.forward(range(batch), positions, input_ids=input_ids)
         self._forward.__enter__()
 
@@ -148,6 +158,44 @@ def watch(model: nn.Module, *, max_num_tokens: int = 8192) -> Iterator[Watched]:
             hook.remove()
         seen.release_cache()
         capturer._detach()
+
+
+def _mask_of_a_layer(mask: Any) -> Any:
+    """Return the mask itself; of several for different kinds of layers, that of full attention if there is one."""
+    return mask.get("full_attention", next(iter(mask.values()), None)) if isinstance(mask, dict) else mask
+
+
+def _token_columns(mask: Any, start: int, length: int) -> NDArray[np.bool_] | None:
+    """Return which columns of a prompt are tokens, [batch, length]; None: the mask is of an unknown kind.
+
+    Args:
+        mask: [batch, columns], nonzero on tokens; or [batch, heads, length, columns] as a static cache has it: True or 0.0
+            where a query attends; or a dict of these.
+        start: the first column of the prompt, after those in the cache.
+
+    Raises:
+        CaptureError: the mask hides columns from tokens after them, as a sliding window does.
+
+    Source: transformers 5.23, masking_utils.create_causal_mask, create_masks_for_generate.
+    """
+    mask = _mask_of_a_layer(mask)
+    columns = slice(start, start + length)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return as_integers(mask)[:, columns] != 0
+    is_read = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == length
+    if not is_read or not (mask.dtype is torch.bool or mask.is_floating_point()):
+        return None
+    attends = mask[:, 0, :, columns] if mask.dtype is torch.bool else mask[:, 0, :, columns] == 0
+    # Causal attention shows the last query every token of its row. Only two rows of the mask leave the device.
+    is_token = attends[:, -1]
+    first = is_token.int().argmax(dim=1)
+    seen_by_first = attends[torch.arange(len(attends), device=mask.device), first]
+    if (seen_by_first & (torch.arange(length, device=mask.device) < first[:, None])).any():
+        raise CaptureError(
+            "MRR705: attention_mask hides columns from the last token which an earlier one attends to, as in a sliding "
+            "window, so its padding cannot be told: generate with the default cache, or without padding."
+        )
+    return is_token.cpu().numpy()
 
 
 def _is_token(

@@ -1,48 +1,24 @@
-"""All commands as one typer app; each is a module beside this one and imports what it works with when it runs."""
+"""The typer app of all commands. Each module imports its libraries when its command runs, so `--help` is quick."""
 
 from __future__ import annotations
 
 from inspect import getdoc
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 import megatron_router_replay
-from megatron_router_replay.cli.convert import convert
 from megatron_router_replay.cli.demo import demo
 from megatron_router_replay.cli.diff import diff
 from megatron_router_replay.cli.doctor import doctor
+from megatron_router_replay.cli.explain import explain
 from megatron_router_replay.cli.inspect import inspect
-
-
-class _Plain:
-    """A command whose usage names arguments without braces, and whose --help has no type."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
-        return [piece.strip("{}") for piece in pieces]
-
-    def get_help_option(self, ctx: Any) -> Any:
-        option = super().get_help_option(ctx)  # type: ignore[misc]
-        option.metavar = ""
-        return option
-
-
-class _Command(_Plain, TyperCommand):
-    pass
-
-
-class _Group(_Plain, TyperGroup):
-    pass
-
+from megatron_router_replay.cli.output import fail
 
 app = typer.Typer(
-    cls=_Group,
-    help="Record and replay which experts a Mixture-of-Experts model uses.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # a traceback that comes through is to be reported as Python prints it
+    pretty_exceptions_enable=False,  # a bug is reported with Python's own traceback
     epilog="Exit codes: 0 fine, or the same; 1 they differ, or something would be refused; 2 bad input.",
 )
 
@@ -62,7 +38,16 @@ def main(
     """Record and replay which experts a Mixture-of-Experts model uses."""
 
 
-for command in (demo, doctor, inspect, diff, convert):
-    # Lines of a docstring's paragraph are joined: typer would keep each break.
+for command in (demo, doctor, inspect, diff, explain):
+    # typer keeps the line breaks inside a docstring's paragraph, which are for 120 columns.
     paragraphs = (getdoc(command) or "").split("\n\n")
-    app.command(cls=_Command, help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+
+
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def convert() -> None:
+    """Say what replaces the command of 0.2."""
+    fail(
+        "MRR901: convert is gone in 0.3. In Python: trace = mrr.engines.vllm.decode_batch(reply, model=folder), then "
+        "mrr.save_trace(trace, path)."
+    )

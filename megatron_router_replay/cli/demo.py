@@ -13,6 +13,12 @@ from megatron_router_replay.tables import Table
 if TYPE_CHECKING:
     from megatron_router_replay.demo import DemoResult
 
+NEXT = """\
+next, with a model of yours:
+  router-replay doctor         is this environment ready?
+  mrr.explain(model_chunks)    can each of the model's routers be replayed?
+  docs/first_hour.md           this demo, line by line: decode, replay, compare"""
+
 
 def demo(as_json: Json = False, out: Out = None) -> None:
     """Replay a real vLLM response in Megatron-Core: 2 processes, pipeline parallel, full recompute, on this CPU."""
@@ -21,12 +27,16 @@ def demo(as_json: Json = False, out: Out = None) -> None:
         from megatron_router_replay.demo import run_demo
 
         result = run_demo(say)
-    emit(_text(result), asdict(result), as_json=as_json, out=out)
+        emit(_text(result), asdict(result), as_json=as_json, out=out)
     exact = result.differ_with_replay == 0 and result.recomputes_identical == result.recomputes_checked > 0
+    if exact:
+        say(f"\n{NEXT}")
     raise typer.Exit(0 if exact else 1)
 
 
 def _text(result: DemoResult) -> str:
+    recomputes = f"{result.recomputes_identical} of {result.recomputes_checked}"
+    gaps = f"{result.logprob_gap_without:.4f}", f"{result.logprob_gap_with:.4f}"
     table = Table(
         name="demo",
         head=("", "without replay", "with replay"),
@@ -35,16 +45,8 @@ def _text(result: DemoResult) -> str:
             ("rollout: prompts / tokens generated", "", f"{result.prompts} / {result.tokens_generated}"),
             ("router decisions compared with the engine's", *[f"{result.decisions:,}"] * 2),
             ("  of which differ", f"{result.differ_without_replay:,}", f"{result.differ_with_replay:,}"),
-            (
-                "router recomputes identical to their forward",
-                "",
-                f"{result.recomputes_identical} of {result.recomputes_checked}",
-            ),
-            (
-                "mean log-prob gap to the engine (nats)",
-                f"{result.logprob_gap_without:.4f}",
-                f"{result.logprob_gap_with:.4f}",
-            ),
+            ("router recomputes identical to their forward", "", recomputes),
+            ("mean log-prob gap to the engine (nats)", *gaps),
             ("mean k3 KL(engine || trainer) (nats)", f"{result.kl_without:.5f}", f"{result.kl_with:.5f}"),
             ("token positions replayed", "", f"{result.rows_replayed:,}"),
             ("  routed live (last token of each sample)", "", f"{result.rows_live:,}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import warnings
 from contextlib import suppress
 from importlib import import_module
@@ -18,14 +19,17 @@ from megatron_router_replay.cli.output import Json, Out, check_out, emit, report
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.tables import printable
 
+TORCH_OLDEST, TORCH_TESTED = "2.6", "2.13.0"
+"""The floor of pyproject.toml, and the version of `make test`; a test compares both."""
+
 _NEEDED = ("torch", "megatron-core", "numpy", "safetensors")
 _OPTIONAL = ("typer", "rich", "triton", "pybase64", "ray", "transformers", "transformer-engine")
 _MODULES = {"megatron-core": "megatron.core", "transformer-engine": "transformer_engine"}
-"""Distribution -> the module that it brings, where that has another name."""
+"""Distribution -> its module, where the names differ."""
 
 
 def doctor(as_json: Json = False, out: Out = None) -> None:
-    """Show what is installed, and which versions of Megatron-Core are tested.
+    """Show the installed packages, and judge torch and Megatron-Core.
 
     To check a model, call mrr.explain(model).
 
@@ -33,28 +37,55 @@ def doctor(as_json: Json = False, out: Out = None) -> None:
     """
     with reporting_errors():
         check_out(out)
-        environment = _environment()
-    problems = environment["problems"]
-    text = _environment_text(environment)
-    text.append("something stands in the way, see above" if problems else "nothing stands in the way of replay")
-    emit("\n".join(text), {"environment": environment, "problems": problems}, as_json=as_json, out=out)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron-Core warns on import about each optional package
+            environment = _environment()
+        problems = environment["problems"]
+        text = _environment_text(environment)
+        text.append("replay cannot run here, see the problems above" if problems else "ready for replay")
+        emit("\n".join(text), {"environment": environment, "problems": problems}, as_json=as_json, out=out)
     raise typer.Exit(1 if problems else 0)
 
 
 def _environment() -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is imported to be asked, about packages that it would like
-        packages = {name: _package(name) for name in (*_NEEDED, *_OPTIONAL)}
-        notes, problems = _megatron() if packages["megatron-core"] is not None else ([], [])
-    missing = [f"{name} is not installed" for name in _NEEDED if packages[name] is None]
+    packages = {name: _package(name) for name in (*_NEEDED, *_OPTIONAL)}
+    problems = [f"{name} is not installed" for name in _NEEDED if packages[name] is None]
+    notes: list[str] = []
+    gpus: list[str] = []
+    if packages["torch"] is not None:
+        notes, found, gpus = _torch()
+        problems += found
+    if packages["megatron-core"] is not None:
+        more, found = _megatron()
+        notes, problems = notes + more, problems + found
     return {
         "megatron_router_replay": megatron_router_replay.__version__,
         "python": platform.python_version(),
         "packages": packages,
-        "gpus": [] if packages["torch"] is None else _gpus(),
+        "gpus": gpus,
         "notes": notes,
-        "problems": missing + problems,
+        "problems": problems,
     }
+
+
+def _torch() -> tuple[list[str], list[str], list[str]]:
+    """Return (notes, problems, names of the GPUs) of the torch that is installed."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
+        return [], [f"torch cannot be imported: {error}"], []
+    notes, problems = [], []
+    if _numbers(torch.__version__) < _numbers(TORCH_OLDEST):
+        problems.append(f"torch {torch.__version__} is older than {TORCH_OLDEST}")
+    if not torch.distributed.is_available():
+        problems.append("this torch was built without torch.distributed, which Megatron-Core needs")
+    if _numbers(torch.__version__) > _numbers(TORCH_TESTED):
+        notes.append(f"torch {torch.__version__} is newer than {TORCH_TESTED}, the newest tested one")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() * torch.cuda.is_available())]
+    if not gpus and Path("/proc/driver/nvidia/version").exists():
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        notes.append(f"there is an NVIDIA driver, but this torch sees no GPU: it is {build}")
+    return notes, problems, gpus
 
 
 def _megatron() -> tuple[list[str], list[str]]:
@@ -66,25 +97,26 @@ def _megatron() -> tuple[list[str], list[str]]:
     notes = [f"sessions were run with Megatron-Core {', '.join(upstream.TESTED)}"]
     if upstream.is_newer_than_tested(upstream.megatron_version()):
         notes.append("this one is newer: sessions verify every routing map, and refuse moe_* settings unknown here")
-    try:
-        upstream.check_version()
-    except RouterReplayError as error:
-        return notes, [str(error)]
-    return notes, []
+    problems = []
+    # The second asks for private names of torch, too: a torch that is too new fails there.
+    for check in (upstream.check_version, lambda: upstream.check_names(upstream.REQUIRED_SYMBOLS)):
+        try:
+            check()
+        except RouterReplayError as error:
+            problems.append(str(error))
+    return notes, problems
 
 
-def _gpus() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() * torch.cuda.is_available())]
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version, "2.13.0+cpu" -> (2, 13, 0)."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def _package(name: str) -> dict[str, str] | None:
-    """Return version and path of an installed package; None if there is none. Only megatron.core is imported."""
+    """Return version and path of an installed package; None if there is none."""
     module = _MODULES.get(name, name)
     try:
-        # Of a submodule this imports the packages around it, which may fail.
-        spec = find_spec(module)
+        spec = find_spec(module)  # of a submodule, this imports the package around it
     except (ImportError, ValueError):
         spec = None
     if spec is None:
@@ -92,23 +124,23 @@ def _package(name: str) -> dict[str, str] | None:
     # A namespace package has folders and no file of its own.
     path = str(Path(spec.origin).parent) if spec.origin else next(iter(spec.submodule_search_locations or ()), "")
     try:
-        found = version(name)
+        number = version(name)
     except PackageNotFoundError:
-        found = ""
+        number = "unknown version"
     if name == "megatron-core":
-        # A checkout on the path has no metadata of its own, or that of an older installation beside it.
-        with suppress(ImportError):  # `_megatron` says why
-            found = str(getattr(import_module(module), "__version__", found))
-    return {"version": found or "unknown version", "path": path}
+        # A checkout on the path has no metadata of its own, or that of another installation.
+        with suppress(ImportError):  # `_megatron` reports the reason
+            number = str(getattr(import_module(module), "__version__", number))
+    return {"version": number, "path": path}
 
 
 def _environment_text(environment: dict[str, Any]) -> list[str]:
     lines = [f"megatron_router_replay {environment['megatron_router_replay']}, Python {environment['python']}"]
-    for name, found in environment["packages"].items():
-        if found is None:
+    for name, package in environment["packages"].items():
+        if package is None:
             lines.append(f"  {name:<18} not installed{'' if name in _NEEDED else ' (optional)'}")
         else:
-            lines.append(f"  {name:<18} {found['version']:<14} {printable(found['path'])}")
+            lines.append(f"  {name:<18} {package['version']:<14} {printable(package['path'])}")
     lines.append(f"  {'GPUs':<18} {', '.join(environment['gpus']) or 'none; everything here works on a CPU'}")
     lines += [f"  note: {note}" for note in environment["notes"]]
     return lines + [f"  problem: {problem}" for problem in environment["problems"]]

@@ -25,11 +25,11 @@ def inspect(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Say what a trace file or folder holds: shapes, layers, missing routes, expert load. Every byte is checked."""
+    """Summarize a trace file or folder: shapes, layers, missing routes, expert load. Every byte is checked."""
     with reporting_errors():
+        check_out(out)
         from megatron_router_replay.store import TraceStore
 
-        check_out(out)
         store = TraceStore(path)
         steps = store.steps() if path.is_dir() else []
         if len(steps) > 1 and step is None:
@@ -39,7 +39,7 @@ def inspect(
             with progress("reading") as on_rows:
                 values = _trace(path, step, on_rows)
             text = _trace_text(values)
-    emit(text, values, as_json=as_json, out=out)
+        emit(text, values, as_json=as_json, out=out)
 
 
 def _step(store: TraceStore, step: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _steps_text(values: dict[str, Any]) -> str:
     left_out = f", {len(steps) - len(shown)} of them left out here" if len(shown) < len(steps) else ""
     table = Table(name="steps", head=("step", "ranks", "parts", "tokens", "layers", "MB"), rows=rows)
     title = f"{printable(values['path'])}: a folder of {len(steps)} steps{left_out}"
-    return f"{title}\n{table.text()}\n--step N says more of one"
+    return f"{title}\n{table.text()}\n--step N summarizes one"
 
 
 def _trace(path: Path, step: int | None, on_rows: Any) -> dict[str, Any]:

@@ -1,22 +1,20 @@
-"""What all commands share: results on stdout, everything else on stderr, errors in one sentence and exit code 2."""
+"""Output of all commands: results on stdout, everything else on stderr, errors in one sentence with exit code 2."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from megatron_router_replay.cli import INTERRUPTED
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.tables import printable, replace_text
 
-BAD_INPUT = 2
+BAD_INPUT, INTERRUPTED = 2, 130
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.", metavar="")]
 Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", metavar="FILE")]
 Step = Annotated[int | None, typer.Option(help="The step, if the folder holds several.", metavar="N")]
@@ -24,14 +22,16 @@ Step = Annotated[int | None, typer.Option(help="The step, if the folder holds se
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Turn whatever an input can cause into one message on stderr and exit code 2."""
+    """Turn every error that an input can cause into one message on stderr and exit code 2."""
     try:
         yield
-    except (RouterReplayError, OSError) as error:
+    except RouterReplayError as error:
         fail(str(error), error)
+    except OSError as error:  # of a file that is written
+        fail(f"MRR501: {error}.", error)
     except MemoryError as error:
         fail("MRR902: this input does not fit into memory.", error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # click's own exit code would be 1, which means that traces differ
         raise typer.Exit(INTERRUPTED) from None
     except typer.Exit:  # which is an Exception too
         raise
@@ -39,30 +39,27 @@ def reporting_errors() -> Iterator[None]:
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else None
         if missing in ("torch", "numpy", "safetensors", "megatron"):
             missing = "megatron-core" if missing == "megatron" else missing
-            fail(
-                f"MRR903: router-replay needs {missing}, which is not installed; router-replay doctor names what is missing.",
-                error,
-            )
-        fault = "This is a fault of router-replay, which should have said what is wrong with the input"
+            advice = "router-replay doctor names the packages that are missing."
+            fail(f"MRR903: router-replay needs {missing}, which is not installed; {advice}", error)
+        fault = "This is a fault of router-replay, whose message should name the input"
         fail(f"MRR905: {type(error).__name__}: {error}. {fault}; please report it with the command.", error)
 
 
-def fail(message: str, cause: BaseException | None = None) -> None:
+def fail(message: str, cause: BaseException | None = None) -> NoReturn:
     """Print an error on stderr and leave with exit code 2."""
     say(f"error: {printable(message)}")
     raise typer.Exit(BAD_INPUT) from cause
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function of (done, total) that moves a bar on stderr; nothing is drawn if that is no terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -75,33 +72,20 @@ def check_out(out: Path | None) -> None:
 
 
 def emit(text: str, values: Any, *, as_json: bool, out: Path | None = None) -> None:
-    """Print one of the two on stdout, and write the JSON to `out`."""
+    """Print the text or the JSON on stdout, and write the JSON to `out`."""
     content = json.dumps(values, indent=2)
     if out is not None:
-        try:
-            replace_text(out, content + "\n")
-        except OSError as error:
-            fail(f"MRR501: cannot write {out}: {error}.", error)
-    if not as_json:
-        content = _shown(text, sys.stdout)
-    try:
-        typer.echo(content)
-        sys.stdout.flush()
-    except OSError as error:  # a full disk, or a pipe that nobody reads any more
-        # What is left in the buffer would fail once more when Python shuts down, and change the exit code.
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        fail(f"MRR501: cannot write the result to stdout: {error}.", error)
+        replace_text(out, content + "\n")
+    typer.echo(content if as_json else _shown(text, sys.stdout))
 
 
 def say(text: str) -> None:
     """Print a remark on stderr."""
-    with suppress(OSError):  # nobody reads it; the exit code says what matters
-        typer.echo(_shown(text, sys.stderr), err=True)
+    typer.echo(_shown(text, sys.stderr), err=True)
 
 
 def _shown(text: str, stream: Any) -> str:
-    """Return text that a stream can write and a terminal shows as it is: `ü` where it knows ASCII only is escaped."""
+    """Return text without control characters; `ü` is escaped where the stream's encoding has no such letter."""
     lines = "\n".join(printable(line) for line in text.split("\n"))
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return lines.encode(encoding, "backslashreplace").decode(encoding)

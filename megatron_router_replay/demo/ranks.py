@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe, run_schedule
+from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe
 
 Microbatch = dict[str, Tensor]
 
@@ -44,6 +44,8 @@ def watched_step(
     num_rows: int,
 ) -> StepResult:
     """Run one step, with the routes replayed or (trace None) live, and return what left the routers."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     layout.initialize()
     chunks = load_qwen3_moe(
         checkpoint, layout, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
@@ -58,7 +60,15 @@ def watched_step(
         for router in _routers(chunks):
             stack.callback(router.register_forward_hook(watch).remove)
         session = None if trace is None else stack.enter_context(mrr.replay(chunks, trace))
-        losses = run_schedule(chunks, layout, microbatches, forward_step=partial(forward_step, session=session))
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(forward_step, session=session),
+            data_iterator=iter(microbatches),
+            model=chunks,
+            num_microbatches=len(microbatches),
+            seq_length=microbatches[0]["tokens"].shape[1],
+            micro_batch_size=microbatches[0]["tokens"].shape[0],
+            forward_only=False,
+        )
     result = StepResult(report={} if session is None else session.report.to_dict())
     # Hooks on Megatron's own routers: what they see does not pass through the bookkeeping that it is to prove.
     for (layer, is_recompute), of_layer in maps.items():

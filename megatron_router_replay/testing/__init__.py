@@ -1,6 +1,6 @@
-"""Megatron-Core on a CPU and tiny models, for our tests, the demo, and users' CI.
+"""Megatron-Core on a CPU, in any parallel layout: for this package's demo and for users' CI.
 
-Nothing is imported before it is asked for, so importing this package loads neither Megatron-Core nor torch.
+Importing the package loads neither Megatron-Core nor torch.
 """
 
 from typing import TYPE_CHECKING
@@ -12,28 +12,18 @@ if TYPE_CHECKING:
     from megatron_router_replay.testing.layout import ParallelSizes
     from megatron_router_replay.testing.qwen3_moe import load_qwen3_moe
     from megatron_router_replay.testing.ranks import run_ranks
-    from megatron_router_replay.testing.schedule import random_microbatches, run_schedule
-    from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
-__all__ = [
-    "ParallelSizes",
-    "build_tiny_gpt",
-    "load_qwen3_moe",
-    "megatron_on_cpu",
-    "random_microbatches",
-    "run_ranks",
-    "run_schedule",
-    "tiny_gpt_config",
-]
+__all__ = ["ParallelSizes", "load_qwen3_moe", "megatron_on_cpu", "run_ranks"]
 
-_HOME = {
-    "cpu": "megatron_on_cpu",
-    "layout": "ParallelSizes",
-    "qwen3_moe": "load_qwen3_moe",
-    "ranks": "run_ranks",
-    "schedule": "random_microbatches run_schedule",
-    "tiny_gpt": "build_tiny_gpt tiny_gpt_config",
+_MODULES = {"ParallelSizes": "layout", "load_qwen3_moe": "qwen3_moe", "megatron_on_cpu": "cpu", "run_ranks": "ranks"}
+
+_OWN_MODEL = "build a GPTModel of your own under megatron_on_cpu(), or load_qwen3_moe(checkpoint, layout)."
+_OWN_STEP = "call megatron.core.pipeline_parallel.get_forward_backward_func() with a forward_step of your own."
+_WITHDRAWN = {
+    "build_tiny_gpt": _OWN_MODEL,
+    "tiny_gpt_config": _OWN_MODEL,
+    "run_schedule": _OWN_STEP,
+    "random_microbatches": _OWN_STEP,
 }
-"""Module -> its public names."""
 
-__getattr__, __dir__ = lazy_names(__name__, {name: module for module, names in _HOME.items() for name in names.split()})
+__getattr__, __dir__ = lazy_names(__name__, _MODULES, withdrawn=_WITHDRAWN)

@@ -42,8 +42,10 @@ def test_it_holds_the_package_its_data_and_its_metadata_and_nothing_else(wheel):
         info = f"megatron_router_replay-{mrr.__version__}.dist-info"
         metadata = archive.read(f"{info}/METADATA").decode()
         scripts = archive.read(f"{info}/entry_points.txt").decode()
+        errors = archive.read("megatron_router_replay/cli/errors.md").decode()
     assert {name.split("/")[0] for name in names} == {"megatron_router_replay", info}
     assert {"megatron_router_replay/py.typed", "megatron_router_replay/demo/data/config.json"} <= set(names)
+    assert errors == (ROOT / "docs/errors.md").read_text(), "the text that `router-replay explain` prints"
     assert "License-Expression: Apache-2.0" in metadata
     description = metadata.partition("\n\n")[2]
     assert description.startswith("# megatron_router_replay")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_router_replay.testing.attention import cu_seqlens_in_memory, row_positions
-from megatron_router_replay.testing.schedule import Microbatch
+from tests.support.schedule import Microbatch
 
 
 def split_microbatch(microbatch: Mapping[str, Any], *, cp_rank: int, cp_size: int) -> Microbatch:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.testing.attention import SmallAttention
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.trainers.oracle import EXPERTS, LAYERS, TOPK, VOCAB
 
 

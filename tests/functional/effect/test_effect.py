@@ -13,14 +13,10 @@ from examples.effect.policy import POLICY, int8_rounded
 from examples.effect.results import removed
 from examples.grpo.rollout import Text, TransformersEngine
 from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
-from megatron_router_replay.testing import (
-    ParallelSizes,
-    build_tiny_gpt,
-    random_microbatches,
-    run_schedule,
-    tiny_gpt_config,
-)
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.gradients import gradients
+from tests.support.schedule import random_microbatches, run_schedule
 
 
 def trace_of(rows, lengths):

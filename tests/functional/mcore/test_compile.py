@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.testing import build_tiny_gpt, tiny_gpt_config
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import (
     DRAWN,
     FULL,

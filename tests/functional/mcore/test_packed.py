@@ -7,9 +7,11 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.layout import collate_packed, split_batch
-from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, run_schedule, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import DRAWN, FULL, Case, random_routes, watched, wrong_replays
 from tests.support.gradients import gradients, merge_by_name
+from tests.support.schedule import run_schedule
 
 pytestmark = pytest.mark.version
 LENGTHS = (5, 16, 9)

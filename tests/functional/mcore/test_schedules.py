@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore.batches.prefetch import prefetch_batches
-from megatron_router_replay.testing import ParallelSizes, run_schedule
-from megatron_router_replay.testing.schedule import default_forward_step, masked_mean_loss
+from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import (
     DRAWN,
     FULL,
@@ -31,6 +30,7 @@ from tests.functional.mcore.cases import (
     wrong_replays,
 )
 from tests.support.gradients import gradients
+from tests.support.schedule import default_forward_step, masked_mean_loss, run_schedule
 
 ELSEWHERE = "rows that the trace knows nothing of"
 

@@ -9,7 +9,8 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore import layer_numbers_of
 from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
-from megatron_router_replay.testing import ParallelSizes, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import tiny_gpt_config
 from tests.functional.mcore.cases import (
     DRAWN,
     FULL,

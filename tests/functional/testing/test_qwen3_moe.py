@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from megatron_router_replay.errors import RouterReplayError
-from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe, run_schedule
+from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe
 from megatron_router_replay.testing.qwen3_moe import qwen3_moe_config
+from tests.support.schedule import run_schedule
 
 
 def tokens():

@@ -4,16 +4,12 @@ import pytest
 import torch
 
 from megatron_router_replay.errors import RouterReplayError
-from megatron_router_replay.testing import (
-    ParallelSizes,
-    build_tiny_gpt,
-    random_microbatches,
-    run_schedule,
-    tiny_gpt_config,
-)
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.gradients import gradients, merge_by_name
 from tests.support.megatron_state import megatrons_context_parallel_split
 from tests.support.microbatches import pack_microbatch, split_microbatch
+from tests.support.schedule import random_microbatches, run_schedule
 
 ONE, CP2 = ParallelSizes(), ParallelSizes(cp_size=2)
 PP4_VPP2 = ParallelSizes(pp_size=4, vp_size=2)

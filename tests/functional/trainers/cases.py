@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, run_schedule, tiny_gpt_config
-from megatron_router_replay.testing.schedule import masked_mean_loss
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from megatron_router_replay.trace import stale_rows
 from megatron_router_replay.trainers import number_batch, pack_rows, recorded_routes
 from tests.functional.mcore.cases import as_map, moe_routers, watched
 from tests.functional.trainers import packers
 from tests.support.gradients import gradients
+from tests.support.schedule import masked_mean_loss, run_schedule
 
 LENGTHS = (7, 12, 5, 16, 9, 3)
 MICROBATCHES = ((0, 1), (3, 2), (5, 4))  # as a sampler may regroup them

@@ -15,7 +15,8 @@ from verl.workers.config.engine import EngineRouterReplayConfig
 from verl.workers.engine.megatron import MegatronEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
-from megatron_router_replay.testing import ParallelSizes, build_tiny_gpt, tiny_gpt_config
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from megatron_router_replay.trainers.verl import engine as replay_engine
 from megatron_router_replay.trainers.verl.engine import RouterReplayEngine
 from tests.functional.verl.batches import VOCAB_SIZE

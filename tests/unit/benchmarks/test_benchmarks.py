@@ -1,6 +1,9 @@
-"""What benchmarks measure with, by hand; RESULTS.md is what the kept samples say."""
+"""Timing and counting helpers of benchmarks, by hand; RESULTS.md is made from the kept samples."""
 
+import ast
+import inspect
 import json
+import operator
 
 import pytest
 import torch
@@ -99,3 +102,17 @@ def test_every_part_has_samples(part):
 
 def test_samples_stay_small():
     assert sum(path.stat().st_size for path in RAW.iterdir()) < 1_000_000
+
+
+def test_the_gpu_benchmark_calls_what_torch_has():
+    """Names and keywords of torch.cuda and of the profiler, which no run on the software GPU calls."""
+    found = 0
+    for path in (RAW.parent / "gpu").glob("*.py"):
+        for node in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            name = ast.unparse(node.func)
+            if not name.startswith("torch.cuda."):
+                continue
+            function = operator.attrgetter(name.removeprefix("torch."))(torch)
+            inspect.signature(function).bind(*node.args, **{each.arg: None for each in node.keywords})
+            found += 1
+    assert found > 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -38,9 +39,11 @@ MODELS = {
 }  # fmt: skip
 
 
-def build_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build_model(name: str, dtype: torch.dtype = torch.float32, **fields: Any) -> nn.Module:
     transformers.set_seed(1234)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name][0]).to(dtype).eval()
+    config = copy.deepcopy(MODELS[name][0])
+    config.update(fields)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.data.normal_(0, 0.01)

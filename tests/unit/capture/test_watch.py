@@ -44,6 +44,43 @@ def test_a_padded_batch_that_is_sampled_has_one_sample_a_row(name):
     assert_exact(model, trace)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])  # one mask, and one for each kind of layer
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # masks of bools, and of numbers that are added
+def test_padding_is_read_off_the_masks_of_a_static_cache(name, attention):
+    model = build_model(name)
+    if name != "gpt_oss" or attention == "eager":
+        model.set_attn_implementation(attention)
+    ids, mask = pad(PROMPTS, "left")
+    with mrr.capture.watch(model) as seen:
+        sequences = generate(model, ids, mask, cache_implementation="static")
+    with pytest.raises(CaptureError, match=r"row 1, .* 2 of 13 tokens were never forwarded .* position 0"):
+        seen.trace(sequences, torch.ones_like(mask))
+    trace = seen.trace(sequences, mask, pad_token_id=0)
+    assert trace.sequence_lengths == (14, 12, 10)
+    assert_exact(model, trace)
+
+
+def test_padding_that_a_mask_does_not_tell_from_a_window_is_refused():
+    model = build_model("mixtral", sliding_window=3)
+    ids, mask = pad(PROMPTS, "left")
+    with pytest.raises(CaptureError, match="its padding cannot be told"), mrr.capture.watch(model):
+        generate(model, ids, mask, cache_implementation="static")
+
+
+def test_a_mask_of_an_unknown_kind_is_refused_where_a_batch_is_padded():
+    model = build_model("gpt_oss")
+    ids, mask = pad(PROMPTS, "left")
+    with mrr.capture.watch(model) as seen:
+        for batch in (ids, SEQUENCE):
+            model(batch, attention_mask={"full_attention": None, "sliding_attention": None})
+            sequences = torch.nn.functional.pad(batch, (0, 1), value=9)
+            if batch is SEQUENCE:
+                assert seen.trace(sequences, torch.ones_like(batch)).sequence_lengths == (8,)
+                continue
+            with pytest.raises(CaptureError, match=r"row 1: .* attention_mask, a NoneType, cannot be read"):
+                seen.trace(sequences, mask)
+
+
 @pytest.mark.parametrize(
     "options",
     [
