@@ -236,7 +236,7 @@ def gradients_of_a_step(chunk, number):
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_after_a_session_under_a_checkpoint_of_ones_own_raises_until_uninstall(kind, start):
+def test_a_step_after_a_session_with_ones_own_checkpoint_raises_until_uninstall(kind, start):
     chunk, never_held = Chunk(), Chunk()
     chunk.around = never_held.around = KINDS[kind]
     with start(chunk) as session, torch.no_grad():  # the old policy's forward, whose backward never comes
