@@ -1,4 +1,5 @@
-"""Prints pytest's options that leave out the slow tests which a change does not touch, and to stderr what and why.
+"""Print pytest's options that leave out the slow tests which a change does not touch, and to stderr the reasons. With the
+argument `steps`, print the steps of .ci/run that the change touches.
 
 The change is all that differs from CI_BASE. Without CI_BASE, from where HEAD left origin's branch; where that is HEAD
 itself or unknown, from the newest commit on HEAD's first-parent line that is a day older than HEAD, so that no landing of
@@ -19,7 +20,7 @@ DAY = 24 * 60 * 60
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Slow tests, where their own files lie, and what neither of them reads."""
+    """Slow tests or a step of .ci/run, the files of its own, and the files that it does not read."""
 
     name: str
     tests: tuple[str, ...]
@@ -90,6 +91,42 @@ GROUPS = [
     ),
 ]
 
+ENVIRONMENTS = ("constraints-verl.txt", "constraints-vllm.txt")
+STEPS = [
+    Group(
+        name="verl",
+        tests=("tests/functional/verl",),
+        sources=("megatron_router_replay/trainers/", "constraints-verl.txt"),
+        unused_parts=("capture", "cli", "demo", "diagnostics", "engines", "store", "transport"),
+        unused=("benchmarks/", "examples/", "constraints-vllm.txt"),
+    ),
+    Group(
+        name="versions",
+        tests=("tests/unit/mcore", "tests/functional/mcore"),
+        sources=("megatron_router_replay/mcore/",),
+        unused_parts=("capture", "cli", "demo", "diagnostics", "engines", "store", "trainers", "transport"),
+        unused=("benchmarks/", "examples/", *ENVIRONMENTS),
+    ),
+    Group(
+        name="wheel",
+        tests=("tests/functional/test_wheel.py",),
+        sources=("pyproject.toml", "setup.py", "README.md", "megatron_router_replay/__init__.py"),
+        unused_parts=(
+            "capture",
+            "diagnostics",
+            "engines",
+            "layout",
+            "mcore",
+            "store",
+            "trace",
+            "trainers",
+            "transport",
+        ),
+        unused=("benchmarks/", "examples/", *ENVIRONMENTS),
+    ),
+]
+"""Steps of .ci/run besides the slow tests."""
+
 
 def git(*arguments: str) -> str:
     """Return what a git command prints."""
@@ -113,22 +150,28 @@ def base() -> str | None:
 
 
 def main() -> None:
-    """Print the options and the reasons."""
+    """Print the options, or the steps, and the reasons."""
+    groups, what = (STEPS, "steps") if sys.argv[1:] == ["steps"] else (GROUPS, "slow tests")
+    changed: list[str] | None = None
+    reason = "all of them"
     try:
         commit = None if os.environ.get("CI_ALL") == "1" else base()
-        if commit is None:
-            print("slow tests: all of them", file=sys.stderr)
-            return
-        changed = [*git("diff", "--name-only", "--no-renames", commit).splitlines()]
-        changed += git("ls-files", "--others", "--exclude-standard").splitlines()
+        if commit is not None:
+            changed = [*git("diff", "--name-only", "--no-renames", commit).splitlines()]
+            changed += git("ls-files", "--others", "--exclude-standard").splitlines()
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"slow tests: all of them, for git does not say what changed: {error}", file=sys.stderr)
-        return
-    for group in GROUPS:
-        if touched := group.touched(changed):
-            print(f"slow tests: {group.name}, because of {touched[0]} and {len(touched) - 1} more", file=sys.stderr)
-        else:
-            print(f"slow tests: LEFT OUT {group.name}: nothing it reads changed since {commit[:10]}", file=sys.stderr)
+        reason = f"all of them, for git does not say what changed: {error}"
+    if changed is None:
+        print(f"{what}: {reason}", file=sys.stderr)
+    for group in groups:
+        touched = None if changed is None else group.touched(changed)
+        if touched == []:
+            print(f"{what}: LEFT OUT {group.name}: nothing it reads changed since {commit[:10]}", file=sys.stderr)
+        elif touched:
+            print(f"{what}: {group.name}, because of {touched[0]} and {len(touched) - 1} more", file=sys.stderr)
+        if groups is STEPS and touched != []:
+            print(group.name)
+        elif groups is GROUPS and touched == []:
             print(*(f"--ignore={test}" for test in group.tests), sep="\n")
 
 

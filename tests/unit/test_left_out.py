@@ -13,7 +13,7 @@ SCRIPT = ROOT / ".ci/left_out.py"
 EVERYTHING = ["GRPO", "benchmarks", "GPU", "the", "mutated", "damaged", "random"]
 
 
-GROUPS = runpy.run_path(str(SCRIPT), run_name="left_out")["GROUPS"]
+GROUPS, STEPS = map(runpy.run_path(str(SCRIPT), run_name="left_out").get, ("GROUPS", "STEPS"))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ GROUPS = runpy.run_path(str(SCRIPT), run_name="left_out")["GROUPS"]
         ("megatron_router_replay/layout/rows.py", ["GRPO", "benchmarks", "GPU", "the", "random"]),
         ("tests/unit/store/damage.py", ["damaged"]),
         ("examples/walkthroughs/two_layouts.py", ["the"]),
-        ("megatron_router_replay/mcore/sessions/hold.py", ["GRPO", "benchmarks", "GPU", "the", "random"]),
+        ("megatron_router_replay/mcore/sessions/session.py", ["GRPO", "benchmarks", "GPU", "the", "random"]),
         ("megatron_router_replay/trace/ids.py", EVERYTHING),
         ("megatron_router_replay/unheard_of.py", EVERYTHING),
         ("tests/conftest.py", EVERYTHING),
@@ -45,6 +45,24 @@ GROUPS = runpy.run_path(str(SCRIPT), run_name="left_out")["GROUPS"]
 def test_a_path_touches_every_group_that_is_not_known_to_do_without_it(path, expected):
     touched = [group.name.split()[0].strip(",") for group in GROUPS if group.touched([path, "CHANGELOG.md"])]
     assert touched == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("docs/trainers.md", []),
+        ("README.md", ["wheel"]),
+        ("examples/grpo/loop.py", []),
+        ("megatron_router_replay/engines/vllm.py", []),
+        ("megatron_router_replay/trainers/verl/engine.py", ["verl"]),
+        ("megatron_router_replay/mcore/core/tape.py", ["verl", "versions"]),
+        ("megatron_router_replay/trace/ids.py", ["verl", "versions"]),
+        ("megatron_router_replay/cli/doctor.py", ["wheel"]),
+        ("constraints.txt", ["verl", "versions", "wheel"]),
+    ],
+)
+def test_a_path_touches_the_steps_that_read_it(path, expected):
+    assert [step.name for step in STEPS if step.touched([path, "CHANGELOG.md"])] == expected
 
 
 def test_no_group_does_without_a_part_that_its_own_files_name():
@@ -58,9 +76,11 @@ def test_no_group_does_without_a_part_that_its_own_files_name():
             assert not set(named) & set(group.unused_parts), start
 
 
-def run(folder, **environment):
+def run(folder, *arguments, **environment):
     environment["PATH"] = "/usr/bin:/bin"
-    done = subprocess.run([sys.executable, SCRIPT], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split(), done.stderr
 
@@ -90,5 +110,8 @@ def test_what_a_change_since_the_day_before_does_not_touch_is_left_out_and_said(
     assert said.count("LEFT OUT") == 7
     assert run(tmp_path, CI_ALL="1") == ([], "slow tests: all of them\n")
     assert run(tmp_path, CI_BASE="HEAD~1")[0] == options
-    (tmp_path / "setup.py").write_text("")  # what is not committed counts, too
+    assert run(tmp_path, "steps")[0] == []
+    assert run(tmp_path, "steps", CI_ALL="1")[0] == ["verl", "versions", "wheel"]
+    (tmp_path / "setup.py").write_text("")  # uncommitted files count, too
     assert run(tmp_path)[0] == []
+    assert run(tmp_path, "steps")[0] == ["verl", "versions", "wheel"]
