@@ -205,7 +205,7 @@ class Step:
 
         # The fault is for the benchmark to find, not for the session.
         replay = partial(mrr.replay, model, trace, min_agreement=0.0 if "layer" in self.bench.plant else 0.25)
-        some_live = partial(mrr.replay, model, self.trace.keep(~self.live.flatten()))
+        some_live = partial(mrr.replay, model, self.trace.without_routes(self.live.flatten()))
         ways = {
             BASE: Way(opened=self._no_session, exact=""),
             "no session, fused router": Way(opened=self._no_session, exact="", fused=True),
