@@ -22,7 +22,7 @@ from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelLike
 from megatron_router_replay.engines.options import DecodeOptions, SharedOptions, TokenIds
 from megatron_router_replay.engines.tokens import resolve_tokens
-from megatron_router_replay.errors import PayloadError, TraceError
+from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -103,11 +103,6 @@ class RoutingSegments:
 
     def _check(self, trace: RoutingTrace, weight_version: int | None) -> dict[str, Tensor]:
         """Raise unless the trace belongs to this sequence; return its tensors, a row a token each, by their names."""
-        try:
-            # A later turn's route would take the place of a row that somebody left out.
-            trace.check_nothing_left_out("append a segment")
-        except TraceError as error:
-            raise PayloadError(f"MRR111: RoutingSegments: {error}") from None
         ids, versions = trace.token_ids, trace.weight_version
         if ids is None:
             raise PayloadError(

@@ -53,11 +53,6 @@ class RoutingTrace:
     Two traces are equal if all their values are, wherever their tensors are; what stands in rows without a route does not
     count. So a trace has no hash: it is no key of a dictionary.
 
-    Attributes:
-        left_out: [num_tokens] bool, True: `keep` left this row out, which has a route, so that the live router decides it;
-            None: nobody chose. It stays with the rows in memory. Files, transports and merges refuse a trace in
-            which rows were left out: choose where the trace is replayed.
-
     Raises:
         TraceError: shapes disagree, an id is outside 0..num_experts-1, a row names an expert twice, a row is -1 in
             some places only.
@@ -71,7 +66,6 @@ class RoutingTrace:
     sequence_lengths: tuple[int, ...] | None = None
     sample_ids: tuple[str, ...] | None = None
     weight_version: Tensor | None = None
-    left_out: Tensor | None = field(init=False, default=None)
     # How often each tensor had been changed in place when the trace was made: torch counts that for a tensor and its views.
     _versions: tuple[int, ...] = field(init=False, default=())
 
@@ -132,7 +126,6 @@ class RoutingTrace:
         replay_mask: Tensor,
         token_ids: Tensor | None = None,
         weight_version: Tensor | None = None,
-        left_out: Tensor | None = None,
         # Any: a type checker takes **tensors for every keyword, these two as well.
         sequence_lengths: Any = None,
         sample_ids: Any = None,
@@ -216,8 +209,6 @@ class RoutingTrace:
 
     def __repr__(self) -> str:
         routed = f"{int(self.replay_mask.sum())} with a route"
-        if self.left_out is not None:
-            routed = f"{routed}, {int(self.left_out.sum())} left out"
         # Without them nothing proves that the routes are of the tokens that they are replayed for.
         proof = "" if self.token_ids is not None else ", without token ids"
         return (
@@ -231,12 +222,9 @@ class RoutingTrace:
         plain = ("layer_numbers", "num_experts", "topk", "sequence_lengths", "sample_ids")
         if any(getattr(self, name) != getattr(other, name) for name in plain):
             return False
-        # Whether a row was left out by choice, or never had a route, is told apart: None left out none.
-        same = _equal(self.replay_mask, other.replay_mask) and _equal(self._left_out(), other._left_out())
-        same &= _equal(self.token_ids, other.token_ids) and _equal(self.weight_version, other.weight_version)
-        if not same:
+        if not all(_equal(getattr(self, name), getattr(other, name)) for name in TENSOR_FIELDS[1:]):
             return False
-        routed = self.replay_mask | self._left_out()
+        routed = self.replay_mask
         return _equal(self.topk_indices[routed], other.topk_indices[routed.to(other.device)])
 
     __hash__ = None  # type: ignore[assignment]  # its tensors are compared by value, and have no hash that fits
@@ -284,34 +272,21 @@ class RoutingTrace:
         numbers = as_layer_numbers([new[i] for i in order])
         return self._with(topk_indices=self.topk_indices[:, as_slice(order)], layer_numbers=numbers)
 
-    def keep(self, mask: ArrayLike | Tensor) -> RoutingTrace:
-        """Return the trace with routes only where `mask` is True. The live router decides every other row, by choice.
-
-        A session counts such rows apart and lets them be trained on; see docs/options.md. A row that was left out before, or
-        that has no route, gets none by being kept.
+    def without_routes(self, mask: ArrayLike | Tensor) -> RoutingTrace:
+        """Return the trace without the routes of some rows. The live router decides these rows, and they count as live.
 
         Args:
-            mask: [num_tokens] bool, in the order of the rows.
+            mask: [num_tokens] bool, True: this row has no route from now on, as one that the engine never sent.
 
         Raises:
             TraceError: mask has another shape or dtype.
         """
-        kept = as_mask("the mask", mask, self.num_tokens).to(self.device)
-        left_out = self._left_out() | (self.replay_mask & ~kept)
-        return self._with(replay_mask=self.replay_mask & kept, left_out=left_out)
+        removed = as_mask("the mask", mask, self.num_tokens).to(self.device)
+        return self._with(replay_mask=self.replay_mask & ~removed)
 
-    def check_nothing_left_out(self, attempt: str) -> None:
-        """Raise TraceError if `keep` left out a row. Its route would be lost, and that it was by choice.
-
-        Args:
-            attempt: what cannot be done, for the message.
-        """
-        count = int(self._left_out().sum())
-        if count:
-            raise TraceError(
-                f"MRR111: cannot {attempt} of which {count} rows were left out by choice (keep): that choice would be "
-                "taken for lost routes. Take the trace as it was before, and choose last, in the trace that is replayed."
-            )
+    def keep(self, mask: ArrayLike | Tensor) -> RoutingTrace:
+        """Raise TraceError: a method of an earlier version."""
+        raise TraceError("MRR101: trace.keep(mask) is gone in 0.3: use trace.without_routes(~mask).")
 
     def gather_rows(self, rows: Tensor | Sequence[int]) -> RoutingTrace:
         """Return a copy with these rows in this order; sample metadata is dropped.
@@ -364,9 +339,6 @@ class RoutingTrace:
         """Return the trace with its tensors on `device`."""
         return self._with(**{name: tensor.to(device) for name, tensor in self._tensors()})
 
-    def _left_out(self) -> Tensor:
-        return torch.zeros_like(self.replay_mask) if self.left_out is None else self.left_out
-
     def _rows(self, index: slice | Tensor, **metadata: Any) -> RoutingTrace:
         return self._with(**{name: tensor[index] for name, tensor in self._tensors()}, **metadata)
 
@@ -401,7 +373,7 @@ def _from_values(values: dict[str, Any]) -> RoutingTrace:
 
 
 _FIELDS = tuple(field.name for field in fields(RoutingTrace) if not field.name.startswith("_"))
-TENSOR_FIELDS = ("topk_indices", "replay_mask", "token_ids", "weight_version", "left_out")
+TENSOR_FIELDS = ("topk_indices", "replay_mask", "token_ids", "weight_version")
 """The tensors of a trace, one row a token each; all but the first two may be None."""
 
 
@@ -452,8 +424,6 @@ def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
         "token_ids": _all_or_none("token_ids", traces, needed=have_rows),
         "weight_version": _all_or_none("weight_version", traces, needed=have_rows),
     }
-    if any(trace.left_out is not None for trace in traces):
-        values["left_out"] = [trace._left_out() for trace in traces]
     lengths = names = None
     if any(trace.sequence_lengths is not None for trace in traces):
         # Not "or": the lengths () of a batch of no samples are no missing lengths.

@@ -91,7 +91,6 @@ def test_a_warning_is_shown_once_a_cause_and_logged_each_time(caplog, monkeypatc
     [
         ("replay", {"rows_replayed": 9, "rows_live": 1}, False),  # nine tenths exactly
         ("replay", {"rows_replayed": 89, "rows_live": 11}, True),
-        ("replay", {"rows_replayed": 5, "rows_live": 95, "rows_left_out": 95}, False),  # by choice
         ("replay", {"rows_padding": 8}, False),
         ("record", {"rows_live": 8}, False),
     ],

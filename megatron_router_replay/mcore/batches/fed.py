@@ -35,7 +35,6 @@ def lay_out(
     token_ids: Any = None,
     padding: Any = None,
     trained: Any = None,
-    stale: Any = None,
     stamped: bool = False,
     trust_layout: bool = False,
     filler: Sequence[int] | Tensor | None = None,
@@ -52,7 +51,6 @@ def lay_out(
         padding: [b, s] bool, True: padding. A row that is sealed for its token is none, and raises; without a seal, what
             stands on padding is not looked at.
         trained: [b, s], non-zero: trained on; without a route it raises.
-        stale: [b, s] bool, True: the live router decides it, as if `trace.keep` left it out; see `trace.stale_rows`.
         stamped: the last layers are the seal; needs token_ids.
         trust_layout: take the routes without a seal; the report says so.
         filler: [topk], what the trainer writes in every layer where there is no route: such rows are live.
@@ -68,7 +66,7 @@ def lay_out(
     _check_words(stamped=stamped, trust_layout=trust_layout, token_ids=token_ids, missing=missing)
     values = _as_batch(routes)
     shape, num_experts = (int(values.shape[0]), int(values.shape[1])), int(chunk.replayed_routers[0].router.num_experts)
-    unchecked = {"token_ids": token_ids, "padding": padding, "trained": trained, "stale": stale}
+    unchecked = {"token_ids": token_ids, "padding": padding, "trained": trained}
     inputs, device = _on_one_device(unchecked, shape, values.device)
     tokens, padded = inputs["token_ids"], inputs["padding"]
     columns = _columns(chunk, values, layer_numbers, stamped=stamped)
@@ -111,7 +109,6 @@ def lay_out(
         chunk,
         take_layers(rows.ids, columns.replayed, dim=1).view(*shape, len(columns.replayed), rows.ids.shape[2]),
         absent=rows.absent.view(shape),
-        stale=inputs["stale"],
         padding=padded,
         token_ids=tokens,
         split=split,
@@ -188,28 +185,18 @@ def _routers_view(
     ids: Tensor,
     *,
     absent: Tensor,
-    stale: Tensor | None,
     padding: Tensor | None,
     token_ids: Tensor | None,
     split: bool,
 ) -> RankRoutes:
     """Return the routes of a chunk's layers, [b, s, layers, topk], as its routers see them."""
-    live_mask, left_out = absent, None
-    if stale is not None:
-        left_out = stale & ~to_device(absent, stale.device)
-        left_out = left_out if padding is None else left_out & ~padding
-        live_mask = stale | to_device(absent, stale.device)
-        left_out = chunk.router_view(left_out, split=split)
-    if padding is not None:
-        live_mask = to_device(live_mask, padding.device)
-    live_mask = chunk.router_view(live_mask, split=split)
+    live_mask = chunk.router_view(absent if padding is None else to_device(absent, padding.device), split=split)
     view = chunk.router_view(ids, split=split)
     # Of the rows that were read for it, a part would keep all.
     is_part = view.untyped_storage().nbytes() != view.numel() * view.element_size()
     return RankRoutes(
         topk_indices=view.clone() if is_part else view,
         live_mask=live_mask if live_mask.device.type != "cpu" or bool(live_mask.any()) else None,
-        left_out=left_out,
         padding=padding,
         batch_shape=(int(ids.shape[0]), int(ids.shape[1])),
         token_ids=token_ids,

@@ -47,7 +47,6 @@ class RankRoutes:
     Args:
         topk_indices: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
         live_mask: [num_tokens] bool, True: the row has no route; None: all rows have one.
-        left_out: [num_tokens] bool, True: a live row that has a route, left out by choice; None: there is none.
         rows: [b, s] int64, rows of the trace that know the token_ids; None: the caller named these.
         padding: [b, s] bool, known to be padding; None: nothing is known.
         batch_shape: (b, s).
@@ -61,7 +60,6 @@ class RankRoutes:
     batch_shape: tuple[int, int]
     token_ids: Tensor | None
     split: bool = False
-    left_out: Tensor | None = None
     rows: Tensor | None = None
 
 

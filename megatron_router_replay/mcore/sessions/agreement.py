@@ -370,7 +370,7 @@ def problems(everyone: Sequence[Mapping[str, Any]], least: float) -> list[str]:
     if low and len(low) == len(layers):
         found = (
             f"every layer that was judged ({_list(low)}): they are of other or much older weights, or of other tokens. "
-            "Are the trainer's weights those of the engine (weight_versions=, trace.keep)?"
+            "Are the trainer's weights those of the engine (weight_versions=, trace.without_routes)?"
         )
     elif low:
         found = f"{len(low)} of {len(layers)} layers: {_list(low)}; layers changed places, or lost their routes."

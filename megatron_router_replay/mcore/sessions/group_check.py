@@ -30,7 +30,7 @@ class Numbers(NamedTuple):
     Args:
         at_fault: something is wrong on this rank, which raises whatever the others say.
         chunks: model chunks with routers that take micro-batches.
-        rows_replayed, rows_live, rows_padding, rows_left_out: as in the report.
+        rows_replayed, rows_live, rows_padding: as in the report.
         options: those that must be the same on all ranks: balance, min_replayed, min_agreement.
         padding_known: padding was named wherever routes were fed.
         num_rows: the highest row that a recording queued, plus 1.
@@ -42,7 +42,6 @@ class Numbers(NamedTuple):
     rows_replayed: int = 0
     rows_live: int = 0
     rows_padding: int = 0
-    rows_left_out: int = 0
     options: Any = None
     padding_known: bool = True
     num_rows: int = 0
@@ -234,17 +233,11 @@ def _nothing_replayed(total: Numbers, ranks: str, *, least: float | None) -> str
         )
     if not with_token or total.rows_replayed:
         return ""
-    if total.rows_left_out and least != 0:
-        return (
-            f"none of {total.rows_live} tokens was replayed on {ranks}: {total.rows_left_out} were left out (trace.keep); "
-            f"others have no route. Is the mask inverted? {meant}"
-        )
-    if not total.rows_left_out:
-        return (
-            f"none of {total.rows_live} tokens was replayed on {ranks}; the trace has no route for any of them, or all rows "
-            "are -1. Were the routes lost on the way, or is this another rank's part of a recording (recording.gather)?"
-        )
-    return ""
+    return (
+        f"none of {total.rows_live} tokens was replayed on {ranks}; the trace has no route for any of them, or all rows "
+        "are -1. Were the routes lost on the way, is a mask inverted (trace.without_routes), or is this another rank's part "
+        "of a recording (recording.gather)?"
+    )
 
 
 def _too_little_replayed(total: Numbers, ranks: str, all_numbers: list[Numbers], *, least: float | None) -> str:
@@ -257,8 +250,7 @@ def _too_little_replayed(total: Numbers, ranks: str, all_numbers: list[Numbers],
             f"min_replayed={least} cannot be judged: routes came without padding= or filler=, so rows of padding count "
             "as tokens without a route. Say what is padding, or leave min_replayed out."
         )
-    by_choice = f" ({total.rows_left_out} were left out by trace.keep)" if total.rows_left_out else ""
     return (
         f"{share:.4%} of {total.rows_replayed + total.rows_live} tokens were replayed on {ranks}, less than "
-        f"min_replayed={least}{by_choice}."
+        f"min_replayed={least}."
     )

@@ -148,7 +148,7 @@ class MicrobatchSession(Session):
             padding: bool, same shape, True: known to be padding. Its experts are arbitrary, spread over all, and cost no
                 top-k. Any other position with row -1 is decided by the live router, and counted as live.
             trained: same shape, non-zero: the position is trained on (a loss mask). Such a position without a route
-                raises. One whose route was left out by choice (`trace.keep`) does not, and is counted.
+                raises; leave it out if the live router shall decide some of these positions.
             ahead: False: raise if a micro-batch waits for its forward, which would get the routes of another. None: True
                 for rows, False for routes.
             layout: routes in place of rows, of a session without a trace: see `mrr.microbatch`.

@@ -98,7 +98,6 @@ class ReplaySession(MicrobatchSession):
         report = super().report
         return replace(
             report,
-            rows_left_out=self._rows["left_out"],
             rows_repeated=self._rows["repeated"],
             layout_proved=None if self._trace is not None or not self._enabled else not self._unproved,
             agreement=None if self._agreement is None else self._agreement.report(),
@@ -172,12 +171,12 @@ class ReplaySession(MicrobatchSession):
         check_padding(rows >= 0, padding, self._check)
         self._count_repeated(rows, trace.num_tokens)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
-        live_mask = left_out = None
+        live_mask = None
         if unrouted or self._any_live:  # else every row has a route
-            routed, left_out = _at_rows(trace.replay_mask, view), _at_rows(trace.left_out, view)
-            self._check_known(trace, view, routed | left_out)
+            routed = _at_rows(trace.replay_mask, view)
+            self._check_known(trace, view, routed)
             if inputs.trained is not None:
-                without = chunk.router_view(inputs.trained) & ~(routed | left_out)
+                without = chunk.router_view(inputs.trained) & ~routed
                 check_trained(without, self._check, order="as routers see them")
             live_mask = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
@@ -187,11 +186,9 @@ class ReplaySession(MicrobatchSession):
         else:
             topk_indices = chunk.router_view(routes.layers(trace.layer_numbers))
         shape = rows.shape[0], rows.shape[1]
-        left_out = None if trace.left_out is None else left_out
         laid_out = RankRoutes(
             topk_indices=topk_indices,
             live_mask=live_mask,
-            left_out=left_out,
             padding=padding,
             batch_shape=shape,
             token_ids=expected,
@@ -231,8 +228,6 @@ class ReplaySession(MicrobatchSession):
                 topk_indices, *masks, int(chunk.replayed_routers[0].router.num_experts)
             )
         counts = count_rows(num_tokens, live_mask, padding)
-        if routes.left_out is not None:
-            counts["left_out"] = routes.left_out.sum()
         replayed = None if padding is None else to_device(~padding, chunk.device)
         if live_mask is not None:
             replayed = to_device(~live_mask if padding is None else ~(live_mask | padding), chunk.device)
@@ -330,7 +325,6 @@ class ReplaySession(MicrobatchSession):
     def _numbers(self) -> Numbers:
         numbers = super()._numbers()
         return numbers._replace(
-            rows_left_out=self._rows["left_out"],
             options=[self._balance, self._min_replayed, self._min_agreement],
             padding_known=self._padding_known,
             agreement=None if self._agreement is None else self._agreement.numbers(),
@@ -354,8 +348,8 @@ def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:
         model: the chunk, wrapped or not.
         routes: [b, s, layers, topk] of this context-parallel rank's tokens, sample by sample, before sequence parallelism;
             [t, layers, topk] or [1, t, layers, topk] for one packed row; uint8, int16, int32 or int64. A row of -1 is live.
-        layout: see `fed.lay_out`: token_ids, stamped, trust_layout, padding, trained, stale, filler, missing, layer_numbers,
-            split; and ahead=True queues behind micro-batches that wait.
+        layout: see `fed.lay_out`: token_ids, stamped, trust_layout, padding, trained, filler, missing, layer_numbers, split;
+            and ahead=True queues behind micro-batches that wait.
 
     Raises:
         ReplayStateError: no open session holds this model, or a micro-batch waits for its forward already.
@@ -406,11 +400,10 @@ def replay(
     Checks:
         verify: compare every routing map that a token dispatcher gets with the decided experts; a difference raises.
         min_replayed: the least share of tokens (without padding) that must have been replayed, over all ranks of the
-            group together; a smaller share raises on every rank when the session ends. Tokens that you left out by choice
-            (`trace.keep`) do not count as replayed. None: at least one token must be replayed. 0: a session also ends in
-            order if nothing ran, or if you left out all tokens or called them padding; it still raises if no token had a
-            route. 1: every row has a route, or the session raises. With routes on a GPU this avoids a live top-k in every
-            router, which is taken if the host cannot see whether all rows have one.
+            group together; a smaller share raises on every rank when the session ends. None: at least one token must be
+            replayed. 0: a session also ends in order if nothing ran, or if all tokens are padding; it still raises if no
+            token had a route. 1: every row has a route, or the session raises. With routes on a GPU this avoids a live top-k
+            in every router, which is taken if the host cannot see whether all rows have one.
         min_agreement: how far the live router must agree with the replayed routes: 1 means the same experts, 0 no more of
             them than by chance. One layer of each micro-batch takes its live top-k, without a host sync, and the group
             judges layers and samples when the session ends. 0.5 is strict. 0 turns the check off, for routes that belong

@@ -53,7 +53,6 @@ class SessionReport:
         rows_replayed: rows that used the given routes.
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
         rows_padding: rows known to be padding, spread over all experts.
-        rows_left_out: live rows that have a route which `trace.keep` left out; the other live rows have none.
         rows_repeated: rows that a micro-batch named a second time, counted where the host knows the rows.
         layout_proved: fed routes were compared with their tokens, all of them; None: none were fed.
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
@@ -71,7 +70,6 @@ class SessionReport:
     rows_replayed: int = 0
     rows_live: int = 0
     rows_padding: int = 0
-    rows_left_out: int = 0
     rows_repeated: int = 0
     layout_proved: bool | None = None
     decisions: Decisions = field(default_factory=Decisions)
@@ -94,11 +92,6 @@ class SessionReport:
         if self.kind != "replay":
             return None
         return share_of(self.rows_replayed, self.rows_live)
-
-    @property
-    def rows_without_route(self) -> int | None:
-        """Live rows that the trace has no route for, or whose row is -1. None: nothing is replayed."""
-        return self.rows_live - self.rows_left_out if self.kind == "replay" else None
 
     @property
     def padding_share(self) -> float | None:
@@ -128,7 +121,7 @@ class SessionReport:
         agreement = values.pop("agreement")
         values |= {f"decisions_{name}": count for name, count in values.pop("decisions").items()}
         values["flips_of_layer"] = dict(self.flips_of_layer)
-        for name in ("tokens", "recompute_flips", "replayed_share", "padding_share", "rows_without_route"):
+        for name in ("tokens", "recompute_flips", "replayed_share", "padding_share"):
             values[name] = getattr(self, name)
         return values if agreement is None else values | agreement.to_dict()
 
@@ -149,7 +142,7 @@ class SessionReport:
             share = "" if self.replayed_share is None else f"({self.replayed_share:.1%} of the tokens)"
             rows += [
                 ("tokens replayed", f"{self.rows_replayed:,}", share),
-                ("tokens routed live", f"{self.rows_live:,}", self._why_live()),
+                ("tokens routed live", f"{self.rows_live:,}", ""),
                 ("padding", f"{self.rows_padding:,}", ""),
             ]
         if self.undispatched:
@@ -169,11 +162,6 @@ class SessionReport:
         if "verified" in done:
             rows.append(("decisions verified / wrong", f"{done['verified']:,}", f"/ {done['wrong']:,}"))
         return Table(name="session", words=(0, 2), rows=rows)
-
-    def _why_live(self) -> str:
-        if not self.rows_left_out:
-            return ""  # none has a route, as the line before says
-        return f"({self.rows_without_route or 0:,} without a route, {self.rows_left_out:,} left out)"
 
     def _headline(self) -> str:
         head = f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches"
@@ -297,8 +285,7 @@ def log_ended(report: SessionReport) -> None:
         report.rows_live,
         report.rows_padding,
     )
-    # What was left live by choice was not lost.
-    expected = report.rows_replayed + (report.rows_without_route or 0)
+    expected = report.rows_replayed + report.rows_live
     if report.kind == "replay" and expected and report.rows_replayed / expected < LOW_SHARE:
         warn(
             "share",

@@ -6,7 +6,6 @@ oracle needs neither seals nor rows.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +17,8 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
-from megatron_router_replay.trace import stale_rows
 from megatron_router_replay.trainers import number_batch, pack_rows, recorded_routes
-from tests.functional.mcore.cases import as_map, moe_routers, watched
+from tests.functional.mcore.cases import as_map, watched
 from tests.functional.trainers import packers
 from tests.support.gradients import gradients
 from tests.support.schedule import masked_mean_loss, run_schedule
@@ -342,71 +340,3 @@ def in_samples(batch: Batch, values: Any) -> list[Tensor]:
     if values.is_nested:
         return list(values.unbind())
     return [row[tokens > 0] for row, tokens in zip(values, batch.tokens)]
-
-
-TRAINER_VERSION = 7
-NOT_KEPT = 4
-"""Position in each sample of the token whose route is left out."""
-
-
-def versions(length: int) -> Tensor:
-    """A sample that was interrupted twice: three tokens of version 5, three of 6, then 7."""
-    return torch.tensor([5, 5, 5, 6, 6, 6] + [7] * length)[:length]
-
-
-def partial_rollout(trainer: str, layout: ParallelSizes, options: dict[str, Any]) -> Any:
-    """One training step with max_age=1 and a mask, by token, in the trainer's container."""
-    place = set_up(layout, **options)
-    batch = TRAINERS[trainer](place)
-    ids, _ = samples_of(place)
-    stale = [stale_rows(versions(length), max_age=1, trainer_version=TRAINER_VERSION) for length in LENGTHS]
-    left_out = [(mask | (torch.arange(len(mask)) == NOT_KEPT)).byte() for mask in stale]
-    batches = microbatches(place, batch, routes=sealed(place, batch), stale=laid_out(batch, left_out, fill=0))
-    routed = torch.tensor(sorted(routes_by_token(place)))
-    for made in batches:
-        made["words"] = {"trained": torch.isin(made["tokens"], routed)}
-    own: dict[int, list[Tensor]] = defaultdict(list)
-
-    def choose_live(router: Any, args: tuple[Tensor, ...]) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            logits = router.gating(args[0]).detach().flatten(0, 1)
-            own[router.layer_number].append(as_map(logits.topk(TOPK, dim=1).indices, EXPERTS))
-
-    handles = [router.register_forward_pre_hook(choose_live) for router in moe_routers(place.chunks)]
-    with (
-        watched(place.chunks) as seen,
-        mrr.replay(place.chunks, verify=True, min_agreement=0) as session,
-    ):
-        step(place, batches)
-    for handle in handles:
-        handle.remove()
-    report = session.report.reduce()
-    # By token id, from the samples alone.
-    kept = {
-        int(token): route
-        for of_sample, of_routes in zip(ids, samples_of(place)[1])
-        for j, (token, route) in enumerate(zip(of_sample, of_routes))
-        if versions(len(of_sample))[j] >= TRAINER_VERSION - 1 and j != NOT_KEPT
-    }
-    others = {token: route for token, route in routes_by_token(place).items() if token not in kept}
-    live = torch.tensor([int(token) for token in torch.cat(ids) if int(token) not in kept])
-    is_live = [torch.isin(tokens_of_router(place, made["tokens"]), live) for made in batches]
-    of_live = [
-        (first != its_own).any(dim=1)[at]
-        for layer, maps in seen["forward"].items()
-        for first, its_own, at in zip(maps, own[layer], is_live, strict=True)
-    ]
-    looked, differ = wrong_decisions(place, seen, batches, others)["forward"]
-    return {
-        "replayed": wrong_decisions(place, seen, batches, kept)["forward"],
-        "live": [sum(map(len, of_live)), int(torch.cat(of_live).sum())],
-        "live as the route": looked - differ,
-        "flips": sum(
-            int((again != first).sum())
-            for layer, of_layer in seen["recompute"].items()
-            for first, again in zip(seen["forward"][layer], of_layer, strict=True)
-        ),
-        "recomputes": sum(map(len, seen["recompute"].values())),
-        "rows": (report.rows_replayed, report.rows_live, report.rows_left_out),
-        "wrong": report.decisions["wrong"],
-    }

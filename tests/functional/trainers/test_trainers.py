@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_router_replay.testing import ParallelSizes
-from tests.functional.trainers.cases import LENGTHS, MOE, partial_rollout, recorded_and_replayed, replayed
+from tests.functional.trainers.cases import LENGTHS, MOE, recorded_and_replayed, replayed
 
 LAYOUTS = {
     "tp2-sp": ParallelSizes(tp_size=2),
@@ -75,28 +75,3 @@ def test_a_recording_in_the_trainers_container_is_replayed_exactly(trainer, layo
             assert looked > 0
             assert wrong == 0
         assert rank["live_positions"] == 0
-
-
-# Of the ROUTED tokens the first three of a sample are too old, 17 in all. Token 4 has a route that is not kept in the four
-# samples of more than 5 tokens.
-STALE, NOT_KEPT = 17, 4
-KEPT = ROUTED - STALE - NOT_KEPT
-
-
-@pytest.mark.parametrize(
-    ("trainer", "layout", "options"),
-    [("nemo_rl", "tp2-sp", FULL), ("skyrl", "cp2", SELECTIVE), ("miles_bshd", "pp2", FULL)],
-)
-def test_a_partial_rollout_replays_what_is_kept_and_fresh_and_nothing_else(trainer, layout, options, workers_2):
-    ranks = workers_2.run(partial_rollout, trainer, LAYOUTS[layout], options)
-    live = STALE + NOT_KEPT + len(LENGTHS)
-    # Each token in three layers, once by those ranks that share it.
-    assert [sum(part) for part in zip(*(rank["replayed"] for rank in ranks))] == [3 * KEPT, 0]
-    assert [sum(part) for part in zip(*(rank["live"] for rank in ranks))] == [3 * live, 0]
-    # Random routes, 1 of 1820 sets: a replayed row would be seen.
-    assert sum(rank["live as the route"] for rank in ranks) < 3
-    stages = 2 if layout == "pp2" else 1
-    for rank in ranks:
-        assert rank["rows"] == tuple(stages * n for n in (KEPT, live, STALE + NOT_KEPT))
-        assert (rank["flips"], rank["wrong"]) == (0, 0)
-        assert rank["recomputes"] > 0

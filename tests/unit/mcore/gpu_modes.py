@@ -210,7 +210,7 @@ LIVE = torch.arange(8 * NUM) % 8 == 5
 
 
 def _some_live(chunk: Chunk) -> Any:
-    return mrr.replay(chunk, TRACE.keep(~LIVE))
+    return mrr.replay(chunk, TRACE.without_routes(LIVE))
 
 
 def recorded(chunk: Chunk) -> Iterator[Queue]:
@@ -275,7 +275,7 @@ def ask(name: str, recompute: str, **options: Any) -> dict[str, Any]:
         on_host = {key: [routing_map.cpu() for routing_map in maps] for key, maps in seen.items()}
         asked.flips = flips(on_host)
         if name not in LIVE_MODES:
-            asked.wrong = wrong_replays(on_host, TRACE.keep(~LIVE) if name == "some live" else TRACE)
+            asked.wrong = wrong_replays(on_host, TRACE.without_routes(LIVE) if name == "some live" else TRACE)
         elif name == "record":
             asked.wrong = wrong_replays(on_host, chunk.recorded) + int(
                 (chunk.recorded.token_ids != IDS.flatten()).sum()

@@ -6,7 +6,6 @@ from torch import nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.trace import stale_rows
 from tests.unit.mcore.tiny_chunk import (
     Chunk,
     as_map,
@@ -433,23 +432,6 @@ def test_a_row_that_lacks_a_layer_raises_or_is_live_by_word(is_stamped):
     assert (wrong(seen, live=live), report.rows_live) == (0, 1)
     refused(chunk, routes, "a trained position has no route", **given, missing="live", trained=live)
     refused(chunk, routes, "MRR411: missing='skip' is neither", **given, missing="skip")
-
-
-@pytest.mark.parametrize("on_padding", ["filler", "routes"])
-def test_stale_rows_are_left_to_the_live_router_and_counted_as_left_out(on_padding):
-    versions = torch.tensor([[3, 3, 2, 1], [3, 1, -1, -1]])
-    stale = stale_rows(versions, max_age=1, trainer_version=3)
-    assert stale.tolist() == [[False, False, False, True], [False, True, False, False]]
-    chunk = Chunk()
-    with watched(chunk) as live:
-        chunk(IDS)
-    routes, proof = (padded(), PROVED) if on_padding == "filler" else (ROUTES, TRUSTED)
-    given = {"padding": PADDING, "stale": stale, "trained": ~PADDING, **proof}
-    seen, report = replayed(chunk, routes, min_replayed=0.7, **given)
-    assert wrong(seen, live=PADDING | stale) == 0
-    at = (stale & ~PADDING).t().reshape(-1)
-    assert torch.equal(seen[0, 2][0][at], live[0, 2][0][at])
-    assert (report.rows_replayed, report.rows_live, report.rows_left_out, report.rows_padding) == (4, 1, 1, 3)
 
 
 def test_layer_numbers_of_0_are_left_out_unread():

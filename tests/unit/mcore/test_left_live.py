@@ -1,4 +1,4 @@
-"""Rows that are left live by choice, on Megatron-Core's routers: what they are routed to, frozen and counted.
+"""Rows whose routes were taken away, on Megatron-Core's routers: what they are routed to, frozen and counted.
 
 The oracle reads what enters a router and what leaves it: the live choice is worked out from the logits by hand.
 """
@@ -9,7 +9,6 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.mcore.batches.prefetch import prefetch
-from megatron_router_replay.trace import stale_rows
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     ROWS,
@@ -40,8 +39,8 @@ def whole(**changes):
 
 
 def chosen(**changes):
-    kept = whole(**changes).keep(torch.arange(8) != NOT_KEPT)
-    return kept.keep(~stale_rows(kept, max_age=1, trainer_version=3))
+    trace = whole(**changes).without_routes(torch.arange(8) == NOT_KEPT)
+    return trace.without_routes(trace.weight_version < 2)  # as docs/options.md has it, of trainer_version=3, max_age=1
 
 
 def check_forward(seen, live, trace):
@@ -61,32 +60,24 @@ def test_rows_left_live_are_routed_live_counted_by_reason_and_frozen(around, pre
     live = live_maps(chunk)
     with watched(chunk) as seen, mrr.replay(chunk, trace, verify=True) as session:
         rows = next(prefetch(trace, [ROWS])) if prefetched else ROWS
-        session.microbatch(rows, trained=ROWS != NO_ROUTE)
+        session.microbatch(rows)
         disturbed_backward(chunk, chunk(tokens()).sum())  # a recompute that chooses again chooses something else
     check_forward(seen, live, trace)
     assert flips(seen) == 0
     assert num_recomputed(seen) == (0 if around is plain else 3)
     report = session.report
     assert (report.rows_replayed, report.rows_live, report.rows_padding) == (4, 4, 0)
-    assert (report.rows_left_out, report.rows_without_route) == (3, 1)
     assert report.replayed_share == 0.5
     assert (report.decisions["verified"], report.decisions["wrong"]) == (24 if around is plain else 48, 0)
-    assert "  4  (1 without a route, 3 left out)" in str(report)
 
 
-def test_trained_rows_may_be_live_by_choice_and_only_by_choice():
+def test_a_trained_row_without_a_route_raises_whoever_took_it_away():
     chunk, trace = Chunk(), chosen()
-    trained = torch.tensor([[1, 0, 0, 1], [1, 1, 1, 0]])  # rows 0, 3, 4, 5, 6; of these 0 is stale and 5 is not kept
     with mrr.replay(chunk, trace) as session:
-        for flip in ([], [0]):
-            session.microbatch(ROWS.flip(flip), trained=trained.flip(flip))
-            chunk(tokens())
-        with pytest.raises(LayoutError, match=r"a trained position has no route \(1 of them, the first is token 7 as"):
-            session.microbatch(ROWS, trained=torch.ones(2, 4))
-        # Padding is no choice: a position that has no row has none.
-        with pytest.raises(LayoutError, match="a trained position has no route"):
-            session.microbatch(torch.where(ROWS == 0, -1, ROWS), trained=trained)
-    assert session.report.rows_left_out == 6
+        session.microbatch(ROWS, trained=~torch.isin(ROWS, torch.tensor([*STALE, NOT_KEPT, NO_ROUTE])))
+        chunk(tokens())
+        with pytest.raises(LayoutError, match=r"a trained position has no route \(1 of them, the first is token 3 as"):
+            session.microbatch(ROWS, trained=ROWS == NOT_KEPT)
 
 
 def one_step(trace, ids=None, **options):
@@ -97,27 +88,10 @@ def one_step(trace, ids=None, **options):
     return session.report
 
 
-def test_rows_of_a_recording_that_were_left_out_are_known():
-    # A recording of forwards without input_ids has no token id for a row, and a row of neither is another rank's.
-    ids = torch.tensor([5, 5, 5, 5, 5, -1, 5, 5])
-    assert one_step(chosen(token_ids=ids), torch.full((2, 4), 5)).rows_left_out == 3
-
-
-def test_shares_count_what_was_left_live_as_not_replayed_and_say_why():
+def test_shares_count_rows_without_routes_as_not_replayed():
     report = one_step(chosen(), min_replayed=0.5, ask_every_layer=True)
     assert [unit.rows for unit in report.agreement.layers.values()] == [4, 4, 4]
-    with pytest.raises(ReplayStateError, match=r"less than min_replayed=0\.51 \(3 were left out by trace\.keep"):
+    with pytest.raises(ReplayStateError, match=r"less than min_replayed=0\.51"):
         one_step(chosen(), min_replayed=0.51)
-    stale = whole().keep([False] * 8)
-    with pytest.raises(ReplayStateError, match=r"none of 8 tokens was replayed on this rank: 7 were left out"):
-        one_step(stale)
-    report = one_step(stale, min_replayed=0)
-    assert (report.rows_replayed, report.rows_left_out, report.replayed_share) == (0, 7, 0.0)
-
-
-def test_what_was_left_live_by_choice_raises_no_alarm_of_lost_routes(caplog):
-    one_step(chosen(replay_mask=None))
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    one_step(chosen(replay_mask=torch.arange(8) < 4))  # rows 2 and 3 are replayed, rows 4 to 7 were lost
-    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "only 33.3 % of the tokens were replayed (2 of 6)" in warning.getMessage()
+    with pytest.raises(ReplayStateError, match=r"none of 8 tokens was replayed on this rank; .*trace\.without_routes"):
+        one_step(whole().without_routes([True] * 8), min_replayed=0)

@@ -71,7 +71,6 @@ CHOSEN = SessionReport(
     rows_replayed=6,
     rows_live=3,
     rows_padding=1,
-    rows_left_out=2,
     rows_repeated=4,
     layout_proved=False,
     forwards=2,
@@ -84,18 +83,17 @@ AGREEMENT = LiveAgreement(
 )
 
 
-def test_the_text_of_a_replay_says_why_rows_were_live_and_what_is_not_proved():
+def test_the_text_of_a_replay_says_what_is_not_proved():
     assert str(CHOSEN).splitlines() == [
         "router replay: 2 routers, 1 micro-batches",
         "  forwards / recomputes  2  / 0",
         "  tokens replayed        6  (66.7% of the tokens)",
-        "  tokens routed live     3  (1 without a route, 2 left out)",
+        "  tokens routed live     3",
         "  padding                1",
         "  rows named twice       4  (two tokens got one token's routes)",
         "  layout of routes          not proved: mrr.stamp them where the rollout enters",
     ]
     assert CHOSEN.replayed_share == 6 / 9
-    assert "without a route" not in str(replace(CHOSEN, rows_left_out=0)), "none has one, as the line before says"
 
 
 def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
@@ -106,7 +104,6 @@ def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
         "r/rows_replayed": 6.0,
         "r/rows_live": 3.0,
         "r/rows_padding": 1.0,
-        "r/rows_left_out": 2.0,
         "r/rows_repeated": 4.0,
         "r/layout_proved": 0.0,
         "r/forwards": 2.0,
@@ -114,16 +111,15 @@ def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
         "r/dispatched": 0.0,
         "r/replayed_share": 6 / 9,
         "r/padding_share": 0.1,
-        "r/rows_without_route": 1.0,
     }
 
 
 def test_what_was_not_measured_has_no_number():
     nothing = SessionReport(kind="replay")
     assert (nothing.replayed_share, nothing.padding_share, nothing.decisions) == (None, None, {})
-    assert (nothing.rows_without_route, nothing.tokens, nothing.recompute_flips) == (0, 0, None)
+    assert (nothing.tokens, nothing.recompute_flips) == (0, None)
     recording = SessionReport(kind="record", rows_live=4)
-    assert (recording.replayed_share, recording.rows_without_route, recording.tokens) == (None, None, 4)
+    assert (recording.replayed_share, recording.tokens) == (None, 4)
     assert "tokens" not in str(recording)
     assert "r/replayed_share" not in recording.metrics("r/")
     none_of_three = SessionReport(kind="replay", rows_live=3)
@@ -184,7 +180,7 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
     numbers = {
         each.name: 10 + i for i, each in enumerate(fields(SessionReport)) if str(each.type) in ("int", "int | None")
     }
-    assert len(numbers) == 10
+    assert len(numbers) == 9
     one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, decisions={"verified": 7})
     other = SessionReport(
         kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "wrong": 3}, layout_proved=False
@@ -212,4 +208,4 @@ def test_a_freeze_leaves_rows_out_and_says_that_nothing_was_frozen():
     assert "nothing to freeze" not in str(frozen)
     assert not {name for name in frozen.metrics() if "rows_" in name or "tokens" in name}
     assert frozen.metrics()["router_replay/recomputes"] == 8.0
-    assert "router_replay/rows_left_out" in REPLAY.metrics()
+    assert "router_replay/rows_live" in REPLAY.metrics()

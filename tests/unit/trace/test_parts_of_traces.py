@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_router_replay import RoutingTrace, concat_traces, merge_traces
+from megatron_router_replay import trace as trace_package
 from megatron_router_replay.errors import TraceError
 from tests.unit.small_trace import ROUTES, make
 
@@ -97,14 +98,24 @@ def test_a_sample_of_no_tokens_stays_a_sample():
         concat_traces([one, nameless])
 
 
-def test_a_mask_that_is_kept_does_not_alias_the_callers():
-    mask = torch.tensor([True, True, False])
-    kept = make().keep(mask)
-    mask.fill_(False)
-    assert kept.replay_mask.tolist() == [True, True, False]
+def test_rows_without_routes_are_those_of_the_mask_and_no_row_gets_its_route_back():
+    mask, trace = torch.tensor([False, False, True]), make(token_ids=[7, 8, 9])
+    part = trace.without_routes(mask)
+    mask.fill_(True)
+    assert (part.replay_mask.tolist(), trace.replay_mask.tolist()) == ([True, True, False], [True] * 3)
+    assert part.without_routes([True, False, False]).replay_mask.tolist() == [False, True, False]
+    assert torch.equal(part.topk_indices, trace.topk_indices)
+    assert part.token_ids.tolist() == [7, 8, 9]
     for wrong in ([True], [1, 0, 1], [[True, True, True]], torch.tensor([0, 1, 2])):
         with pytest.raises(TraceError, match=r"the mask must be \[3\] bool"):
-            make().keep(wrong)
+            make().without_routes(wrong)
+
+
+def test_names_of_earlier_versions_name_their_replacement():
+    with pytest.raises(TraceError, match=r"MRR101: .* is gone in 0.3: use trace\.without_routes\(~mask\)"):
+        make().keep([True] * 3)
+    with pytest.raises(AttributeError, match=r"trace\.stale_rows is gone in 0.3: trace\.without_routes"):
+        trace_package.stale_rows  # noqa: B018
 
 
 def test_layers_get_other_numbers_and_stay_in_the_order_of_their_numbers():

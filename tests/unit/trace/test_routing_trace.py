@@ -130,15 +130,13 @@ def test_a_trace_is_made_by_names_and_cannot_be_changed():
     with pytest.raises(AttributeError):
         make().num_experts = 5
     assert not hasattr(make(), "__dict__")
-    with pytest.raises(TypeError, match="left_out"):
-        make(left_out=torch.zeros(3, dtype=torch.bool))
 
 
 FULL = dict(token_ids=[1, 2, 3], weight_version=4, sequence_lengths=(1, 2), sample_ids=("a", "b"))
 UNLIKE_FULL = {
     "routes": make([ROUTES[0], ROUTES[1], [[1, 2], [0, 3]]], **FULL),
     "a mask": make(**FULL, replay_mask=[True, True, False]),
-    "a row left out": make(**FULL).keep([True, True, False]),
+    "a row without a route": make(**FULL).without_routes([False, False, True]),
     "token ids": make(**FULL | dict(token_ids=[1, 2, 4])),
     "no token ids": make(**FULL | dict(token_ids=None)),
     "versions": make(**FULL | dict(weight_version=5)),
@@ -162,10 +160,9 @@ def test_what_stands_in_rows_without_a_route_does_not_count_and_a_trace_has_no_h
     part = make(ROUTES + ROUTES, replay_mask=[True] * 4 + [False, True])[3:]
     assert part == make(replay_mask=[True, False, True])
     assert not torch.equal(part.topk_indices, make(replay_mask=[True, False, True]).topk_indices)
-    # A row that was left out by choice has a route, which counts.
-    left_out = [make([*ROUTES[:2], row]).keep([True, True, False]) for row in (ROUTES[2], ROUTES[0])]
-    assert left_out[0] != left_out[1]
-    assert make().keep([True] * 3) == make()
+    removed = [make([*ROUTES[:2], row]).without_routes([False, False, True]) for row in (ROUTES[2], ROUTES[0])]
+    assert removed[0] == removed[1] != make()
+    assert make().without_routes([False] * 3) == make()
     with pytest.raises(TypeError, match="unhashable"):
         hash(part)
 
@@ -178,9 +175,9 @@ def test_a_trace_says_how_many_rows_have_a_route_and_that_it_has_no_token_ids():
     )
 
 
-@pytest.mark.parametrize("name", ["topk_indices", "replay_mask", "token_ids", "weight_version", "left_out"])
+@pytest.mark.parametrize("name", ["topk_indices", "replay_mask", "token_ids", "weight_version"])
 def test_a_trace_that_was_changed_in_place_is_told_from_the_one_that_was_checked(name):
-    kept = make(token_ids=[1, 2, 3], weight_version=4).keep([True, True, False])
+    kept = make(token_ids=[1, 2, 3], weight_version=4).without_routes([False, False, True])
     trace = kept[:]
     part = trace.select_layers([4])
     getattr(trace, name)[0] = 1  # one expert twice in each row, where these are the ids
