@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0.dev0"
 
-# A library says nothing until the program sets logging up, not even warnings (logging would print those by itself).
+# Without this handler, logging would print the warnings of a library to stderr before a program sets logging up.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
@@ -81,5 +81,5 @@ _MODULES = {
 }
 """Public name -> the module that has it; every other public name is a module itself."""
 
-# RouterReplayError, imported above, is never asked for here.
+# RouterReplayError, imported above, never reaches __getattr__.
 __getattr__, __dir__ = lazy_names(__name__, {name: _MODULES.get(name, name) for name in __all__}, also=("__version__",))

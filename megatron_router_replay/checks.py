@@ -1,4 +1,4 @@
-"""What every room shares: what an integer is, how a value looks in a message, and warnings that reach people."""
+"""Checks of all rooms: integers, masks, the text of a value in a message, and warnings that users see."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_router_replay.errors import LayoutError, TraceError
 
 Check = Callable[..., None]
-"""(failed, message, tell=None): raises now if the host knows that `failed` holds, else when the session ends.
+"""(failed, message, tell=None): raises now if `failed` is a value on the host, else when the session ends.
 
-`tell` returns the whole message where the host may wait for it.
+`tell` returns the whole message if the host may wait for it.
 """
 
 _LOG = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def as_integer(
         Exception: what `error` makes, if the value is no integer or lies outside the range.
     """
     try:
-        # True is an integer for Python and for torch; nobody means it as a number.
+        # True is an integer for Python and for torch, but never meant as a number.
         is_bool = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
         number = None if is_bool else operator.index(value)
     except (TypeError, RuntimeError, ValueError):  # torch refuses some of its tensors by other errors
@@ -119,7 +119,7 @@ _warned: set[str] = set()
 
 
 def warn(cause: str, text: str, *, once: bool = False) -> None:
-    """Log a warning, and show it once a process and cause: a library's log reaches nobody who did not ask for it.
+    """Log a warning, and show it once a process and cause: a library's log is invisible until a program configures logging.
 
     Args:
         once: log it once, too.

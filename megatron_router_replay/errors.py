@@ -1,4 +1,4 @@
-"""The errors of the package: each says what was attempted, the values seen and what to do.
+"""The errors of the package: each message has the attempt, the values and the fix.
 
 A message begins with the code of its cause, as in "MRR204: cannot split 6 positions over tp_size=4: not a multiple". The
 code is part of the text at the `raise`, so a search for it finds both the places and its section of docs/errors.md.
@@ -15,7 +15,7 @@ def listed(values: Sequence[Any]) -> str:
     """Return values for a message: eight of them and their number at most; of many integers the runs, "3 to 61"."""
     words = [str(value) for value in values]
     if len(values) > 8 and all(isinstance(value, int) for value in values):
-        # Of 58 layers with one fault, their range says more than the first eight.
+        # Of 58 layers with one fault, their range is more useful than the first eight.
         starts = [i for i in range(len(values)) if i == 0 or values[i] != values[i - 1] + 1]
         runs = [(values[i], values[end - 1]) for i, end in zip(starts, [*starts[1:], len(values)])]
         words = [f"{first} to {last}" if last > first else str(first) for first, last in runs]
@@ -29,7 +29,7 @@ class RouterReplayError(Exception):
     """
 
     def __init__(self, message: str = "") -> None:
-        # Whoever passes an error on puts words in front of it ("cannot merge step 12: "); the code of the cause goes first.
+        # A caller that re-raises puts words in front ("cannot merge step 12: "); the code of the cause goes first.
         head, newline, rest = message.partition("\n")
         codes = _CODE.findall(head)
         super().__init__(codes[-1] + _CODE.sub("", head) + newline + rest if codes else message)
@@ -41,15 +41,15 @@ class RouterReplayError(Exception):
 
 
 class TraceError(RouterReplayError, ValueError):
-    """A RoutingTrace cannot hold these values, or two traces do not fit together."""
+    """A RoutingTrace cannot have these values, or two traces do not fit together."""
 
 
 class PayloadError(RouterReplayError, ValueError):
-    """What an inference engine returned cannot be read as the routes of its tokens."""
+    """An inference engine's reply cannot be read as the routes of its tokens."""
 
 
 class LayoutError(RouterReplayError, ValueError):
-    """Rows cannot be laid out, split or matched to tokens as asked."""
+    """Rows cannot be laid out, split or matched to tokens."""
 
 
 class StoreError(RouterReplayError):

@@ -33,7 +33,7 @@ def lazy_names(
         return module if name == modules[name] else getattr(module, name)
 
     def names() -> list[str]:
-        # Submodules that something else has imported, and what the package needs for itself, are no public names.
+        # Submodules that are imported already, and names that the package needs itself, are not public.
         return sorted([*modules, *also])
 
     return load, names

@@ -35,7 +35,7 @@ class Table:
         name: one word, the id of the HTML table: `table-<name>`.
         rows: cells of each row, as many in every row.
         head: titles of the columns; empty: facts need none.
-        words: columns of words, which stand on the left; all others hold numbers and stand on the right.
+        words: columns of words, aligned left; all other columns are numbers, aligned right.
         left_out: a sentence about rows that are not here; empty: all are.
     """
 
@@ -46,9 +46,9 @@ class Table:
     left_out: str = ""
 
     def text(self) -> str:
-        """Return columns two spaces apart and before, one line a row, nothing behind the last cell."""
+        """Return columns with two spaces before each, one line a row, without trailing spaces."""
         lines = [*([self.head] if self.head else []), *self.rows]
-        # A title or cell from outside may hold line breaks or colours; escaped, columns stay columns.
+        # A title or cell may come from a file, with line breaks or colours; escaped, columns stay columns.
         cells = [[printable(cell) for cell in line] for line in lines]
         widths = [max(map(len, column)) for column in zip(*cells)]
         align = [str.ljust if column in self.words else str.rjust for column in range(len(widths))]
@@ -76,7 +76,7 @@ class Table:
 
 
 def percent(value: float) -> str:
-    """Return a share as "1.84 %"; what is not all or nothing does not round to it."""
+    """Return a share as "1.84 %"; only 0 and 1 round to 0 % and 100 %."""
     for limit, words in ((0.0001, "< 0.01 %"), (0.9999, "> 99.99 %")):
         if 0 < value < 1 and (value < limit if limit < 0.5 else value > limit):
             return words

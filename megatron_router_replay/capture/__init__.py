@@ -1,12 +1,12 @@
 """Record which experts a PyTorch MoE uses while it generates -> one RoutingTrace a sequence.
 
-For what reports no routes itself: `transformers`, or a loop of your own. `generate()` needs two lines:
+For programs that report no routes: `transformers`, or a loop of your own. `generate()` needs two lines:
 
     with mrr.capture.watch(model) as seen:
         sequences = model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=64)
     trace = seen.trace(sequences, mask, pad_token_id=0)  # one sample a row
 
-A sampling loop of your own tells a Capturer whose tokens each forward holds:
+In a sampling loop of your own, name the request of each token in a forward:
 
     capturer = Capturer(model, max_num_tokens=4096)
     capturer.add_request("a", num_prompt_tokens=len(prompt))
@@ -17,7 +17,7 @@ A sampling loop of your own tells a Capturer whose tokens each forward holds:
 Every router writes into one device buffer, also from compiled code and CUDA graphs. After the forward one copy brings
 the step to the host, where its rows are sorted into the requests. A model without a capturer has no hook.
 
-What was announced is compared with what ran: the tokens and calls of every router, the shape of input_ids, attention_mask,
+Each announcement is compared with its forward: the tokens and calls of every router, the shape of input_ids, attention_mask,
 and every token of the finished sequence. A batch padded or reordered otherwise than announced raises CaptureError.
 
 Source: the design of vLLM 0.21's routed experts replay and of SGLang's capturer; the code is our own.

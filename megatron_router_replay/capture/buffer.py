@@ -1,7 +1,7 @@
-"""The device memory of a capture: every router writes its ids there, in eager code, compiled code and CUDA graphs.
+"""The device memory of a capture: every router writes its ids into it, in eager code, compiled code and CUDA graphs.
 
-It is allocated once and never moves, because graphs hold its addresses: each replay writes to the live buffer. A stamp counts
-the calls and rows of its layer since the forward was announced. So whatever bypasses the capture is found: a fused kernel, a
+It is allocated once and never moves, because graphs keep its addresses: each replay writes to the live buffer. A stamp counts
+the calls and rows of its layer since the forward was announced. So a bypass of the capture is found: a fused kernel, a
 layer that did not run or ran twice, a router that saw a different number of tokens.
 """
 
@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from megatron_router_replay.capture.routers import CaptureError, RouterSite
 
 CALL = 1 << 24
-"""What one call adds to its layer's stamp, besides its number of rows."""
+"""Added to a layer's stamp by each call, besides its number of rows."""
 
 UNSEEN, MASKED = -1, -2
 """In place of a token id: the model's input_ids were not seen; its attention_mask hides the token."""
@@ -28,8 +28,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, tor
 class RoutingBuffer:
     """The routes, stamps and token ids of one forward.
 
-    Routes have the narrowest dtype that holds every expert and one value more: what is no expert's id becomes that value, or
-    -1, before it is narrowed, and is still seen as such.
+    Routes have the narrowest dtype that fits num_experts + 1 values: an id outside 0..num_experts - 1 is clamped to -1 or
+    num_experts before it is narrowed, so that it is still detected.
 
     Args:
         num_layers, max_num_tokens, topk, num_experts: L, N, K, E.
@@ -42,10 +42,11 @@ class RoutingBuffer:
         self.max_num_tokens, self.topk, self._num_experts = max_num_tokens, topk, num_experts
         dtypes = (torch.uint8, torch.int16, torch.int32)
         dtype = next(dtype for dtype in dtypes if num_experts <= torch.iinfo(dtype).max)
-        with torch.inference_mode(False):  # what is created in inference mode cannot be written outside
+        with torch.inference_mode(False):  # a tensor that is created in inference mode cannot be written outside
             self.routes = torch.zeros((num_layers, max_num_tokens, topk), dtype=dtype, device=device)
             # As tensors: with numbers, clamp writes no other dtype than it reads.
             self._bounds = (torch.tensor(-1, device=device), torch.tensor(num_experts, device=device))
+            # Stamps and token ids side by side, so that a step needs two copies and not three.
             self.head = torch.zeros(num_layers + max_num_tokens, dtype=torch.int32, device=device)
             self.stamps, self.token_ids = self.head[:num_layers], self.head[num_layers:]
             self._layers = self._slots = self.routes.unbind()
@@ -73,7 +74,9 @@ class RoutingBuffer:
         """Count the calls and rows of every layer from 0; eager routers write until `end`."""
         self.stamps.zero_()
         self.eager_stamps = [0] * len(self._layers)
-        if len(self._slots[0]) != num_tokens:
+        if (
+            len(self._slots[0]) != num_tokens
+        ):  # decode steps repeat one size; slicing each layer takes longer than a write
             self._slots = self.routes[:, :num_tokens].unbind()
         self.num_announced = num_tokens
 
@@ -104,7 +107,7 @@ class RoutingBuffer:
         return is_compiling() or (self._on_gpu and torch.cuda.is_current_stream_capturing())
 
     def _is_wanted(self) -> bool:
-        # Dynamo asks once, while it traces: compiled code always writes, so that no guard depends on what is announced.
+        # Dynamo evaluates this once, while it traces: compiled code always writes, so no guard depends on announcements.
         return self.is_open and (self._is_graph() or self.num_announced is not None)
 
     def _write(self, layer_index: int, site: RouterSite, topk_indices: Tensor) -> None:
@@ -118,14 +121,15 @@ class RoutingBuffer:
                 f"MRR701: layer_number {site.layer_number} handed over {topk_indices.dtype}: expected integer expert ids."
             )
         rows = topk_indices if topk_indices.dim() == 2 else topk_indices.flatten(0, -2)
-        # -1 is no value of an unsigned dtype, and other narrow ones may not hold num_experts.
+        # clamp needs -1, which unsigned dtypes lack, and num_experts, which may not fit other narrow ones.
         rows = rows if rows.dtype in (torch.int64, torch.int32) else rows.long()
         num_rows, is_graph = rows.shape[0], self._is_graph()
+        # In a graph the sizes are constants of the capture, and the stamp shows a different number of rows later.
         if rows.shape[1] != self.topk or not (is_graph or num_rows == self.num_announced):
             raise CaptureError(
                 f"MRR702: layer_number {site.layer_number} routed {num_rows} tokens to {rows.shape[1]} experts each, "
                 f"{self.num_announced} tokens were announced and topk is {self.topk}. Announce all rows of the batch, None "
-                "for those that are nobody's; a part of them, as under sequence parallelism, cannot be captured."
+                "for those of no request; a part of them, as under sequence parallelism, cannot be captured."
             )
         if not is_graph:
             # Between two matrix products each operation takes 30 us and more, so eager calls are counted in Python.

@@ -1,4 +1,4 @@
-"""Capturer: a sampling loop says whose tokens each forward holds and takes a request's routes when it ends."""
+"""Capturer: a sampling loop announces each forward and takes a request's routes when it ends."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron_router_replay.trace.ids import index_dtype
 
 
 class Capturer:
-    """Captures the routes of requests that a loop announces.
+    """Capture the routes of requests that a loop announces.
 
     Create it before torch.compile first runs the model, and before CUDA graphs are recorded.
 
     Args:
-        model: a transformers model; its routers are found by themselves, and the input_ids that it runs are
-            compared with what is announced.
+        model: a transformers model; its routers are found automatically, and its input_ids are compared with the
+            announcements.
         max_num_tokens: the most token slots of one forward, padding included: batch times prompt length.
         routers: the sites of any other model, instead of those found in `model`.
         tp_rank: every tensor-parallel rank has the same buffer, so that their graphs are the same; rank 0 alone keeps
@@ -54,6 +54,7 @@ class Capturer:
         if not 1 <= max_num_tokens < 1 << 24:
             raise CaptureError(f"MRR101: max_num_tokens={max_num_tokens} must lie in 1..{(1 << 24) - 1}.")
         self._layer_numbers = tuple(site.layer_number for site in sites)
+        # As the trace stores them: the buffer's wider values for invalid ids never reach a request.
         ids = np.uint8 if index_dtype(self._num_experts) is torch.uint8 else np.int16
         self._row_dtype = row_dtype(len(sites), topk, ids)
         self._buffer = RoutingBuffer(
@@ -68,6 +69,7 @@ class Capturer:
         self._numbers = count()
         self._forward: Forward | None = None
         self._hooks = [site.module.register_forward_hook(self._buffer.hook(i, site)) for i, site in enumerate(sites)]
+        # Of a model that is seen to run, every token is compared; else `forward(input_ids=)` gives them.
         module = None if model is None else find_input_module(model)
         if module is not None:
             self._hooks.append(module.register_forward_pre_hook(self._see_forward, with_kwargs=True))
@@ -84,7 +86,7 @@ class Capturer:
 
         Args:
             num_cached_tokens: leading prompt tokens that come from a prefix cache and are never forwarded: they get no route.
-            prompt_of: a running request whose prompt is the same: both share its rows. Exact where the prompt is forwarded
+            prompt_of: a running request with the same prompt: both share its rows. Exact if the prompt is forwarded
                 once, with its cache expanded to n completions.
 
         Raises:
@@ -97,12 +99,12 @@ class Capturer:
                 f"MRR702: request {request_id!r}: num_prompt_tokens={num_prompt_tokens} must be 1 or more and "
                 f"num_cached_tokens={num_cached_tokens} smaller: the last prompt token is always forwarded."
             )
-        if self._log is None:
+        if self._log is None:  # tp_rank 1 and later keep no requests
             return
         if prompt_of is None:
             prompt = np.zeros(num_prompt_tokens, self._row_dtype)
         else:
-            prompt = self._request(prompt_of).prompt
+            prompt = self._request(prompt_of).prompt  # the same array: written once, read by all of them
             if len(prompt) != num_prompt_tokens:
                 raise CaptureError(
                     f"MRR702: request {request_id!r} cannot share the prompt of {prompt_of!r}: it has {len(prompt)} "
@@ -118,7 +120,7 @@ class Capturer:
         *,
         input_ids: Tensor | None = None,
     ) -> Iterator[None]:
-        """Say whose tokens the forward inside this context holds. The copy to the host starts at its end.
+        """Announce the forward inside this context. The copy to the host starts at its end.
 
         Args:
             request_ids: one per sequence of the batch; None: finished, a dummy, or not to be captured.
@@ -136,7 +138,7 @@ class Capturer:
             yield
             return
         if self._forward is not None:
-            raise CaptureError("MRR702: a forward inside an announced forward: announce each by itself.")
+            raise CaptureError("MRR702: a forward inside an announced forward: announce each separately.")
         numbers = np.array([-1 if name is None else self._request(name).number for name in request_ids], np.int64)
         forward = Forward.lay_out(numbers, as_integers(positions))
         num_tokens = len(forward.numbers)
@@ -148,6 +150,7 @@ class Capturer:
         if input_ids is not None:
             forward.put_token_ids(self._buffer.token_ids, input_ids)
         self._forward = forward
+        # A forward of dummies alone, as in warm-up, costs nothing.
         is_captured = bool((forward.numbers >= 0).any())
         try:
             if is_captured:
@@ -159,15 +162,15 @@ class Capturer:
         if is_captured:
             try:
                 if not self._log.has_room(forward):
-                    self.drain()
+                    self.drain()  # sorts the steps before this one, and frees their memory
             finally:
-                # What was wrong in an earlier step is no fault of this one.
+                # An error of an earlier step does not lose this one.
                 self._log.append(forward)
 
     def finish(self, request_id: Hashable, token_ids: Any) -> RoutingTrace | None:
         """End a request and return its routes as one sample. A rank that is not tp_rank 0 gets None.
 
-        The last sampled token was never forwarded, so it has no route; nor have tokens of a prefix cache. Rows behind it, of
+        The last sampled token was never forwarded, so it has no route; nor have tokens of a prefix cache. Later rows, of
         rejected speculative tokens or a batch that ran on, are dropped.
 
         Args:
@@ -180,30 +183,30 @@ class Capturer:
         if self._log is None:
             return None
         request = self._request(request_id)
-        self.drain()
+        self.drain()  # its last steps may still be on their way
         ids = as_integers(token_ids).reshape(-1)
         if len(ids) < len(request.prompt):
             raise CaptureError(
                 f"MRR704: request {request_id!r}: {len(ids)} token_ids, num_prompt_tokens={len(request.prompt)}: give "
                 "prompt and output tokens together."
             )
-        # Where nothing was generated, the last token is one of the prompt; its row counts if it is there.
+        # Without generated tokens, the last token is one of the prompt; its row counts if it was written.
         rows = request.rows(len(ids) if len(ids) == len(request.prompt) else len(ids) - 1)
         is_needed = np.arange(len(rows)) < max(len(ids) - 1, 1)
-        is_needed[: request.num_cached_tokens] = False
+        is_needed[: request.num_cached_tokens] = False  # forwarded by an earlier request, if at all
         check_rows(f"request {request_id!r}", rows, ids, is_needed)
         del self._requests[request_id]
         return self._trace([rows], ids, [len(ids)])
 
     def abort(self, request_id: Hashable) -> None:
-        """Drop a request and its memory. Completions that share its prompt keep what was forwarded of it.
+        """Drop a request and its memory. Completions that share its prompt keep the prompt's rows.
 
         Raises:
             CaptureError: the request is unknown.
         """
         if self._log is not None:
             self._request(request_id)
-            with suppress(CaptureError):  # a request that loses a row by it says so when it ends
+            with suppress(CaptureError):  # a request that loses a row by it raises when it ends
                 self.drain()
             del self._requests[request_id]
 
@@ -229,10 +232,10 @@ class Capturer:
     def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._buffer.is_open = False
+        self._buffer.is_open = False  # compiled code has the hooks inlined and still calls them
 
     def _rows(self, request_id: Hashable, num_rows: int) -> NDArray[Any]:
-        """Return a copy of the first rows of a running request, whatever was captured of them."""
+        """Return a copy of the first rows of a running request, written or not."""
         self.drain()
         return self._request(request_id).rows(num_rows)
 
@@ -240,7 +243,7 @@ class Capturer:
         """Return the rows of samples as one trace; rows that were not written, or are missing at the end, have no route."""
         parts = []
         for rows, length in zip(samples, lengths):
-            routes = np.full((length, *rows["routes"].shape[1:]), -1, np.int16)
+            routes = np.full((length, *rows["routes"].shape[1:]), -1, np.int16)  # -1: no route
             routes[: len(rows)][rows["is_written"]] = rows["routes"][rows["is_written"]]
             parts.append(routes)
         return RoutingTrace(
@@ -256,18 +259,18 @@ class Capturer:
             return self._requests[request_id]
         except KeyError:
             raise CaptureError(
-                f"MRR702: request {request_id!r} is not running: add_request() it first; None stands for one that is "
+                f"MRR702: request {request_id!r} is not running: add_request() it first; pass None for a row that is "
                 "not to be captured, or is finished and still in the batch."
             ) from None
 
     def _see_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare what the model is about to run with what was announced."""
+        """Compare the inputs of the model's forward with the announcement."""
         if torch.compiler.is_compiling() or self._forward is None:
             return
         inputs = named_inputs(module, args, kwargs)
         if self._forward.was_run:
             raise CaptureError(
-                "MRR702: a second forward of the model in one announced forward: announce each by itself."
+                "MRR702: a second forward of the model in one announced forward: announce each separately."
             )
         if isinstance(inputs.get("input_ids"), Tensor):
             self._forward.put_token_ids(self._buffer.token_ids, inputs["input_ids"], inputs.get("attention_mask"))

@@ -1,4 +1,4 @@
-"""One announced forward: request ids and positions -> whose token every slot holds."""
+"""One announced forward: request ids and positions -> request and position of every token slot."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ IntArray = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Forward:
-    """Whose token each slot of a forward holds, as the tokens lie in memory.
+    """Request and position of each token slot of a forward, in the order of memory.
 
     Args:
-        numbers: [num_tokens], the request's number; -1 on padding and where nobody asked.
+        numbers: [num_tokens], the request's number; -1 on padding and in rows that are not captured.
         positions: [num_tokens], in the request.
         shape: [batch, length] of the input_ids.
         has_token_ids: whether the tokens were seen.
@@ -53,6 +53,7 @@ class Forward:
                 "length], or [batch] with one token each."
             )
         rows = positions[:, None] if positions.ndim == 1 else positions
+        # A padded slot belongs to no request, whichever row of the batch it is in.
         slots = np.where(rows >= 0, numbers[:, None], -1)
         return cls(slots.reshape(-1), rows.reshape(-1), rows.shape)
 
@@ -61,17 +62,18 @@ class Forward:
 
         Args:
             destination: [at least num_tokens].
-            input_ids: [batch, length]; of one sequence or one token each, any shape.
+            input_ids: [batch, length]; any shape for a single sequence, or a single token in each.
             attention_mask: counts where it has the shape of input_ids: 0 hides a token.
 
         Raises:
             CaptureError: another shape than announced.
         """
         num_tokens, shape = len(self.numbers), tuple(input_ids.shape)
+        # A packed batch is announced as [total] or [1, total], and models take both shapes.
         if shape != self.shape and not (1 in self.shape and input_ids.numel() == num_tokens):
             raise CaptureError(
                 f"MRR702: the model runs input_ids {list(shape)} where {list(self.shape)} were announced: name every "
-                "row of the batch, None for one that is nobody's."
+                "row of the batch, None for one of no request."
             )
         if isinstance(attention_mask, Tensor) and attention_mask.shape == input_ids.shape:
             input_ids = input_ids.masked_fill(attention_mask.to(input_ids.device) == 0, MASKED)
@@ -94,7 +96,7 @@ def as_integers(values: Any) -> IntArray:
     """Return a tensor, array or list as int64 on the CPU.
 
     Raises:
-        CaptureError: it holds no integers.
+        CaptureError: its values are no integers.
     """
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.dtype.kind not in "iub" and array.size:
@@ -103,7 +105,7 @@ def as_integers(values: Any) -> IntArray:
 
 
 def find_input_module(model: nn.Module) -> nn.Module | None:
-    """Return the outermost module whose forward takes `input_ids`, if any."""
+    """Return the outermost module with `input_ids` in its forward, if any."""
     return next((module for module in model.modules() if "input_ids" in _input_names(type(module).forward)), None)
 
 

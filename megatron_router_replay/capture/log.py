@@ -1,6 +1,6 @@
 """The rows of requests on the host, and the steps on their way there, which are sorted into them many at a time.
 
-On a GPU each step is one asynchronous copy into pinned memory on a stream of its own. Sorting a step by itself would cost
+On a GPU each step is one asynchronous copy into pinned memory on a stream of its own. Sorting single steps would cost
 some Python for each request of each step, so steps wait here until the memory is full or a request ends.
 """
 
@@ -30,7 +30,7 @@ Array = NDArray[Any]
 
 
 def row_dtype(num_layers: int, topk: int, ids: type[np.integer[Any]]) -> np.dtype[Any]:
-    """Return what is kept of a token: its routes, the token that the model ran, whether any forward wrote the row."""
+    """Return the dtype of a token's row: its routes, the token that the model ran, if any forward wrote the row."""
     return np.dtype([("routes", ids, (num_layers, topk)), ("token_id", np.int32), ("is_written", np.bool_)])
 
 
@@ -40,7 +40,7 @@ class RequestRows:
 
     Args:
         request_id: the caller's.
-        number: counts requests; in a step it stands for this one.
+        number: counts requests; steps refer to requests by it.
         prompt: rows of `row_dtype`; the same array for requests that share their prompt.
         num_cached_tokens: leading positions that come from a prefix cache and are never forwarded.
     """
@@ -110,7 +110,7 @@ class StepLog:
         return self._used + self._buffer.step_size(len(forward.numbers)) <= len(self._memory)
 
     def append(self, forward: Forward) -> None:
-        """Copy what the buffer holds of a step behind its forward, without waiting for either."""
+        """Copy a step from the buffer after its forward, without a synchronization."""
         num_tokens = len(forward.numbers)
         size = self._buffer.step_size(num_tokens)
         memory = self._memory[self._used : self._used + size]
@@ -130,7 +130,7 @@ class StepLog:
         self._steps.append((forward, memory))
 
     def clear(self) -> list[tuple[Forward, Tensor]]:
-        """Wait for the copies and return the steps; their memory holds until the next append."""
+        """Wait for the copies and return the steps; their memory is valid until the next append."""
         if self._on_gpu:
             self._copied.synchronize()
         steps, self._steps, self._used = self._steps, [], 0
@@ -143,7 +143,7 @@ class StepLog:
             requests: those that run, by number; rows of others are dropped.
         """
         errors: list[CaptureError] = []
-        parts = [np.zeros(0, self._token_dtype)]
+        parts = [np.zeros(0, self._token_dtype)]  # concatenate needs one array at least
         for forward, memory in self.clear():
             num_tokens = len(forward.numbers)
             head, routes = (part.numpy() for part in self._buffer.split_step(memory, num_tokens))
@@ -151,9 +151,12 @@ class StepLog:
             tokens = np.zeros(num_tokens, self._token_dtype)
             tokens["number"], tokens["position"] = forward.numbers, forward.positions
             tokens["token_id"] = token_ids if forward.has_token_ids else UNSEEN
-            tokens["routes"] = routes.swapaxes(0, 1)
+            tokens["routes"] = routes.swapaxes(0, 1)  # the device writes layer by layer, a request has rows by token
+            # Padding (-1) and requests that have ended since the step ran.
             tokens = tokens[np.isin(tokens["number"], list(requests))]
+            # Compiled code and graphs stamp on the device, eager routers in Python; a layer may use either.
             stamps = stamps + np.asarray(forward.eager_stamps)
+            # One call on all tokens, in every layer: else the step's rows may be another forward's.
             wrong = np.flatnonzero(stamps != CALL + num_tokens)
             if not wrong.size:
                 parts.append(tokens)
@@ -163,27 +166,29 @@ class StepLog:
         tokens = np.concatenate(parts)
         # Stable: where a position was run again, the later row is written later.
         tokens = tokens[np.argsort(tokens["number"], kind="stable")]
+        # Each run of equal numbers is one request: a few array operations for it, however many steps it took.
         for start, end in pairwise(np.flatnonzero(np.diff(tokens["number"], prepend=-1, append=-1))):
             request, own = requests[int(tokens["number"][start])], tokens[start:end]
             is_expert = (own["routes"] >= 0) & (own["routes"] < self._num_experts)
             is_exact = is_expert.all(axis=(1, 2)) & (own["token_id"] != MASKED)
             if not is_exact.all():
                 errors.append(self._token_error(request.request_id, own[~is_exact], is_expert[~is_exact]))
+            # The others stay unwritten, so that `finish` names them if they are needed.
             request.write(own[is_exact])
         return errors
 
     def _stamp_error(self, names: list[Any], layers: Array, stamp: int, num_tokens: int) -> CaptureError:
-        """Say which layers did not run once on all tokens."""
+        """Return the error of layers that did not run once on all tokens."""
         calls, num_rows = divmod(stamp, CALL)
         return CaptureError(
             f"MRR702: requests {names}: layers {layers.tolist()} routed {num_rows} tokens in {calls} calls in a "
-            f"forward that was announced with {num_tokens} tokens. Announce every forward by itself, and all rows of "
+            f"forward that was announced with {num_tokens} tokens. Announce every forward separately, and all rows of "
             "the batch: None or position -1 for those that pad it. A fused kernel routes unseen, as does a graph "
             "recorded before the capturer."
         )
 
     def _token_error(self, name: Any, tokens: Array, is_expert: Array) -> CaptureError:
-        """Say why tokens of a request have no route: the mask hides them, or the first has an id that is no expert's."""
+        """Return the error of tokens without a route: the mask hides them, or the first has an id outside the range."""
         if num_masked := int((tokens["token_id"] == MASKED).sum()):
             return CaptureError(
                 f"MRR702: request {name!r}: attention_mask hides {num_masked} tokens that were announced. Announce a "

@@ -1,4 +1,4 @@
-"""Where a model chooses its experts: its router modules, their layers, and how to read the chosen ids off their output."""
+"""Router modules of a model, their layers, and how to read the chosen ids off their output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_router_replay.errors import RouterReplayError
 
 
 class CaptureError(RouterReplayError, ValueError):
-    """Routes cannot be captured as asked, or some of a request's tokens have none."""
+    """Routes cannot be captured, or some of a request's tokens have none."""
 
 
 Select = Callable[[nn.Module, Any, Any], Tensor]
@@ -25,7 +25,7 @@ class RouterSite:
     """One place where experts are chosen.
 
     Args:
-        module: the router, or any module whose forward shows what was chosen.
+        module: the router, or any module with the chosen ids in its inputs or output.
         layer_number: Megatron's, from 1: hidden layer i of a Hugging Face model is layer_number i + 1.
         num_experts, topk: routed experts of the layer, and how many of them a token takes.
         select: reads the chosen ids off a forward of `module`.
@@ -52,7 +52,7 @@ def find_router_sites(model: nn.Module) -> list[RouterSite]:
     """Return the routers of a transformers model by layer; multi-token-prediction layers are left out.
 
     Raises:
-        CaptureError: no router is known here, a layer has experts and none that is, or two routers are of one layer.
+        CaptureError: no router is known here, a layer has experts and no known router, or a layer has two.
     """
     sites: dict[int, RouterSite] = {}
     for name, module in model.named_modules():
@@ -88,7 +88,7 @@ def _site(name: str, module: Any) -> RouterSite:
     num_experts, topk = getattr(module, "num_experts", None), getattr(module, "top_k", None)
     if not numbers or not isinstance(num_experts, int) or not isinstance(topk, int):
         raise CaptureError(
-            f"MRR701: {name} ({type(module).__name__}) does not tell its layer, num_experts or top_k: pass "
+            f"MRR701: {name} ({type(module).__name__}) has no layer, num_experts or top_k that can be read: pass "
             "routers=[RouterSite(...)]. Record a Megatron-Core model with megatron_router_replay.record."
         )
     return RouterSite(
@@ -104,7 +104,7 @@ def check_sites(sites: Sequence[RouterSite]) -> tuple[int, int]:
     """Return (num_experts, topk) of all sites.
 
     Raises:
-        CaptureError: there is none, they differ, or two are of one layer.
+        CaptureError: there is none, they differ, or a layer has two.
     """
     if not sites:
         raise CaptureError("MRR701: there is no router to capture: routers=[] was passed.")

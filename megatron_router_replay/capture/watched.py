@@ -41,10 +41,10 @@ class Watched:
         The last sampled token of a sample was never fed back, so it has no route.
 
         Args:
-            sequences: [batch, length], prompts and what was sampled.
+            sequences: [batch, length], prompts and sampled tokens.
             attention_mask: [batch, prompt length], as `generate` got it.
-            pad_token_id: what `generate` writes behind the end of a sequence: the pads that end a row are no tokens of it.
-            eos_token_id: a sequence ends with the first of these behind its prompt, if there is any. Pass it where sequences
+            pad_token_id: `generate` writes it after the end of a sequence: the pads that end a row are no tokens of it.
+            eos_token_id: a sequence ends with the first of these after its prompt, if there is any. Pass it if sequences
                 are padded with it.
 
         Raises:
@@ -76,7 +76,7 @@ class Watched:
         return self._capturer._trace(samples, np.concatenate(tokens), [len(each) for each in tokens])
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Announce the forward that the model is about to run: the columns behind its cache."""
+        """Announce the forward that the model is about to run: the columns after those in its cache."""
         if torch.compiler.is_compiling():
             return
         self._forward = None  # one that raised ends here
@@ -88,7 +88,7 @@ class Watched:
             )
         batch, length = input_ids.shape
         start = 0 if cache is None else int(cache.get_seq_length())
-        if start == 0:
+        if start == 0:  # a new generate(): the rows of the one before are dropped
             for row in range(self._batch):
                 self._capturer.abort(row)
             for row in range(batch):
@@ -96,7 +96,7 @@ class Watched:
             self._batch, self._unread_mask = batch, ""
         elif batch != self._batch:
             raise CaptureError(
-                f"MRR705: the model runs {batch} rows behind a cache of {self._batch}: a batch must keep its rows."
+                f"MRR705: the model runs {batch} rows with a cache of {self._batch}: a batch must keep its rows."
             )
         positions = np.broadcast_to(np.arange(start, start + length), (batch, length))
         if length > 1 and mask is not None:
@@ -106,6 +106,7 @@ class Watched:
                 self._unread_mask = type(_mask_of_a_layer(mask)).__name__
             else:
                 positions = np.where(is_token, positions, -1)
+        # Entered in one hook and left in another: the forward itself runs in between.
         self._forward = self._capturer.forward(range(batch), positions, input_ids=input_ids)
         self._forward.__enter__()
 
@@ -116,7 +117,7 @@ class Watched:
         forward, self._forward = self._forward, None
         forward.__exit__(None, None, None)
         cache = getattr(output, "past_key_values", None)
-        if cache is not None and cache is not self._cache():
+        if cache is not None and cache is not self._cache():  # generate() passes one cache from step to step
             self.release_cache()
             cache.reorder_cache = _refuse_beams
             self._cache = weakref.ref(cache)
@@ -139,7 +140,7 @@ def watch(model: nn.Module, *, max_num_tokens: int = 8192) -> Iterator[Watched]:
         max_num_tokens: the most token slots of one forward, padding included: batch times prompt length.
 
     Raises:
-        CaptureError: a router cannot be captured, or a forward in the block cannot be told: beam search, no input_ids.
+        CaptureError: a router cannot be captured, or the tokens of a forward are unknown: beam search, no input_ids.
     """
     module = find_input_module(model)
     if module is None:
@@ -193,7 +194,7 @@ def _token_columns(mask: Any, start: int, length: int) -> NDArray[np.bool_] | No
     if (seen_by_first & (torch.arange(length, device=mask.device) < first[:, None])).any():
         raise CaptureError(
             "MRR705: attention_mask hides columns from the last token which an earlier one attends to, as in a sliding "
-            "window, so its padding cannot be told: generate with the default cache, or without padding."
+            "window, so its padding is not known: generate with the default cache, or without padding."
         )
     return is_token.cpu().numpy()
 
@@ -201,7 +202,7 @@ def _token_columns(mask: Any, start: int, length: int) -> NDArray[np.bool_] | No
 def _is_token(
     ids: NDArray[np.int64], in_prompt: NDArray[np.bool_], pad_token_id: int | None, eos_token_id: int | Sequence[int]
 ) -> NDArray[np.bool_]:
-    """Return which columns of a row are tokens of its sequence: the prompt without padding, and what was sampled."""
+    """Return which columns of a row are tokens of its sequence: the prompt without padding, and the sampled tokens."""
     sampled = ids[len(in_prompt) :]
     end = len(sampled)
     if (ends := np.flatnonzero(np.isin(sampled, eos_token_id))).size:

@@ -29,7 +29,7 @@ _MODULES = {"megatron-core": "megatron.core", "transformer-engine": "transformer
 
 
 def doctor(as_json: Json = False, out: Out = None) -> None:
-    """Show the installed packages, and judge torch and Megatron-Core.
+    """Show the installed packages, and check torch and Megatron-Core.
 
     To check a model, call mrr.explain(model).
 
@@ -98,7 +98,7 @@ def _megatron() -> tuple[list[str], list[str]]:
     if upstream.is_newer_than_tested(upstream.megatron_version()):
         notes.append("this one is newer: sessions verify every routing map, and refuse moe_* settings unknown here")
     problems = []
-    # The second asks for private names of torch, too: a torch that is too new fails there.
+    # The second checks private names of torch, too: a torch that is too new fails there.
     for check in (upstream.check_version, lambda: upstream.check_names(upstream.REQUIRED_SYMBOLS)):
         try:
             check()

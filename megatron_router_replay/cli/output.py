@@ -41,7 +41,7 @@ def reporting_errors() -> Iterator[None]:
             missing = "megatron-core" if missing == "megatron" else missing
             advice = "router-replay doctor names the packages that are missing."
             fail(f"MRR903: router-replay needs {missing}, which is not installed; {advice}", error)
-        fault = "This is a fault of router-replay, whose message should name the input"
+        fault = "This is a fault of router-replay: no message of its own covers this input"
         fail(f"MRR905: {type(error).__name__}: {error}. {fault}; please report it with the command.", error)
 
 

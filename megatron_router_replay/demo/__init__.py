@@ -1,6 +1,6 @@
 """The main job in one command: routes that a real vLLM returned, replayed in Megatron-Core, and the proof of it.
 
-The model is a tiny Qwen3-MoE (random weights, 4 layers of which 3 are MoE), made of a seed. `data/` holds its config, and the
+The model is a tiny Qwen3-MoE (random weights, 4 layers of which 3 are MoE), made of a seed. `data/` has its config, and the
 response of vLLM 0.30.0 to 8 prompts over HTTP, in bf16 on a CPU, with routed experts and log-probs.
 """
 

@@ -1,8 +1,8 @@
-"""The demo's model: a tiny Qwen3-MoE of 4 layers, 3 of them with experts, whose weights are made of a seed.
+"""The demo's model: a tiny Qwen3-MoE of 4 layers, 3 of them with experts, with weights made of a seed.
 
 The norms' weights are 1. Every other is one of 65,536 values, evenly spaced in [-11/32, 11/32), chosen by raw bits of numpy's
-PCG64, a stream that numpy promises not to change. All of it is exact in float32, so every machine makes the bits that were
-served by the vLLM whose response lies in `data/`.
+PCG64, a stream that numpy promises not to change. All of it is exact in float32, so every machine makes the bits that vLLM
+served for the response in `data/`.
 """
 
 from __future__ import annotations

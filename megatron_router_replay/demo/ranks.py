@@ -1,4 +1,4 @@
-"""What each of the demo's processes does: one training step in Megatron-Core, watched from outside the package's own code."""
+"""One training step in Megatron-Core in each of the demo's processes, observed by hooks on Megatron's own routers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Microbatch = dict[str, Tensor]
 
 @dataclass(kw_only=True)
 class StepResult:
-    """What one rank saw in one training step.
+    """Observations of one rank in one training step.
 
     Args:
         used: layer_number -> [num_rows, num_experts] bool, the routing map of each trace row in the forward.
-        recomputes, recomputes_identical: router recomputes, and those whose routing map was the forward's.
+        recomputes, recomputes_identical: router recomputes, and those with the routing map of their forward.
         logprobs: [num_rows] of the token behind each row, last stage only; NaN elsewhere.
         report: the session's report, empty without replay.
     """
@@ -43,7 +43,7 @@ def watched_step(
     trace: mrr.RoutingTrace | None,
     num_rows: int,
 ) -> StepResult:
-    """Run one step, with the routes replayed or (trace None) live, and return what left the routers."""
+    """Run one step, with the routes replayed or (trace None) live, and return the routers' outputs."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     layout.initialize()
@@ -70,7 +70,7 @@ def watched_step(
             forward_only=False,
         )
     result = StepResult(report={} if session is None else session.report.to_dict())
-    # Hooks on Megatron's own routers: what they see does not pass through the bookkeeping that it is to prove.
+    # Hooks on Megatron's own routers see the routing maps without the bookkeeping that the demo has to prove.
     for (layer, is_recompute), of_layer in maps.items():
         if is_recompute:
             result.recomputes += len(of_layer)

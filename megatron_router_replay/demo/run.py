@@ -26,7 +26,7 @@ SAMPLES_PER_MICROBATCH = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult:
-    """What the demo measured; `--json` and `--out` write these fields.
+    """Results of the demo; `--json` and `--out` write these fields.
 
     Args:
         prompts, tokens_generated: of the engine's response.
@@ -60,7 +60,7 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
     Args:
         on_stage: called with the name of each stage when it begins.
     """
-    on_stage("reading what vLLM returned")
+    on_stage("reading the reply of vLLM")
     response = load_response()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(folder)
@@ -92,14 +92,14 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
 
 
 def load_response() -> dict[str, Any]:
-    """Return what vLLM 0.30.0 answered to 8 prompts, with the demo's checkpoint. `examples/capture_vllm.py` asked it."""
+    """Return the reply of vLLM 0.30.0 to 8 prompts, with the demo's checkpoint. `examples/capture_vllm.py` made it."""
     file = files("megatron_router_replay.demo") / "data" / "vllm_0.30.0_bf16_response.json"
     response: dict[str, Any] = json.loads(file.read_text())["response"]
     return response
 
 
 def prompt_lengths(response: dict[str, Any]) -> list[int]:
-    """Prompt tokens of each choice."""
+    """Return the number of prompt tokens of each choice."""
     return [len(choice["prompt_token_ids"]) for choice in response["choices"]]
 
 
@@ -129,7 +129,7 @@ def make_microbatches(trace: RoutingTrace, prompt_lengths: list[int]) -> list[di
 
 
 def logprobs_by_row(response: dict[str, Any]) -> Tensor:
-    """The engine's log-prob of the token behind each trace row, [num_rows]; NaN where it is a prompt's or the last."""
+    """Return the engine's log-prob of the token after each trace row, [num_rows]; NaN for a prompt's or the last."""
     rows = []
     for choice in response["choices"]:
         generated = choice["logprobs"]["token_logprobs"]
@@ -139,7 +139,7 @@ def logprobs_by_row(response: dict[str, Any]) -> Tensor:
 
 
 def count_different(ranks: list[Any], trace: RoutingTrace) -> int:
-    """How many decisions used another set of experts than the trace says, over all stages."""
+    """Return how many decisions used a different set of experts than the trace, over all stages."""
     different = 0
     for rank in ranks:
         for layer, used in rank.used.items():

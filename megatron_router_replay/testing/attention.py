@@ -16,8 +16,8 @@ from torch import Tensor
 class SmallAttention(torch.nn.Module):
     """Causal dot-product attention, built and called by Megatron's SelfAttention like any core attention.
 
-    Under context parallelism the sequence is split zigzag, each packed sequence by itself, as Megatron and
-    Transformer Engine do; `row_positions` says it in code. Grouped-query attention is supported; attention masks,
+    Under context parallelism each packed sequence is split zigzag, as Megatron and Transformer Engine do; see
+    `row_positions`. Grouped-query attention is supported; attention masks,
     biases, dropout and windows are not and raise.
     """
 
@@ -85,9 +85,9 @@ class SmallAttention(torch.nn.Module):
 
 
 def row_positions(length: int, *, cp_rank: int, cp_size: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return which sequence, and which position in it, each row of a context-parallel rank holds.
+    """Return the sequence and the position of each row of a context-parallel rank.
 
-    Each sequence is cut into 2 * cp_size equal chunks; rank r holds chunks r and 2 * cp_size - 1 - r.
+    Each sequence is cut into 2 * cp_size equal chunks; rank r has chunks r and 2 * cp_size - 1 - r.
 
     Args:
         length: rows of the whole row of tokens, over all ranks.

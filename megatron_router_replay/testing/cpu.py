@@ -1,7 +1,7 @@
 """megatron_on_cpu(): run the stock GPTModel on a CPU over gloo, with no change to Megatron-Core's files.
 
-Megatron-Core calls torch.cuda and asks for device="cuda" whatever the machine has. While the context manager is
-active those calls land on the CPU; after it, every attribute is what it was. In the order they are made:
+Megatron-Core calls torch.cuda and passes device="cuda" on any machine. While the context manager is active, those
+calls run on the CPU; after it, every attribute is restored. In the order they are made:
 
 1. Megatron is imported *before* anything is patched, so no Megatron module captures a replaced function.
 2. torch.cuda's devices, streams, events, random states and memory statistics become CPU ones (`cuda_stand_ins.py`).
@@ -38,7 +38,7 @@ _TRANSFORMER_ENGINE_SYMBOLS = [
 ]
 
 Patch = tuple[Any, str, Any]
-"""An owner, the name of an attribute of it, and what it is while Megatron runs on a CPU."""
+"""An owner, the name of an attribute of it, and its value while Megatron runs on a CPU."""
 
 _lock = threading.RLock()
 _depth = 0
@@ -53,7 +53,7 @@ def megatron_on_cpu() -> Iterator[None]:
     On a machine with CUDA the block forces the CPU all the same (torch.cuda.is_available() is False inside), so
     use it there in a process that has not put Megatron on the GPU.
 
-    What to know inside:
+    Notes:
 
     - models need deallocate_pipeline_outputs=False, and interleaved schedules overlap_p2p_comm=True with
       batch_p2p_comm=False (`tiny_gpt_config` sets them): gloo sends later from memory that Megatron frees at once, and
@@ -77,7 +77,7 @@ def megatron_on_cpu() -> Iterator[None]:
 
 
 def is_active() -> bool:
-    """Tell whether this process is inside megatron_on_cpu()."""
+    """Return if this process is inside megatron_on_cpu()."""
     return _depth > 0
 
 
@@ -90,7 +90,7 @@ def patches() -> list[Patch]:
 def _apply() -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    with contextlib.ExitStack() as stack:  # restores what was patched if a later patch fails
+    with contextlib.ExitStack() as stack:  # undoes the earlier patches if a later one fails
         stack.callback(RotaryEmbedding.forward.cache_clear)  # rotary tables made for another device
         for owner, name, value in patches():
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
@@ -99,7 +99,7 @@ def _apply() -> None:
 
 
 def is_cuda_device(device: Any) -> bool:
-    """Tell whether torch would read this device argument as a CUDA device: "cuda", "cuda:1", 1, torch.device("cuda")."""
+    """Return if torch reads this argument as a CUDA device: "cuda", "cuda:1", 1, torch.device("cuda")."""
     if isinstance(device, str):
         return device.startswith("cuda")
     if isinstance(device, torch.device):
@@ -148,8 +148,8 @@ def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _torch_patches() -> list[Patch]:
-    # This cache of torch holds the factory functions that a `with torch.device(...)` recognises. Filled inside the
-    # patches it would hold the wrapped ones, for good: transformers would then leave its meta-device buffers unset.
+    # torch caches the factory functions that `with torch.device(...)` recognises. Filled inside the patches, the cache
+    # would keep the wrapped ones for good: transformers would then leave its meta-device buffers unset.
     from torch.utils._device import _device_constructors
 
     factories = [
@@ -195,11 +195,11 @@ def _megatron_patches() -> list[Patch]:
 
 
 def _later_patches(norm: type) -> list[Patch]:
-    """Return what later versions of Megatron-Core need besides: nothing of it exists in 0.16 and 0.17."""
+    """Return the patches of later versions of Megatron-Core; 0.16 and 0.17 have none of these names."""
     from megatron.core.transformer import multi_token_prediction
 
     later = []
-    # Behind 0.19 it asks isinstance of classes that without Transformer Engine are no classes.
+    # After 0.19 it calls isinstance with classes that are None without Transformer Engine.
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
         later.append((multi_token_prediction, "is_inference_column_parallel_linear", cuda_stand_ins.always(False)))
     with contextlib.suppress(ModuleNotFoundError):

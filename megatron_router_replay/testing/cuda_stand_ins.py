@@ -1,4 +1,4 @@
-"""What torch.cuda's functions and classes become while Megatron runs on a CPU: the CPU has one stream and no device."""
+"""Replacements of torch.cuda's functions and classes while Megatron runs on a CPU: one stream and no device."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,7 +8,7 @@ import torch
 
 
 class _AlwaysUpToDate:
-    """What a stream or an event is on a CPU, which runs in program order: everything before it has already happened."""
+    """A stream or an event on a CPU, which runs in program order: all earlier work is done already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cpu")
@@ -23,14 +23,14 @@ class _AlwaysUpToDate:
 
 
 class CpuEvent(_AlwaysUpToDate):
-    """Stands in for torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     def elapsed_time(self, end_event: "CpuEvent") -> float:
         return 0.0
 
 
 class CpuStream(_AlwaysUpToDate):
-    """Stands in for torch.cuda.Stream: the CPU's one stream."""
+    """Replaces torch.cuda.Stream: the CPU's one stream."""
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
         return event if event is not None else CpuEvent()
@@ -49,12 +49,12 @@ def always(value: Any) -> Callable[..., Any]:
 
 
 def get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-    """Stand in for torch.cuda's function, and for Megatron's around it."""
+    """Replace torch.cuda's function, and Megatron's wrapper of it."""
     return torch.get_rng_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = "cuda", graph_safe: bool = False) -> None:
-    """Stand in for torch.cuda's function, and for Megatron's around it."""
+    """Replace torch.cuda's function, and Megatron's wrapper of it."""
     torch.set_rng_state(new_state)
 
 

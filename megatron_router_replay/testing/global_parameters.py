@@ -1,4 +1,4 @@
-"""Parameters by global name: the same tensors for every parallel layout, cut into what each rank holds, and merged back.
+"""Parameters by global name: the same tensors for every parallel layout, split into each rank's part, and merged back.
 
 A global name is Megatron's own parameter name with the decoder layer and expert counted over the whole model, from 0:
 `decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight`. Shapes are those of an unsplit model.
@@ -27,13 +27,13 @@ _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 def split_parameter(name: str, whole: Tensor, *, tp_rank: int, tp_size: int, gated: bool = True) -> Tensor:
-    """Return the part of a parameter that one tensor-parallel rank holds.
+    """Return one tensor-parallel rank's part of a parameter.
 
     Args:
         name: global or local parameter name; decides the axis.
         whole: the unsplit parameter. linear_fc1 is [gate; up], linear_qkv is by query group [q..., k, v].
         tp_rank, tp_size: the place in the tensor-parallel group, or for an expert's parameter in the expert one.
-        gated: linear_fc1 holds gate and up projections (gated_linear_unit), of which each rank has a part.
+        gated: linear_fc1 is gate and up projections (gated_linear_unit), and each rank has a part of both.
 
     Source: Megatron-Core 0.16.1, mlp.MLP.sharded_state_dict, attention.SelfAttention.get_query_key_value_tensors.
     """
@@ -63,7 +63,7 @@ def iterate_global_parameters(chunks: Iterable[Any]) -> Iterable[tuple[str, Any,
 
 
 def global_name(chunk: Any, local_name: str) -> str:
-    """Return the layout-independent name of one of this chunk's parameters."""
+    """Return the layout-independent name of a parameter of this chunk."""
     from megatron.core import parallel_state
 
     if match := _LOCAL_LAYER.match(local_name):
@@ -77,7 +77,7 @@ def global_name(chunk: Any, local_name: str) -> str:
 
 
 def is_expert(name: str) -> bool:
-    """Tell whether the parameter belongs to one routed expert."""
+    """Return if the parameter belongs to one routed expert."""
     return ".local_experts." in name
 
 
@@ -144,7 +144,7 @@ def _split_axis(name: str) -> int | None:
     if _WHOLE.search(name):
         return None
     raise RouterReplayError(
-        f"MRR904: cannot tell how tensor parallelism splits {name}: it is none of the parameters of a tiny GPT. "
+        f"MRR904: unknown how tensor parallelism splits {name}: it is none of the parameters of a tiny GPT. "
         "Add it to _SPLIT_AXIS or _WHOLE."
     )
 

@@ -1,4 +1,4 @@
-"""ParallelSizes: the parallel sizes of one test case, and Megatron's parallel state made from them."""
+"""ParallelSizes: parallel sizes in Megatron's words, and Megatron's parallel state from them."""
 
 import math
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class ParallelSizes:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether sequence parallelism is on. Megatron trains MoE layers under tensor parallelism only with it."""
+        """Return if sequence parallelism is on. Megatron trains MoE layers under tensor parallelism only with it."""
         return self.tp_size > 1
 
     @property
@@ -64,6 +64,6 @@ class ParallelSizes:
             context_parallel_size=self.cp_size,
             expert_model_parallel_size=self.ep_size,
             expert_tensor_parallel_size=self.expert_tp_size,
-            create_gloo_process_groups=False,  # beside NCCL's; here the groups themselves are gloo's
+            create_gloo_process_groups=False,  # Megatron would add them to NCCL's; here the groups are gloo's already
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

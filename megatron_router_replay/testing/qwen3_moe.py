@@ -1,10 +1,10 @@
 """Load a Hugging Face Qwen3-MoE checkpoint into Megatron-Core's GPTModel, for any parallel layout.
 
-Each rank reads only the tensors that it holds a part of. How one GPTModel parameter is made of checkpoint tensors:
+Each rank reads only the tensors of its own parameters. A GPTModel parameter is made of these checkpoint tensors:
 
     linear_qkv   for each key-value head: its query heads, the key head, the value head
     linear_fc1   gate_proj, up_proj
-    the others   one tensor, under another name
+    all else     one tensor, under a different name
 """
 
 import json
@@ -21,7 +21,7 @@ from megatron_router_replay.testing.global_parameters import load_global_paramet
 from megatron_router_replay.testing.layout import ParallelSizes
 from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
-# GPTModel's names of parameters and the checkpoint's; of a layer, behind its prefix.
+# GPTModel's names of parameters -> the checkpoint's; those of a layer without its prefix.
 NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
@@ -44,12 +44,12 @@ def qwen3_moe_config(checkpoint_dir: str | Path, layout: ParallelSizes, **overri
     """Return the TransformerConfig of a Hugging Face Qwen3-MoE checkpoint for this layout, in fp32.
 
     Args:
-        checkpoint_dir: holds config.json.
+        checkpoint_dir: the folder of config.json.
         layout: parallel sizes.
         overrides: any field of TransformerConfig.
 
     Raises:
-        RouterReplayError: a model that this conversion does not know.
+        RouterReplayError: a model that this conversion does not support.
     """
     hf = _read_config(checkpoint_dir)
     sparse_step = hf.get("decoder_sparse_step", 1)
@@ -80,11 +80,12 @@ def load_qwen3_moe(
     core_attention: str | None = None,
     **config_overrides: Any,
 ) -> list[Any]:
-    """Return this rank's GPTModel chunks with the weights of a Qwen3-MoE checkpoint. It is in Hugging Face's format;
-    weights are fp32.
+    """Return this rank's GPTModel chunks with a Qwen3-MoE checkpoint's weights.
+
+    The checkpoint is in Hugging Face's format. Weights become fp32.
 
     Args:
-        checkpoint_dir: holds config.json and model.safetensors (or an index and its shards).
+        checkpoint_dir: the folder of config.json and model.safetensors (or an index and its shards).
         layout: parallel sizes, initialised.
         core_attention: as for `build_tiny_gpt`.
         config_overrides: any field of TransformerConfig.
@@ -125,7 +126,7 @@ def _read_config(checkpoint_dir: str | Path) -> dict[str, Any]:
     if (hf.get("rope_parameters") or {}).get("rope_type", "default") != "default":
         unknown.append(f"rope_parameters={hf['rope_parameters']!r}")
     if unknown:
-        raise RouterReplayError(f"MRR904: cannot convert {path}: this conversion does not know {', '.join(unknown)}.")
+        raise RouterReplayError(f"MRR904: cannot convert {path}: not supported: {', '.join(unknown)}.")
     return hf
 
 

@@ -83,7 +83,7 @@ def _run_rank(rank: int, world_size: int, folder: str, seed: int, job: bytes) ->
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a test machine's own name may not resolve
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    # What Megatron and torch tell each other about deprecations and speed, once in every process.
+    # Deprecations inside of Megatron and torch, once in every process.
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
     function, args = pickle.loads(job)
@@ -95,7 +95,7 @@ def _run_rank(rank: int, world_size: int, folder: str, seed: int, job: bytes) ->
         np.random.seed(seed)
         torch.manual_seed(seed)
         (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(*args)))
-    dist.barrier()  # nobody ends while others still talk to it
+    dist.barrier()  # no rank ends while another one still sends to it
     sys.stdout.flush()
     # Python's own end would wait for the threads of process groups that Megatron's DDP keeps alive.
     os._exit(0)

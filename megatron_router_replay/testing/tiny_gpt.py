@@ -51,7 +51,7 @@ def tiny_gpt_config(layout: ParallelSizes, **overrides: Any) -> Any:
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "deterministic_mode": True,
-        # Also marks the parameters that tensor parallelism splits, which Megatron's gradient norm asks for. The values are
+        # Also marks the parameters that tensor parallelism splits, which Megatron's gradient norm needs. The values are
         # those of load_global_parameters in the end: Megatron's own would depend on the layout.
         "perform_initialization": True,
         "use_cpu_initialization": True,
@@ -82,7 +82,7 @@ def build_tiny_gpt(
 ) -> list[Any]:
     """Return this rank's GPTModel chunks, one per virtual stage, in training mode.
 
-    The weights depend on `seed` and each parameter's global name only: under every layout the ranks hold parts of the
+    The weights depend on `seed` and each parameter's global name only: under every layout the ranks have parts of the
     same model, so losses and gradients can be compared.
 
     Args:

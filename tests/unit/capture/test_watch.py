@@ -63,7 +63,7 @@ def test_padding_is_read_off_the_masks_of_a_static_cache(name, attention):
 def test_padding_that_a_mask_does_not_tell_from_a_window_is_refused():
     model = build_model("mixtral", sliding_window=3)
     ids, mask = pad(PROMPTS, "left")
-    with pytest.raises(CaptureError, match="its padding cannot be told"), mrr.capture.watch(model):
+    with pytest.raises(CaptureError, match="its padding is not known"), mrr.capture.watch(model):
         generate(model, ids, mask, cache_implementation="static")
 
 
@@ -169,7 +169,7 @@ def test_tokens_and_models_that_cannot_be_watched_are_refused(mixtral):
         raise AssertionError
     with mrr.capture.watch(mixtral):
         cache = mixtral(SEQUENCE, use_cache=True).past_key_values
-        with pytest.raises(CaptureError, match="2 rows behind a cache of 1"):
+        with pytest.raises(CaptureError, match="2 rows with a cache of 1"):
             mixtral(torch.tensor([[5], [6]]), past_key_values=cache)
 
 
