@@ -15,7 +15,6 @@ Source: Megatron-Core 0.16 to 0.19, core.inference.inference_request and text_ge
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,8 @@ from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import INTEGERS, Source, as_array
 from megatron_router_replay.engines.reader import ReplyReader
-from megatron_router_replay.engines.registry import register
 from megatron_router_replay.engines.reply import Reply
-from megatron_router_replay.engines.rows import RowLayout, moe_layers
+from megatron_router_replay.engines.rows import RowLayout
 from megatron_router_replay.engines.tokens import SampleTokens
 
 
@@ -54,33 +52,27 @@ def _unwrapped(value: Any, source: Source) -> Any:
 
 
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    return replace(
-        moe_layers(reply, model, tokens, options),
+    return RowLayout(
+        parts=(as_array(reply["routed_experts"], source=reply.source),),
+        columns=tuple(range(len(model.moe_layer_numbers))),
         explain_surplus="Are these the ids of this very request? Megatron sends no surplus rows; the parts of a request that "
         "was suspended are concatenated, each from its first token on: decode each part by itself.",
     )
 
 
-megatron = register(
-    Decoder(
-        name="megatron",
-        title="Megatron",
-        read=ReplyReader(
-            engine="Megatron",
-            fields={
-                "routed_experts": ("routing_indices", "moe_topk_indices"),
-                "prompt_token_ids": ("prompt_token_ids", "prompt_tokens"),
-                "output_token_ids": ("generation_token_ids", "generated_tokens"),
-            },
-            unwrap=_unwrapped,
-        ).read,
-        rows=_rows,
-        start="Set moe_enable_routing_replay=True in the engine's config; prompt_moe_topk_indices alone has no routes of the "
-        "generation.",
-        request='{"model": "MODEL", "messages": [...], "max_tokens": 16}',
-        sends="A finished request has `routing_indices`, each choice of a server `moe_topk_indices`: MoE layers only.",
-        versions="inference of 0.16 to 0.19: requests and the server's responses, both forms",
-        tested="written; the server's wrapper compared with 0.18.2's",
-    )
+megatron = Decoder(
+    title="Megatron",
+    reader=ReplyReader(
+        engine="Megatron",
+        fields={
+            "routed_experts": ("routing_indices", "moe_topk_indices"),
+            "prompt_token_ids": ("prompt_token_ids", "prompt_tokens"),
+            "output_token_ids": ("generation_token_ids", "generated_tokens"),
+        },
+        unwrap=_unwrapped,
+    ),
+    rows=_rows,
+    start="Set moe_enable_routing_replay=True in the engine's config; prompt_moe_topk_indices alone has no routes of the "
+    "generation.",
 )
 """Megatron-Core's inference; see the module."""
