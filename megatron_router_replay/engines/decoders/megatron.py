@@ -1,15 +1,18 @@
 """Megatron-Core's own inference: [S - 1, Lm, topk], without dense layers.
 
-- A finished request (`DynamicInferenceRequest`, or its serialised dict): `routing_indices`.
+- A finished request (`DynamicInferenceRequest`, or its serialised dict): `routing_indices`. Since 0.19 the dict has
+  `prompt_length` in place of the prompt, unless the client requests `return_prompt_tokens`: pass `prompt_token_ids`.
 - The text generation server (completions, chat): `moe_topk_indices` with each choice, as nested lists (0.17) or as
   `["ndarray", {"data": lists, "dtype": name}]` (0.18 and later), with `prompt_token_ids` and `generation_token_ids` (chat;
   completions from 0.18 on). `prompt_moe_topk_indices` is the first rows of the same array in 0.17; from 0.18 on the wrapper
   is cut instead of the array, so it is never read.
 
-A request that was suspended and resumed is served in parts, and merging them concatenates the routes of every part, each of
-which starts at the first token again: it has more rows than S - 1 and is refused.
+Refused: a request that was suspended and resumed, because merging its parts concatenates the routes of every part, each from
+the first token on (0.17; later versions send None); a request of 0.17 whose prefix was cached, because its rows begin after
+the prefix (decode it with `start`); a request without routes, which chunked prefill of 0.18 and 0.19 causes now and then.
 
-Source: Megatron-Core 0.16 to 0.19, core.inference.inference_request and text_generation_server endpoints.
+Source: Megatron-Core 0.17 to 0.19, core.inference.inference_request and text_generation_server endpoints; the dynamic engine
+of 0.17.1, 0.18.2 and 0.19.2 run on a CPU.
 """
 
 from __future__ import annotations
@@ -69,6 +72,7 @@ megatron = Decoder(
             "prompt_token_ids": ("prompt_token_ids", "prompt_tokens"),
             "output_token_ids": ("generation_token_ids", "generated_tokens"),
         },
+        counts={"prompt_length": "prompt"},
         unwrap=_unwrapped,
     ),
     rows=_rows,
