@@ -70,8 +70,8 @@ GROUPS = [
     ),
     Group(
         name="mutated payloads",
-        tests=("tests/unit/engines/test_fuzz.py",),
-        sources=("tests/unit/engines/fuzz_inputs.py", "tests/unit/engines/engine_payloads.py"),
+        tests=("tests/unit/engines/test_random_replies.py",),
+        sources=("tests/unit/engines/engine_payloads.py",),
         unused_parts=(*ROOMS, "layout", "mcore", "store"),
         unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
     ),

@@ -189,7 +189,9 @@ class VllmClient:
         with self.times.measure("decode"):
             trace = engines.vllm.decode_batch(response, model=self.folder, prompt_token_ids=prompt.tolist())
         samples = []
-        for choice, of_choice in zip(response["choices"], trace.samples(), strict=True):
+        # The samples come sorted by the index of their choice, the choices as they finished.
+        choices = sorted(response["choices"], key=lambda choice: int(choice["index"]))
+        for choice, of_choice in zip(choices, trace.samples(), strict=True):
             assert of_choice.token_ids is not None, "the response carries token ids"
             logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
             samples.append(make_sample(prompt, of_choice.token_ids.long(), logprobs, of_choice, group))

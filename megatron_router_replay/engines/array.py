@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from megatron_router_replay.engines.decoder import Decoder
-from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo
-from megatron_router_replay.engines.options import Allocate, DecodeOptions, SampleOptions
+from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
+from megatron_router_replay.engines.options import DecodeOptions, SampleOptions, refuse_withdrawn
 from megatron_router_replay.engines.payload import Array, Source, as_array
-from megatron_router_replay.engines.reply import Reply, StatedCount
-from megatron_router_replay.engines.rows import RowLayout
-from megatron_router_replay.engines.tokens import SampleTokens
+from megatron_router_replay.engines.reply import Reply, StatedCount, refuse_non_reply
+from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
+from megatron_router_replay.engines.tokens import resolve_tokens, stamp_versions
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 
@@ -26,21 +25,20 @@ def decode(
     layer_numbers: Sequence[int] | None = None,
     num_prompt_tokens: int | None = None,
     last_token_routed: bool | None = None,
-    allocate: Allocate | None = None,
     **options: Unpack[SampleOptions],
 ) -> RoutingTrace:
-    """Return the routes of one sample from an array whose axes are named, nothing about it being guessed.
+    """Return the routes of one sample from an array whose axes are named.
 
     Args:
         result: numpy, torch or nested lists, any integer dtype.
         axes: "token", "layer" and "expert" in the array's order, such as ("layer", "token", "expert"); axes of length
             1 may be named "batch" or "".
-        layer_numbers: Megatron's layer_number of each entry of the layer axis, entries of other than MoE layers must be
-            filler (0 or -1). None: all hidden layers.
-        num_prompt_tokens: where the generation begins, for the checks of each part.
+        layer_numbers: Megatron's layer_number of each entry of the layer axis; entries of dense layers must be filler
+            (0 or -1). None: all hidden layers.
+        num_prompt_tokens: the token at which the generation begins, compared with the ids.
         last_token_routed: whether a row of the last token, S - start rows in all, is a route (True, of a full forward) or
             padding (False). None: an engine's array has no such row, and one too many is refused.
-        model, allocate, options: as for every engine, see `engines.DecodeOptions`.
+        model, options: as for every engine, see `engines.DecodeOptions`.
 
     Returns:
         [S, MoE layers, topk] with sequence_lengths (S,).
@@ -48,27 +46,30 @@ def decode(
     Raises:
         PayloadError: the axes do not fit the array, or the routes do not fit the tokens or the model.
     """
-    names = [name for name in axes if name not in ("batch", "")]
+    refuse_withdrawn(options)
+    info, names = as_model_info(model), [name for name in axes if name not in ("batch", "")]
     if sorted(names) != ["expert", "layer", "token"]:
         raise PayloadError(f"MRR101: axes {list(axes)} must name one token, one layer and one expert axis.")
-
-    def read(result: Any, *, batch: bool) -> list[Reply]:
-        # The caller's border is compared with his token ids as if a reply had stated it.
-        border = () if num_prompt_tokens is None else (StatedCount("num_prompt_tokens", "prompt", num_prompt_tokens),)
-        return [Reply(source=_SOURCE, fields={"routed_experts": result}, counts=border)]
-
-    def rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-        array = _token_major(as_array(reply["routed_experts"], source=_SOURCE), axes, names)
-        columns, filler = (None, None) if layer_numbers is None else _columns(array.shape[1], layer_numbers, model)
-        return RowLayout(
+    refuse_non_reply(result, "array")
+    # The caller's border is compared with the token ids as if a reply had stated it.
+    border = () if num_prompt_tokens is None else (StatedCount("num_prompt_tokens", "prompt", num_prompt_tokens),)
+    reply, sample = Reply(source=_SOURCE, counts=border), DecodeOptions(**options)
+    tokens = resolve_tokens(reply, sample)
+    array = _token_major(as_array(result, source=_SOURCE), axes, names)
+    columns, filler = (None, None) if layer_numbers is None else _columns(array.shape[1], layer_numbers, info)
+    rows = SampleRows(
+        source=_SOURCE,
+        layout=RowLayout(
             parts=(array,),
             columns=columns,
             filler=filler,
             last_row="none" if last_token_routed is None else "route" if last_token_routed else "padding",
-        )
-
-    decoder = Decoder(name="array", title="array", read=read, rows=rows, start="Pass the array.")
-    return decoder.decode(result, model=model, allocate=allocate, **options)
+        ),
+        tokens=tokens,
+        options=sample,
+        weight_version=stamp_versions(reply, tokens, sample.weight_version),
+    )
+    return build_trace([rows], model=info)
 
 
 def _token_major(array: Array, axes: Sequence[str], names: list[str]) -> Array:
@@ -86,7 +87,7 @@ def _token_major(array: Array, axes: Sequence[str], names: list[str]) -> Array:
 def _columns(
     num_columns: int, numbers: Sequence[int], model: ModelRoutingInfo
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the column of each MoE layer, and those of other layers."""
+    """Return the column of each MoE layer, and the columns of all other layers."""
     numbers = list(numbers)
     if len(numbers) != num_columns or len(set(numbers)) != len(numbers):
         raise _SOURCE.error(

@@ -1,90 +1,67 @@
-"""The one `decode` and the one `decode_batch`: every engine is a `Decoder`.
+"""`decode` and `decode_batch`: every engine is a `Decoder`.
 
-An engine differs in two functions: how its results are read into replies, and how the arrays of a reply are laid out. What a
-caller may say, whose tokens the rows are, how many rows are legal and what a broken payload looks like is the same for all.
+Engines differ in the table of their fields (`ReplyReader`) and in the layout of their arrays (`rows`). The caller's options,
+the tokens that the rows belong to, the number of legal rows and the check of each row are the same for all.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 
-from megatron_router_replay.checks import warn
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
-from megatron_router_replay.engines.options import Allocate, DecodeOptions, SampleOptions, SharedOptions, TokenIds
+from megatron_router_replay.engines.options import (
+    DecodeOptions,
+    SampleOptions,
+    SharedOptions,
+    TokenIds,
+    refuse_withdrawn,
+)
+from megatron_router_replay.engines.reader import ReplyReader
 from megatron_router_replay.engines.reply import Reply, refuse_non_reply
 from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
 from megatron_router_replay.engines.tokens import SampleTokens, resolve_tokens, stamp_versions
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 
-_LOG = logging.getLogger(__name__)
-
-
-class ReadReplies(Protocol):
-    """Turns a result into its generated sequences; `batch`: a list may hold any results, in order."""
-
-    def __call__(self, result: Any, *, batch: bool) -> list[Reply]: ...
-
-
 LayRows = Callable[[Reply, ModelRoutingInfo, SampleTokens, DecodeOptions], RowLayout]
-"""Reads the arrays of a reply that has routes, and says which columns and how many rows they have."""
+"""Reads the arrays of a reply that has routes; returns them with their columns and legal last row."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Decoder:
-    """What one engine returns -> RoutingTrace.
+    """Turns the results of one engine into a RoutingTrace.
 
     Args:
-        name: of the engine in code, on the command line and as a file; `title`: in messages and documents.
-        read: a result -> its replies.
+        title: of the engine, in messages.
+        reader: the table of its fields.
         rows: a reply -> its arrays.
-        start: how to start the engine and what to ask it for; a reply without routes is refused with it.
-        request: an example that brings routes and the ids of their tokens.
-        sends: what comes back.
-        versions, tested: which releases are read, and how that was tested.
-        routes: the fields of a reply of which one has routes.
-        counted: what the engine counts differently from its ids; a reply -> the same with right counts.
-        reads_files: a payload may stand in a file; False: it exists in a process alone.
+        start: how to start the engine and what to send, for the message about a reply without routes.
+        corrected: a reply -> the same with counts that fit its ids, where the engine counts other tokens.
     """
 
-    name: str
     title: str
-    read: ReadReplies
+    reader: ReplyReader
     rows: LayRows
     start: str
-    request: str = ""
-    sends: str = ""
-    versions: str = ""
-    tested: str = ""
-    routes: tuple[str, ...] = ("routed_experts",)
-    counted: Callable[[Reply, ModelRoutingInfo], Reply] | None = None
-    reads_files: bool = True
+    corrected: Callable[[Reply, ModelRoutingInfo], Reply] = lambda reply, model: reply
 
     def decode(
-        self,
-        result: Any,
-        *,
-        model: ModelLike,
-        choice: int | None = None,
-        allocate: Allocate | None = None,
-        **options: Unpack[SampleOptions],
+        self, result: Any, *, model: ModelLike, choice: int | None = None, **options: Unpack[SampleOptions]
     ) -> RoutingTrace:
         """Return the routes of one sample, a row for each of its S tokens.
 
         The last row, and those before `start`, have no route.
 
         Args:
-            result: what the engine returned, in any of the forms that its file in `engines/decoders` lists.
+            result: a reply of the engine in any form that its file in `engines/decoders` lists, or the list of all chunks
+                of one stream.
             model: ModelRoutingInfo, or the Hugging Face config as a dict, object or path.
             choice: the index of the choice to take of several.
-            allocate: where the memory of topk_indices comes from, such as a pool of your own; None: new
-                memory.
             options: token_ids, start and the other fields of `engines.DecodeOptions`.
 
         Returns:
@@ -94,21 +71,21 @@ class Decoder:
             PayloadError: routes are missing, do not fit the tokens or the model, or are damaged; the reply's own counts
                 disagree with the tokens; there are several samples.
         """
-        info = as_model_info(model)
-        replies = self._read(result, batch=False)
+        refuse_withdrawn(options)
+        info, replies = as_model_info(model), self.read(result)
         # True would be choice 1.
         if choice is not None and (isinstance(choice, bool) or not 0 <= choice < len(replies)):
             raise PayloadError(f"MRR312: {self.title}: choice={choice!r} of a response with {len(replies)} choices.")
         if choice is None and len(replies) != 1:
             raise PayloadError(
-                f"MRR312: {self.title}: the response holds {len(replies)} choices, decode reads one: pass choice=... or use "
+                f"MRR312: {self.title}: the response has {len(replies)} choices, decode reads one: pass choice=... or use "
                 "decode_batch."
             )
-        return self._trace([(replies[choice or 0], DecodeOptions(**options))], info, allocate)
+        return self.trace_of([replies[choice or 0]], [DecodeOptions(**options)], info)
 
     def decode_batch(
         self,
-        result: Any,
+        results: Any,
         *,
         model: ModelLike,
         token_ids: Sequence[TokenIds] | None = None,
@@ -116,17 +93,17 @@ class Decoder:
         num_tokens: Sequence[int] | None = None,
         start: int | Sequence[int] = 0,
         sample_ids: Sequence[str] | None = None,
-        allocate: Allocate | None = None,
         **options: Unpack[SharedOptions],
     ) -> RoutingTrace:
-        """Return the routes of all samples of a result, or of a list of results.
+        """Return the routes of all samples of a response or of a list of results.
 
         Args:
-            result: as for `decode`, with several samples (n > 1, several prompts), or a list of such results.
-            model, allocate: as for `decode`.
-            token_ids, num_tokens, sample_ids: one per sample; choices of a response in the order of their index.
-            start: one for all, or one per sample.
-            prompt_token_ids: the ids of the one prompt that all samples have, or one list of ids per sample.
+            results: a response, whose choices come sorted by their index, or a list of results, each as `decode` takes it
+                (the chunks of a stream are one result, a list in the list).
+            model: as for `decode`.
+            token_ids, num_tokens, sample_ids: one for each sample, in the order of the result.
+            start: one for all, or one for each sample.
+            prompt_token_ids: the ids of the one prompt that all samples have, or a list with the ids of each sample.
             options: the other fields of `engines.DecodeOptions`, for all samples.
 
         Returns:
@@ -135,52 +112,56 @@ class Decoder:
         Raises:
             PayloadError: as for `decode`; a list has another length than the samples.
         """
-        info = as_model_info(model)
-        replies = self._read(result, batch=True)
-        given: dict[str, Any] = {
+        refuse_withdrawn(options)
+        info, replies = as_model_info(model), self._read_all(results)
+        lists: dict[str, Any] = {
             "token_ids": token_ids,
             "prompt_token_ids": _per_sample(prompt_token_ids, len(replies)),
             "num_tokens": num_tokens,
             "start": [start] * len(replies) if isinstance(start, (int, np.integer)) else start,
             "sample_ids": sample_ids,
         }
-        given = {name: _as_list(name, values) for name, values in given.items() if values is not None}
-        for name, values in given.items():
+        lists = {name: _as_list(name, values) for name, values in lists.items() if values is not None}
+        for name, values in lists.items():
             if len(values) != len(replies):
                 raise PayloadError(
-                    f"MRR312: {self.title}: {len(values)} {name} for {len(replies)} choices: give one a choice."
+                    f"MRR312: {self.title}: {len(values)} {name} for {len(replies)} samples: give one for each."
                 )
-        given["sample_id"] = given.pop("sample_ids", [None] * len(replies))
-        each = [DecodeOptions(**{n: v[i] for n, v in given.items()}, **options) for i in range(len(replies))]
-        return self._trace(list(zip(replies, each)), info, allocate)
+        lists["sample_id"] = lists.pop("sample_ids", [None] * len(replies))
+        each = [DecodeOptions(**{n: v[i] for n, v in lists.items()}, **options) for i in range(len(replies))]
+        return self.trace_of(replies, each, info)
 
-    def _read(self, result: Any, *, batch: bool) -> list[Reply]:
-        for item in [result, *(result if batch and isinstance(result, (list, tuple)) else ())]:
+    def read(self, result: Any) -> list[Reply]:
+        """Return the replies of one result."""
+        for item in result if isinstance(result, (list, tuple)) else [result]:
             refuse_non_reply(item, self.title)
-        return self.read(result, batch=batch)
+        return self.reader.read(result)
 
-    def _trace(
-        self, replies: list[tuple[Reply, DecodeOptions]], model: ModelRoutingInfo, allocate: Allocate | None
+    def _read_all(self, results: Any) -> list[Reply]:
+        if not isinstance(results, (list, tuple)):
+            return self.read(results)
+        if not results:
+            raise PayloadError(f"MRR301: {self.title}: the list of results is empty.")
+        replies = [reply for result in results for reply in self.read(result)]
+        names = [", ".join(filter(None, (f"sample {i}", reply.source.sample))) for i, reply in enumerate(replies)]
+        return [replace(reply, source=replace(reply.source, sample=name)) for reply, name in zip(replies, names)]
+
+    def trace_of(
+        self, replies: Sequence[Reply], options: Sequence[DecodeOptions], model: ModelRoutingInfo, *, begin: int = 0
     ) -> RoutingTrace:
-        # Before the tokens: a reply without routes has no ids either, most of the time, and to ask for those would mislead.
-        for reply, options in replies:
-            self._check_routes(reply, may_be_empty=reply.aborted or (options.missing == "live" and len(replies) > 1))
-        samples = [self._sample(reply, model, options) for reply, options in replies]
-        trace = build_trace(samples, model=model, allocate=allocate)
-        if trace.token_ids is None:
-            warn(
-                "no token ids",
-                "a trace without token ids: nothing proves that its rows are those of the tokens that a model runs. Have "
-                "the engine return ids, or pass token_ids=.",
-                once=True,  # a trainer may decode sample by sample
-            )
-        if _LOG.isEnabledFor(logging.INFO):
-            rows = [len(samples), trace.num_tokens, int(trace.replay_mask.sum()), trace.num_layers]
-            _LOG.info("%s: decoded %d samples: %d tokens, %d with a route, %d MoE layers", self.title, *rows)
-        return trace
+        """Return one trace of replies.
+
+        Args:
+            begin: rows of earlier tokens are neither checked nor kept.
+        """
+        # Before the tokens: a reply without routes often has no ids either, and the advice to pass ids would mislead.
+        for reply in replies:
+            self._check_routes(reply, may_be_empty=reply.aborted)
+        samples = [self._sample(reply, model, each, begin) for reply, each in zip(replies, options, strict=True)]
+        return build_trace(samples, model=model)
 
     def _has_routes(self, reply: Reply) -> bool:
-        return any(reply[name] is not None for name in self.routes)
+        return any(reply[name] is not None for name in ("routed_experts", *self.reader.shared))
 
     def _check_routes(self, reply: Reply, *, may_be_empty: bool) -> None:
         if not self._has_routes(reply) and not may_be_empty:
@@ -188,30 +169,26 @@ class Decoder:
                 f"MRR302: missing, though the model has MoE layers: it would train on live routes. {self.start}"
             )
 
-    def _sample(self, reply: Reply, model: ModelRoutingInfo, options: DecodeOptions) -> SampleRows:
-        reply = reply if self.counted is None else self.counted(reply, model)
+    def _sample(self, reply: Reply, model: ModelRoutingInfo, options: DecodeOptions, begin: int) -> SampleRows:
+        reply = self.corrected(reply, model)
         tokens = resolve_tokens(reply, options)
-        sample = SampleRows(
+        # An aborted request that had generated tokens had routes for them: without these they are lost.
+        may_be_empty = reply.aborted and tokens.nothing_generated
+        self._check_routes(reply, may_be_empty=may_be_empty)
+        layout = self.rows(reply, model, tokens, options) if self._has_routes(reply) else RowLayout(parts=())
+        if layout.start is not None and options.start not in (0, layout.start):
+            raise reply.source.error(
+                f"MRR305: its rows begin at token {layout.start}, not at start={options.start}: leave start out."
+            )
+        return SampleRows(
             source=reply.source,
-            layout=RowLayout(parts=()),
+            layout=layout,
             tokens=tokens,
-            options=options,
+            options=options if layout.start is None else replace(options, start=layout.start),
+            may_be_empty=may_be_empty,
             weight_version=stamp_versions(reply, tokens, options.weight_version),
+            begin=begin,
         )
-        try:
-            # An aborted request that had generated tokens had routes for them: without these they are lost.
-            aborted = reply.aborted and tokens.nothing_generated
-            self._check_routes(reply, may_be_empty=aborted)
-            layout = self.rows(reply, model, tokens, options) if self._has_routes(reply) else RowLayout(parts=())
-            if layout.start not in (None, options.start):
-                if options.start:
-                    raise reply.source.error(
-                        f"MRR305: its rows begin at token {layout.start}, not at start={options.start}: leave start out."
-                    )
-                options = replace(options, start=layout.start)
-        except PayloadError as error:
-            return replace(sample, fault=error)  # `build_trace` raises it, or leaves the sample live
-        return replace(sample, layout=layout, options=options, may_be_empty=aborted)
 
 
 def _as_list(name: str, values: Any) -> Sequence[Any]:

@@ -1,10 +1,10 @@
-"""What the caller of a decoder says of one sample; the same for every engine."""
+"""The options of a decoder for one sample, the same for every engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -20,55 +20,48 @@ WeightVersion = int | Mapping[str, int]
 
 Missing = Literal["raise", "live"]
 
-Allocate = Callable[[int], Array]
-"""Number of bytes -> that much uninitialised memory, [nbytes] uint8, aligned for any integer."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeOptions:
     """The options of `decode` for one sample.
 
     Args:
-        token_ids: prompt and output, [S]. Compared with the ids and counts that the reply has, needed where it has none.
+        token_ids: prompt and output, [S]. Compared with the ids and counts of the reply; needed where it has no ids.
         prompt_token_ids: the prompt alone, enough where the reply has the ids of its output.
         num_tokens: S, where the ids are not known at all; the trace then cannot prove that it fits its tokens.
-        start: the token that the first row belongs to: what the request said in `routed_experts_prompt_start` (vLLM) or
-            `routed_experts_start_len` (SGLang).
-        ignore_before: rows of tokens before this one are not looked at and have no route: those that a decode server sends
-            of a prompt that another server has routed.
-        missing: what becomes of rows that are there and hold no route: -1, an expert twice. "raise", or "live": the
-            live router decides these tokens, and the log says how many they are. It also decides a sample of a batch whose
-            routes are refused, and the log says why; if none of the batch has a route, that raises.
-        allow_surplus_rows: drop up to 8 rows behind the last token (speculative decoding that ran past a stop: vLLM 0.22
-            to 0.31, SGLang up to 0.5.12) instead of refusing them. A lost token can then no longer be told. SGLang's
-            bytes have no shape: they are refused where they fit a different number of layers as well.
+        start: the token of the first row, as the request set it in `routed_experts_prompt_start` (vLLM) or
+            `routed_experts_start_len` (SGLang). Compared with the start that the reply states, and not needed then.
+        missing: the treatment of rows that are there without a route: -1, or an expert twice. "raise", or "live": the
+            live router decides these tokens, and the log counts them.
+        allow_surplus_rows: drop up to 8 rows after the last token (speculative decoding that ran past a stop: vLLM 0.22
+            to 0.31, SGLang up to 0.5.12) instead of refusing them. A lost token then cannot be detected any more. SGLang's
+            bytes have no shape, so they are refused where they fit a different number of layers as well.
         weight_version: of the weights that chose the routes, stored with every token; a mapping gives the number of each
             version that the reply names. A reply that names integers is stamped without it.
         sample_id: stored in the trace.
 
     Raises:
-        PayloadError: start, ignore_before or num_tokens is not an integer of 0 or more, or missing is another word.
+        PayloadError: start or num_tokens is not an integer of 0 or more, or missing is another word.
     """
 
     token_ids: TokenIds | None = None
     prompt_token_ids: TokenIds | None = None
     num_tokens: int | None = None
     start: int = 0
-    ignore_before: int = 0
     missing: Missing = "raise"
     allow_surplus_rows: bool = False
     weight_version: WeightVersion | None = None
     sample_id: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("start", "ignore_before") if self.num_tokens is None else ("start", "ignore_before", "num_tokens"):
+        for name in ("start",) if self.num_tokens is None else ("start", "num_tokens"):
             object.__setattr__(self, name, as_integer(name, getattr(self, name), least=0, error=PayloadError))
         if self.missing not in ("raise", "live"):
             raise PayloadError(f"MRR101: missing={self.missing!r} must be 'raise' or 'live'.")
 
 
 class SharedOptions(TypedDict, total=False):
-    """The fields of `DecodeOptions` that all samples of a batch have in common."""
+    """The fields of `DecodeOptions` that are the same for all samples of a batch."""
 
     missing: Missing
     allow_surplus_rows: bool
@@ -82,5 +75,17 @@ class SampleOptions(SharedOptions, total=False):
     prompt_token_ids: TokenIds | None
     num_tokens: int | None
     start: int
-    ignore_before: int
     sample_id: str | None
+
+
+_WITHDRAWN = {
+    "allocate": "the trace allocates its memory.",
+    "ignore_before": "join_prefill_decode joins the replies of a prefill and a decode server.",
+}
+
+
+def refuse_withdrawn(options: Mapping[str, Any]) -> None:
+    """Raise PayloadError for an option of an earlier version."""
+    for name, replacement in _WITHDRAWN.items():
+        if name in options:
+            raise PayloadError(f"MRR101: {name}= of decode is gone in 0.3: {replacement}")

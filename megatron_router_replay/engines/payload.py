@@ -1,19 +1,19 @@
 """The wire formats of routed experts -> numpy arrays, without trusting a byte of them.
 
-Every reader knows how many ids it expects, and refuses a payload that is too large before it decodes or allocates anything
-for it. Arrays are returned as sent, in their own narrow dtype and without a copy where the format allows; `rows` checks them.
+Each reader expects a number of ids, and refuses a larger payload before it decodes or allocates anything for it. Arrays are
+returned as sent, in their own narrow dtype and without a copy where the format allows; `rows` checks them.
 
 - base64 of a `.npy` file, version 1.0, one integer array [rows, layers, topk] (vLLM 0.22 and later);
-- base64 of raw little-endian integers in C order, without a shape (SGLang, sglang-jax; NeMo Gym states it);
-- a dict of such base64, or bytes, with "shape", "dtype" (absent: uint8) and "start" (prime-rl, verifiers, dynamo);
+- base64 of raw little-endian int32 in C order, without a shape (SGLang, sglang-jax);
+- a dict of base64 or bytes with "shape", "dtype" (absent: uint8) and "start" (prime-rl, verifiers);
 - nested lists [rows][layers][topk] (JSON of vLLM 0.21 and Megatron-Core);
-- numpy arrays, torch tensors, anything with `__array__` (python objects of every engine).
+- numpy arrays, torch tensors, anything with `__array__` (Python objects of every engine).
 """
 
 from __future__ import annotations
 
 import binascii
-import re
+import io
 from array import array as int_array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where a payload came from; every message starts with it."""
+    """The engine, field and sample of a payload; every message starts with them."""
 
     engine: str
     field: str
@@ -47,16 +47,11 @@ class Source:
         return PayloadError(f"{self}: {text}")
 
 
-_NPY_MAGIC = b"\x93NUMPY\x01\x00"
-# As numpy.save writes it. Not evaluated as a literal, as numpy reads it: a deep one would end the process.
-_NPY_HEADER = re.compile(
-    rb"\{'descr': '([<>|=][iu][1248])', 'fortran_order': (True|False), "
-    rb"'shape': \(([0-9]{1,12}), ([0-9]{1,12}), ([0-9]{1,12})\), \} *\n"
-)
+NPY_MAGIC = b"\x93NUMPY"
 MAX_NPY_HEADER = 1024
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
-"""What a reply may say of the dtype of ids."""
+"""The dtypes of ids that a reply may state."""
 
 
 def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes:
@@ -82,31 +77,36 @@ def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes
 def parse_npy(raw: bytes, *, source: Source) -> Array:
     """Return the array of a `.npy` file as a read-only view of its bytes.
 
-    Only what `numpy.save` writes for a three-dimensional integer array is accepted; nothing is evaluated or unpickled.
+    numpy reads the header, which is all that is evaluated: a literal of at most `MAX_NPY_HEADER` bytes.
 
     Raises:
         PayloadError: another format, dtype or number of axes, or the data do not fill the shape exactly.
 
     Source: numpy.lib.format, version 1.0.
     """
-    if raw[:8] != _NPY_MAGIC or len(raw) < 10:
-        raise source.error(f"MRR310: starts with {raw[:8]!r}, not with the magic of a version 1.0 .npy file.")
-    start = 10 + int.from_bytes(raw[8:10], "little")
-    match = _NPY_HEADER.fullmatch(raw[10:start]) if start <= 10 + MAX_NPY_HEADER else None
-    if match is None:
+    if raw[:8] != NPY_MAGIC + b"\x01\x00":
         raise source.error(
-            f"MRR310: the .npy header {raw[10:130]!r} is not that of an integer array [rows, layers, topk]."
+            f"MRR310: starts with {raw[:8]!r}, not with the magic of a version 1.0 .npy file. Raw ids without a header are "
+            "of SGLang: engines.sglang reads them."
         )
-    dtype = np.dtype(match[1].decode())
-    shape = tuple(int(size) for size in match.groups()[2:])
-    _check_size("the .npy header", shape, dtype, len(raw) - start, source)
-    return np.frombuffer(raw, dtype, offset=start).reshape(shape, order="F" if match[2] == b"True" else "C")
+    file = io.BytesIO(raw)
+    file.seek(8)
+    try:
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=MAX_NPY_HEADER)
+    except (ValueError, MemoryError, RecursionError) as error:  # the latter two of a literal that is nested too deeply
+        raise source.error(f"MRR310: the .npy header {raw[10:130]!r} cannot be read: {error}.") from None
+    if dtype.kind not in "iu" or len(shape) != 3 or not all(type(size) is int and size >= 0 for size in shape):
+        raise source.error(
+            f"MRR310: the .npy header promises {list(shape)} {dtype}, expected an integer array [rows, layers, topk]."
+        )
+    _check_size("the .npy header", shape, dtype, len(raw) - file.tell(), source)
+    return np.frombuffer(raw, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran else "C")
 
 
 def _check_size(what: str, shape: tuple[int, ...], dtype: np.dtype[Any], num_bytes: int, source: Source) -> None:
-    # Integers of python, which do not wrap: sizes of twelve digits may not come out as the right number of bytes.
+    # Python's integers do not wrap: sizes of twelve digits never give the right number of bytes by overflow.
     expected = shape[0] * shape[1] * shape[2] * dtype.itemsize
-    # One size of 0 would make any others agree with no data.
+    # With one size of 0, the rest could be any number.
     if max(shape) > num_bytes + MAX_NPY_HEADER and not expected:
         raise source.error(f"MRR310: {what} promises the impossible shape {list(shape)}.")
     if num_bytes != expected:
@@ -126,40 +126,47 @@ def parse_tensor(value: Mapping[str, Any], *, source: Source, max_bytes: int) ->
     Raises:
         PayloadError: another dtype, shape or start than integers have, or the data do not fill the shape exactly.
 
-    Source: prime-rl, inference.vllm.routed_experts; verifiers, types.RoutedExpertsPayload; dynamo, vllm.handlers.
+    Source: prime-rl, inference.vllm.routed_experts; verifiers, types.RoutedExpertsPayload.
     """
-    data, shape, start = value["data"], value["shape"], value.get("start")
+    data, shape = value["data"], value["shape"]
     name = "uint8" if value.get("dtype") is None else value["dtype"]
     if not isinstance(name, str) or name not in INTEGERS:
         raise source.error(f"MRR310: dtype is {shown(name)}, expected one of {', '.join(INTEGERS)}.")
     sizes = list(shape) if isinstance(shape, (list, tuple)) else []
     if len(sizes) != 3 or not all(type(size) is int and 0 <= size < 10**12 for size in sizes):
         raise source.error(f"MRR310: has the shape {shown(shape)}, expected [rows, layers, topk].")
-    if start is not None and not (type(start) is int and 0 <= start < 10**12):
-        raise source.error(f"MRR305: start is {shown(start)}, it must be an integer of 0 or more.")
     if isinstance(data, str):
         data = decode_base64(data, source=source, max_bytes=max_bytes)
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise source.error(f"MRR310: data is {type(data).__name__}, expected base64 or bytes.")
     raw, dtype = bytes(data), np.dtype(name).newbyteorder("<")
     _check_size("the reply", tuple(sizes), dtype, len(raw), source)
-    return np.frombuffer(raw, dtype).reshape(sizes), start
+    return np.frombuffer(raw, dtype).reshape(sizes), read_start(value.get("start"), "start", source)
 
 
-def parse_raw(raw: bytes, *, dtype: str, source: Source, num_columns: int, topk: int) -> Array:
-    """Return raw little-endian integers as [rows, num_columns, topk], a read-only view.
+def read_start(value: Any, name: str, source: Source) -> int | None:
+    """Return the token of the first row as a reply states it; None where it does not."""
+    if value is not None and not (type(value) is int and 0 <= value < 10**12):
+        raise source.error(f"MRR305: {name} is {shown(value)}, it must be an integer of 0 or more.")
+    start: int | None = value
+    return start
+
+
+def parse_int32(raw: bytes, *, source: Source, num_columns: int, topk: int) -> Array:
+    """Return raw little-endian int32 as [rows, num_columns, topk], a read-only view.
 
     Raises:
-        PayloadError: the bytes are not a whole number of rows.
+        PayloadError: the bytes are a `.npy` file, or not a whole number of rows.
     """
-    item = np.dtype(dtype).newbyteorder("<")
-    row_bytes = item.itemsize * num_columns * topk
+    if raw.startswith(NPY_MAGIC):
+        raise source.error("MRR310: is a .npy file, as vLLM sends it: engines.vllm reads it.")
+    row_bytes = 4 * num_columns * topk
     if len(raw) % row_bytes:
         raise source.error(
-            f"MRR306: {len(raw)} bytes are {len(raw) / row_bytes:.3f} rows of {num_columns} layers x top-{topk} {dtype}. "
+            f"MRR306: {len(raw)} bytes are {len(raw) / row_bytes:.3f} rows of {num_columns} layers x top-{topk} int32. "
             "Is the model's config the served one?"
         )
-    return np.frombuffer(raw, item).reshape(-1, num_columns, topk)
+    return np.frombuffer(raw, "<i4").reshape(-1, num_columns, topk)
 
 
 def as_array(value: Any, *, source: Source) -> Array:
@@ -180,10 +187,11 @@ def as_array(value: Any, *, source: Source) -> Array:
         return np.asarray(value.numpy())
     if not hasattr(value, "__array__"):
         raise source.error(
-            f"MRR310: cannot read routes from {type(value).__name__}: expected an array, base64 or nested lists. A coroutine "
-            "that was not awaited and a response that was not parsed (response.json()) hold none."
+            f"MRR310: cannot read routes from {type(value).__name__}: expected an array, base64 or nested lists."
         )
     converted: Array = np.asarray(value)
+    if converted.ndim == 0:
+        raise source.error("MRR310: is a single number, expected an array.")
     if converted.dtype.kind not in "iu":
         raise source.error(f"MRR310: must hold integers, got {converted.dtype}.")
     return converted
@@ -210,8 +218,8 @@ def as_token_ids(value: Any, *, source: Source) -> Array:
 
 
 def _as_int32(values: Sequence[Any], source: Source) -> Array:
-    """Return python's or numpy's integers as [n] int32; neither text nor a float slips through."""
-    # Nearly always all are plain integers, which this tells many times faster than looking at one after the other.
+    """Return Python's or numpy's integers as [n] int32; text and floats raise."""
+    # Nearly always all are plain integers, and the set of their types is many times faster than a loop.
     if not set(map(type, values)) <= {int}:
         for value in values:
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):

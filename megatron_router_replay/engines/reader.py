@@ -1,17 +1,15 @@
-"""Results -> replies: one reader for every engine, told by a few names where an engine has its fields.
+"""Results -> replies: one reader for all engines; a table for each engine names its fields.
 
-It reads python objects, their dicts, responses parsed from JSON with `choices` (or `outputs`), whole or as the chunks of one
-stream, single choices, requests or results of /generate, and lists of all these.
+A result is a reply (a dict parsed from JSON, or a Python object), the list of the chunks of one stream, or an array. A reply
+has choices, or is itself one. Choices are sorted by their `index`, in whatever order they arrive.
 
-Choices are placed by their `index`, never by the order in which they arrive. The chunks of a stream have the request's id in
-common, but so may whole replies: what makes a chunk is a choice that is not finished, or an index without those before it. A
-stream is whole if every choice finishes, once and at its end; chunks that are lost or repeated before that show in the number
-of its ids, by the rule of rows and by the counts that the reply states.
+The chunks of a choice are complete if the last one, and no earlier one, has a finish reason. A chunk that is lost or comes
+twice before that changes the number of ids, so the rule of rows and the counts that the reply states reveal it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -23,9 +21,6 @@ from megatron_router_replay.engines.payload import Source, as_token_ids, is_tens
 from megatron_router_replay.engines.reply import Kind, Reply, StatedCount, first_known, get_field, is_count, read_counts
 from megatron_router_replay.engines.tokens import read_spans
 
-_MAX_CHOICES = 1 << 20
-"""No request asks for so many; an index beyond it is damaged."""
-
 _USAGE: Mapping[str, Kind] = {"prompt_tokens": "prompt", "completion_tokens": "output", "total_tokens": "all"}
 
 FIELDS = {
@@ -33,89 +28,68 @@ FIELDS = {
     "prompt_token_ids": ("prompt_token_ids",),
     "output_token_ids": ("token_ids",),
 }
-"""What is read of every engine, and the names that most give it."""
+"""The fields that every engine's table has, under the names that most engines use."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplyReader:
-    """Where an engine's results have what is read of them; `read` is what its `Decoder` calls.
+    """Reads the results of one engine.
 
     Args:
         engine: for messages.
-        fields: our name of a field -> the names that the engine gives it, on a choice or on what `inside` names. Those of
-            `FIELDS` are read of every engine, the others are for its own `rows`.
-        inside: what a response or a choice may hold fields in.
-        shared: fields of a response that are of all its choices.
-        listed: fields of a response that have an entry for each choice, by the names that the engine gives them.
-        counts: fields that count the choice's tokens, and what they count.
-        abort: the finish reason of a request that the engine gave up.
-        stream: what the chunks of a stream have of the ids: the "new" ones, or, as the "counted" tokens tell, new ones or all
-            so far; None: the last chunk has all, or the engine does not stream routes.
-        keep_all: what to ask the engine for, where a response of several choices has the routes of the first alone.
-        unwrap: what is done with routes and ids first.
-        check: raises if the replies of one response contradict each other.
+        fields: our name of a field -> the engine's names of it, on a choice or in one of `inside`. An engine's own `rows`
+            read the fields beyond those of `FIELDS`.
+        inside: fields of a response or a choice that contain more of its fields.
+        shared: fields of a response that all its choices share, as they share one prompt.
+        listed: the field of a response that has the output ids of each choice in a list.
+        counts: fields that count the tokens of a choice.
+        stream: "new": each chunk has its own ids; "counted": its own or all so far, which its counts decide; None: the
+            engine streams no routes.
+        keep_all: advice for a response of several choices with the routes of the first one alone.
+        unwrap: applied to routes and ids before anything else.
     """
 
     engine: str
     fields: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FIELDS)
     inside: tuple[str, ...] = ("message", "metadata")
     shared: tuple[str, ...] = ()
-    listed: tuple[str, ...] = ()
-    counts: tuple[tuple[str, Kind], ...] = ()
-    abort: str = "abort"
+    listed: str = ""
+    counts: Mapping[str, Kind] = field(default_factory=dict)
     stream: Literal["new", "counted"] | None = None
     keep_all: str = "Send one request a choice."
-    unwrap: Callable[[Any, Source], Any] | None = None
-    check: Callable[[list[Reply]], None] | None = None
+    unwrap: Callable[[Any, Source], Any] = lambda value, source: value
 
-    def read(self, result: Any, *, batch: bool) -> list[Reply]:
-        """Return the generated sequences of a result; `batch`: a list may hold any results, in order.
+    def read(self, result: Any) -> list[Reply]:
+        """Return the generated sequences of one result, in the order of their index.
 
         Raises:
-            PayloadError: there is no choice, one is lost or there twice, or a stream is broken.
+            PayloadError: there is no choice, one is lost or there twice, or a stream is incomplete.
         """
-        if _has_choices(result):
-            return self._of_response([result])
-        if self._is_choice(result):
-            return [self._of_choice([result])]
-        items = result if isinstance(result, (list, tuple)) else ()
-        source = self._source("the list")
-        is_list_of_responses = bool(items) and all(map(_has_choices, items))
-        if is_list_of_responses and any(self._is_chunk(item, source) for item in items):
-            return self._of_response(items)
-        if not is_list_of_responses and items and all(map(self._is_choice, items)):
-            groups = [[self._of_choice(parts)] for parts in self._bare_choices(items, source)]
-        elif items and (batch or is_list_of_responses):
-            groups = [self.read(item, batch=False) for item in items]
-        else:
-            source = self._source("the array")
-            return [Reply(source=source, fields={"routed_experts": self._unwrapped(result, source)})]
-        replies = [reply for group in groups for reply in group]
-        if len(groups) == 1:
-            return replies
-        names = [", ".join(filter(None, (f"sample {i}", reply.source.sample))) for i, reply in enumerate(replies)]
-        return [replace(reply, source=replace(reply.source, sample=name)) for reply, name in zip(replies, names)]
+        source = Source(engine=self.engine, field=self.fields["routed_experts"][0])
+        chunks = list(result) if isinstance(result, (list, tuple)) else [result]
+        if not chunks or not all(map(self._is_reply, chunks)):
+            return [Reply(source=source, fields={"routed_experts": self.unwrap(result, source)})]
+        if len(chunks) > 1 and self.stream is None:
+            raise source.error(
+                "MRR311: is a list of replies, and this engine streams no routes: send the request without stream, and pass "
+                "several results to decode_batch."
+            )
+        choices = self._choices(chunks, source)
+        response = [holder for chunk in reversed(chunks) if _has_choices(chunk) for holder in self._holders(chunk)]
+        self._check_shared(choices, response, source)
+        return [self._reply(parts, index, len(choices), response, source) for index, parts in enumerate(choices)]
 
-    def _source(self, *labels: str) -> Source:
-        name = self.fields["routed_experts"][0]
-        return Source(engine=self.engine, field=name, sample=", ".join(filter(None, labels)))
-
-    def _unwrapped(self, value: Any, source: Source) -> Any:
-        return value if self.unwrap is None else self.unwrap(value, source)
-
-    def _is_choice(self, item: Any) -> bool:
+    def _is_reply(self, item: Any) -> bool:
         if isinstance(item, Mapping):
             return not is_tensor(item)
-        return any(hasattr(item, name) for name in self.fields["routed_experts"])
+        return any(hasattr(item, name) for name in ("choices", "outputs", *self.fields["routed_experts"]))
 
     def _holders(self, item: Any) -> list[Any]:
-        """Return where a choice, a chunk or a response may have its fields: itself and, two deep, what `inside` names."""
+        """Return the objects that may have fields of an item: the item itself and, two deep, those of `inside`."""
         holders = [item]
         for _ in range(2):
-            inside = (get_field(holder, name) for holder in holders for name in self.inside)
-            holders += [
-                holder for holder in inside if holder is not None and not any(holder is known for known in holders)
-            ]
+            inner = [get_field(holder, name) for holder in holders for name in self.inside]
+            holders += [each for each in inner if each is not None and not any(each is known for known in holders)]
         return holders
 
     def _values(self, name: str, holders: Iterable[Any]) -> list[Any]:
@@ -123,126 +97,117 @@ class ReplyReader:
         values = (first_known(*(get_field(holder, known) for known in self.fields[name])) for holder in holders)
         return [value for value in values if value is not None]
 
-    def _ids(self, name: str, holders: Iterable[Any], source: Source, *others: Any) -> Any:
-        """Return ids that must be the same wherever they stand; None where they stand nowhere."""
-        values = [*(self._unwrapped(value, source) for value in self._values(name, holders)), *others]
-        values = [value for value in values if value is not None]
-        if different := [value for value in values if value is not values[0]]:
-            ids = as_token_ids(values[0], source=source)
-            for other in (as_token_ids(value, source=source) for value in different):
-                if not np.array_equal(ids, other):
+    def _choices(self, chunks: Sequence[Any], source: Source) -> list[list[Any]]:
+        """Return the parts of each choice in the order of the indexes: one part, or the chunks of its stream."""
+        streams: dict[int, list[Any]] = {}
+        # The chunks of a response have one id, which None stands for here; bare chunks have an id of their choice.
+        requests: dict[int | None, set[str]] = {}
+        for chunk in chunks:
+            pairs = _indexed(chunk, source, is_chunk=len(chunks) > 1)
+            for index in [None] if _has_choices(chunk) else [index for index, _ in pairs]:
+                requests.setdefault(index, set()).add(shown(self._request(self._holders(chunk)), 80))
+            for index, choice in pairs:
+                parts = streams.setdefault(index, [])
+                if parts and not self._is_unfinished(parts[-1]):
                     raise source.error(
-                        f"MRR311: states different {name}, of {len(other)} and {len(ids)} ids: is a chunk of another "
-                        "request?"
+                        f"MRR311: index {index} comes again after its end: a chunk came twice, or these are several results, "
+                        "which decode_batch takes as a list."
                     )
-        return values[0] if values else None
-
-    def _of_response(self, chunks: Sequence[Any]) -> list[Reply]:
-        """Return the replies of one response; one that was not streamed is one chunk."""
-        request = self._request_label(chunks[0])
-        source = replace(self._source(request), field="the response")
-        if len(chunks) == 1:
-            pairs = _choices(chunks[0], source)
-            choices = _in_order([index for index, _ in pairs], [[choice] for _, choice in pairs], source)
-        elif self.stream is None:
+                parts.append(choice)
+        for names in requests.values():
+            if len(names) > 1:
+                raise source.error(
+                    f"MRR311: its chunks are of several requests, {', '.join(sorted(names)[:4])}: decode_batch takes a list "
+                    "of streams."
+                )
+        if not streams:
+            raise source.error("MRR301: it has no choices.")
+        if sorted(streams) != list(range(len(streams))):
             raise source.error(
-                "MRR311: chunks of this engine are not joined: pass the last one, if it has all, or send the request without "
-                "stream."
+                f"MRR312: its choices have index {sorted(streams)[:8]}, expected each of 0..{len(streams) - 1}: one is lost."
             )
-        else:
-            self._check_request(chunks, source)
-            choices = self._joined((pair for chunk in chunks for pair in _choices(chunk, source)), source)
-        holders = [holder for chunk in reversed(chunks) for holder in self._holders(chunk)]
-        first_alone = len(choices) > 1 and bool(self._values("routed_experts", holders))
-        if first_alone and not any(self._values("routed_experts", self._holders(parts[-1])) for parts in choices):
+        unfinished = [index for index, parts in streams.items() if self._is_unfinished(parts[-1])]
+        if unfinished:
             raise source.error(
-                f"MRR312: with {len(choices)} choices it holds the routes of the first result only, the others are lost. "
+                f"MRR311: ends before index {unfinished[:8]} is finished: its last chunk is missing. The chunks of a stream "
+                "are one result: give decode their list, and decode_batch a list of such lists."
+            )
+        return [streams[index] for index in range(len(streams))]
+
+    def _is_unfinished(self, choice: Any) -> bool:
+        """Return whether a choice has a finish reason that is None; a choice without the field is complete."""
+        reasons = [
+            get_field(holder, "finish_reason")
+            for holder in self._holders(choice)
+            if ("finish_reason" in holder if isinstance(holder, Mapping) else hasattr(holder, "finish_reason"))
+        ]
+        return bool(reasons) and all(reason is None for reason in reasons)
+
+    def _request(self, holders: Iterable[Any]) -> Any:
+        return first_known(*(get_field(holder, name) for holder in holders for name in ("request_id", "id")))
+
+    def _check_shared(self, choices: Sequence[Sequence[Any]], response: Sequence[Any], source: Source) -> None:
+        """Raise if the routes of a response are not those of all its choices."""
+        if len(choices) == 1:
+            return
+        own = [self._holders(parts[-1]) for parts in choices]
+        if self._values("routed_experts", response) and not any(self._values("routed_experts", each) for each in own):
+            raise source.error(
+                f"MRR312: with {len(choices)} choices it has the routes of the first result only; the rest are lost. "
                 f"{self.keep_all} Is this a reply of another engine?"
             )
-        counts: Sequence[StatedCount] = ()
-        # A stream states its usage in the last chunk, or in none. Of several choices it is a sum, which counts none of them.
-        usage = first_known(*(get_field(chunk, "usage") for chunk in reversed(chunks)))
-        if len(choices) == 1:
-            counts = read_counts(usage, _USAGE, prefix="usage", source=source)
-        prompt, outputs = self._ids("prompt_token_ids", holders, source), self._outputs(holders, len(choices), source)
-        replies = [
-            self._of_choice(
-                parts,
-                self._source(f"choice {i}", request),
-                response=holders,
-                is_only=len(choices) == 1,
-                counts=counts,
-                prompt=prompt,
-                outputs=outputs[i],
-            )
-            for i, parts in enumerate(choices)
-        ]
-        if self.check is not None:
-            self.check(replies)
-        return replies
+        if any(self._values(name, response) for name in self.shared):
+            # Without ids, n samples of one prompt look like one sample of each of n prompts.
+            ids = [value for each in own for value in self._values("prompt_token_ids", each)[:1]]
+            if len(ids) < len(choices) or len({as_token_ids(each, source=source).tobytes() for each in ids}) > 1:
+                raise source.error(
+                    "MRR302: it has the prompt's routes for the first prompt of a request only, and not all choices are "
+                    "proven to have that prompt. Send one prompt a request; return_token_ids=true lets choices prove theirs."
+                )
 
-    def _outputs(self, holders: Iterable[Any], num_choices: int, source: Source) -> list[list[Any]]:
-        """Return what a response states, beside its choices, of the output of each."""
-        outputs: list[list[Any]] = [[] for _ in range(num_choices)]
-        for holder in holders:
-            for name in self.fields["output_token_ids"]:
-                value = get_field(holder, name)
-                if value is not None and name in self.listed:
-                    if not isinstance(value, (list, tuple)) or len(value) != num_choices:
-                        size = len(value) if hasattr(value, "__len__") else shown(value)
-                        raise source.error(f"MRR312: has {size} {name} for {num_choices} choices.")
-                    for output, ids in zip(outputs, value):
-                        output.append(ids)
-                elif num_choices == 1:
-                    outputs[0].append(value)
-        return outputs
-
-    def _of_choice(
-        self,
-        parts: Sequence[Any],
-        source: Source | None = None,
-        *,
-        response: Sequence[Any] = (),
-        is_only: bool = True,
-        counts: Sequence[StatedCount] = (),
-        prompt: Any = None,
-        outputs: Sequence[Any] = (),
+    def _reply(
+        self, parts: Sequence[Any], index: int, num_choices: int, response: Sequence[Any], source: Source
     ) -> Reply:
         """Return the reply of one choice.
 
         Args:
-            parts: the chunks of a stream, or the whole choice.
-            response: where its response may have fields; () if it came without one.
-            is_only: it is the only choice of its response.
-            counts, prompt, outputs: what the response states of it.
+            parts: the chunks of its stream, or the complete choice.
+            response: the objects that may have fields of its response; () if there is none.
         """
-        if source is None:
-            index = _index(parts[0])
-            source = self._source("" if index is None else f"choice {index}", self._request_label(parts[0]))
+        request = self._request([*self._holders(parts[-1]), *response])
+        labels = [f"choice {index}"] if num_choices > 1 else []
+        labels += [f"request {str(request)[:60]}"] if isinstance(request, str) or is_count(request) else []
+        source = replace(source, sample=", ".join(labels))
         # The last chunk comes first: it has the counts and the spans of all the output.
-        holders = [holder for part in reversed(parts) for holder in self._holders(part)]
-        # What a response says of several choices could be of any of them, but for the prompt.
-        known = [*holders, *response] if is_only else holders
-        fields = {name: first_known(*self._values(name, known)) for name in self.fields}
-        fields |= {name: first_known(*self._values(name, [*holders, *response])) for name in self.shared}
+        own = [holder for part in reversed(parts) for holder in self._holders(part)]
+        # Apart from the prompt, a field of a response with several choices may be any choice's.
+        known = [*own, *response] if num_choices == 1 else own
+        fields = {
+            name: first_known(*self._values(name, [*own, *response] if name in self.shared else known))
+            for name in self.fields
+        }
         routes = self._values("routed_experts", known)
         if any(not _is_same(value, routes[0]) for value in routes):
             raise source.error(
                 "MRR311: two parts of it carry routes, and different ones: expected the last chunk alone."
             )
-        fields["routed_experts"] = self._unwrapped(routes[0], source) if routes else None
-        # A batch of prompts has a prompt a choice, which is not the one of the response.
-        prompt = prompt if is_only or not self._values("prompt_token_ids", holders) else None
-        fields["prompt_token_ids"] = self._ids("prompt_token_ids", holders, source, prompt)
-        output = self._output_ids(parts, source, has_routes=bool(routes))
-        fields["output_token_ids"] = self._ids("output_token_ids", (), source, output, *outputs)
-        counts = [*counts, *self._counts(parts[-1], dict(self.counts), source)]
-        for part in parts[:-1]:  # every chunk repeats the number of prompt tokens
-            counts += self._counts(part, {name: kind for name, kind in self.counts if kind == "prompt"}, source)
+        fields["routed_experts"] = self.unwrap(routes[0], source) if routes else None
+        prompts = self._values("prompt_token_ids", own)
+        # A batch of prompts has a prompt for each choice, and the response may repeat one of them.
+        prompts += self._values("prompt_token_ids", response) if num_choices == 1 or not prompts else []
+        fields["prompt_token_ids"] = self._agreed_ids("prompt_token_ids", prompts, source)
+        outputs = self._output_ids(parts, source, has_routes=bool(routes))
+        outputs += self._listed_ids(response, index, num_choices, source)
+        fields["output_token_ids"] = self._agreed_ids("output_token_ids", outputs, source)
         reason = first_known(*(get_field(holder, "finish_reason") for holder in self._holders(parts[-1])))
+        counts = [count for part in parts[:-1] for count in self._counts(part, source) if count.kind == "prompt"]
+        counts += self._counts(parts[-1], source)
         if isinstance(reason, Mapping):
             counts += read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source)
             reason = reason.get("type")
+        if num_choices == 1:  # the usage of several choices is a sum, which counts none of them
+            usage = first_known(*(get_field(holder, "usage") for holder in response))
+            counts += read_counts(usage, _USAGE, prefix="usage", source=source)
         weights, spans = (
             first_known(*(get_field(holder, name) for holder in known))
             for name in ("weight_version", "weight_versions")
@@ -250,121 +215,67 @@ class ReplyReader:
         return Reply(
             source=source,
             fields=fields,
-            aborted=isinstance(reason, str) and reason == self.abort,
+            aborted=isinstance(reason, str) and reason == "abort",
             counts=tuple(counts),
             weight_spans=read_spans(spans, source=source),
             weight_name=weights if isinstance(weights, str) else None,
         )
 
-    def _counts(self, part: Any, names: Mapping[str, Kind], source: Source) -> Iterator[StatedCount]:
-        if names:
-            yield from read_counts(part, names, prefix="the choice", source=source)
-            for place in self.inside:
-                yield from read_counts(get_field(part, place), names, prefix=place, source=source)
+    def _counts(self, part: Any, source: Source) -> list[StatedCount]:
+        named = [("the choice", part), *((name, get_field(part, name)) for name in self.inside)] if self.counts else []
+        return [
+            count for prefix, item in named for count in read_counts(item, self.counts, prefix=prefix, source=source)
+        ]
 
-    def _output_ids(self, parts: Sequence[Any], source: Source, *, has_routes: bool) -> Any:
-        """Return the ids of the output; those of the chunks of a stream follow one another, or are all so far."""
+    def _output_ids(self, parts: Sequence[Any], source: Source, *, has_routes: bool) -> list[Any]:
+        """Return the lists of output ids that a choice has, or the one list that its chunks make."""
         if len(parts) == 1:
-            return self._ids("output_token_ids", self._holders(parts[0]), source)
+            return self._values("output_token_ids", self._holders(parts[0]))
         ids = [first_known(*self._values("output_token_ids", self._holders(part))) for part in parts]
-        # Of a completions or chat stream some chunks have no ids and none has routes.
+        # Some chunks of a completions or chat stream have no ids, and none has routes.
         if not has_routes or all(value is None for value in ids):
-            return None
+            return []
         for i, value in enumerate(ids):
             if not isinstance(value, (list, tuple)):
                 raise source.error(
-                    f"MRR311: chunk {i} of the stream has the ids {shown(value)} while others have a list: it is broken."
+                    f"MRR311: chunk {i} of the stream has the ids {shown(value)} and others have a list: it is broken."
                 )
         joined = [token for value in ids for token in value]
         if self.stream != "counted":
-            return joined
-        output = {name: kind for name, kind in self.counts if kind == "output"}
-        stated = [next((c.value for c in self._counts(part, output, source)), None) for part in parts]
-        # The last chunk of a stream that repeats itself has all that the earlier ones had.
+            return [joined]
+        stated = [next((c.value for c in self._counts(part, source) if c.kind == "output"), None) for part in parts]
+        # The last chunk of a stream that repeats itself has all ids of the earlier ones.
         if stated[-1] == len(ids[-1]):
-            return list(ids[-1])
+            return [list(ids[-1])]
         sizes = list(accumulate(map(len, ids)))
         if stated[-1] is None or any(count not in (None, size) for count, size in zip(stated, sizes)):
             raise source.error(
                 f"MRR311: the chunks of the stream have {list(map(len, ids))[:8]} ids and state {stated[:8]} of them: "
                 "neither all so far nor the new ones. A chunk is lost or came twice."
             )
-        return joined
+        return [joined]
 
-    def _bare_choices(self, items: Sequence[Any], source: Source) -> list[Sequence[Any]]:
-        """Return the parts of each choice of a list of choices or results, or of chunks of /generate."""
-        indexes = [get_field(item, "index") for item in items]
-        has_index = any(index is not None for index in indexes)
-        if has_index and any(_index(item) is None for item in items):
-            raise source.error(f"MRR312: has index {shown(indexes)}: all must have an integer of 0 or more, or none.")
-        if self.stream == "counted" and len(items) > 1 and (has_index or any(map(self._is_unfinished, items))):
-            streams = self._joined(zip(indexes if has_index else [0] * len(items), items), source)
-            for chunks in streams:
-                self._check_request(chunks, source)
-            return streams
-        # In order they are taken as they stand. Indexes that repeat are of several responses, in the caller's order.
-        if has_index and len(set(indexes)) == len(indexes) and indexes != sorted(indexes):
-            raise source.error(
-                f"MRR312: has index {shown(indexes)} in this order, without their response: are they in order, or of several "
-                "responses? Pass the response itself, or decode each choice."
-            )
-        return [[item] for item in items]
+    def _listed_ids(self, response: Sequence[Any], index: int, num_choices: int, source: Source) -> list[Any]:
+        """Return the output ids of a choice in the lists that a response has for all choices."""
+        lists = [get_field(holder, self.listed) for holder in response] if self.listed else []
+        for value in lists:
+            if value is not None and not (isinstance(value, (list, tuple)) and len(value) == num_choices):
+                size = len(value) if hasattr(value, "__len__") else shown(value)
+                raise source.error(f"MRR312: has {size} {self.listed} for {num_choices} choices.")
+        return [value[index] for value in lists if value is not None]
 
-    def _request(self, item: Any) -> Any:
-        inside = (get_field(get_field(item, name), "id") for name in self.inside)
-        return first_known(get_field(item, "request_id"), get_field(item, "id"), *inside)
-
-    def _request_label(self, item: Any) -> str:
-        request = self._request(item)
-        return f"request {str(request)[:60]}" if isinstance(request, str) or is_count(request) else ""
-
-    def _check_request(self, chunks: Sequence[Any], source: Source) -> None:
-        # As texts: an id may be anything, and arrays do not compare to one truth.
-        requests = {shown(self._request(chunk), 200) for chunk in chunks}
-        if len(requests) > 1:
-            raise source.error(
-                f"MRR311: its chunks are of several requests, {', '.join(sorted(requests)[:4])}: decode each stream by "
-                "itself, or pass a list of streams."
-            )
-
-    def _is_chunk(self, response: Any, source: Source) -> bool:
-        choices = _choices(response, source)
-        kind = get_field(response, "object")
-        # The chunk with the usage has no choice, and vLLM's generate stream sends one choice at a time under its own index.
-        return (
-            any(self._is_unfinished(choice) or index >= len(choices) for index, choice in choices)
-            or not choices
-            or (isinstance(kind, str) and kind.endswith(".chunk"))
-        )
-
-    def _is_unfinished(self, choice: Any) -> bool:
-        """Return whether a choice says that it is not finished: it has the field, and nothing in it."""
-        for holder in self._holders(choice):
-            if "finish_reason" in holder if isinstance(holder, Mapping) else hasattr(holder, "finish_reason"):
-                return get_field(holder, "finish_reason") is None
-        return False
-
-    def _joined(self, chunks: Iterable[tuple[int, Any]], source: Source) -> list[Sequence[Any]]:
-        """Return the chunks of each choice, from (index, chunk) pairs in the order in which they came.
-
-        Raises:
-            PayloadError: a chunk came behind the one that finished its choice, or a choice is lost or not finished.
-        """
-        streams: dict[int, list[Any]] = {}
-        for index, chunk in chunks:
-            stream = streams.setdefault(index, [])
-            if stream and not self._is_unfinished(stream[-1]):
+    def _agreed_ids(self, name: str, values: Sequence[Any], source: Source) -> Any:
+        """Return ids that must be the same in all places that have them; None where no place has them."""
+        values = [self.unwrap(value, source) for value in values]
+        for other in values[1:]:
+            if other is values[0]:
+                continue
+            first, second = (as_token_ids(each, source=source) for each in (values[0], other))
+            if not np.array_equal(first, second):
                 raise source.error(
-                    f"MRR311: the stream has a chunk of index {index} behind the one that finished it: a chunk came twice, "
-                    "or whole replies lie among the chunks. Decode each stream by itself."
+                    f"MRR311: states different {name}, of {len(second)} and {len(first)} ids: is a chunk of another request?"
                 )
-            stream.append(chunk)
-        unfinished = [index for index, stream in streams.items() if self._is_unfinished(stream[-1])]
-        if unfinished:
-            raise source.error(
-                f"MRR311: the stream ends before index {unfinished[:8]} is finished: missing its last chunk."
-            )
-        return _in_order(list(streams), list(streams.values()), source)
+        return values[0] if values else None
 
 
 def _is_same(value: Any, first: Any) -> bool:
@@ -372,38 +283,25 @@ def _is_same(value: Any, first: Any) -> bool:
     return value is first or (isinstance(value, (str, bytes)) and type(value) is type(first) and value == first)
 
 
-def _index(choice: Any) -> int | None:
-    index = get_field(choice, "index")
-    return index if type(index) is int and 0 <= index < _MAX_CHOICES else None
-
-
 def _has_choices(item: Any) -> bool:
-    if isinstance(item, Mapping):
-        return "choices" in item or "outputs" in item
-    return getattr(item, "outputs", None) is not None
+    return any(
+        name in item if isinstance(item, Mapping) else getattr(item, name, None) is not None
+        for name in ("choices", "outputs")
+    )
 
 
-def _choices(response: Any, source: Source) -> list[tuple[int, Any]]:
+def _indexed(reply: Any, source: Source, *, is_chunk: bool) -> list[tuple[int, Any]]:
     """Return (index, choice) of each choice; the index of choices that all have none is their position."""
-    is_dict = isinstance(response, Mapping)
-    items = response["choices" if "choices" in response else "outputs"] if is_dict else response.outputs
+    has_choices = _has_choices(reply)
+    items = first_known(get_field(reply, "choices"), get_field(reply, "outputs")) if has_choices else [reply]
     if not isinstance(items, (list, tuple)):
         raise source.error(f"MRR301: its choices are {type(items).__name__}, expected a list.")
     indexes = [get_field(item, "index") for item in items]
-    if all(index is None for index in indexes):
+    # A choice without its response is one sample, whatever place it had there.
+    if all(index is None for index in indexes) or not (has_choices or is_chunk):
         return list(enumerate(items))
-    if any(_index(item) is None for item in items):
-        raise source.error(f"MRR312: its choices have index {shown(indexes)}: each must be an integer of 0 or more.")
-    return list(zip(indexes, items))
-
-
-def _in_order(indexes: Sequence[int], choices: Sequence[Sequence[Any]], source: Source) -> list[Sequence[Any]]:
-    """Return choices by their index, or raise PayloadError unless `indexes` are each of 0..n-1 once."""
-    if not indexes:
-        raise source.error("MRR301: it has no choices.")
-    if sorted(indexes) != list(range(len(indexes))):
+    if not all(type(index) is int and index >= 0 for index in indexes) or len(set(indexes)) < len(indexes):
         raise source.error(
-            f"MRR312: its choices have index {list(indexes)[:8]}, expected each of 0..{len(indexes) - 1} once: one is lost "
-            "or there twice."
+            f"MRR312: its choices have index {shown(indexes)}: each must be an integer of 0 or more, and there once."
         )
-    return [choice for _, choice in sorted(zip(indexes, choices), key=lambda pair: pair[0])]
+    return list(zip(indexes, items))

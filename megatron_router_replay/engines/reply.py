@@ -1,13 +1,17 @@
-"""One generated sequence as an engine sent it, what its response states of it, and what is no reply at all.
+"""One generated sequence as an engine sent it, with the counts that its response states.
 
-`reader` turns every engine's forms of response into these; `decoder` does the rest for all of them.
+`reader` makes these from the responses of all engines; `decoder` does the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from typing import Any, Literal, NamedTuple, TypeGuard
+
+import numpy as np
+import torch
 
 from megatron_router_replay.checks import shown
 from megatron_router_replay.engines.payload import Source
@@ -37,11 +41,10 @@ class Reply:
     """One generated sequence.
 
     Args:
-        fields: what the reader found, by the names that `ReplyReader.fields` gives; an engine's `rows` know what is in them.
-            `reply[name]` is None where the response has none.
+        fields: values by the names of `ReplyReader.fields`; `reply[name]` is None where the response has none.
         aborted: the engine gave the request up; without any output it then has no routes.
-        counts: what the response states of this sequence.
-        weight_spans: which weights sampled which part of the output; the last one ends with the output.
+        counts: numbers of tokens that the response states of this sequence.
+        weight_spans: the weights that sampled each part of the output; the last span ends with the output.
         weight_name: the engine's name of the weights, where it does not send spans.
     """
 
@@ -57,8 +60,8 @@ class Reply:
 
 
 def get_field(item: Any, name: str) -> Any:
-    """Return a field of a parsed JSON object or an attribute of a python object; None if it is not there."""
-    # Most items are dicts, and asking an abstract class whether one is a Mapping costs more than reading the field.
+    """Return a field of a parsed JSON object or an attribute of a Python object; None if it is not there."""
+    # Most items are dicts, and isinstance of an abstract class costs more than reading the field.
     return item.get(name) if type(item) is dict or isinstance(item, Mapping) else getattr(item, name, None)
 
 
@@ -72,7 +75,7 @@ MAX_COUNT = 1 << 48
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Return whether this is an integer that counts something; for python True is one, too."""
+    """Return whether this is an integer that counts something; for Python True is one, too."""
     return type(value) is int and 0 <= value < MAX_COUNT
 
 
@@ -94,17 +97,35 @@ def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: 
 
 
 def refuse_non_reply(result: Any, engine: str) -> None:
-    """Raise PayloadError, with the server's own words, where a caller holds something else than a reply."""
+    """Raise PayloadError, with the server's own words, where a caller passes something that is no reply."""
+    if isinstance(result, (list, tuple, np.ndarray, torch.Tensor)):
+        return  # the rows of an array: there may be many
     words = None
     if result is None:
         words = "the result is None, so its routes are missing, though the model has MoE layers. Did the request fail?"
     elif isinstance(result, Mapping) and not {"choices", "outputs", "meta_info"} & set(result):
-        stated = first_known(*(result.get(name) for name in ("error", "detail")))
+        stated = first_known(result.get("error"), result.get("detail"))
         if stated is None and result.get("object") == "error":
             stated = result.get("message")
         if stated is not None:
             words = f"the server answered with an error: {shown(stated, 300)}. There is no reply to decode."
-    elif isinstance(result, str) and (" " in result[:200] or result[:1] in ("{", "[", "<")):  # as no base64 has
-        words = f"the result is the text {shown(result, 120)}: parse JSON first, of a stream each chunk by itself."
+    elif isinstance(result, (str, bytes)):
+        start = result[:200] if isinstance(result, str) else result[:200].decode("latin-1")
+        # Base64 has no blank and begins with no bracket. Raw ids of int32 may begin with one, but have bytes of 0.
+        is_text = all(character >= " " or character in "\t\r\n" for character in start)
+        if is_text and (start.startswith(("{", "[", "<", "data:")) or " " in start):
+            kind = "text" if isinstance(result, str) else "bytes"
+            words = f"the result is the {kind} {shown(result, 120)}: parse JSON first, of a stream each chunk apart."
+    elif isawaitable(result):
+        words = f"the result is a {type(result).__name__} that was not awaited: await it, and parse JSON first."
+    elif not _has_routes_or_axes(result) and any(callable(getattr(result, name, None)) for name in ("json", "read")):
+        words = (
+            f"the result is a {type(result).__name__}, a response of HTTP: parse JSON first, with response.json() or "
+            "json.load(response)."
+        )
     if words is not None:
         raise PayloadError(f"MRR301: {engine}: {words}")
+
+
+def _has_routes_or_axes(result: Any) -> bool:
+    return any(hasattr(result, name) for name in ("choices", "outputs", "routed_experts", "__array__"))

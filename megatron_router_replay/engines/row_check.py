@@ -1,14 +1,14 @@
-"""The one check of rows: which rows hold a route, and what is no route for certain.
+"""The one check of rows: it copies routes and raises for rows that no router can have chosen.
 
-| fault | what it is | what becomes of it |
+| fault | rows | result |
 | --- | --- | --- |
-| narrow | the dtype cannot hold the model's experts: a cast has wrapped ids | raises |
+| narrow | the dtype does not reach the model's last expert: a cast has wrapped ids | raises |
 | outside | an id is no expert's; a row is -1 in some places only | raises |
-| absent | a row of -1 in every layer | raises, or is left live |
-| lost | a route names an expert twice, as zeros do | raises, or is left live |
+| absent | a row of -1 in every layer | raises, or is live |
+| lost | a route names an expert twice, as zeros do | raises, or is live |
 
-Nothing here rests on chance: all routes that a router can have chosen pass, however they repeat. Whether they are the model's
-own routes, a session asks the live router.
+Nothing here rests on chance: all routes that a router can have chosen pass, however they repeat. A session compares them
+with the live router's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_router_replay.trace.ids import find_invalid_routes, find_outside, 
 from megatron_router_replay.trace.runs import neighbour_runs
 
 _BLOCK_BYTES = 1 << 20
-"""What one step reads, in bytes: it stays in a processor's cache while it is checked and copied."""
+"""Bytes that one step reads: they stay in a processor's cache while they are checked and copied."""
 
 
 def copy_routes(
@@ -36,17 +36,15 @@ def copy_routes(
     source: Source,
     missing: str = "raise",
     first_row: int = 0,
-    num_ignored: int = 0,
 ) -> Array:
-    """Copy and check the MoE layers of each row; return which rows hold a route.
+    """Copy and check the MoE layers of each row; return the mask of rows with a route.
 
     Args:
         part: [rows, columns of any layers, topk], any integer dtype.
-        out: [rows, MoE layers, topk] in the narrow dtype; rows without a route hold anything afterwards.
+        out: [rows, MoE layers, topk] in the narrow dtype; rows without a route are undefined afterwards.
         columns: of the MoE layers, in order.
         missing: "raise", or "live": rows that are absent or lost have no route.
         first_row: the token of row 0, for messages.
-        num_ignored: rows in front that are not looked at and have no route.
 
     Returns:
         [rows] bool.
@@ -64,9 +62,12 @@ def copy_routes(
     is_clean = True
     for begin in range(0, len(part), step):
         is_clean &= _copy_block(part[begin : begin + step], out[begin : begin + step], runs, model.num_experts)
-    routed = np.arange(len(part)) >= num_ignored
-    # A fault is looked for in the whole part, not in its block: how many rows are wrong tells the cause.
-    return routed if is_clean else _sort_out(part[:, list(columns)], routed, model, source, missing, first_row)
+    # The whole part is searched for a fault, not its block alone: the number of wrong rows names the cause.
+    return (
+        np.ones(len(part), np.bool_)
+        if is_clean
+        else _sort_out(part[:, list(columns)], model, source, missing, first_row)
+    )
 
 
 def _copy_block(block: Array, narrow: Array, runs: list[list[int]], num_experts: int) -> bool:
@@ -82,24 +83,21 @@ def _copy_block(block: Array, narrow: Array, runs: list[list[int]], num_experts:
     return is_clean and not has_repeats(narrow)
 
 
-def _sort_out(
-    rows: Array, routed: Array, model: ModelRoutingInfo, source: Source, missing: str, first_row: int
-) -> Array:
-    """Return which of the rows that should have a route have one; raise for a fault that may not be.
+def _sort_out(rows: Array, model: ModelRoutingInfo, source: Source, missing: str, first_row: int) -> Array:
+    """Return the mask of rows with a route; raise for a fault that may not be.
 
     Args:
         rows: [rows, MoE layers, topk].
-        routed: [rows] bool, False: this row is not looked at.
     """
     absent = (rows == -1).all(axis=(1, 2)) if rows.dtype.kind == "i" else np.zeros(len(rows), np.bool_)
-    at = np.flatnonzero(routed & absent)
+    at = np.flatnonzero(absent)
     if len(at) and missing != "live":
         raise source.error(
             f"MRR302: {len(at)} rows {first_row + at[0]}..{first_row + at[-1]} are -1 in every layer: they have no route. "
             "Did the engine or the way here drop them? missing='live' lets the live router decide such tokens, and counts "
             "them."
         )
-    routed = routed & ~absent
+    routed = ~absent
     invalid = find_invalid_routes(rows[routed], num_experts=model.num_experts)
     if invalid is None:
         return routed
@@ -107,8 +105,8 @@ def _sort_out(
     row, layer = (int(i) for i in np.argwhere(invalid.invalid)[0])
     if invalid.cause == "outside":
         cause = (
-            "Likely physical ids, sent by an engine under expert load balancing (vLLM 0.14, 0.15 and 0.21, SGLang 0.5.7 "
-            "to 0.5.9, sglang-jax): turn it off or upgrade. Or they are of another model than the config."
+            "Likely physical ids, sent by an engine under expert load balancing (vLLM 0.21, SGLang 0.5.7 to 0.5.9, "
+            "sglang-jax): turn it off or upgrade. Or they are of another model than the config."
             if int(invalid.rows.max()) >= model.num_experts
             else "Negative ids mark layers without data: the engine lost these, or the served model is dense there."
         )
@@ -118,10 +116,10 @@ def _sort_out(
         zeros = int((invalid.invalid & (invalid.rows == 0).all(axis=2)).sum())
         what = f"{zeros} routes are all zero"
         cause = (
-            "The engine lost them: a fused kernel that bypasses the capture (vLLM 0.22 to 0.26 with FlashInfer, SGLang), a "
-            "prefix-cache hit (vLLM 0.21) or vLLM 0.15. Use another MoE backend or a fixed version; missing='live' lets the "
-            "live router decide such tokens, and counts them. Zeros in a whole layer also mean that it is dense in the "
-            "served model: give that model's config."
+            "The engine lost them: a fused kernel that bypasses the capture (vLLM 0.22 to 0.26 with FlashInfer, SGLang), or "
+            "a prefix-cache hit (vLLM 0.21). Use another MoE backend or a fixed version; missing='live' lets the live router "
+            "decide such tokens, and counts them. Zeros in a whole layer also mean that it is dense in the served model: "
+            "give that model's config."
         )
         if not zeros:
             what = f"{int(invalid.invalid.sum())} routes name an expert twice"

@@ -1,37 +1,36 @@
 """One sample's arrays as an engine lays them out -> checked rows of a RoutingTrace.
 
 The convention of every inference engine: S tokens are prompt + output, row i is the routing of token i, and there are
-S - 1 rows, for the last sampled token is never fed back. The trace has S rows; those without a route have replay_mask False.
-Payloads are copied once, into the trace's own dtype, in blocks that stay in the cache while they are checked.
+S - 1 rows, because the last sampled token is never fed back. The trace has S rows; those without a route have replay_mask
+False. Payloads are copied once, into the trace's own dtype, in blocks that stay in the cache while they are checked.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from megatron_router_replay.checks import warn
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
-from megatron_router_replay.engines.options import Allocate, DecodeOptions
-from megatron_router_replay.engines.payload import Array, Source, as_array
-from megatron_router_replay.engines.reply import Reply
+from megatron_router_replay.engines.options import DecodeOptions
+from megatron_router_replay.engines.payload import Array, Source
 from megatron_router_replay.engines.row_check import copy_routes
 from megatron_router_replay.engines.tokens import SampleTokens
-from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.errors import listed
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype, spread_experts
 from megatron_router_replay.trace.runs import neighbour_runs
 
 MAX_SURPLUS_ROWS = 8
-"""Speculative decoding runs past a stop by no more rows than it drafts; more are rows of other tokens."""
+"""Speculative decoding runs past a stop by at most the rows that it drafts; more are rows of other tokens."""
 
 _MAX_COUNTED_TOKENS = 1 << 20
-"""Tokens that a response without routes and ids may claim; everywhere else rows or ids bound what is allocated."""
+"""Tokens that a response without routes and ids may claim; everywhere else rows or ids bound the memory."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,11 +44,10 @@ class RowLayout:
         columns: the column of each MoE layer, in the order of the layers; None: all hidden layers have a column.
         filler: columns that must be filler (all 0 or all -1) and carry no route; None: the dense layers if all
             hidden layers have a column, else none.
-        last_row: what a row of the last token is, where there is one: "none": an engine sends none, "padding", or "route" (of
-            a full forward).
-        explain_surplus: what more rows than are legal mean; they are then refused, whatever is allowed.
-        explain_lost: what fewer rows may mean.
-        start: the token of the first row, where the reply says it.
+        last_row: a row of the last token, where there is one, is "padding" or a "route" (of a full forward); "none": an
+            engine sends no such row.
+        explain_surplus: the reason why surplus rows are refused even where the caller allows them; "": they are not.
+        start: the token of the first row, where the reply states it.
     """
 
     parts: tuple[Array, ...]
@@ -57,18 +55,17 @@ class RowLayout:
     filler: tuple[int, ...] | None = None
     last_row: Literal["none", "padding", "route"] = "none"
     explain_surplus: str = ""
-    explain_lost: str = ""
     start: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRows:
-    """One sample: the arrays of its routes, whose tokens they are, and what the caller says.
+    """One sample: the arrays of its routes, its tokens and the caller's options.
 
     Args:
         may_be_empty: the request was aborted before its first token, so no rows at all are right.
-        fault: why its routes could not be read.
         weight_version: [S] int32, or None where unknown.
+        begin: rows of earlier tokens are neither checked nor kept.
     """
 
     source: Source
@@ -76,8 +73,8 @@ class SampleRows:
     tokens: SampleTokens
     options: DecodeOptions
     may_be_empty: bool = False
-    fault: PayloadError | None = None
     weight_version: Array | None = None
+    begin: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -89,51 +86,37 @@ class SampleRows:
         return "route" if self.tokens.nothing_generated else self.layout.last_row
 
 
-def build_trace(
-    samples: Sequence[SampleRows], *, model: ModelRoutingInfo, allocate: Allocate | None = None
-) -> RoutingTrace:
+def build_trace(samples: Sequence[SampleRows], *, model: ModelRoutingInfo) -> RoutingTrace:
     """Return one trace with the samples in order; the memory of its topk_indices is allocated once.
-
-    Args:
-        allocate: where that memory comes from; None: new memory.
 
     Raises:
         PayloadError: another number of rows or columns; a row that is none, see `row_check`; or only some samples have token
             ids, sample ids or a weight version.
     """
-    lengths = tuple(sample.tokens.num_tokens for sample in samples)
-    num_tokens, dtype = sum(lengths), np.dtype(np.uint8 if index_dtype(model.num_experts) is torch.uint8 else np.int16)
-    faults: list[PayloadError] = []
-    samples = [_checked(sample, model, faults) for sample in samples]
-    shape = (num_tokens, len(model.moe_layer_numbers), model.topk)
-    # Nothing is cleared: `_fill` writes every row, as a route or as filler.
-    indices = (
-        np.empty(shape, dtype)
-        if allocate is None
-        else allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
-    )
-    mask = np.zeros(num_tokens, np.bool_)
+    for sample in samples:
+        _check_shape(sample, model)
+        _check_row_count(sample)
     token_ids = _all_or_none("token ids", samples, [sample.tokens.token_ids for sample in samples])
     sample_ids = _all_or_none("sample id", samples, [sample.options.sample_id for sample in samples])
-    # A sample without any row has no route that a version could belong to; it is no reason to refuse the others.
+    # A sample without any row has no route that a version could belong to; it is no reason to refuse the rest.
     routed = [sample for sample in samples if sample.num_rows]
     has_versions = bool(_all_or_none("weight version", routed, [sample.weight_version for sample in routed]))
+    lengths = tuple(sample.tokens.num_tokens for sample in samples)
+    num_tokens = sum(lengths)
+    # Nothing is cleared: `_fill` writes every row, as a route or as filler.
+    shape = (num_tokens, len(model.moe_layer_numbers), model.topk)
+    indices = torch.empty(shape, dtype=index_dtype(model.num_experts))
+    mask = np.zeros(num_tokens, np.bool_)
     versions = np.full(num_tokens if has_versions else 0, -1, np.int32)
     begin = 0
     for sample, length in zip(samples, lengths):
         rows = slice(begin, begin + length)
-        try:
-            _fill(sample, model, indices[rows], mask[rows])
-        except PayloadError as error:
-            mask[rows] = False
-            _fill(_left_live(sample, error, faults), model, indices[rows], mask[rows])
+        _fill(sample, model, indices[rows].numpy(), mask[rows])
         if has_versions and sample.weight_version is not None:
             versions[rows] = np.where(mask[rows].any(), sample.weight_version, -1)
         begin += length
-    if faults and not mask.any():
-        raise faults[0]
-    return RoutingTrace.from_checked(
-        topk_indices=torch.from_numpy(indices),
+    trace = RoutingTrace.from_checked(
+        topk_indices=indices,
         layer_numbers=model.moe_layer_numbers,
         num_experts=model.num_experts,
         replay_mask=torch.from_numpy(mask),
@@ -142,27 +125,22 @@ def build_trace(
         sample_ids=tuple(map(str, sample_ids)) if sample_ids else None,
         weight_version=torch.from_numpy(versions) if has_versions else None,
     )
+    _report(trace, samples)
+    return trace
 
 
-def _checked(sample: SampleRows, model: ModelRoutingInfo, faults: list[PayloadError]) -> SampleRows:
-    """Return the sample, or the same without rows if it is at fault and the live router may decide it."""
-    try:
-        if sample.fault is not None:
-            raise sample.fault
-        _check_shape(sample, model)
-        _check_row_count(sample)
-    except PayloadError as error:
-        return _left_live(sample, error, faults)
-    return sample
-
-
-def _left_live(sample: SampleRows, error: PayloadError, faults: list[PayloadError]) -> SampleRows:
-    is_bounded = sample.tokens.token_ids is not None or sample.tokens.num_tokens <= _MAX_COUNTED_TOKENS
-    if sample.options.missing != "live" or not is_bounded:
-        raise error
-    _LOG.warning("%s The live router decides this sample (missing='live').", error)
-    faults.append(error)
-    return replace(sample, layout=RowLayout(parts=()))
+def _report(trace: RoutingTrace, samples: Sequence[SampleRows]) -> None:
+    if trace.token_ids is None and samples:
+        warn(
+            "no token ids",
+            "a trace without token ids: nothing proves that its rows are those of the tokens that a model runs. Have "
+            "the engine return ids, or pass token_ids=.",
+            once=True,  # a trainer may decode sample by sample
+        )
+    if samples and _LOG.isEnabledFor(logging.INFO):
+        rows = [len(samples), trace.num_tokens, int(trace.replay_mask.sum()), trace.num_layers]
+        engine = samples[0].source.engine
+        _LOG.info("%s: decoded %d samples: %d tokens, %d with a route, %d MoE layers", engine, *rows)
 
 
 def _all_or_none(what: str, samples: Sequence[SampleRows], values: list[Any]) -> list[Any]:
@@ -177,15 +155,17 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
     """Copy and check one sample's rows into out [num_tokens, moe layers, topk] and mask [num_tokens]."""
     options, num_tokens = sample.options, sample.tokens.num_tokens
     columns, filler, _ = find_columns(sample.layout, model)
-    # The last sampled token is never fed back to the engine, so it has no route, whatever a row of its says.
+    # The last sampled token is never fed back to the engine, so it has no route, whatever its row contains.
     end = num_tokens if sample.last_row == "route" else max(num_tokens - 1, 0)
-    row = options.start
+    row, num_lost = options.start, 0
     for part in sample.layout.parts:
-        rows = part[: max(end - row, 0)]
+        first = max(row, sample.begin)
+        rows = part[first - row : max(end - row, 0)]
+        row += len(part)
         if not len(rows):
             continue
-        _check_filler(sample, rows, filler, row)
-        place = slice(row, row + len(rows))
+        _check_filler(sample, rows, filler, first)
+        place = slice(first, first + len(rows))
         mask[place] = copy_routes(
             rows,
             out[place],
@@ -193,16 +173,14 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
             model=model,
             source=sample.source,
             missing=options.missing,
-            first_row=row,
-            num_ignored=options.ignore_before - row,
+            first_row=first,
         )
-        row = place.stop
-    num_lost = int((~mask[max(options.start, options.ignore_before) : row]).sum())
+        num_lost += int((~mask[place]).sum())
     if num_lost:
         _LOG.warning(
-            "%s: %d rows hold no route; the live router decides them (missing='live')", sample.source, num_lost
+            "%s: %d rows have no route; the live router decides them (missing='live')", sample.source, num_lost
         )
-    # Rows without a route hold legal ids as well: uint8 has no -1, and they must never all go to one expert.
+    # Rows without a route have legal ids as well: uint8 has no -1, and they must never all go to one expert.
     if not mask.all():
         for _, first, length in neighbour_runs(np.flatnonzero(~mask)).tolist():
             filler_ids = spread_experts(first, length, topk=model.topk, num_experts=model.num_experts)
@@ -228,10 +206,14 @@ def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:
                 "served model? Shared experts are not routed: have the engine send the routed experts only."
             )
         if part.shape[1] != num_columns:
+            num_moe = len(model.moe_layer_numbers)
+            cause = "Is this the config of the served model, and are the layers of all pipeline stages there?"
+            if sample.layout.columns is None and part.shape[1] == num_moe:
+                numbers = listed(model.moe_layer_numbers)
+                cause = f"If it has the MoE layers alone, engines.array.decode names them: layer_numbers=[{numbers}]."
             raise source.error(
-                f"MRR306: has {part.shape[1]} layers, expected {num_columns}: the model has {model.num_layers}, "
-                f"{len(model.moe_layer_numbers)} of them MoE. Is this the config of the served model, and are the layers of "
-                "all pipeline stages there?"
+                f"MRR306: has {part.shape[1]} layers, expected {num_columns}: the model has {model.num_layers}, {num_moe} of "
+                f"them MoE. {cause}"
             )
 
 
@@ -262,16 +244,14 @@ def _check_row_count(sample: SampleRows) -> None:
     elif start and rows in (num_tokens - 1, num_tokens):
         cause = "The server ignored start and sent every row: decode with start=0."
     elif surplus < 0:
-        cause = f"Are these the token ids (prompt and output) of this very sample? Was start passed on? {layout.explain_lost}"
+        cause = "Are these the token ids (prompt and output) of this very sample? Was start passed on?"
     else:
         cause = (
             "Are these the ids of this very sample, prompt with BOS and output, and is start right? If they are, "
             f"allow_surplus_rows=True drops up to {MAX_SURPLUS_ROWS} rows of speculative decoding that ran past a stop."
         )
     legal = f"{expected} (the last token has no route)" + (f" or {with_last}" if may_have_last else "")
-    raise source.error(
-        f"MRR305: has {rows} rows for tokens {start}..{num_tokens - 1}: expected {legal}. {cause.rstrip()}"
-    )
+    raise source.error(f"MRR305: has {rows} rows for tokens {start}..{num_tokens - 1}: expected {legal}. {cause}")
 
 
 def _check_filler(sample: SampleRows, part: Array, filler: tuple[int, ...], first_row: int) -> None:
@@ -299,16 +279,6 @@ def find_columns(layout: RowLayout, model: ModelRoutingInfo) -> tuple[tuple[int,
     columns = tuple(number - 1 for number in model.moe_layer_numbers)  # layer_number counts from 1
     dense = tuple(sorted(set(range(model.num_layers)).difference(columns)))
     return columns, dense if layout.filler is None else layout.filler, model.num_layers
-
-
-def all_layers(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    """Return an array with a column for each hidden layer."""
-    return RowLayout(parts=(as_array(reply["routed_experts"], source=reply.source),))
-
-
-def moe_layers(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    """Return an array with a column for each MoE layer."""
-    return replace(all_layers(reply, model, tokens, options), columns=tuple(range(len(model.moe_layer_numbers))))
 
 
 def most_ids(model: ModelRoutingInfo, tokens: SampleTokens) -> int:

@@ -1,11 +1,11 @@
 """The turns of a conversation, the parts of an interrupted rollout, or two servers' halves of a request -> one RoutingTrace.
 
-Every turn sends the whole conversation so far and gets routes for some of it. What is kept, token by token:
+Every turn sends the whole conversation so far and gets routes for some of it. The joined trace has, token by token:
 
 - The first generation wins: a token was sampled under the routes of its own forward, so a later prefill of it, perhaps
   with newer weights, does not replace them.
 - The last token of a turn has no route until the next turn prefills it; that real route replaces the missing one.
-- Tokens that nobody sent routes for stay missing: the live router decides.
+- Tokens without routes in any turn stay missing: the live router decides.
 
 Token ids prove that two turns are of one conversation, so every turn needs them. Rows are copied into memory that doubles
 when full, so n turns copy O(all tokens) bytes, not O(n * all tokens).
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.engines.decoder import Decoder
-from megatron_router_replay.engines.model_info import ModelLike
+from megatron_router_replay.engines.model_info import ModelLike, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions, SharedOptions, TokenIds
 from megatron_router_replay.engines.tokens import resolve_tokens
 from megatron_router_replay.errors import PayloadError
@@ -168,12 +168,12 @@ def join_prefill_decode(
         decode_reply = await post(decode_url, body | {"kv_transfer_params": ...})   # S - 1 rows, the last G - 1 count
         trace = join_prefill_decode(prefill_reply, decode_reply, engine=engines.vllm, model=checkpoint)
 
-    Only ids tell that two replies are of one request, so both must have those of their prompt, or take `prompt_token_ids`.
+    Only ids prove that two replies are of one request, so both must have those of their prompt, or take `prompt_token_ids`.
 
     Args:
-        prefill_reply: of the prefill server, with a row for every token of the prompt: ask for one output token.
-        decode_reply: of the decode server. What it says of the prompt's routes is not looked at.
-        engine: what decodes both, such as `engines.vllm`.
+        prefill_reply: of the prefill server, with a row for every token of the prompt: request one output token.
+        decode_reply: of the decode server; its rows of the prompt are ignored.
+        engine: the decoder of both, such as `engines.vllm`.
         model, options: as for `engine.decode`.
         prompt_token_ids: where the replies do not have them.
 
@@ -183,24 +183,23 @@ def join_prefill_decode(
     Raises:
         PayloadError: as `decode`; the replies have different prompts, or a prompt row is missing in the prefill reply.
     """
+    info = as_model_info(model)
     given = DecodeOptions(prompt_token_ids=prompt_token_ids, **options)
-    replies = [engine.read(reply, batch=False)[0] for reply in (prefill_reply, decode_reply)]
-    length, of_decode = (resolve_tokens(reply, given).num_prompt_tokens for reply in replies)
-    if length is None or length != of_decode:
+    prefill, decode = (engine.read(reply)[:1] for reply in (prefill_reply, decode_reply))
+    length, decode_length = (resolve_tokens(reply, given).num_prompt_tokens for reply in (*prefill, *decode))
+    if length is None or length != decode_length:
         raise PayloadError(
-            f"MRR315: {engine.title}: the prefill reply has a prompt of {length} tokens, the decode reply of {of_decode}: "
-            "have both return token ids, or pass prompt_token_ids=..., or they are of different requests."
+            f"MRR315: {engine.title}: the prefill reply has a prompt of {length} tokens, the decode reply of {decode_length}"
+            ": have both return token ids, or pass prompt_token_ids=..., or they are of different requests."
         )
-    first = engine.decode(prefill_reply, model=model, prompt_token_ids=prompt_token_ids, **options)[:length]
+    first = engine.trace_of(prefill, [given], info)[:length]
     missing = (~first.replay_mask).nonzero()
     if len(missing) and given.missing != "live":
         raise PayloadError(
-            f"MRR315: {engine.title}: the prefill reply has no route of prompt token {int(missing[0])}: ask the prefill "
-            "server for one output token (max_tokens=1), so that it sends the prompt's last row too."
+            f"MRR315: {engine.title}: the prefill reply has no route of prompt token {int(missing[0])}: request one output "
+            "token (max_tokens=1) from the prefill server, so that it sends the prompt's last row too."
         )
     segments = RoutingSegments()
     segments.append(first)
-    segments.append(
-        engine.decode(decode_reply, model=model, prompt_token_ids=prompt_token_ids, ignore_before=length, **options)
-    )
+    segments.append(engine.trace_of(decode, [given], info, begin=length))
     return segments.trace(sample_id=sample_id)

@@ -1,9 +1,9 @@
-"""Whose rows these are, and which weights chose them: put together from the caller and the reply, and compared.
+"""The tokens of the rows and the weights that chose them, from the caller and the reply, compared with each other.
 
-Nothing in an array of routes says which tokens it is of, so whatever else says it must agree: token ids with token ids, and
-every count that a reply states with the number of ids that are used.
+An array of routes does not identify its tokens, so everything else must agree: token ids with token ids, and every count that
+a reply states with the number of ids that are used.
 
-A weight span says which version *sampled* the output tokens start..end - 1. Output token j was sampled by the forward of
+A weight span gives the version that *sampled* the output tokens start..end - 1. Output token j was sampled by the forward of
 the token before it, and that forward chose that token's route: row P - 1 + j has the version of output token j. Rows of the
 prompt come from the prefill, which sampled output token 0. The last token was never forwarded and keeps the last version.
 
@@ -48,10 +48,10 @@ class SampleTokens:
 
 
 def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
-    """Return the tokens of a sample; what the caller gives and what the reply says must agree.
+    """Return the tokens of a sample, after comparing the caller's with the reply's.
 
     Raises:
-        PayloadError: the number of tokens cannot be told, or two sources disagree; the message names both.
+        PayloadError: the number of tokens is unknown, or two sources disagree; the message names both.
     """
     prompt, output, ids = _token_ids(reply, options)
     # Ids come first: of two counts that differ, a message then calls the stated one wrong.
@@ -69,7 +69,7 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
     agreed = _agreed(counts, reply.source)
     if "all" not in agreed:
         raise reply.source.error(
-            "MRR309: cannot tell how many tokens these rows belong to: pass token_ids=... (prompt and output), or "
+            "MRR309: the number of tokens of these rows is unknown: pass token_ids=... (prompt and output), or "
             "prompt_token_ids=... where the response has the output, or num_tokens=... if ids are unknown."
         )
     num_prompt = agreed["prompt"].value if "prompt" in agreed else None
@@ -161,7 +161,7 @@ def read_spans(value: Any, *, source: Source) -> tuple[WeightSpan, ...]:
         before = spans[-1].end if spans else 0
         if start != before or end < start:
             raise source.error(
-                f"MRR313: weight_versions has a span {start}..{end} behind {before} tokens: spans must follow one "
+                f"MRR313: weight_versions has a span {start}..{end} after {before} tokens: spans must follow one "
                 "another. Is a part of the output lost?"
             )
         spans.append(WeightSpan(str(version), start, end))
@@ -169,13 +169,13 @@ def read_spans(value: Any, *, source: Source) -> tuple[WeightSpan, ...]:
 
 
 def stamp_versions(reply: Reply, tokens: SampleTokens, given: WeightVersion | None) -> Array | None:
-    """Return the version of each token, [num_tokens] int32; None where nobody gives one that is a number.
+    """Return the version of each token, [num_tokens] int32; None where neither side gives a number.
 
     Args:
         given: the caller's number, or the number of each name.
 
     Raises:
-        PayloadError: the reply's versions changed and `given` says one number that is none of them, or they cannot be
+        PayloadError: the reply's versions changed and `given` is one number that is none of them, or they cannot be
             numbers; a name that is not in the mapping.
     """
     source, spans = reply.source, reply.weight_spans
@@ -201,7 +201,7 @@ def stamp_versions(reply: Reply, tokens: SampleTokens, given: WeightVersion | No
         return _filled(tokens.num_tokens, numbers[names[0]], source)
     assert tokens.num_prompt_tokens is not None, "spans state the output, and how many tokens there are is known"
     by_output = np.concatenate([_filled(span.end - span.start, numbers[span.version], source) for span in spans])
-    # Row i sampled output token i - (P - 1); rows before and behind these take the nearest version.
+    # Row i sampled output token i - (P - 1); rows before and after these take the nearest version.
     sampled = np.arange(tokens.num_tokens) - (tokens.num_prompt_tokens - 1)
     stamped: Array = by_output[np.clip(sampled, 0, num_output - 1)]
     return stamped

@@ -110,7 +110,7 @@ def test_a_session_registers_nothing_for_the_end_of_the_process() -> None:
     ("part", "room", "modules"),
     [
         # What a model's MoE layers are, which its config says; users of freeze_recompute have nothing to decode.
-        ("mcore", "engines", {"families", "model_info", "registry"}),
+        ("mcore", "engines", {"families", "model_info"}),
         ("mcore", "store", set()),  # replay("path"): only who gives a path needs files
     ],
 )

@@ -1,1 +1,1 @@
-"""A file an engine. Its docstring is the specification of what the engine sends; the file ends with `register`."""
+"""A file for each engine: its docstring is the specification of the fields and arrays that the engine sends."""

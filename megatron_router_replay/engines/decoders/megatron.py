@@ -1,21 +1,23 @@
 """Megatron-Core's own inference: [S - 1, Lm, topk], without dense layers.
 
-- A finished request (`DynamicInferenceRequest`, or its serialised dict): `routing_indices`.
+- A finished request (`DynamicInferenceRequest`, or its serialised dict): `routing_indices`. Since 0.19 the dict has
+  `prompt_length` in place of the prompt, unless the client requests `return_prompt_tokens`: pass `prompt_token_ids`.
 - The text generation server (completions, chat): `moe_topk_indices` with each choice, as nested lists (0.17) or as
   `["ndarray", {"data": lists, "dtype": name}]` (0.18 and later), with `prompt_token_ids` and `generation_token_ids` (chat;
   completions from 0.18 on). `prompt_moe_topk_indices` is the first rows of the same array in 0.17; from 0.18 on the wrapper
   is cut instead of the array, so it is never read.
 
-A request that was suspended and resumed is served in parts, and merging them concatenates the routes of every part, each of
-which starts at the first token again: it has more rows than S - 1 and is refused.
+Refused: a request that was suspended and resumed, because merging its parts concatenates the routes of every part, each from
+the first token on (0.17; later versions send None); a request of 0.17 whose prefix was cached, because its rows begin after
+the prefix (decode it with `start`); a request without routes, which chunked prefill of 0.18 and 0.19 causes now and then.
 
-Source: Megatron-Core 0.16 to 0.19, core.inference.inference_request and text_generation_server endpoints.
+Source: Megatron-Core 0.17 to 0.19, core.inference.inference_request and text_generation_server endpoints; the dynamic engine
+of 0.17.1, 0.18.2 and 0.19.2 run on a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,8 @@ from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import INTEGERS, Source, as_array
 from megatron_router_replay.engines.reader import ReplyReader
-from megatron_router_replay.engines.registry import register
 from megatron_router_replay.engines.reply import Reply
-from megatron_router_replay.engines.rows import RowLayout, moe_layers
+from megatron_router_replay.engines.rows import RowLayout
 from megatron_router_replay.engines.tokens import SampleTokens
 
 
@@ -54,33 +55,28 @@ def _unwrapped(value: Any, source: Source) -> Any:
 
 
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    return replace(
-        moe_layers(reply, model, tokens, options),
+    return RowLayout(
+        parts=(as_array(reply["routed_experts"], source=reply.source),),
+        columns=tuple(range(len(model.moe_layer_numbers))),
         explain_surplus="Are these the ids of this very request? Megatron sends no surplus rows; the parts of a request that "
         "was suspended are concatenated, each from its first token on: decode each part by itself.",
     )
 
 
-megatron = register(
-    Decoder(
-        name="megatron",
-        title="Megatron",
-        read=ReplyReader(
-            engine="Megatron",
-            fields={
-                "routed_experts": ("routing_indices", "moe_topk_indices"),
-                "prompt_token_ids": ("prompt_token_ids", "prompt_tokens"),
-                "output_token_ids": ("generation_token_ids", "generated_tokens"),
-            },
-            unwrap=_unwrapped,
-        ).read,
-        rows=_rows,
-        start="Set moe_enable_routing_replay=True in the engine's config; prompt_moe_topk_indices alone has no routes of the "
-        "generation.",
-        request='{"model": "MODEL", "messages": [...], "max_tokens": 16}',
-        sends="A finished request has `routing_indices`, each choice of a server `moe_topk_indices`: MoE layers only.",
-        versions="inference of 0.16 to 0.19: requests and the server's responses, both forms",
-        tested="written; the server's wrapper compared with 0.18.2's",
-    )
+megatron = Decoder(
+    title="Megatron",
+    reader=ReplyReader(
+        engine="Megatron",
+        fields={
+            "routed_experts": ("routing_indices", "moe_topk_indices"),
+            "prompt_token_ids": ("prompt_token_ids", "prompt_tokens"),
+            "output_token_ids": ("generation_token_ids", "generated_tokens"),
+        },
+        counts={"prompt_length": "prompt"},
+        unwrap=_unwrapped,
+    ),
+    rows=_rows,
+    start="Set moe_enable_routing_replay=True in the engine's config; prompt_moe_topk_indices alone has no routes of the "
+    "generation.",
 )
 """Megatron-Core's inference; see the module."""

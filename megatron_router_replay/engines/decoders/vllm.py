@@ -1,26 +1,21 @@
-"""vLLM 0.14 and later, started with `--enable-return-routed-experts`.
+"""vLLM 0.21 and later, started with `--enable-return-routed-experts`.
 
 S tokens are P of the prompt and G generated, L hidden layers, Lm of them MoE.
 
-- 0.14 to 0.20: python objects only, `CompletionOutput.routed_experts` int32 [S - 1, L, topk].
-- 0.21: `prompt_routed_experts` [P, Lm, topk] on the response and `routed_experts` [G - 1, or G with MTP, Lm, topk] on each
-  choice, int16 or nested lists. Models with first_k_dense_replace have L columns, of which the first Lm are the MoE layers
-  in order and the rest are zero. An array alone does not say that it is of 0.21: `engines.array` names its layers.
 - 0.22 and later: [S - 1 - start, L, topk], uint8 up to 256 experts, else uint16; over HTTP (completions, chat,
   /inference/v1/generate and its stream) base64 of a `.npy` file. Dense layers are zero. Completions and chat streams never
-  carry routes.
-- 0.32: `weight_versions`, which weights sampled which part of the output.
-- prime-rl's server sends a dict of raw bytes (`payload.parse_tensor`) in the same place, verifiers keeps it in each step.
+  carry routes. Rows of a cached prefix are those of the request that filled the cache, or -1.
+- 0.21: `prompt_routed_experts` [P, Lm, topk] on the response and `routed_experts` [G - 1, or G with MTP, Lm, topk] on each
+  choice, int16 or nested lists. Models with first_k_dense_replace have L columns, of which the first Lm are the MoE layers
+  in order and the rest are zero. One array alone is never read as 0.21's: `engines.array` names its layers.
+- 0.32: `weight_versions`, the weights that sampled each part of the output.
+- prime-rl's server sends a dict of raw bytes (`payload.parse_tensor`) in the same place; verifiers keeps it in each step.
 
-The block-keyed store of routes in shared memory (pull request 45635) changes no reply. With
-`--enable-omit-prefix-routed-experts` (pull request 57966, open) rows begin behind the cached prefix, wherever that ends:
-fewer rows than tokens raise, unless `start` says where they begin.
-
-What no check can see: ids of the right number that are not the engine's, where the reply has none of its own (a plain array;
+Not detectable: ids of the right number that are not the engine's, where the reply has none of its own (a plain array;
 completions and chat without return_token_ids), and a chunk of a generate stream that was replaced by a copy of its neighbour
-or changed places with it, for its chunks carry neither a number nor a count.
+or changed places with it, because its chunks have neither a number nor a count.
 
-Source: vLLM 0.14 to 0.32, and captures of 0.30.0 (tests/unit/data/engine_captures).
+Source: vLLM 0.21 to 0.33, and captures of 0.30.0 (tests/unit/data/engine_captures).
 """
 
 from __future__ import annotations
@@ -33,45 +28,39 @@ from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import (
     MAX_NPY_HEADER,
+    NPY_MAGIC,
     Array,
     Source,
     as_array,
-    as_token_ids,
     decode_base64,
     is_tensor,
     parse_npy,
     parse_tensor,
 )
 from megatron_router_replay.engines.reader import FIELDS, ReplyReader
-from megatron_router_replay.engines.registry import register
 from megatron_router_replay.engines.reply import Reply
 from megatron_router_replay.engines.rows import RowLayout, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 
 
-def rows_of_vllm(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    """Return what any release sends; the arrays of 0.21 are told by their second field."""
+def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+    """Return the array of a release; the second field is 0.21's alone."""
     if reply["prompt_routed_experts"] is not None:
         return _rows_of_0_21(reply, model, tokens, options)
     rows, start = _read(reply["routed_experts"], reply.source, model, tokens)
-    return RowLayout(
-        parts=(rows,),
-        start=start,
-        explain_lost="vLLM with --enable-omit-prefix-routed-experts leaves out the rows of a cached prefix: give the token "
-        "of the first row that it sent as start, and join the turns with RoutingSegments.",
-    )
+    return RowLayout(parts=(rows,), start=start)
 
 
 def _rows_of_0_21(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    """Return the prompt's and the generation's routes: the MoE layers, and zeros behind if there is a column a layer."""
+    """Return the routes of the prompt and of the generation: the MoE layers, and zeros if there is a column a layer."""
     source = replace(reply.source, field="prompt_routed_experts")
     if options.start:
         raise source.error(f"MRR305: start={options.start}, but vLLM 0.21 always sends every row: decode with start=0.")
     prompt, _ = _read(reply["prompt_routed_experts"], source, model, tokens)
     if tokens.num_prompt_tokens is None:
         raise source.error(
-            f"MRR309: has {prompt.shape[0]} rows, and nothing says how many tokens the prompt has: pass "
-            "prompt_token_ids=..., or have the response return ids or counts."
+            f"MRR309: has {prompt.shape[0]} rows, and the number of prompt tokens is unknown: pass prompt_token_ids=..., or "
+            "have the response return ids or counts."
         )
     if prompt.shape[0] != tokens.num_prompt_tokens:
         raise source.error(f"MRR305: has {prompt.shape[0]} rows for {tokens.num_prompt_tokens} prompt tokens.")
@@ -94,63 +83,33 @@ def _rows_of_0_21(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, o
 
 
 def _read(value: Any, source: Source, model: ModelRoutingInfo, tokens: SampleTokens) -> tuple[Array, int | None]:
-    """Return routes of any form, and where they start if they say it."""
+    """Return routes of any form, and the token of their first row where they state it."""
     # 8 bytes an id is the widest dtype there is.
     most = 8 * most_ids(model, tokens) + MAX_NPY_HEADER
     if is_tensor(value):
         return parse_tensor(value, source=source, max_bytes=most)
     if isinstance(value, (bytearray, memoryview)):
         value = bytes(value)
-    if isinstance(value, str) or (isinstance(value, bytes) and not value.startswith(b"\x93")):
+    if isinstance(value, str) or (isinstance(value, bytes) and not value.startswith(NPY_MAGIC)):
         value = decode_base64(value, source=source, max_bytes=most)
     return parse_npy(value, source=source) if isinstance(value, bytes) else as_array(value, source=source), None
 
 
-def _check_prompts(replies: list[Reply]) -> None:
-    """Raise unless all choices have the prompt of the first one, the only one with routes in vLLM 0.21."""
-    if len(replies) == 1 or all(reply["prompt_routed_experts"] is None for reply in replies):
-        return
-    # Without ids, n samples of one prompt look like one sample of each of n prompts.
-    known = [reply["prompt_token_ids"] for reply in replies if reply["prompt_token_ids"] is not None]
-    prompts = {as_token_ids(ids, source=replies[0].source).tobytes() for ids in known}
-    if len(known) < len(replies) or len(prompts) > 1:
-        raise replies[0].source.error(
-            "MRR302: vLLM 0.21 sends the prompt's routes for the first prompt of a request only, and not all choices are "
-            "proven to have that prompt. Send one prompt a request; return_token_ids=true lets choices prove theirs."
-        )
-
-
-READER = ReplyReader(
-    engine="vLLM",
-    fields=FIELDS
-    | {
-        "prompt_routed_experts": ("prompt_routed_experts",),
-        "prompt_token_ids": ("prompt_token_ids", "prompt_ids"),
-        "output_token_ids": ("token_ids", "completion_ids"),
-    },
-    shared=("prompt_routed_experts",),
-    stream="new",
-    check=_check_prompts,
-)
-
-vllm = register(
-    Decoder(
-        name="vllm",
-        title="vLLM",
-        read=READER.read,
-        rows=rows_of_vllm,
-        routes=("routed_experts", "prompt_routed_experts"),
-        start="Start vLLM with --enable-return-routed-experts; completions and chat streams never carry it (use "
-        "stream=False or /inference/v1/generate), nor does HTTP before 0.21.",
-        request="""\
-POST /v1/completions
-{"model": "MODEL", "prompt": "The capital of France is", "max_tokens": 16, "logprobs": 1, "return_token_ids": true}""",
-        sends="`choices[i].routed_experts` is base64 of a `.npy` file, with all layers and a row for each token but the "
-        "last. If you set `routed_experts_prompt_start`, pass it as `start`. `decode` also reads Python's "
-        "`RequestOutput`, the chunks of a generate stream, and the dict of bytes that prime-rl and verifiers send.",
-        versions="0.22 and later; 0.21 (prompt and generation apart); 0.14 to 0.20 (Python objects); prime-rl's server",
-        tested="0.30.0 run on a CPU: Python, completions, chat, generate and its stream, n > 1, prefix hits, aborts, TP2, "
-        "bf16; others written",
-    )
+vllm = Decoder(
+    title="vLLM",
+    reader=ReplyReader(
+        engine="vLLM",
+        fields=FIELDS
+        | {
+            "prompt_routed_experts": ("prompt_routed_experts",),
+            "prompt_token_ids": ("prompt_token_ids", "prompt_ids"),
+            "output_token_ids": ("token_ids", "completion_ids"),
+        },
+        shared=("prompt_routed_experts",),
+        stream="new",
+    ),
+    rows=_rows,
+    start="Start vLLM with --enable-return-routed-experts; completions and chat streams never carry it (use stream=False or "
+    "/inference/v1/generate).",
 )
 """vLLM; see the module."""

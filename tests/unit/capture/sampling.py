@@ -113,7 +113,10 @@ def recompute(model: nn.Module, sequence: list[int]) -> RoutingTrace:
     model(torch.tensor([sequence]))
     for handle in handles:
         handle.remove()
-    return engines.transformers.decode(seen, model=model.config, token_ids=sequence)
+    numbers, axes = sorted(seen), ("token", "layer", "expert")
+    indices = torch.stack([seen[number][2] for number in numbers], dim=1)  # of (logits, scores, indices)
+    given = {"model": model.config, "axes": axes, "layer_numbers": numbers, "token_ids": sequence}
+    return engines.array.decode(indices, **given, last_token_routed=True)
 
 
 def experts_of(trace: RoutingTrace) -> Tensor:

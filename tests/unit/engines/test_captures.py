@@ -138,19 +138,21 @@ def test_sglang_without_opt_in_raises():
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "qwen3moe_hd128", "qwen3moe_sparse", "gptoss"])
-def test_transformers_captures_in_every_wire_form(name):
+def test_routes_of_transformers_in_every_wire_form(name):
+    """Routes that hooks read in a full forward, in the forms that engines send."""
     meta, arrays = read_json(f"transformers_{name}.json"), np.load(DATA / f"transformers_{name}.npz")
     model = all_moe(2, 4) if name == "gptoss" else config_of(name)
     for i, sample in enumerate(meta["samples"]):
         full, columns = arrays[f"s{i}.full"], sample["moe_layers"]
-        ids = sample["prompt_ids"] + sample["output_ids"]
-        seen = {column + 1: torch.from_numpy(full[:, column]) for column in columns}
-        trace = engines.transformers.decode(seen, model=model, token_ids=ids)
+        prompt, output, split = sample["prompt_ids"], sample["output_ids"], sample["vllm021"]
+        ids, axes = prompt + output, ("layer", "token", "expert")
+        given = {"model": model, "axes": axes, "token_ids": ids}
+        compact, numbers = np.moveaxis(full[:, columns], 1, 0), [column + 1 for column in columns]
+        trace = engines.array.decode(compact, **given, layer_numbers=numbers, last_token_routed=True)
         assert trace.replay_mask.all()
         assert torch.equal(trace.topk_indices.long(), torch.from_numpy(full[:, columns]))
 
         want, generation = full[:-1, columns], arrays[f"s{i}.vllm021_gen"]
-        prompt, output, split = sample["prompt_ids"], sample["output_ids"], sample["vllm021"]
         choice = {"index": 0, "token_ids": output, "routed_experts": split["routed_experts"]}
         http = {
             "prompt_token_ids": prompt,
@@ -159,13 +161,12 @@ def test_transformers_captures_in_every_wire_form(name):
         }
         python = vllm_output(generation, prompt, output, prompt_array=arrays[f"s{i}.vllm021_prompt"])
         request = {"prompt_tokens": prompt, "generated_tokens": output, "routing_indices": want.astype(np.int16)}
-        layers_first, axes = np.moveaxis(full[:-1], 1, 0), ("layer", "token", "expert")
         for trace in (
             engines.sglang.decode(sample["sglang_meta_info"]["routed_experts"], model=model, token_ids=ids),
             engines.vllm.decode(sample["vllm022_choice"], model=model, token_ids=ids),
             engines.vllm.decode(http, model=model),
             engines.vllm.decode(python, model=model),
-            engines.array.decode(layers_first, model=model, axes=axes, token_ids=ids),
+            engines.array.decode(np.moveaxis(full[:-1], 1, 0), **given),
             engines.megatron.decode(request, model=model),
         ):
             assert_rows(trace, want, ids)

@@ -66,7 +66,10 @@ BOTH = {"prompt_token_ids": PROMPT, "output_token_ids": OUTPUT}
 @pytest.mark.parametrize(
     ("options", "reply", "message"),
     [
-        *(({}, {"counts": counts}, "cannot tell how many tokens") for counts in ([], [("prompt", 3)], [("output", 2)])),
+        *(
+            ({}, {"counts": counts}, "the number of tokens of these rows is unknown")
+            for counts in ([], [("prompt", 3)], [("output", 2)])
+        ),
         ({"prompt_token_ids": [5, 6]}, {"prompt_token_ids": PROMPT}, r"\(2\) are not the prompt of the response \(3"),
         ({"prompt_token_ids": [5, 6, 8]}, {"prompt_token_ids": PROMPT}, "are not the prompt"),
         ({"token_ids": [5, 6, 8, 8, 9]}, {"prompt_token_ids": PROMPT}, "do not begin with the prompt"),

@@ -5,7 +5,15 @@ import pytest
 
 from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import all_moe, choice_of, int32_base64, response, routes, sglang_result, tokens
+from tests.unit.engines.engine_payloads import (
+    all_moe,
+    int32_base64,
+    response,
+    routes,
+    sglang_result,
+    tokens,
+    vllm_choice,
+)
 
 MODEL = all_moe(3, 16)
 P, G = 3, 5
@@ -24,13 +32,12 @@ STAMPED = [6, 6, 6, 6, 7, 7, 7, 7]
 
 
 def sglang(versions, **meta):
-    result = sglang_result(ROWS, P, OUTPUT)
-    result["meta_info"] |= {"weight_versions": versions, **meta}
+    result = sglang_result(ROWS, P, OUTPUT, weight_versions=versions, **meta)
     return engines.sglang, result, {"token_ids": PROMPT + OUTPUT}
 
 
 def vllm(versions):
-    return engines.vllm, {"choices": [choice_of(ROWS, PROMPT, OUTPUT, weight_versions=versions)]}, {}
+    return engines.vllm, {"choices": [vllm_choice(ROWS, PROMPT, OUTPUT, weight_versions=versions)]}, {}
 
 
 @pytest.mark.parametrize("build", [sglang, vllm])
@@ -151,7 +158,7 @@ def test_a_weight_version_that_is_no_integer_of_32_bits_is_refused(given):
 def test_the_metadata_of_an_openai_response_stamps_its_only_choice():
     def reply(metadata):
         shared = {"sglext": {"routed_experts": int32_base64(ROWS)}, "metadata": metadata}
-        return response(PROMPT, OUTPUT, "r", ids=False, shared=shared)
+        return response(PROMPT, OUTPUT, ids=False, shared=shared)
 
     for metadata, expected in (
         ({"weight_versions": CHANGED}, STAMPED),

@@ -1,4 +1,4 @@
-"""The bytes that engines send, written out by hand."""
+"""The bytes and arrays that engines send, written out by hand."""
 
 import base64
 import struct
@@ -13,8 +13,8 @@ from megatron_router_replay.engines.payload import (
     as_array,
     as_token_ids,
     decode_base64,
+    parse_int32,
     parse_npy,
-    parse_raw,
 )
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import npy_base64
@@ -72,12 +72,16 @@ TWELVE = [[[256, 770, 1284], [1798, 2312, 2826]]]  # the bytes 0, 1, ... 11 as <
         (npy_of(b"|u1", b"(1, 1, 1)", b"\7", pad=1025), "header"),
         *((npy_of(b"<i2", b"(1, 2, 3)", bytes(n)), f"12 bytes, {n} follow") for n in (0, 11, 13, 24)),
         (npy_of(b"<i2", b"(1, 2, 3)", bytes(12))[:40], "header"),
-        (npy_of(b"<i2", b"(1, 2, 3)")[:8], "magic"),
-        (npy_of(b"<i2", b"(1, 2, 3)")[:9], "magic"),
+        (npy_of(b"<i2", b"(1, 2, 3)")[:8], "header"),
+        (npy_of(b"<i2", b"(1, 2, 3)")[:9], "header"),
         (b"", "magic"),
         (b"\x93NUMPY\x02\x00\x76\x00", "magic"),
         (npy_file(b"{'a'}\n"), "header"),
         (npy_of(b"|O", b"(1, 1, 1)", bytes(8)), "header"),
+        (npy_of(b"|u1", b"(-1, -1, 1)", b"\7"), "header"),
+        (npy_of(b"|u1", b"(True, 1, 1)", b"\7"), "header"),
+        (npy_of(b"|u1", b"(" * 900 + b")" * 900), "header"),
+        (npy_of(b"|u1", b"(1, 1, 1) + exit()"), "header"),
         (npy_of(b"<f4", b"(1, 1, 1)", bytes(4)), "header"),
         (npy_of(b"<i4", b"(1, 1)", bytes(4)), "header"),
         (npy_of(b"<i4", b"(9, 9, 9)"), r"promises \[9, 9, 9\] int32 = 2916 bytes, 0 follow"),
@@ -115,11 +119,21 @@ def test_base64_with_foreign_characters_is_refused(text):
 
 def test_int32_is_a_whole_number_of_rows():
     raw = struct.pack("<12i", *range(12))
-    array = parse_raw(raw, dtype="int32", source=SOURCE, num_columns=3, topk=2)
+    array = parse_int32(raw, source=SOURCE, num_columns=3, topk=2)
     assert array.tolist() == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]]
     for size in (4, 23, 25, 36):
         with pytest.raises(PayloadError, match=rf"{size} bytes are {size / 24:.3f} rows of 3 layers x top-2 int32"):
-            parse_raw(bytes(size), dtype="int32", source=SOURCE, num_columns=3, topk=2)
+            parse_int32(bytes(size), source=SOURCE, num_columns=3, topk=2)
+
+
+@pytest.mark.parametrize("form", [NPY, base64.b64encode(NPY).decode()])
+@pytest.mark.parametrize("engine", [engines.sglang, engines.sglang_jax])
+def test_vllms_bytes_given_to_sglang_are_named_and_the_reverse(engine, form):
+    with pytest.raises(PayloadError, match=r"is a \.npy file, as vLLM sends it: engines\.vllm reads it"):
+        engine.decode(form, model=MODEL, token_ids=IDS)
+    raw = struct.pack("<8i", 0, 0, 3, 1, 0, 0, 2, 0)
+    with pytest.raises(PayloadError, match=r"Raw ids without a header are of SGLang: engines\.sglang"):
+        engines.vllm.decode(base64.b64encode(raw).decode(), model=MODEL, token_ids=IDS)
 
 
 class LikeAnArray:
@@ -160,6 +174,7 @@ FROZEN.flags.writeable = False
         ([np.zeros((1, 2), int), np.zeros((2, 1), int)], "rows differ in shape"),
         (np.zeros((1, 1, 1)), "must hold integers, got float64"),
         (np.array([["a"]]), "must hold integers, got <U1"),
+        (np.array(3), "is a single number"),
         (np.array([True]), "must hold integers, got bool"),
         (torch.zeros(1, 1, 1), "must hold integers, got torch.float32"),
         (torch.zeros(1, dtype=torch.bool), "must hold integers, got torch.bool"),
@@ -238,7 +253,7 @@ def test_routes_that_a_caller_decoded_himself_are_bytes_or_have_the_right_shape(
     for shape in ((4, 3, 2), (3, 8), (6, 2, 2), (24,)):
         with pytest.raises(PayloadError):
             engine.decode(np.array(FLAT).reshape(shape), model=FOUR_LAYERS, token_ids=ids)
-    # 3 layers: the MoE layers alone; experts of width 3: a shared expert appended; half the bytes: uint16.
+    # Three layers: the MoE layers alone; three experts: a shared expert appended; half the bytes: uint16.
     for size in (4 * 3 * 3 * 2, 4 * 3 * 4 * 3, 2 * 3 * 4 * 2):
         with pytest.raises(PayloadError, match="rows"):
             engine.decode(bytes(size), model=FOUR_LAYERS, token_ids=ids)

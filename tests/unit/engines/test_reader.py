@@ -1,0 +1,339 @@
+"""Results -> replies: which forms are one result, the choices in the order of their index, streams that are incomplete."""
+
+import copy
+import http.client
+import json
+import urllib.request
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_router_replay import engines
+from megatron_router_replay.errors import PayloadError
+from tests.unit.engines.engine_payloads import (
+    FORMS,
+    all_moe,
+    int32_base64,
+    npy_base64,
+    response,
+    routes,
+    sglang_result,
+    sglang_stream,
+    tokens,
+    usage,
+    vllm_choice,
+    vllm_output,
+    vllm_stream,
+)
+
+MODEL = all_moe(3, 16)
+P, G = 7, 5
+S = P + G
+PROMPT = tokens(P)
+
+
+def rows(index):
+    """The prompt is the same for all, and so are its routes."""
+    own, prompt = (routes(S - 1, 3, num_experts=16, topk=2, seed=seed) for seed in (index, 0))
+    return np.concatenate([prompt[:P], own[P:]]).astype(np.uint8)
+
+
+def output(index):
+    return tokens(G, seed=20 + index)
+
+
+def vllm_chunks(index=0, **options):
+    return vllm_stream(rows(index), output(index), index=index, **options)
+
+
+def sglang_chunks(index=None, **options):
+    return sglang_stream(rows(index or 0), P, output(index or 0), index=index, **options)
+
+
+def jax_chunks(index=0):
+    choices = [{"index": index, "text": "x", "finish_reason": None} for _ in range(G - 1)]
+    choices.append({"index": index, "finish_reason": "length", "routed_experts": int32_base64(rows(index))})
+    return [{"id": "r", "choices": [choice], "usage": None} for choice in choices]
+
+
+def check(trace, number=None):
+    samples = list(trace.samples())
+    assert number in (None, len(samples))
+    for index, sample in enumerate(samples):
+        assert torch.equal(sample.topk_indices[:-1], torch.from_numpy(rows(index)))
+        assert sample.replay_mask.tolist() == [True] * (S - 1) + [False]
+        if sample.token_ids is not None:
+            assert sample.token_ids.tolist() == PROMPT + output(index)
+
+
+def refused(message, call, *arguments, **options):
+    with pytest.raises(PayloadError, match=message):
+        call(*arguments, model=MODEL, **options)
+
+
+# decode takes one result, decode_batch a response or a list of results
+
+LENGTHS = [(7, 5), (4, 6), (9, 2)]
+LISTED = [form for form in FORMS if "request" in FORMS[form].__code__.co_varnames]
+
+
+def sample(i):
+    prompt, num_output = LENGTHS[i]
+    one = routes(prompt + num_output - 1, 3, num_experts=16, topk=2, seed=i).astype(np.uint8)
+    return one, tokens(prompt, seed=40 + i), tokens(num_output, seed=50 + i)
+
+
+def without_routes(reply):
+    reply = copy.deepcopy(reply)
+    if not isinstance(reply, dict):
+        reply.outputs[0].routed_experts = None
+        return reply
+    for holder in (reply, *reply.get("choices", ())):
+        for place in (holder, holder.get("meta_info", {}), holder.get("sglext", {})):
+            place.pop("routed_experts", None)
+    return reply
+
+
+@pytest.mark.parametrize("form", LISTED)
+@pytest.mark.parametrize("requests", ["abc", "aaa"])
+def test_a_list_is_results_for_decode_batch_and_one_stream_for_decode(form, requests):
+    engine = getattr(engines, form.split()[0])
+    replies = [FORMS[form](*sample(i), request) for i, request in enumerate(requests)]
+    trace = engine.decode_batch(replies, model=MODEL)
+    assert trace.sequence_lengths == tuple(map(sum, LENGTHS))
+    for i, one in enumerate(trace.samples()):
+        assert torch.equal(one.topk_indices[:-1], torch.from_numpy(sample(i)[0]))
+    # A list of one reply is a stream of one chunk.
+    assert engine.decode(replies[:1], model=MODEL).topk_indices.equal(trace.topk_indices[: sum(LENGTHS[0])])
+    refused("MRR311: .*(several results|several requests)", engine.decode, replies)
+    for lost in range(3):
+        changed = [without_routes(reply) if i == lost else reply for i, reply in enumerate(replies)]
+        refused(f"sample {lost}.*missing, though", engine.decode_batch, changed)
+    refused("MRR301: .*the list of results is empty", engine.decode_batch, [])
+
+
+STREAMS = {
+    "vllm": vllm_chunks(),
+    "vllm, chunks of 2": vllm_chunks(size=2),
+    "sglang": sglang_chunks(),
+    "sglang incremental": sglang_chunks(incremental=True),
+    "sglang incremental, chunks of 2": sglang_chunks(incremental=True, size=2),
+    "sglang_jax incremental": sglang_chunks(incremental=True),
+    "sglang_jax completions": jax_chunks(),
+}
+
+
+def damaged(chunks, *, is_numbered, has_all):
+    """Yield the list with a chunk lost, doubled, cut off, swapped or broken, unless nothing in it can reveal that.
+
+    A chunk of all ids so far makes the earlier ones superfluous (`has_all`). Chunks without a number are equal but for ids.
+    """
+    last = len(chunks) - 1
+    for i in range(len(chunks)):
+        if not has_all or i == last:
+            yield [*chunks[:i], *chunks[i + 1 :]]
+        if not has_all:
+            yield [*chunks[: i + 1], *chunks[i:]]
+        yield [*chunks, chunks[i]]
+        yield chunks[:i]
+        if not has_all and i < last and (is_numbered or i == last - 1):
+            yield [*chunks[: i + 1], chunks[i], *chunks[i + 2 :]]
+    yield [chunks[0], None, *chunks[1:]]
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_is_complete_or_raises(name):
+    engine, chunks = getattr(engines, name.split()[0].strip(",")), STREAMS[name]
+    given = {"num_tokens": S} if "completions" in name else {"prompt_token_ids": PROMPT}
+    check(engine.decode(chunks, model=MODEL, **given), 1)
+    check(engine.decode_batch([chunks], model=MODEL, **{n: [v] for n, v in given.items()}), 1)
+    refused("MRR311.*one result: give decode their list", engine.decode_batch, chunks)
+    has_all = name == "sglang" or "completions" in name  # its text chunks have nothing that decode needs
+    for changed in damaged(chunks, is_numbered="sglang" in name, has_all=has_all):
+        refused("MRR3", engine.decode, changed, **given)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_choices_come_sorted_by_their_index(order):
+    whole = {"id": "r", "choices": [vllm_choice(rows(i), PROMPT, output(i), i) for i in order]}
+    check(engines.vllm.decode_batch(whole, model=MODEL), 3)
+    third = engines.vllm.decode(whole, model=MODEL, choice=2)
+    assert torch.equal(third.topk_indices[:-1], torch.from_numpy(rows(2)))
+    streams = {
+        engines.vllm: [vllm_chunks(i) for i in range(3)],
+        engines.sglang: [sglang_chunks(i, request=f"r{9 - i}", incremental=True) for i in range(3)],
+        engines.sglang_jax: [jax_chunks(i) for i in range(3)],
+    }
+    for engine, parts in streams.items():
+        given = {"num_tokens": [S] * 3} if engine is engines.sglang_jax else {"prompt_token_ids": PROMPT}
+        in_turn = [stream[i] for i in range(G - 1) for stream in parts] + [parts[i][-1] for i in order]
+        for chunks in (in_turn, [chunk for i in order for chunk in parts[i]]):
+            check(engine.decode_batch([chunks], model=MODEL, **given), 3)
+
+
+@pytest.mark.parametrize(
+    "indexes", [[0, 2], [1, 2], [0, 0], [0, None], [0, "1"], ["0", "1"], [0, True], [False, True], [0, -1], [2**40]]
+)
+def test_an_index_that_is_lost_doubled_or_no_place_raises(indexes):
+    choices = {"id": "r", "choices": [vllm_choice(rows(0), PROMPT, output(0), i) for i in indexes]}
+    refused("index", engines.vllm.decode_batch, choices)
+    refused("index", engines.vllm.decode, choices, choice=0)
+
+
+def test_a_choice_without_its_response_is_a_sample_wherever_it_was():
+    choices = [vllm_choice(rows(i), PROMPT, output(i), i) for i in (0, 1)]
+    check(engines.vllm.decode_batch(choices, model=MODEL), 2)
+    turned = engines.vllm.decode_batch(choices[::-1], model=MODEL)
+    assert torch.equal(turned.topk_indices[: S - 1], torch.from_numpy(rows(1)))  # the order of the list
+    assert engines.vllm.decode(choices[1], model=MODEL).token_ids.tolist() == PROMPT + output(1)
+
+
+@pytest.mark.parametrize("request_id", [np.zeros((2, 2)), torch.zeros(3), [1], {"a": 1}, 1.5, None], ids=str)
+def test_a_request_id_of_any_kind_is_compared(request_id):
+    chunks = sglang_chunks(0, request=request_id, incremental=True)
+    check(engines.sglang.decode(chunks, model=MODEL, prompt_token_ids=PROMPT))
+    chunks[2]["meta_info"]["id"] = "another"
+    refused("are of several requests", engines.sglang.decode, chunks, prompt_token_ids=PROMPT)
+    both = [chunk for pair in zip(vllm_chunks(request="a"), vllm_chunks(1, request="b")) for chunk in pair]
+    refused("are of several requests", engines.vllm.decode_batch, [both], prompt_token_ids=PROMPT)
+
+
+def test_the_parts_of_a_stream_agree_about_prompt_routes_and_counts():
+    chunks = vllm_chunks()
+    for chunk in chunks:
+        chunk["choices"][0]["prompt_token_ids"] = list(PROMPT)
+    check(engines.vllm.decode(chunks, model=MODEL))
+    for place in range(G - 1):
+        changed = copy.deepcopy(chunks)
+        changed[place]["choices"][0]["prompt_token_ids"][-1] += 1
+        refused("different prompt_token_ids", engines.vllm.decode, changed)
+        changed = sglang_chunks(incremental=True)
+        changed[place]["meta_info"]["prompt_tokens"] = P + 1
+        refused("prompt_tokens", engines.sglang.decode, changed, prompt_token_ids=PROMPT)
+    chunks[-2]["choices"][0]["routed_experts"] = npy_base64(rows(1))
+    refused("two parts of it carry routes", engines.vllm.decode, chunks)
+    end = {"request_id": "r", "choices": [], "usage": usage(P, G)}
+    check(engines.vllm.decode([*vllm_chunks(), end], model=MODEL, prompt_token_ids=PROMPT))
+    end["usage"] = usage(P, G - 1)
+    refused("usage", engines.vllm.decode, [*vllm_chunks(), end], prompt_token_ids=PROMPT)
+    chunks = sglang_chunks()
+    chunks[-1]["meta_info"] |= {"completion_tokens": None, "finish_reason": {"type": "stop"}}
+    refused("A chunk is lost or came twice", engines.sglang.decode, chunks, prompt_token_ids=PROMPT)
+    for junk in (None, "5", 5, [1.5], ["a"]):
+        chunks = vllm_chunks()
+        chunks[1]["choices"][0]["token_ids"] = junk
+        refused("MRR31", engines.vllm.decode, chunks, prompt_token_ids=PROMPT)
+
+
+# Aborted requests
+
+
+def test_an_aborted_reply_without_output_has_no_routes_and_one_with_output_must():
+    aborted = vllm_output(None, PROMPT, [], finish_reason="abort")
+    assert engines.vllm.decode(aborted, model=MODEL).replay_mask.tolist() == [False] * P
+    without_ids = engines.sglang.decode(sglang_result(None, P, [], finish="abort"), model=MODEL)
+    assert (without_ids.token_ids, without_ids.sequence_lengths) == (None, (P,))
+    replies = [vllm_output(rows(0), PROMPT, output(0)), aborted]
+    assert engines.vllm.decode_batch(replies, model=MODEL).sequence_lengths == (S, P)
+    for tokens_out, reason in (([5], "abort"), ([5, 6], "abort"), ([], "length")):
+        lost = vllm_output(None, PROMPT, tokens_out, finish_reason=reason)
+        refused("missing, though the model has MoE layers", engines.vllm.decode, lost)
+
+
+# Counts: each one equals the tokens that it counts; `test_tokens` has the rule
+
+
+def weights(end):
+    return [{"version": "1", "start": 0, "end": end}]
+
+
+SENT = npy_base64(rows(0))
+STATED = [
+    ("vllm", "usage", lambda p, g: response(PROMPT, output(0), routed_experts=SENT) | {"usage": usage(p, g)}),
+    ("vllm", "weight_vers", lambda p, g: response(PROMPT, output(0), routed_experts=SENT, weight_versions=weights(g))),
+    ("sglang", "weight_vers", lambda p, g: sglang_result(rows(0), P, output(0), weight_versions=weights(g))),
+    ("sglang", "finish_reason.length", lambda p, g: sglang_result(
+        rows(0), P, output(0), completion_tokens=None, finish_reason={"type": "length", "length": g})),
+    ("sglang_jax", r"meta_info\.", lambda p, g: sglang_result(rows(0), p, output(0), completion_tokens=g)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine", "field", "reply"), STATED)
+@pytest.mark.parametrize("options", [{"token_ids": PROMPT + output(0)}, {"prompt_token_ids": PROMPT}], ids=str)
+def test_a_stated_count_equals_the_tokens(engine, field, reply, options):
+    decode = getattr(engines, engine).decode
+    check(decode(reply(P, G), model=MODEL, **options))
+    for counts in ((P - 1, G), (P + 1, G), (P, G - 1), (P, G + 1), (P + 1, G - 1)):
+        if reply(*counts) != reply(P, G):
+            refused(field, decode, reply(*counts), **options)
+    for value in ("7", 7.0, True, -1, [7]):
+        refused("prompt_tokens is", engines.sglang.decode, sglang_result(rows(0), value, output(0)), **options)
+
+
+# Results that are no reply
+
+
+def web_response(text):
+    """What urllib and http.client return, unread."""
+    return urllib.request.urlopen("data:application/json," + text)
+
+
+async def coroutine():
+    return {}
+
+
+class Response:
+    """The part of requests' and httpx' responses that distinguishes them."""
+
+    status_code = 200
+    content = b"{}"
+
+    def json(self):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "the result is None"),
+        ({"error": {"message": "model overloaded", "code": 503}}, "answered with an error: .*'model overloaded'"),
+        ({"object": "error", "message": "too long"}, "answered with an error: 'too long'"),
+        ({"detail": [{"msg": "field required"}]}, "answered with an error: .*field required"),
+        (json.dumps([{"text": ""}]), "is the text .* parse JSON first"),
+        (json.dumps({"choices": []}).encode(), "is the bytes .* parse JSON first"),
+        ('data: {"choices": []}', "is the text .* of a stream each chunk"),
+        (b"Internal Server Error", "is the bytes b'Internal Server Error'"),
+        ("<html>", "is the text '<html>'"),
+        (web_response("{}"), r"a response of HTTP: parse JSON first, with response\.json\(\)"),
+        (http.client.HTTPResponse.__new__(http.client.HTTPResponse), "a HTTPResponse, a response of HTTP: parse JSON"),
+        (Response(), "a Response, a response of HTTP: parse JSON first"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "megatron"])
+def test_a_result_that_is_no_reply_gets_its_own_sentence(engine, result, message):
+    decoder = getattr(engines, engine)
+    refused(f"^MRR301: .*{message}", decoder.decode, result, num_tokens=4)
+    refused(f"^MRR301: .*{message}", decoder.decode_batch, [result], num_tokens=[4])
+
+
+def test_a_coroutine_was_not_awaited():
+    pending = coroutine()
+    refused("MRR301: .*a coroutine that was not awaited", engines.vllm.decode, pending, num_tokens=4)
+    pending.close()
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({"choices": []}, "has no choices"),
+        ([{"choices": []}], "has no choices"),
+        ({"choices": None}, "choices are NoneType"),
+        ({"choices": {"index": 0}}, "choices are dict"),
+        ({"choices": [{"index": 0, "finish_reason": None}]}, "ends before index .0. is finished"),
+        (7, "cannot read routes from int"),
+    ],
+)
+def test_a_response_that_is_none_says_why(result, message):
+    refused(message, engines.vllm.decode, result, num_tokens=4)
