@@ -182,7 +182,8 @@ def _token_columns(mask: Any, start: int, length: int) -> NDArray[np.bool_] | No
     mask = _mask_of_a_layer(mask)
     columns = slice(start, start + length)
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        return as_integers(mask)[:, columns] != 0
+        given: NDArray[np.bool_] = as_integers(mask)[:, columns] != 0
+        return given
     is_read = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == length
     if not is_read or not (mask.dtype is torch.bool or mask.is_floating_point()):
         return None
@@ -196,7 +197,8 @@ def _token_columns(mask: Any, start: int, length: int) -> NDArray[np.bool_] | No
             "MRR705: attention_mask hides columns from the last token which an earlier one attends to, as in a sliding "
             "window, so its padding is not known: generate with the default cache, or without padding."
         )
-    return is_token.cpu().numpy()
+    read: NDArray[np.bool_] = is_token.cpu().numpy()
+    return read
 
 
 def _is_token(
