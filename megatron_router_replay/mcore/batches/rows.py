@@ -1,4 +1,4 @@
-"""The inputs of one forward, checked and copied: routing rows, masks, tokens; and the experts of padding."""
+"""The inputs of one forward, checked and copied: routing rows, masks, tokens."""
 
 from __future__ import annotations
 
@@ -10,34 +10,6 @@ from torch import Tensor
 
 from megatron_router_replay.checks import Check, as_integers, as_mask
 from megatron_router_replay.errors import LayoutError
-
-
-def balanced_padding_experts(topk_indices: Tensor, padding: Tensor, ordinals: Tensor, num_experts: int) -> Tensor:
-    """Give rows of padding K distinct experts each, spread evenly over all of them.
-
-    Args:
-        topk_indices: [num_tokens, num_layers, topk].
-        padding: [num_tokens] bool, True: padding.
-        ordinals: [num_tokens] int64, how many paddings of the micro-batch come before each, over all tensor-parallel ranks.
-
-    Padding that takes the same experts everywhere would overload them.
-    """
-    at = padding.nonzero().squeeze(1) if padding.device.type == "cpu" else None  # a GPU's host would wait for it
-    ordinals = ordinals if at is None else ordinals[at]
-    slots = ordinals.unsqueeze(1) * topk_indices.shape[2] + torch.arange(
-        topk_indices.shape[2], device=topk_indices.device
-    )
-    spread = (slots % num_experts).to(topk_indices.dtype).unsqueeze(1)
-    if at is None:
-        return torch.where(padding.view(-1, 1, 1), spread, topk_indices)
-    return topk_indices.index_copy(0, at, spread.expand(-1, topk_indices.shape[1], -1)) if at.numel() else topk_indices
-
-
-def padding_ranks(padding: Tensor) -> Tensor:
-    """Return how many paddings come before each position in the router's order (s-major), [b, s] int64."""
-    # Counted in the order of the whole batch, so that the ranks that share a sequence go on where the one before stopped.
-    by_position = padding.t().reshape(-1)
-    return (by_position.cumsum(0) - by_position.to(torch.int64)).view(padding.shape[::-1]).t()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,8 +145,8 @@ class MicrobatchSession(Session):
             token_ids: the input_ids themselves, same shape; compared with the trace's token_ids now, and with the
                 input_ids that the model's forward gets. A recording stores them. Without them the forward's own
                 input_ids are compared and stored.
-            padding: bool, same shape, True: known to be padding. Its experts are arbitrary, spread over all, and cost no
-                top-k. Any other position with row -1 is decided by the live router, and counted as live.
+            padding: bool, same shape, True: known to be padding. The live router decides it, and it is counted apart. Any
+                other position with row -1 is decided by the live router as well, and counted as live.
             trained: same shape, non-zero: the position is trained on (a loss mask). Such a position without a route
                 raises; leave it out if the live router shall decide some of these positions.
             ahead: False: raise if a micro-batch waits for its forward, which would get the routes of another. None: True

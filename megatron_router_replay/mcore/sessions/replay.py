@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,10 @@ from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import (
     RankRoutes,
     RowInputs,
-    balanced_padding_experts,
     check_padding,
     check_trained,
     count_rows,
     is_known,
-    padding_ranks,
 )
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.core.balance import Balance
@@ -220,23 +219,19 @@ class ReplaySession(MicrobatchSession):
         )
         num_tokens, split, token_ids = topk_indices.shape[0], routes.split, routes.token_ids
         if padding is not None:
-            ordinals = chunk.router_view(padding_ranks(padding), split=split)
             padding = chunk.router_view(padding, split=split)
             live_mask = None if live_mask is None else live_mask & ~padding
-            masks = to_device(padding, chunk.device), to_device(ordinals, chunk.device)
-            topk_indices = balanced_padding_experts(
-                topk_indices, *masks, int(chunk.replayed_routers[0].router.num_experts)
-            )
         counts = count_rows(num_tokens, live_mask, padding)
-        replayed = None if padding is None else to_device(~padding, chunk.device)
-        if live_mask is not None:
-            replayed = to_device(~live_mask if padding is None else ~(live_mask | padding), chunk.device)
+        # The live router decides padding as well, which is counted apart.
+        masks = [mask for mask in (live_mask, padding) if mask is not None]
+        live_mask = reduce(torch.logical_or, masks) if masks else None
+        replayed = None if live_mask is None else to_device(~live_mask, chunk.device)
         live_positions = device_mask = None  # None spares every router of the micro-batch its live top-k
         if live_mask is not None and live_mask.device.type == "cpu":
             live_positions = to_device(live_mask.nonzero().squeeze(1), chunk.device) if bool(live_mask.any()) else None
-        elif live_mask is not None and self._min_replayed != 1:
-            # Asking a GPU which rows are live would wait for it. With min_replayed=1 none is, or the session raises: they
-            # are counted above, and judged when it is left.
+        elif live_mask is not None and (self._min_replayed != 1 or padding is not None):
+            # Reading from a GPU which rows are live would wait for it. With min_replayed=1 padding alone is live, or the
+            # session raises: the others are counted above, and judged when it is left.
             device_mask = to_device(live_mask, chunk.device)
         return Microbatch(
             shape=chunk.router_shape(routes.batch_shape, split=split),

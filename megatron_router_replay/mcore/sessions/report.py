@@ -52,7 +52,7 @@ class SessionReport:
         undispatched: layers that routed while no token dispatcher got anything, as layers of somebody's own may.
         rows_replayed: rows that used the given routes.
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
-        rows_padding: rows known to be padding, spread over all experts.
+        rows_padding: rows known to be padding; the live router decides them, too.
         rows_repeated: rows that a micro-batch named a second time, counted where the host knows the rows.
         layout_proved: fed routes were compared with their tokens, all of them; None: none were fed.
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.

@@ -107,7 +107,7 @@ def test_a_packed_row_may_be_flat(shape):
         assert torch.equal(routing_map, as_map(ROUTES.reshape(8, 3, 2)[:, layer - 1]))
 
 
-def test_rows_of_minus_one_and_filler_are_live_and_padding_is_spread():
+def test_rows_of_minus_one_filler_and_padding_are_live_and_padding_is_counted_apart():
     routes = stamped(ROUTES.clone())
     routes[0, 1] = -1
     routes[1, 3] = torch.tensor([0, 1])
@@ -121,7 +121,7 @@ def test_rows_of_minus_one_and_filler_are_live_and_padding_is_spread():
     unrouted = torch.zeros(2, 4, dtype=torch.bool)
     unrouted[0, 1] = unrouted[1, 3] = True
     assert wrong(seen, live=unrouted | padding) == 0
-    at = unrouted.t().reshape(-1)
+    at = (unrouted | padding).t().reshape(-1)
     assert torch.equal(seen[0, 1][0][at], live[0, 1][0][at])
     assert (report.rows_replayed, report.rows_live, report.rows_padding) == (5, 2, 1)
 

@@ -174,7 +174,7 @@ def test_padding_that_has_a_row_and_trained_positions_without_one_raise(start, p
         chunk(IDS)
 
 
-def test_a_row_of_minus_one_is_routed_live_and_padding_is_spread():
+def test_a_row_of_minus_one_is_routed_live_and_so_is_padding_which_is_counted_apart():
     chunk, trace, rows = Chunk(), random_trace(8), ROWS.clone()
     rows[0, 1] = rows[1, 3] = -1
     with watched(chunk) as live:
@@ -187,8 +187,10 @@ def test_a_row_of_minus_one_is_routed_live_and_padding_is_spread():
     assert report.metrics()["router_replay/replayed_share"] == 0.75
     rows = torch.where(torch.arange(4) == 3, -1, ROWS)
     seen, report = replayed(chunk, trace, rows, padding=(rows < 0).numpy())
-    assert seen[0, 1][0][-2:].sum(dim=0).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
-    assert report.metrics()["router_replay/padding_share"] == 0.25
+    assert wrong_replays(seen, trace, rows) == 0
+    assert torch.equal(seen[0, 1][0][-2:], live[0, 1][0][-2:])
+    numbers = report.metrics()
+    assert (numbers["router_replay/padding_share"], numbers["router_replay/replayed_share"]) == (0.25, 1.0)
 
 
 def test_rows_that_are_named_twice_are_counted_and_warned_of(caplog):

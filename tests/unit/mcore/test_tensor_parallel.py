@@ -71,20 +71,6 @@ def test_each_rank_records_its_part_and_knows_no_token_of_the_other(rank):
     assert torch.equal(as_map(trace.layer(2)[PARTS[rank]]), seen[0, 2][0])
 
 
-def test_paddings_are_spread_over_both_ranks_together():
-    rows = ROWS.clone()
-    rows[:, 1] = rows[:, 3] = -1  # positions 2 and 3 of each rank's four
-    spread = {}
-    for rank in (0, 1):
-        chunk = chunk_of(rank)
-        with watched(chunk) as seen, mrr.replay(chunk, random_trace(8)) as session:
-            session.microbatch(rows, padding=rows < 0)
-            chunk(tokens())
-        spread[rank] = seen[0, 1][0][2:].nonzero()[:, 1].tolist()
-        assert (session.report.rows_replayed, session.report.rows_padding) == (2, 2)
-    assert spread == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_sequence_parallelism_each_rank_routes_all_tokens(rank):
     chunk, trace = chunk_of(rank, sequence_parallel=False), random_trace(8)
