@@ -37,7 +37,7 @@ class Chunk:
         self.device = replayed_routers[0].router.weight.device
         self.config: Any = replayed_routers[0].router.config
         self.columns: dict[Any, Any] = {}  # of routes that are fed: see `fed`
-        layers = [f"{'MTP ' if found.is_mtp else ''}layer {found.layer_number}" for found in replayed_routers]
+        layers = [f"layer {found.layer_number}" for found in replayed_routers]
         self._session = weakref.proxy(session)
         where = f"rank {rank}, chunk {index}"
         self.queue = Queue(where, layers, session._lacks, lambda done: self._session._on_done(self, done))

@@ -21,15 +21,13 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.rows import RankRoutes, check_padding, check_trained, is_known
 from megatron_router_replay.mcore.batches.upload import take_layers
 from megatron_router_replay.mcore.core.streams import to_device
-from megatron_router_replay.mcore.model.find import FoundRouter
-from megatron_router_replay.mcore.model.layers import check_hashed_routes, route_columns
+from megatron_router_replay.mcore.model.layers import route_columns
 from megatron_router_replay.trace import seal
 
 
 def lay_out(
     chunk: Chunk,
     check: Check,
-    hashed: Sequence[FoundRouter],
     *,
     routes: Any,
     token_ids: Any = None,
@@ -45,7 +43,6 @@ def lay_out(
     """Prove routes as a trainer laid them out, and return those of the chunk's routers.
 
     Args:
-        hashed: the routers of hash layers, whose columns are compared with their tables.
         routes: [b, s, layers, topk], or [t, layers, topk] for one packed row; any integer dtype.
         token_ids: [b, s], what the model gets.
         padding: [b, s] bool, True: padding. A row that is sealed for its token is none, and raises; without a seal, what
@@ -102,9 +99,6 @@ def lay_out(
         without = absent if padded is None else absent | padded
         check_trained(inputs["trained"] & without, check, order="of the batch")
     tokens = None if split else tokens
-    if tokens is not None:
-        for found in (each for each in hashed if each.layer_number in columns.of_layer):
-            check_hashed_routes(found, values[:, :, columns.of_layer[found.layer_number]], tokens, check)
     return _routers_view(
         chunk,
         take_layers(rows.ids, columns.replayed, dim=1).view(*shape, len(columns.replayed), rows.ids.shape[2]),
@@ -209,13 +203,11 @@ class _Columns:
     """The layer axis of routes, the seal taken off.
 
     Args:
-        of_layer: Megatron's number of each MoE layer -> its column.
         judged: columns that say of a row whether it has a route, and which are checked.
         replayed: positions in `judged` of the chunk's layers.
         dense: columns of dense layers.
     """
 
-    of_layer: dict[int, int]
     judged: list[int]
     replayed: list[int]
     dense: list[int]
@@ -243,7 +235,6 @@ def _columns(chunk: Chunk, routes: Tensor, layer_numbers: Sequence[int] | None, 
     replayed = [found.layer_number for found in chunk.replayed_routers]
     judged = [place for number, place in column.items() if number > num_hashed or number in replayed]
     columns = chunk.columns[count, numbers] = _Columns(
-        of_layer=column,
         judged=judged,
         replayed=[judged.index(column[number]) for number in replayed],
         # Layers that the caller leaves out are not looked at.

@@ -110,7 +110,7 @@ class Queue:
 
     Args:
         where: "rank 0, chunk 1", for messages.
-        layers: "layer 3" or "MTP layer 5" for each router that takes part.
+        layers: "layer 3" for each router that takes part.
         lacks: what a forward lacks if no micro-batch was queued for it, for the message.
         on_done: gets each micro-batch when all routers have routed it.
     """
@@ -216,7 +216,7 @@ class Queue:
             raise ReplayStateError(
                 f"MRR407: {self._name(current)}: a new forward began, but no forward of its "
                 f"{self._missing_layers(current)} came. The forwards of a chunk must run one after another and "
-                "reach every router (with mtp=True the MTP layers too); if one failed, call the model itself, not its "
+                "reach every router; if one failed, call the model itself, not its "
                 ".forward, so that this is seen."
             )
         if current is not None and self._waiting and self._waiting[0].state is State.FAILED:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor, nn
+from torch import nn
 
-from megatron_router_replay.checks import Check
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.mcore.model.find import (
-    FoundRouter,
     Walk,
     as_chunks,
     check_has_experts,
@@ -25,6 +22,7 @@ from megatron_router_replay.mcore.model.find import (
     unwrap,
     walk,
 )
+from megatron_router_replay.mcore.model.support import is_hashed
 
 
 def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int, ...]:
@@ -86,17 +84,15 @@ def check_trace_layers(
     model_chunks: nn.Module | Sequence[nn.Module],
     *,
     walks: Sequence[Walk] | None = None,
-    mtp: bool = False,
-    hashed: Collection[int] = (),
 ) -> None:
     """Raise unless a trace's layers can be those of the model: routes for each of its routers, none for anything else.
+
+    Multi-token-prediction layers, and layers that a table of token ids routes, need none; the trace may have them.
 
     Args:
         layer_numbers: of the trace.
         model_chunks: the model or its chunks on this rank.
         walks: the modules of each chunk, where the caller has them.
-        mtp: multi-token-prediction layers need routes too.
-        hashed: layers that a table of token ids routes: the trace may have routes for them.
 
     Raises:
         TraceError: a router of this rank has no routes, a layer of this rank with routes is dense, or there are routes for a
@@ -108,7 +104,8 @@ def check_trace_layers(
     walks = list(map(walk, chunks)) if walks is None else walks
     routers = [found for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
     for found in routers:
-        if found.layer_number not in trace_layers | set(hashed) and (mtp or not found.is_mtp):
+        needs_routes = not (found.is_mtp or is_hashed(found.router))
+        if needs_routes and found.layer_number not in trace_layers:
             raise TraceError(
                 f"MRR405: {found} has no routes: the trace has layers {sorted(trace_layers)}. Layer numbers are Megatron's, "
                 f"from 1, and count dense layers too.{_how_to_renumber(layer_numbers, chunks)}"
@@ -200,27 +197,3 @@ def route_columns(model: nn.Module, config: Any, count: int, layer_numbers: Sequ
             "takes off the layers that mrr.stamp adds: were they stamped?"
         )
     return {number: number - 1 for number in routing}
-
-
-def check_hashed_routes(found: FoundRouter, routes: Tensor, tokens: Tensor, check: Check) -> None:
-    """Compare routes of a hash layer with the layer's table; rows of zeros or -1 are filler.
-
-    Args:
-        found: the hash layer's router.
-        routes: [b, s, topk].
-        tokens: [b, s], below 0 where the token is not known.
-
-    Source: SGLang sends zeros for such layers; vLLM may send the table's experts.
-    """
-    table = getattr(found.router, "tid2eid", None)
-    if table is None:
-        return
-    routes = routes.to(torch.int64)
-    expected = table.to(routes.device)[tokens.clamp(min=0).to(routes.device)].to(torch.int64)
-    filler = (routes <= 0).all(dim=-1)
-    differ = (routes.sort(dim=-1).values != expected.sort(dim=-1).values).any(dim=-1)
-    check(
-        (differ & ~filler & (tokens >= 0).to(routes.device)).any(),
-        f"MRR411: {found} is routed by its table of token ids, and the routes given for it are not the table's: they are "
-        "of other tokens, or of another model.",
-    )

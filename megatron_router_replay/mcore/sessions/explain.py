@@ -48,7 +48,7 @@ class RouterSupport:
         """Return in words what becomes of the router."""
         verdict = "replayed" if self.replayable else f"refused: {self.reason}"
         if self.replayable and self.is_mtp:
-            verdict = "live and frozen for recomputes, unless mtp=True replays it"
+            verdict = "live, and frozen for recomputes"
         if self.hashed:
             verdict = "left alone: a table of token ids routes it, so its recompute cannot differ"
         elif self.replayable and self.unfused:

@@ -42,7 +42,6 @@ class MicrobatchSession(Session):
 
     Args:
         model_chunks: as given by the user.
-        mtp: multi-token-prediction layers take micro-batches, too.
         group: the ranks that settle together at the end, None: all of the job.
         enabled: False: nothing is held or even looked at, and what is queued is dropped.
         options: see `Session`.
@@ -56,12 +55,11 @@ class MicrobatchSession(Session):
         self,
         model_chunks: Models,
         *,
-        mtp: bool,
         group: dist.ProcessGroup | None = None,
         enabled: bool = True,
         **options: Any,
     ) -> None:
-        self._enabled, self._mtp, self._group = enabled, mtp, group
+        self._enabled, self._group = enabled, group
         self._chunks: list[Chunk] = []
         # By id, of what the session keeps alive; None: none of its routers takes part.
         self._chunk_of: dict[int, Chunk | None] = {
@@ -90,7 +88,7 @@ class MicrobatchSession(Session):
                     "one after another."
                 )
         super()._add_chunk(index, module, routers, flips=flips)
-        replayed_routers = [found for found in routers if self._mtp or not found.is_mtp]
+        replayed_routers = [found for found in routers if not found.is_mtp]
         if not replayed_routers:
             return
         chunk = Chunk(index, module, replayed_routers, rank=self._rank, session=self)

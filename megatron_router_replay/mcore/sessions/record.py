@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
@@ -32,8 +33,8 @@ class RecordSession(MicrobatchSession):
     kind = "record"
     _lacks = "rows, so which tokens it recorded is not known (one rank alone numbers what the model gets as input_ids)"
 
-    def __init__(self, model_chunks: Models, *, mtp: bool, verify: bool, group: dist.ProcessGroup | None) -> None:
-        super().__init__(model_chunks, mtp=mtp, verify=verify, group=group)
+    def __init__(self, model_chunks: Models, *, verify: bool, group: dist.ProcessGroup | None) -> None:
+        super().__init__(model_chunks, verify=verify, group=group)
         # (rows [n], routes [n, layers, topk], token ids [n] or None) of each micro-batch, on their way to the host
         self._recorded: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {
             chunk.index: [] for chunk in self._chunks
@@ -270,21 +271,20 @@ def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
 def record(
     model_chunks: Models,
     *,
-    mtp: bool = False,
     verify: bool = False,
     group: dist.ProcessGroup | None = None,
+    **withdrawn: Any,
 ) -> RecordSession:
     """Record which experts the model uses; `recording.trace()` returns them.
 
     On one rank, the session numbers the tokens as they come, one sample after the next. On several ranks, each rank says
     which tokens of the batch it has: `attach` the model and pass it routing_rows, or call
     `recording.microbatch(rows, model)` before each forward of each chunk. Under activation checkpointing the forward is
-    recorded, and its recompute uses the same experts.
+    recorded, and its recompute uses the same experts. Multi-token-prediction layers are not recorded; their recomputes use
+    their forward's experts, too.
 
     Args:
         model_chunks: the model or its chunks on this rank.
-        mtp: also record multi-token-prediction layers, as layer_number num_layers + 1, ... In any case their recomputes
-            use the experts of their forward.
         verify: compare every routing map that a token dispatcher gets with the recorded experts.
         group: the ranks that agree on the number of rows when the session ends; all of them must have such a session.
             None: every rank of the job. The others do not wait for a rank that raised inside its block.
@@ -294,4 +294,5 @@ def record(
         LayoutError: the model has no experts.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return open_session(lambda: RecordSession(model_chunks, mtp=mtp, verify=verify, group=group), group)
+    check_withdrawn("record", withdrawn, {"mtp": "MTP routers are live, and no recording has their routes."})
+    return open_session(lambda: RecordSession(model_chunks, verify=verify, group=group), group)

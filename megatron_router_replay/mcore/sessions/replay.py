@@ -35,7 +35,7 @@ from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_device, to_host
 from megatron_router_replay.mcore.model.find import Models
-from megatron_router_replay.mcore.model.layers import check_hashed_routes, check_trace_layers
+from megatron_router_replay.mcore.model.layers import check_trace_layers
 from megatron_router_replay.mcore.sessions import agreement
 from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
 from megatron_router_replay.mcore.sessions.group_check import Numbers, judge_replay
@@ -48,7 +48,10 @@ _LOG = logging.getLogger(__name__)
 
 _WITHDRAWN = dict.fromkeys(
     ("expert_bias", "aux_loss"), "Megatron-Core counts by itself, and balance='off' leaves both out of a session."
-) | {"choose": "nothing replaces it; every row with a route is replayed in every layer."}
+) | {
+    "choose": "nothing replaces it; every row with a route is replayed in every layer.",
+    "mtp": "MTP routers are live, and their recomputes use the experts of their forward.",
+}
 """Option of an earlier version -> its replacement."""
 
 
@@ -62,20 +65,19 @@ class ReplaySession(MicrobatchSession):
         model_chunks: Models,
         trace: RoutingTrace | None,
         *,
-        mtp: bool,
         min_agreement: float,
         ask_every_layer: bool,
         min_replayed: float | None,
         **options: Any,
     ) -> None:
-        super().__init__(model_chunks, mtp=mtp, **options)
+        super().__init__(model_chunks, **options)
         self._trace = trace
         self._min_replayed = min_replayed
         self._unproved = False  # fed routes came without a stamp
         self._padding_known = True  # padding was said wherever routes were fed
         self._trace_of: dict[int, RoutingTrace] = {}
         if trace is not None:
-            self._take_trace(trace, mtp=mtp)
+            self._take_trace(trace)
         self._warned = False  # that something on a GPU is read by the host
         self._min_agreement = min_agreement
         self._agreement: Agreement | None = None
@@ -138,18 +140,12 @@ class ReplaySession(MicrobatchSession):
         self._agreement.add(microbatch, router_state.chunk, layer_number, own, replayed, counts)
 
     # ---- rows into the trace
-    def _take_trace(self, trace: RoutingTrace, *, mtp: bool) -> None:
+    def _take_trace(self, trace: RoutingTrace) -> None:
         # What the trace is of, before which layers it has: a trace of another model names the reason, not a missing layer.
         for router_state in self._routers.values():
             if router_state.position >= 0:
                 _check_model(trace, router_state)
-        check_trace_layers(
-            trace.layer_numbers,
-            self._modules,
-            walks=self._walks,
-            mtp=mtp,
-            hashed={found.layer_number for found in self._hashed},
-        )
+        check_trace_layers(trace.layer_numbers, self._modules, walks=self._walks)
         self._any_live = not bool(trace.replay_mask.all())
         for chunk in self._chunks:
             self._trace_of[chunk.index] = trace.select_layers([found.layer_number for found in chunk.replayed_routers])
@@ -179,7 +175,6 @@ class ReplaySession(MicrobatchSession):
                 check_trained(without, self._check, order="as routers see them")
             live_mask = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
-        self._check_hashed(rows, expected)
         if routes is None:
             topk_indices = take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
         else:
@@ -253,7 +248,7 @@ class ReplaySession(MicrobatchSession):
                 "MRR411: this session replays a trace: pass routing_rows= to the attached model, or call "
                 "session.microbatch(rows, model). Routes themselves are for mrr.replay(model) without a trace."
             )
-        laid_out = lay_out(chunk, self._check, self._hashed, **layout)
+        laid_out = lay_out(chunk, self._check, **layout)
         self._unproved |= not layout.get("stamped")
         self._padding_known &= any(layout.get(name) is not None for name in ("padding", "filler"))
         chunk.queue.queue(self._microbatch(chunk, laid_out))
@@ -305,16 +300,6 @@ class ReplaySession(MicrobatchSession):
             count, tell = count_differing_tokens(tokens, torch.where(rows >= 0, known[rows.clamp(min=0)], -1), rows)
             self._check(count, f"MRR203: token_ids differ from the trace's: {MOVED_APART}", lambda: f"MRR203: {tell()}")
         return tokens
-
-    def _check_hashed(self, rows: Tensor, tokens: Tensor | None) -> None:
-        """Compare a trace's routes for hash layers with the layers' own tables."""
-        if self._trace is None or tokens is None:
-            return
-        for found in self._hashed:
-            if found.layer_number in self._trace.layer_numbers:
-                routes = self._trace.layer(found.layer_number)[rows.clamp(min=0)]
-                routed = _at_rows(self._trace.replay_mask, rows)
-                check_hashed_routes(found, routes, torch.where(routed, tokens, -1), self._check)
 
     # ---- the end
     def _numbers(self) -> Numbers:
@@ -368,7 +353,6 @@ def replay(
     trace: RoutingTrace | str | os.PathLike[str] | None = None,
     *,
     enabled: bool = True,
-    mtp: bool = False,
     verify: bool = False,
     min_replayed: float | None = None,
     min_agreement: float = 0.25,
@@ -386,11 +370,10 @@ def replay(
     Which:
         model_chunks: the model or all of its chunks on this rank.
         trace: routes for at least every MoE layer of these chunks, or the path of a file that `save_trace` wrote. The live
-            router decides rows without a route. If the trace is on the GPU (`trace.to("cuda")`), it takes rows that are
+            router decides rows without a route, and multi-token-prediction layers, whose recomputes use their forward's
+            experts. If the trace is on the GPU (`trace.to("cuda")`), it takes rows that are
             there without a host sync. None: routes are fed.
         enabled: False: hold nothing and drop what is queued, for a pass of a trainer that must not replay.
-        mtp: also replay multi-token-prediction layers, as layer_number num_layers + 1, ... If False, their forwards stay
-            live and their recomputes use the experts of the forward.
 
     Checks:
         verify: compare every routing map that a token dispatcher gets with the decided experts; a difference raises.
@@ -427,7 +410,6 @@ def replay(
         return ReplaySession(
             model_chunks,
             _loaded(trace, model_chunks) if enabled else None,
-            mtp=mtp,
             verify=verify,
             min_agreement=min_agreement,
             ask_every_layer=ask_every_layer,

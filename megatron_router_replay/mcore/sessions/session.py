@@ -94,7 +94,6 @@ class Session:
         self._dispatches: dict[Any, int] = {}  # while the session is open, less what was counted before it began
         for index, (module, routers) in enumerate(zip(self._modules, found)):
             self._add_chunk(index, module, [r for r in routers if not is_hashed(r.router)], flips=flips)
-        self._hashed = [router for routers in found for router in routers if is_hashed(router.router)]
         if verify or verify_routing:
             self._check_verifiable()
         self._closed = False

@@ -103,8 +103,7 @@ def test_what_was_recorded_changes_nothing_and_other_routes_arrive(sizes, config
 
 
 @pytest.mark.version
-@pytest.mark.parametrize("mtp", [False, True])
-def test_an_mtp_router_is_replayed_behind_the_last_layer_if_asked_else_frozen(mtp, megatron):
+def test_an_mtp_router_stays_live_and_is_frozen_in_recomputes(megatron):
     """One layer is dense and one MTP layer routes: as many routers as layers, so counting would shift every router."""
     config = {"mtp_num_layers": 1, "num_layers": 3, "moe_layer_freq": [0, 1, 1]} | MTP_RECOMPUTE
     case = Case(config=config, num_microbatches=1)
@@ -117,15 +116,15 @@ def test_an_mtp_router_is_replayed_behind_the_last_layer_if_asked_else_frozen(mt
     for router in routers:
         router.register_forward_hook(lambda router, args, output: maps[router].append(output[1].clone()))
     trace = random_trace(case, (2, 3, 4))
-    with mrr.replay(model, trace, **DRAWN, mtp=mtp, verify=True) as session:
+    with mrr.replay(model, trace, **DRAWN, verify=True) as session:
         run([model], case, microbatches, session)
     rows = rows_seen(case, microbatches[0])
     for router, layer in zip(routers, (2, 3, 4)):
         is_replayed = torch.equal(maps[router][0], as_map(trace.layer(layer)[rows]))
-        assert is_replayed == (layer < 4 or mtp)
-    with mrr.record(model, mtp=mtp) as recording:
+        assert is_replayed == (layer < 4)
+    with mrr.record(model) as recording:
         run([model], case, microbatches, recording)
-    assert recording.trace().layer_numbers == ((2, 3, 4) if mtp else (2, 3))
+    assert recording.trace().layer_numbers == (2, 3)
     of_replay, its_recompute, of_recording, its_recompute_too = maps[routers[-1]]
     assert torch.equal(of_replay, its_recompute)
     assert torch.equal(of_recording, its_recompute_too)

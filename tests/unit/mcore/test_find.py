@@ -235,29 +235,27 @@ NO_ADVICE = r"(?s)^(?!.*renumber)"
 
 
 @pytest.mark.parametrize(
-    ("of", "given", "options", "message"),
+    ("of", "given", "message"),
     [
-        *((STAGE, given, {}, None) for given in ([4], [2, 4, 6], [1, 2, 4, 5, 6], [4, 7])),
-        (STAGE, [4, 7], {"mtp": True}, None),
-        (STAGE, [2, 6], {}, r"layer 4 .* has no routes: the trace has layers \[2, 6\]"),
-        (STAGE, [3, 4], {}, "routes for layer 3, but that layer of the model is dense"),
-        (STAGE, [4, 8], {}, f"routes for layer 8, but the model has 6 {IN_MTP_BLOCK.format(1)}"),
-        (STAGE, [4], {"mtp": True}, r"MTP layer 7 .* has no routes"),
-        (WHOLE, [1, 2], {}, None),
-        (WHOLE, [1, 2, 3], {}, "layer 3, but the model has 2 layers: it is of a deeper model"),
-        (WITH_MTP_PATTERN, [2, 6], {}, None),  # as many numbers as the pattern has symbols
-        (WITH_MTP_PATTERN, [2, 7], {}, f"layer 7, but the model has 2 {IN_MTP_BLOCK.format(4)}"),
-        *((WITH_PATTERN, given, {}, RENUMBER) for given in ([1, 2], [1, 3], [2, 3])),
-        (WITH_PATTERN, [2], {}, NO_ADVICE),
-        (BUILT_OTHERWISE, [1, 2], {}, NO_ADVICE),
+        *((STAGE, given, None) for given in ([4], [2, 4, 6], [1, 2, 4, 5, 6], [4, 7])),
+        (STAGE, [2, 6], r"layer 4 .* has no routes: the trace has layers \[2, 6\]"),
+        (STAGE, [3, 4], "routes for layer 3, but that layer of the model is dense"),
+        (STAGE, [4, 8], f"routes for layer 8, but the model has 6 {IN_MTP_BLOCK.format(1)}"),
+        (WHOLE, [1, 2], None),
+        (WHOLE, [1, 2, 3], "layer 3, but the model has 2 layers: it is of a deeper model"),
+        (WITH_MTP_PATTERN, [2, 6], None),  # as many numbers as the pattern has symbols
+        (WITH_MTP_PATTERN, [2, 7], f"layer 7, but the model has 2 {IN_MTP_BLOCK.format(4)}"),
+        *((WITH_PATTERN, given, RENUMBER) for given in ([1, 2], [1, 3], [2, 3])),
+        (WITH_PATTERN, [2], NO_ADVICE),
+        (BUILT_OTHERWISE, [1, 2], NO_ADVICE),
     ],
 )
-def test_a_trace_has_the_layers_of_the_stage_or_of_the_whole_model(of, given, options, message):
+def test_a_trace_has_the_layers_of_the_stage_or_of_the_whole_model(of, given, message):
     if message is None:
-        check_trace_layers(given, of, **options)
+        check_trace_layers(given, of)
         return
     with pytest.raises(TraceError, match=message):
-        check_trace_layers(given, of, **options)
+        check_trace_layers(given, of)
 
 
 def test_patterns_of_hybrid_models():

@@ -1,10 +1,10 @@
-"""A multi-token-prediction layer: replayed where asked for, else frozen; in the chunk's forward or behind it."""
+"""A multi-token-prediction layer stays live and is frozen in recomputes; in the chunk's forward or behind it."""
 
 import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import ReplayStateError, TraceError
+from megatron_router_replay.errors import TraceError
 from tests.unit.mcore.tiny_chunk import (
     HIDDEN,
     ROWS,
@@ -55,95 +55,38 @@ class WithMtp(Chunk):
         return [layer.router for layer in (*self.layers, self.mtp.mtp_model_layer)]
 
 
-def is_replayed(seen, trace, number=0):
-    """For layers 1, 2 and the MTP layer: whether the forward's experts are the trace's (of whatever layers it has)."""
-    at = (ROWS + 8 * number).t().reshape(-1)
-    keys = {1: (number, 1), 2: (number, 2), 3: (OF_MTP + number, 1)}
-    return [torch.equal(seen[keys[layer]][0], as_map(trace.layer(layer)[at])) for layer in trace.layer_numbers]
-
-
+@pytest.mark.parametrize("num_layers", [2, 3])
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("around", [plain, reentrant, non_reentrant])
-def test_an_mtp_layer_stays_live_and_its_recompute_is_frozen(around):
-    chunk, trace = WithMtp(), random_trace(8, 2)
+def test_an_mtp_layer_stays_live_and_its_recompute_is_frozen(around, behind, num_layers):
+    chunk, trace = WithMtp(), random_trace(8, num_layers)  # an engine may send routes of the MTP layer, too
     chunk.around = around
     live = live_maps(chunk)[1]  # of decoder layer 1 and of the MTP layer in turns
+    chunk.behind = behind
     with watched(chunk) as seen, mrr.replay(chunk, trace, verify=True) as session:
         session.microbatch(ROWS)
-        disturbed_backward(chunk, chunk(tokens()))
-    assert is_replayed(seen, trace) == [True, True]
+        output = chunk(tokens())
+        disturbed_backward(chunk, output.sum() + chunk.predict(output).sum() if behind else output)
+    for layer in (1, 2):
+        assert torch.equal(seen[0, layer][0], as_map(trace.layer(layer)[ROWS.t().reshape(-1)]))
     assert torch.equal(seen[OF_MTP, 1][0], live[1])
     assert (num_recomputed(seen), flips(seen)) == (0 if around is plain else 3, 0)
     assert (session.report.routers, session.report.forwards, session.report.microbatches) == (3, 3, 1)
 
 
-def test_with_mtp_it_is_replayed_as_the_layer_behind_the_last():
-    chunk, trace = WithMtp(), random_trace(8)
-    chunk.around = reentrant
-    with watched(chunk) as seen, mrr.replay(chunk, trace, mtp=True) as session:
-        session.microbatch(ROWS)
-        disturbed_backward(chunk, chunk(tokens()))
-    assert is_replayed(seen, trace) == [True, True, True]
-    assert (num_recomputed(seen), flips(seen)) == (3, 0)
-    with pytest.raises(TraceError, match=r"MTP layer 3 .*has no routes"):
-        mrr.replay(chunk, random_trace(8, 2), mtp=True)
-
-
-@pytest.mark.parametrize(("mtp", "layers"), [(False, (1, 2)), (True, (1, 2, 3))])
-def test_it_is_recorded_only_if_asked_for(mtp, layers):
+def test_it_is_not_recorded_and_may_route_other_tokens_than_the_chunk():
     chunk = WithMtp()
-    with watched(chunk) as seen, mrr.record(chunk, mtp=mtp) as recording:
+    chunk.behind = True
+    with watched(chunk) as seen, mrr.record(chunk) as recording:
         recording.microbatch(ROWS)
-        chunk(tokens())
+        chunk.predict(chunk(tokens())[:3])
     trace = recording.trace()
-    assert trace.layer_numbers == layers
-    assert is_replayed(seen, trace) == [True] * len(layers)
+    assert trace.layer_numbers == (1, 2)
+    assert torch.equal(seen[0, 2][0], as_map(trace.layer(2)[ROWS.t().reshape(-1)]))
+    assert len(seen[OF_MTP, 1][0]) == 6
 
 
-def test_an_mtp_layer_behind_the_chunk_routes_what_the_chunk_forwarded():
-    chunk, trace = WithMtp(), random_trace(24)
-    chunk.behind = True
-    with watched(chunk) as seen, mrr.replay(chunk, trace, mtp=True) as session:
-        for number in range(3):
-            session.microbatch(ROWS + 8 * number)
-        for number in range(3):
-            chunk.predict(chunk(tokens(), number), number)
-            assert session.report.microbatches == number + 1
-    assert [is_replayed(seen, trace, number) for number in range(3)] == [[True] * 3] * 3
-
-
-def begin_anew(chunk, session):
-    chunk(tokens())
-    session.microbatch(ROWS + 8)
-    chunk(tokens())
-
-
-@pytest.mark.parametrize(
-    ("steps", "message"),
-    [
-        (begin_anew, "micro-batch 0: a new forward began, but no forward of its MTP layer 3"),
-        (lambda chunk, session: chunk(tokens()), "micro-batch 0: its MTP layer 3 was not forwarded"),
-        (
-            lambda chunk, session: chunk.predict(chunk.predict(chunk(tokens())).repeat(1, 1, 4)),
-            "micro-batch 1, MTP layer 3: a forward without routes",
-        ),
-    ],
-)
-def test_an_mtp_layer_behind_the_chunk_that_is_left_out_or_runs_twice_raises(steps, message):
-    chunk = WithMtp()
-    chunk.behind = True
-    with pytest.raises(ReplayStateError, match=message), mrr.replay(chunk, random_trace(16), mtp=True) as session:
-        session.microbatch(ROWS)
-        steps(chunk, session)
-
-
-def test_a_chunk_that_failed_before_its_mtp_layer_is_over_with_it():
-    chunk, trace = WithMtp(), random_trace(16)
-    chunk.behind = True
-    with watched(chunk) as seen, mrr.replay(chunk, trace, mtp=True) as session:
-        session.microbatch(ROWS)
-        chunk.fail_at = 1
-        with pytest.raises(ArithmeticError):
-            chunk(tokens(), 0)
-        session.microbatch(ROWS + 8)
-        chunk.predict(chunk(tokens(), 1), 1)
-    assert is_replayed(seen, trace, 1) == [True] * 3
+@pytest.mark.parametrize("start", [mrr.record, lambda chunk, **options: mrr.replay(chunk, random_trace(8), **options)])
+def test_mtp_is_gone_and_says_so(start):
+    with pytest.raises(TraceError, match=r"MRR101: \w+\(mtp=\.\.\.\) is gone in 0.3: MTP routers are live"):
+        start(WithMtp(), mtp=True)

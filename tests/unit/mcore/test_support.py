@@ -98,7 +98,7 @@ def said(**changes):
 
 def test_a_row_says_what_becomes_of_the_router():
     unfused = ", by Megatron-Core's unfused routing function (moe_router_fusion=True)"
-    mtp = "live and frozen for recomputes, unless mtp=True replays it"
+    mtp = "live, and frozen for recomputes"
     start = "chunk 0  layer   7  top-2 of 8      a.router: "
     assert str(said()) == start + "replayed"
     assert str(said(unfused=True)) == start + "replayed" + unfused
