@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -44,18 +44,15 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         router_replay_action: what the next forward does; None: route live.
         replay_backward_list: FIFO of targets, filled by `set_target_indices`. Each forward or recompute under REPLAY_BACKWARD
             takes one entry off; a recompute of a checkpoint uses what its forward used.
-        static_buffer: [max_tokens, topk] that recordings are written into, or None.
+        static_buffer: [max_tokens, topk] that recordings are written into, or None; Megatron-Core's own, since 0.17.
     """
 
     def __init__(self) -> None:
-        self._start()
-        super().__init__()
-
-    def _start(self) -> None:
         self._action: Any = None
         self._checked: Any = None  # the router whose settings are known to be replayable
-        self.static_buffer: Tensor | None = None  # of later versions
+        self.static_buffer: Tensor | None = None  # 0.16 has neither
         self.layer_number: int | None = None
+        super().__init__()
 
     @property
     def is_active(self) -> bool:
@@ -96,28 +93,6 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             keep = instance._keep_target if isinstance(instance, RouterReplay) else instance.set_target_indices
             keep(target)
 
-    @staticmethod
-    def set_global_static_buffers(static_buffer: Tensor) -> None:
-        """Give every instance its part of one buffer to record into. The buffer is [max_tokens, num_layers, topk].
-
-        Raises:
-            ReplayStateError: not one layer an instance.
-        """
-        instances = RouterReplay.global_router_replay_instances
-        if static_buffer.dim() != 3 or static_buffer.shape[1] != len(instances):
-            raise ReplayDataError(
-                f"MRR417: cannot record {len(instances)} routers into a static buffer of {list(static_buffer.shape)}: "
-                "it must be [max_tokens, num_layers, topk] with a layer a router."
-            )
-        for position, instance in enumerate(instances):
-            instance.set_static_buffer(static_buffer[:, position, :])
-
-    @staticmethod
-    def clear_global_static_buffers() -> None:
-        """Let every instance record into memory of its own again."""
-        for instance in RouterReplay.global_router_replay_instances:
-            instance.clear_static_buffer()
-
     def set_target_indices(self, topk_indices: Tensor | Sequence[Any]) -> None:
         """Set the routes of the next micro-batch, and queue them for its recompute.
 
@@ -135,39 +110,12 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         # Not by the name in Megatron-Core's module, which is this class after `install`.
         super().set_target_indices(target)
 
-    def set_static_buffer(self, buffer: Tensor) -> None:
-        """Record into this memory from now on. It is [max_tokens, topk] of integers, and a CUDA graph may hold it.
-
-        Raises:
-            ReplayStateError: it has another shape or kind.
-        """
-        if buffer.dim() != 2 or buffer.is_floating_point() or buffer.is_complex() or buffer.dtype is torch.bool:
-            raise ReplayStateError(
-                f"MRR417: a static buffer must be [max_tokens, topk] integers, got {list(buffer.shape)} {buffer.dtype}."
-            )
-        self.static_buffer = buffer
-
-    def clear_static_buffer(self) -> None:
-        """Record into memory of its own again."""
-        self.static_buffer = None
-
     def record_indices(self, topk_indices: Tensor) -> None:
-        """Keep a copy of what a forward chose; in the static buffer, if there is one.
-
-        Raises:
-            ReplayStateError: the static buffer is too small.
-        """
+        """Keep a copy of the experts of a forward, [num_tokens, topk]; in Megatron-Core's static buffer, if one is set."""
         if self.static_buffer is None:
             self.recorded_topk_idx = topk_indices.detach().clone()  # Megatron-Core's class keeps the tensor itself
-            return
-        num_tokens, topk = topk_indices.shape
-        if self.static_buffer.shape[0] < num_tokens or self.static_buffer.shape[1] != topk:
-            raise ReplayStateError(
-                f"MRR417: cannot record [{num_tokens}, {topk}] routes into a static buffer of "
-                f"{list(self.static_buffer.shape)}."
-            )
-        self.static_buffer[:num_tokens].copy_(topk_indices)
-        self.recorded_topk_idx = self.static_buffer[:num_tokens]
+        else:
+            super().record_indices(topk_indices)
 
     def run_checked(self, router: Any, route: Callable[[], Any]) -> Any:
         """Run a router's routing while this is driven; the hook calls it.
@@ -356,18 +304,23 @@ _replaced: list[ModuleType] = []
 
 
 def install() -> None:
-    """Let `moe_enable_routing_replay=True` build our RouterReplay. A second call changes nothing.
+    """Let `moe_enable_routing_replay=True` build our RouterReplay, in models that are built from now on.
 
-    Every loaded `megatron` module that holds Megatron-Core's class gets ours, inference modules too, and instances of models
-    that were built before become ours. Sessions do not need it: they work on any model, with the config flag on or off.
+    Every loaded `megatron` module that holds Megatron-Core's class gets ours, inference modules too. A second call changes
+    nothing. Sessions do not need it: they work on any model, with the config flag on or off.
 
     Raises:
         UnsupportedRouterError: this Megatron-Core has no router replay.
-        TraceError: an instance of such a model holds an illegal target; nothing is changed then.
-        ReplayStateError: an instance holds an action that is none; nothing is changed then.
+        ReplayStateError: a model with the flag was built before; nothing is changed then.
     """
     check_version()
-    _adopt(each for each in _ORIGINAL.global_router_replay_instances if type(each) is _ORIGINAL)
+    built = sum(type(each) is _ORIGINAL for each in _ORIGINAL.global_router_replay_instances)
+    if built:
+        raise ReplayStateError(
+            f"MRR417: install() comes before the model: {built} RouterReplay objects of Megatron-Core's own class exist, and "
+            "would be driven beside ours. Call it before the model is built; if their model is gone, call "
+            "RouterReplay.clear_global_router_replay_instances() first. A session needs no install()."
+        )
     hooks.install()
     # In every module: one that did `from ... import RouterReplay` holds the original under a name of its own.
     for module_name, module in list(sys.modules.items()):
@@ -388,25 +341,3 @@ def uninstall() -> None:
         _replaced.pop().RouterReplay = _ORIGINAL  # type: ignore[attr-defined]
     hooks.forget()
     _LOG.info("uninstalled: Megatron-Core builds its own RouterReplay")
-
-
-def _adopt(instances: Iterable[Any]) -> None:
-    instances = list(instances)
-    # All are checked before the first is changed: half a model would be driven by each class.
-    targets = [_targets_of(instance) for instance in instances]
-    copies = [dict(zip(map(id, each), as_targets(each))) for each in targets]
-    actions = [as_action(instance.router_replay_action) for instance in instances]
-    for instance, copied, action in zip(instances, copies, actions):
-        vars(instance).pop("router_replay_action", None)
-        attributes = dict(vars(instance))
-        instance.__class__ = RouterReplay
-        instance._start()
-        vars(instance).update(attributes)
-        # A target and its entry in the FIFO stay one tensor.
-        instance.target_topk_idx = copied.get(id(instance.target_topk_idx))
-        instance.replay_backward_list = [copied[id(target)] for target in instance.replay_backward_list]
-        instance.router_replay_action = action
-
-
-def _targets_of(instance: Any) -> list[Tensor]:
-    return [target for target in (instance.target_topk_idx, *instance.replay_backward_list) if target is not None]
