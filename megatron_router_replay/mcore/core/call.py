@@ -21,10 +21,9 @@ class RoutingSource(Protocol):
 
     kind: str
     _takes_microbatches: bool
-    _made_at: str
 
     def _session(self) -> Any:
-        """Return the session; None: it was dropped without `close`."""
+        """Return the session; None: a freeze whose session object was dropped, which lasts as long as its model."""
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
         """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it.

@@ -26,7 +26,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -61,14 +61,10 @@ class Registration:
     """The sessions of a router; it outlives them, because a graph of theirs may still recompute.
 
     Args:
-        sources: the innermost last; one that returns None was lost before its end, so the next forward raises.
+        sources: the innermost last.
     """
 
-    sources: list[Callable[[], RoutingSource | None]] = field(default_factory=list)
-
-    def release(self, source: RoutingSource | None) -> None:
-        """Remove a source; None: all that were lost."""
-        self.sources = [each for each in self.sources if each() is not source]
+    sources: list[RoutingSource] = field(default_factory=list)
 
 
 _thread = _Thread()
@@ -88,21 +84,16 @@ def register(router: Any, source: RoutingSource, dispatchers: Iterable[Any] = ()
     Args:
         dispatchers: token dispatchers that get what leaves the router.
     """
-    unregister(router, None)
-    # A freeze lasts a whole run and needs no handle. What takes micro-batches is lost with its handle: nobody could end it.
-    reference: Callable[[], RoutingSource | None] = (
-        weakref.ref(source) if source._takes_microbatches else lambda: source
-    )
-    _registrations.setdefault(router, Registration()).sources.append(reference)
+    _registrations.setdefault(router, Registration()).sources.append(source)
     dispatch.held_routers.add(router)
     dispatch.check_dispatchers(router, dispatchers)
 
 
-def unregister(router: Any, source: RoutingSource | None) -> None:
-    """Remove a source; None: all that were lost. The router stays known, so that no backward repeats its calls live."""
+def unregister(router: Any, source: RoutingSource) -> None:
+    """Remove a source. The router stays known, so that no backward repeats its calls live."""
     registration = _registrations.get(router)
     if registration is not None:
-        registration.release(source)
+        registration.sources = [each for each in registration.sources if each is not source]
         if not registration.sources:
             dispatch.held_routers.discard(router)
 
@@ -116,9 +107,7 @@ def forget() -> None:
 def sources_of(router: Any) -> list[RoutingSource]:
     """Return who holds a router, the innermost last."""
     registration = _registrations.get(router)
-    return [
-        source for reference in (registration.sources if registration else ()) if (source := reference()) is not None
-    ]
+    return list(registration.sources) if registration else []
 
 
 def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry | None, RoutingSource | None, bool]:
@@ -128,7 +117,7 @@ def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry 
         (the entry that it repeats, who decides, whether a tape is being written); both None: Megatron-Core's own code.
 
     Raises:
-        ReplayStateError: it repeats a forward that no tape tells of, or its session was lost.
+        ReplayStateError: it repeats a forward that no tape tells of.
     """
     run, repeats, is_written = tape.checkpoint_state()
     sources = registration.sources
@@ -160,15 +149,7 @@ def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry 
             )
         if getattr(router, REPLAY_ARGUMENT, None) is not None:
             check_not_driven(router)
-        source = sources[-1]()
-        if source is None:
-            raise ReplayStateError(
-                f"MRR404: {tape.layer_of(router)} is still under a session that was lost: nobody kept what mrr.replay "
-                "or mrr.record returned, so nobody can queue for it or end it. Write `with mrr.replay(...) as "
-                "session:`, or keep the session until session.close(). A new session, or close_sessions(model_chunks), "
-                "frees the model."
-            )
-        return None, source, is_written
+        return None, sources[-1], is_written
     else:
         _count_unregistered(router)
     return None, None, is_written

@@ -15,7 +15,9 @@ from megatron_router_replay.mcore.sessions.session import Session
 
 
 class Frozen:
-    """What the hook keeps of a freeze. It knows no model, so a freeze whose handle is lost lasts as long as its model.
+    """The part of a freeze that the hook keeps.
+
+    It refers to no model, so a freeze whose session is dropped lasts as long as its model.
 
     Args:
         freeze: the session.
@@ -27,7 +29,7 @@ class Frozen:
 
     def __init__(self, freeze: FreezeSession, counters: dict[int, tuple[RouterCounts, torch.dtype]]) -> None:
         self._session = weakref.ref(freeze)
-        self._made_at, self._counters = freeze._made_at, counters
+        self._counters = counters
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
         """Return what a router's forward uses; see `RoutingSource`."""

@@ -7,7 +7,6 @@ close       what ran is compared with what was queued, and the ranks of a group 
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -68,7 +67,6 @@ class MicrobatchSession(Session):
         super().__init__(model_chunks, **options)
         self._group_check: GroupCheck | None = None
         self._verdict: GroupResult | None = None  # once it is closed in order
-        self._end: weakref.finalize[..., MicrobatchSession] | None = None  # what is done if nobody ends it
         self._unregistered_forwards = 0
         self._microbatches = 0
         self._rows = Counts()  # see `count_rows`
@@ -113,9 +111,6 @@ class MicrobatchSession(Session):
         for chunk in self._chunks:
             chunk.add_hooks()
         open_sessions.append(weakref.ref(self))
-        what = f"the {self.kind} session made at {self._made_at}"
-        self._end = weakref.finalize(self, _lost, what, self._chunks, self._group_check)
-        self._end.atexit = False  # the store of a job that ends may be gone
         self._unregistered_forwards = hooks.unregistered_forwards
         return self
 
@@ -318,8 +313,6 @@ class MicrobatchSession(Session):
         super()._release()
         for chunk in self._chunks:
             chunk.remove_hooks()
-        if self._end is not None:
-            self._end.detach()
         open_sessions[:] = [each for each in open_sessions if each() not in (None, self)]
 
     def _tallies(self) -> list[Counts]:
@@ -400,20 +393,6 @@ def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
         GroupCheck(group).fail()
         raise
     return session._start()
-
-
-def _lost(what: str, chunks: list[Chunk], account: GroupCheck) -> None:
-    """End a session that nobody can end any more; its routers refuse their next forward."""
-    for chunk in chunks:
-        chunk.remove_hooks()
-    try:
-        account.fail()
-    finally:  # also where the job's store is gone
-        warnings.warn(
-            f"{what} was lost: nobody kept it, so nothing was verified. Use `with`, or keep it until close().",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def _same_on_host(one: Tensor, other: Tensor) -> bool:

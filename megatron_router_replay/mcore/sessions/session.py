@@ -6,9 +6,7 @@ close       the routers are released, and what the session saw is judged
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,8 +34,6 @@ from megatron_router_replay.mcore.model.support import check_supported, is_hashe
 from megatron_router_replay.mcore.model.upstream import check_version
 from megatron_router_replay.mcore.sessions.report import Decisions, SessionReport, log_began, log_ended, log_failed
 from megatron_router_replay.trace.ids import index_dtype
-
-_PACKAGE = str(Path(__file__).parents[2])
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +81,6 @@ class Session:
         found = self._find_routers()
         # Maps that leave the hook of a Megatron-Core that was never read are verified, asked for or not.
         verify_routing = check_supported([router for routers in found for router in routers])
-        self._made_at = _caller()
         self._verify, self._verify_routing = verify, verify_routing
         check_balance(balance)
         self._balance = balance
@@ -318,9 +313,9 @@ class Session:
         for outer in hooks.sources_of(router):
             if outer._takes_microbatches or not self._takes_microbatches:
                 raise ReplayStateError(
-                    f"MRR404: {found} is under another session already, a {outer.kind} made at {outer._made_at}: leave that "
-                    "first, or end it with close_sessions(model_chunks) if its handle is lost. Only freeze_recompute may "
-                    "surround record or replay."
+                    f"MRR404: {found} is under another session already, a {outer.kind}: leave that first, or end it with "
+                    "close_sessions(model_chunks) if its variable is gone. Only freeze_recompute may surround record or "
+                    "replay."
                 )
         hooks.check_not_driven(router)
 
@@ -330,8 +325,10 @@ class Session:
 
 
 def close_sessions(model_chunks: Models) -> int:
-    """End every session on these chunks, without verification. Call it if a session's handle is lost (a notebook cell run
-    twice).
+    """End every session on these chunks, without verification.
+
+    Call it if a session was dropped without `close()` (a notebook cell run twice). Until then such a session decides for its
+    routers, and keeps the model alive.
 
     Args:
         model_chunks: the model or its chunks on this rank.
@@ -345,14 +342,6 @@ def close_sessions(model_chunks: Models) -> int:
     for session in filter(None, [source._session() for source in sources.values()]):
         session.close(verify=False)
     for router in routers:
-        for lost in [*hooks.sources_of(router), None]:
-            hooks.unregister(router, lost)
+        for source in hooks.sources_of(router):
+            hooks.unregister(router, source)
     return len(sources)
-
-
-def _caller() -> str:
-    """Return file and line of the innermost call from outside this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

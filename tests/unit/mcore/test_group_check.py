@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.sessions import microbatches
 from megatron_router_replay.mcore.sessions.group_check import GroupCheck, Numbers, judge_replay
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
@@ -97,19 +96,11 @@ def step(trace=None, *, rows=ROWS, fails=False, driven=False, too_many=False, gr
     return session.report.rows_replayed
 
 
-def lost():
-    """A session that nobody keeps."""
-    with pytest.warns(RuntimeWarning, match="was lost"):
-        mrr.replay(Chunk(), random_trace(8))
-    return "lost"
-
-
 FAULTS = {
     "block": (lambda: step(fails=True), "injected"),
     "forward": (lambda: step(rows=ROWS[:, :3]), "its routes are for [2, 3]"),
     "open": (lambda: step(random_trace(8, 2)), "has no routes"),
     "start": (lambda: step(driven=True), "is being driven"),
-    "lost": (lost, "lost"),
 }
 
 
@@ -177,14 +168,6 @@ def in_the_next_job(folder):
 
 def test_what_was_told_in_an_earlier_job_takes_nothing_away_in_the_next(on_ranks, tmp_path):
     on_ranks(2, in_the_next_job, str(tmp_path))
-
-
-def test_a_lost_session_is_warned_of_also_where_the_store_is_gone():
-    def fail():
-        raise RuntimeError("the store is gone")
-
-    with pytest.raises(RuntimeError, match="gone"), pytest.warns(RuntimeWarning, match="replay session was lost"):
-        microbatches._lost("the replay session", [], SimpleNamespace(fail=fail))
 
 
 def without_the_other():
