@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
+from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import UnsupportedRouterError, listed
 from megatron_router_replay.mcore.model.find import FoundRouter, Walk
 from megatron_router_replay.mcore.model.upstream import (
@@ -56,6 +56,13 @@ def check_supported(routers: Sequence[FoundRouter]) -> bool:
             for reason, found in refused.items()
         )
         raise UnsupportedRouterError("MRR401: cannot replay exactly:\n  " + "\n  ".join(lines))
+    if is_newer_than_tested(megatron_version()):
+        warn(
+            "untested version",
+            f"Megatron-Core {megatron_version()} is newer than {TESTED[-1]}, the newest that was tested: sessions verify "
+            "every routing map, as with verify=True",
+            once=True,
+        )
     return must_verify()
 
 
@@ -93,8 +100,6 @@ def refusals(router: nn.Module) -> list[str]:
     # `forward` and `routing` may be wrapped on the module: each call proves that the wrapper leaves the map alone.
     reasons = list(inference_refusals(router)) + list(_foreign_dispatch_refusals(router))
     reasons += config_refusals(router.config, router)
-    if is_newer_than_tested(megatron_version()):
-        reasons += untested_version_refusals(router.config, megatron_version())
     return reasons
 
 
@@ -158,31 +163,6 @@ def check_no_indexers(walks: Sequence[Walk]) -> None:
 
 
 # ---- the settings of a TransformerConfig
-KNOWN_MOE_FIELDS = frozenset(
-    f"moe_{name}"
-    for name in """
-    apply_probs_on_input aux_loss_coeff combine_bwd_dtype deepep_num_sms dispatch_fwd_dtype enable_deepep
-    enable_routing_replay expert_capacity_factor expert_rank_capacity_factor extended_tp ffn_hidden_size
-    flex_dispatcher_backend flex_dispatcher_num_sms grad_scale_func grouped_gemm hybridep_num_blocks_permute
-    hybridep_num_blocks_unpermute hybridep_num_sms hybridep_num_sms_preprocessing
-    hybridep_pad_uneven_dispatch_inputs input_jitter_eps latent_size layer_freq layer_recompute
-    mlp_glu_interleave_size n_hash_layers ncclep_static_shape ncclep_zero_copy pad_expert_input_to_capacity
-    pad_experts_for_cuda_graph_inference paged_stash paged_stash_buffer_size_factor_cpu
-    paged_stash_buffer_size_factor_cuda paged_stash_page_size per_layer_logging permute_fusion
-    permute_fusion_into_hybridep router_bias_update_rate router_dtype router_enable_expert_bias router_force_biased
-    router_force_load_balancing router_fusion router_group_topk router_load_balancing_type router_num_groups
-    router_padding_for_fp8 router_padding_for_quantization router_pre_softmax router_quantile_balancing_ema
-    router_score_function router_topk router_topk_limited_devices router_topk_scaling_factor shared_expert_gate
-    shared_expert_glu_interleave_size shared_expert_intermediate_size shared_expert_overlap single_grouped_bias
-    single_grouped_weight token_dispatcher_type token_drop_policy token_dropping use_grouped_tensor
-    use_legacy_grouped_gemm z_loss_coeff
-    """.split()
-)
-"""The `moe_*` fields whose effect on routing was read, in Megatron-Core 0.16.1 to 0.19.2 and in main of August 2026."""
-
-_KNOWN_BALANCING = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing"}
-
-
 def config_refusals(config: Any, router: TopKRouter) -> Iterator[str]:
     """Yield why a router of this config cannot be replayed exactly, in any version of Megatron-Core."""
     for name in _balancing_types(config):
@@ -205,35 +185,6 @@ def mtp_refusals(config: Any) -> Iterator[str]:
             f"mtp_use_repeated_layer=True with mtp_num_layers={depths}: this router routes {depths} times a forward, of "
             "which a trace holds one; set mtp_use_repeated_layer=False"
         )
-
-
-def untested_version_refusals(config: Any, version: str) -> Iterator[str]:
-    """Yield settings that only a Megatron-Core newer than all tested ones has."""
-    newest = f"Megatron-Core {version} is newer than {TESTED[-1]}, the newest that was tested"
-    for name, value in unknown_moe_settings(config).items():
-        yield f"{name}={value!r} is unknown here: {newest}. Leave it at its default, or use a tested version"
-    for name in _balancing_types(config):
-        if name not in _KNOWN_BALANCING:
-            yield f"moe_router_load_balancing_type={name!r} is unknown here: {newest}"
-    if config.moe_expert_capacity_factor is not None:
-        yield (
-            f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} drops tokens behind the selection, so routing "
-            f"maps cannot be verified, and {newest}: there sessions verify every map"
-        )
-
-
-def unknown_moe_settings(config: Any) -> dict[str, Any]:
-    """Return the `moe_*` fields of a config that are not in KNOWN_MOE_FIELDS and not at their default, with their values."""
-    unknown = {}
-    for field in dataclasses.fields(config):
-        if not field.name.startswith("moe_") or field.name in KNOWN_MOE_FIELDS:
-            continue
-        factory = field.default_factory
-        default = field.default if factory is dataclasses.MISSING else factory()
-        value = getattr(config, field.name)
-        if default is dataclasses.MISSING or value != default:
-            unknown[field.name] = value
-    return unknown
 
 
 def _balancing_types(config: Any) -> list[str]:

@@ -2,8 +2,8 @@
 
 Every version since 0.16 passes `router.router_replay` to `topk_routing_with_score_function`, which asks it for the top-k.
 That feature is the floor, whatever number a checkout bears. A version that is newer than all tested ones may have a way
-to route that nobody here has read, so there sessions also verify every routing map, and refuse settings whose names they do
-not know. The same holds for a routing function that a trainer has put in the place of Megatron-Core's.
+to route that was never read, so there sessions also verify every routing map, and warn. They verify as well where a trainer
+has replaced Megatron-Core's routing function.
 """
 
 from __future__ import annotations

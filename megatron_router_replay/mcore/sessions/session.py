@@ -306,7 +306,8 @@ class Session:
             if factor is not None:
                 raise UnsupportedRouterError(
                     f"MRR401: cannot verify {router_state.found}: moe_expert_capacity_factor={factor} drops tokens after "
-                    "the selection, so routing maps rightly differ from it. Leave verify off."
+                    "the selection, so routing maps rightly differ from it. Leave verify off, and use a tested "
+                    "Megatron-Core: with a newer one, every map is verified."
                 )
 
     def _check_free(self, router: Any, found: FoundRouter) -> None:

@@ -8,11 +8,7 @@ import pytest
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_router_replay.mcore.model.support import (
-    KNOWN_MOE_FIELDS,
-    config_refusals,
-    untested_version_refusals,
-)
+from megatron_router_replay.mcore.model.support import config_refusals
 from tests.unit.mcore.tiny_chunk import config
 
 ROUTER: Any = SimpleNamespace(num_experts=8, topk=2)  # what the checks read of a router
@@ -83,46 +79,6 @@ def test_a_setting_that_cannot_be_exact_is_refused_by_its_name(field, value):
         pytest.skip(f"this Megatron-Core has no {field}")
     (reason,) = config_refusals(set_after(**{field: value}), ROUTER)
     assert reason.startswith(f"{field}={value}")
-
-
-def test_every_moe_field_of_the_installed_version_was_read():
-    assert {name for name in FIELDS if name.startswith("moe_")} <= KNOWN_MOE_FIELDS
-
-
-@dataclasses.dataclass
-class OfTomorrow(TransformerConfig):
-    moe_router_dreams: bool = False
-    moe_dream_layers: list[int] = dataclasses.field(default_factory=list)
-    mlp_dreams: bool = False
-
-
-@pytest.mark.parametrize(
-    ("made", "reasons"),
-    [
-        (config(OfTomorrow), []),
-        (config(OfTomorrow, mlp_dreams=True), []),
-        (
-            config(OfTomorrow, moe_router_dreams=True, moe_dream_layers=[1]),
-            [
-                "moe_router_dreams=True is unknown here: Megatron-Core 0.21.0 is newer than 0.19.2",
-                "moe_dream_layers=[1] is unknown here",
-            ],
-        ),
-        (
-            set_after(moe_router_load_balancing_type=["aux_loss", "astrology"]),
-            ["moe_router_load_balancing_type='astrology' is unknown here"],
-        ),
-        # What could not be verified.
-        (
-            set_after(moe_expert_capacity_factor=1.0),
-            ["moe_expert_capacity_factor=1.0 drops tokens behind the selection"],
-        ),
-    ],
-)
-def test_a_newer_version_refuses_by_name_what_is_unknown_here_and_not_at_its_default(made, reasons):
-    found = list(untested_version_refusals(made, "0.21.0"))
-    assert len(found) == len(reasons)
-    assert all(one.startswith(reason) for one, reason in zip(found, reasons))
 
 
 @pytest.mark.parametrize(
