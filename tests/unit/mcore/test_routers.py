@@ -121,7 +121,7 @@ def test_a_router_that_changes_during_the_session_is_exact_or_raises(kind):
             chunk.layers[1].router = Chunk().layers[1].router
             forward(chunk)
         for part in ("router", "token_dispatcher"):
-            exchanged = rf"layer 2 .*{part.split('_')[-1]} was exchanged during the session"
+            exchanged = rf"layer 2 .*{part.split('_')[-1]}.* was exchanged during the session"
             with pytest.raises(ReplayStateError, match=exchanged), mrr.freeze_recompute(chunk):
                 setattr(chunk.layers[1], part, getattr(Chunk().layers[1], part))
     else:
