@@ -45,16 +45,12 @@ thread = _Thread()
 held_routers: WeakSet[Any] = WeakSet()
 """The routers that are held now: nothing may enter their dispatchers that did not leave their routing."""
 
-checks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Router -> how often its dispatcher got what had left it."""
-
 _router_of: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
 """Token dispatcher -> the router of its layer."""
 
 
 def check_dispatchers(router: Any, dispatchers: Iterable[Any]) -> None:
     """Compare what these dispatchers get with what leaves the router, from now on."""
-    checks.setdefault(router, 0)
     for dispatcher in dispatchers:
         _router_of[dispatcher] = weakref.ref(router)
         kind = type(dispatcher)
@@ -125,7 +121,7 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
                 f"{' (written in place)' if same else ''}. A hook, wrapper or module between the two may look at both "
                 "tensors; it must hand them on, and not change or copy them."
             )
-    checks[router] += 1
     if left[4] is not None:
         counter, used = left[4]
+        counter.add(maps=1)
         count_wrong(counter, used, routing_map)

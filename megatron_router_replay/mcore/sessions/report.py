@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_router_replay.checks import warn
-from megatron_router_replay.errors import listed
 from megatron_router_replay.mcore.sessions.agreement import SOURCES, LiveAgreement, Unit
 from megatron_router_replay.mcore.sessions.gathering import collective_device
 from megatron_router_replay.tables import Table
@@ -47,9 +46,6 @@ class SessionReport:
         routers: routers the session holds.
         microbatches: forwards of model chunks that reached every router.
         forwards, recomputes: forwards and recomputes of single routers.
-        dispatched: forwards and recomputes whose map and probabilities a token dispatcher got as they had left the router,
-            until the session was left.
-        undispatched: layers that routed while no token dispatcher got anything, as layers of somebody's own may.
         rows_replayed: rows that used the given routes.
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
         rows_padding: rows known to be padding; the live router decides them, too.
@@ -65,8 +61,6 @@ class SessionReport:
     microbatches: int = 0
     forwards: int = 0
     recomputes: int = 0
-    dispatched: int = 0
-    undispatched: tuple[int, ...] = ()
     rows_replayed: int = 0
     rows_live: int = 0
     rows_padding: int = 0
@@ -145,10 +139,6 @@ class SessionReport:
                 ("tokens routed live", f"{self.rows_live:,}", ""),
                 ("padding", f"{self.rows_padding:,}", ""),
             ]
-        if self.undispatched:
-            rows.append(
-                ("not seen in a dispatcher", "", f"layers {listed(self.undispatched)}: verify=True looks at the router")
-            )
         if self.rows_repeated:
             rows.append(("rows named twice", f"{self.rows_repeated:,}", "(two tokens got one token's routes)"))
         if self.layout_proved is False:
@@ -187,7 +177,7 @@ _COUNTS = [each.name for each in fields(SessionReport) if str(each.type) in ("in
 
 def _layers_of(report: SessionReport) -> list[int]:
     agreement = {} if report.agreement is None else report.agreement.layers
-    return [*report.flips_of_layer, *report.undispatched, *agreement]
+    return [*report.flips_of_layer, *agreement]
 
 
 def _flat(report: SessionReport, top: int) -> dict[str, float]:
@@ -208,7 +198,6 @@ def _flat(report: SessionReport, top: int) -> dict[str, float]:
         put(source, None if agreement is None or source not in agreement.source else 1)
     for layer in range(top + 1):
         put(f"flips {layer}", report.flips_of_layer.get(layer))
-        put(f"undispatched {layer}", 1 if layer in report.undispatched else None)
         unit = None if agreement is None else agreement.layers.get(layer)
         for name in Unit._fields:
             put(f"{name} {layer}", None if unit is None else getattr(unit, name))
@@ -240,7 +229,6 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
     return SessionReport(
         kind=report.kind,
         layout_proved=None if (unproved := get("unproved")) is None else not unproved,
-        undispatched=tuple(by_layer("undispatched")),
         decisions=cast(Decisions, decisions),
         flips_of_layer=by_layer("flips"),
         agreement=LiveAgreement(

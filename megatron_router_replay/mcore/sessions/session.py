@@ -86,7 +86,6 @@ class Session:
         self._balance = balance
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._routers: dict[Any, RouterState] = {}
-        self._dispatches: dict[Any, int] = {}  # while the session is open, less what was counted before it began
         for index, (module, routers) in enumerate(zip(self._modules, found)):
             self._add_chunk(index, module, [r for r in routers if not is_hashed(r.router)], flips=flips)
         if verify or verify_routing:
@@ -118,7 +117,6 @@ class Session:
                 check_can_be_off(router)
         for router, router_state in self._routers.items():
             hooks.register(router, self._source(), router_state.found.dispatchers)
-            self._dispatches[router] = -dispatch.checks[router]
         log_began(self.kind, len(self._routers))
         return self
 
@@ -143,8 +141,6 @@ class Session:
             kind=self.kind,
             routers=len(routers),
             microbatches=self._num_microbatches(),
-            undispatched=tuple(layer for layer, routed, dispatched in self._dispatched() if routed and not dispatched),
-            dispatched=sum(dispatched for _, _, dispatched in self._dispatched()),
             forwards=sum(each.counter["forwards"] for each in routers),
             recomputes=sum(each.counter["recomputes"] for each in routers),
             decisions=decisions,
@@ -176,8 +172,9 @@ class Session:
         problems = self._faults()
         self._release()
         report = self.report
-        verified = {each.found.layer_number for each in self._routers.values() if each.counter.verify_entering}
-        if unverified := sorted(verified & set(report.undispatched)):
+        # A layer of a user's own may call no dispatcher, so that nothing compared its maps.
+        routed = [each for each in self._routers.values() if each.counter["forwards"] and each.counter.verify_entering]
+        if unverified := sorted(each.found.layer_number for each in routed if not each.counter["maps"]):
             problems.append(
                 f"rank {self._rank}: nothing was verified in layers {listed(unverified)}, whose token dispatchers got nothing"
             )
@@ -230,14 +227,6 @@ class Session:
     def _num_microbatches(self) -> int:
         raise NotImplementedError
 
-    def _dispatched(self) -> list[tuple[int, int, int]]:
-        """Return (layer number, forwards, how often a token dispatcher got what had left the router) of each router."""
-        now = {} if self._closed else dispatch.checks
-        return [
-            (each.found.layer_number, each.counter["forwards"], self._dispatches.get(router, 0) + now.get(router, 0))
-            for router, each in self._routers.items()
-        ]
-
     def _faults(self) -> list[str]:
         """Return what is wrong with the hooks and the model, while the routers are held."""
         problems = []
@@ -278,8 +267,6 @@ class Session:
         self._closed = True
         for router in self._routers:
             hooks.unregister(router, self._source())
-            if router in self._dispatches:  # else it was never started
-                self._dispatches[router] += dispatch.checks[router]
 
     # ---- what the constructor does
     def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, flips: bool) -> None:

@@ -74,7 +74,7 @@ def test_without_a_fault_nothing_is_wrong_and_without_verify_nothing_is_counted(
     assert session.report.recompute_flips is None
 
 
-def test_a_layer_without_a_dispatcher_is_verified_where_its_router_is_left_and_named():
+def test_a_layer_without_a_dispatcher_is_verified_where_its_router_is_left():
     chunk = Chunk()
     del chunk.layers[1].token_dispatcher
     router = chunk.routers[1]
@@ -83,8 +83,6 @@ def test_a_layer_without_a_dispatcher_is_verified_where_its_router_is_left_and_n
         forward(chunk, session)
     report = session.report
     assert (report.decisions["verified"], report.decisions["wrong"]) == (24, 0)
-    assert (report.dispatched, report.undispatched) == (2, (2,))
-    assert "layers 2" in str(report)
 
 
 def test_a_dispatcher_that_gets_nothing_leaves_nothing_verified_so_verify_raises():
