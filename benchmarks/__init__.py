@@ -1,1 +1,1 @@
-"""Benchmarks: each figure a ratio beside the alternative, taken in one process."""
+"""Benchmarks: each figure is a ratio to an alternative that ran in turns in the same process."""

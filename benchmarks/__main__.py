@@ -32,13 +32,13 @@ PARTS: dict[str, Any] = {
     "gather": gather,
 }
 
-# The allocator keeps freed memory: fresh pages cost more than the arithmetic, and come to whoever asks first. (Without
+# The allocator keeps freed memory: fresh pages cost more than the arithmetic, and the first alternative would pay. (Without
 # this, ratios of single routers move by a factor of three, mostly in our favour.)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 
 NO_GPU = (
-    "Empty: nothing was run on a GPU so far. `python -m benchmarks.gpu` on one, then `python -m benchmarks --render`, and "
-    "its report stands here."
+    "Empty: nothing was run on a GPU so far. `python -m benchmarks.gpu` on one, then `python -m benchmarks --render`, writes "
+    "its report here."
 )
 
 
@@ -57,8 +57,8 @@ def results() -> str:
     sections = [
         "# Benchmark results",
         "Made by `make bench` from the samples in `raw/`, the seconds of every repeat. Every figure is a ratio of "
-        "alternatives that ran in turns in one process, or says what else it is.",
-        "`python -m benchmarks.transport` and `python -m benchmarks.diff` are run by themselves: "
+        "alternatives that ran in turns in one process, if it has no unit.",
+        "`python -m benchmarks.transport` and `python -m benchmarks.diff` are run separately: "
         "[RESULTS_transport.md](RESULTS_transport.md), [RESULTS_diff.md](RESULTS_diff.md). What needs a trainer or counts "
         "operations: [RESULTS_by_hand.md](RESULTS_by_hand.md).",
     ]

@@ -1,4 +1,4 @@
-"""What it costs a training step to ask the live router: `mrr.replay` with and without its question, in turns.
+"""Cost of the comparison with the live router in a training step: `mrr.replay` with and without it, in turns.
 
 python -m benchmarks.agreement          # whole steps with the session opened and closed, where the rows are counted
 """
@@ -26,7 +26,7 @@ CASES = [
 
 
 class Asking(Trainer):
-    """A trainer whose every step is a replay."""
+    """A trainer that replays in every step."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -40,7 +40,7 @@ def time_steps(case: Case) -> dict[str, list[float]]:
     """Run on the rank: seconds of the steps of every kind."""
     trainer = Asking(case)
     steps = {kind: partial(trainer.step, kind) for kind in KINDS}
-    # The first session of a model asks all layers; here it is one to warm up.
+    # The first session of a model compares all layers; here it is a warm-up.
     return rounds(steps, repeats=case.repeats, warm_up=2, clock=trainer.clock)
 
 

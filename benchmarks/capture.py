@@ -1,4 +1,4 @@
-"""What capturing routes costs a generation: the time spent in the capturer and its hooks, as a share of each step.
+"""Cost of capturing routes in a generation: the time spent in the capturer and its hooks, as a share of each step.
 
 A transformers Qwen3-MoE of random weights on one thread. The seconds of two generations, one of them captured, differ by more
 noise than capturing takes; so the calls of the capturer are timed inside captured generations. That leaves out only that

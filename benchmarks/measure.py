@@ -1,4 +1,4 @@
-"""What all parts share: timing alternatives side by side, ratios with their spread, Markdown tables, the machine's name."""
+"""Helpers of all parts: timing alternatives in turns, ratios with their spread, Markdown tables, the machine's name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Seconds = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of one alternative to another: the median of the ratios within each round, and its 95% confidence interval."""
+    """Ratio of two alternatives: the median of the ratios within each round, and its 95% confidence interval."""
 
     median: float
     low: float
@@ -42,11 +42,11 @@ def rounds(
     """Run all alternatives once a round, in an order drawn anew for each, and return their seconds.
 
     Args:
-        alternatives: name -> what is timed.
+        alternatives: name -> the function that is timed.
         repeats: rounds that count; `warm_up` more come first, until the allocator has all the pages it will need.
-        prepare: name -> what runs right before it, not timed.
-        clock: processor time of this thread, which on a quiet machine is the time, and on a busy one does not count who
-            else runs; what waits for other processes needs time.perf_counter.
+        prepare: name -> a function that runs right before it, not timed.
+        clock: processor time of this thread, which on a quiet machine is the time, and on a busy one leaves out other
+            programs; a function that waits for other processes needs time.perf_counter.
     """
     seconds: Seconds = {name: [] for name in alternatives}
     names = list(alternatives)
@@ -91,7 +91,7 @@ def outside_interval(samples: int) -> int:
 
 
 def verdict(what: str, found: Ratio, limit: float) -> str:
-    """Return one line: a target, what was found, met or not, and whether that is more than noise."""
+    """Return one line: a target, the measured ratio, met or not, and if that is more than noise."""
     met = "met" if found.median <= limit else "not met"
     noise = ", within the noise" if found.low <= limit < found.high else ""
     return f"- {what} <= {limit:.2f}: {met}{noise}, {found}"

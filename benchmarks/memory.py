@@ -1,6 +1,6 @@
-"""What replay holds: bytes a token and layer that are alive with it and not without, ours and Megatron-Core's own.
+"""Memory of replay: bytes a token and layer that are alive with it and not without, ours and Megatron-Core's own.
 
-Counted, not computed: the storages of all tensors that Python knows of, and of those that autograd saved for the backward.
+Counted, not computed: the storages of all tensors that the garbage collector lists, and of those saved for the backward.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Held:
 
 
 class MegatronReplay:
-    """Megatron-Core's RouterReplay as its guide says to use it, with compact routes widened a micro-batch at a time."""
+    """Megatron-Core's RouterReplay as in its guide, with compact routes widened a micro-batch at a time."""
 
     def __init__(self, model: Any, routes: Tensor | None) -> None:
         from megatron.core.transformer.moe.router import TopKRouter
@@ -110,7 +110,7 @@ def opened(kind: str | None, model: Any, trace: Any) -> Iterator[Any]:
 
 
 def step(kind: str | None, model: Any, batch: list[dict[str, Any]], trace: Any) -> dict[str, int]:
-    """Run all forwards, then all backwards; return the bytes alive in between, behind, and with the session closed."""
+    """Run all forwards, then all backwards; return the bytes alive in between, after, and with the session closed."""
     model.zero_grad(set_to_none=True)
     held = Held()
     found = {}
@@ -192,8 +192,8 @@ def render(raw: dict[str, Any]) -> str:
     routes = raw["none"]["routes"]["trace"] / decisions
     lines = [
         f"{MICROBATCHES} micro-batches of {TOKENS} tokens in flight, {LAYERS} layers, top-{TOPK} of {EXPERTS}: bytes a token "
-        "and layer more than without. *In flight*: behind all forwards, before the first backward; *idle*: behind the step, "
-        f"session open; *closed*: behind it. The batch's own routes, {routes:.1f} bytes in uint8, are alive in every row and "
+        "and layer more than without. *In flight*: after all forwards, before the first backward; *idle*: after the step, "
+        f"session open; *closed*: after it. The batch's own routes, {routes:.1f} bytes in uint8, are alive in every row and "
         "not counted.",
         "",
         table(head, rows),
@@ -207,7 +207,7 @@ def render(raw: dict[str, Any]) -> str:
         lines += [
             "",
             f"Without recompute, {4 * EXPERTS} of the bytes of a replay ({' and '.join(whose)}) are the router's float32 "
-            "scores: autograd keeps the input of a gather, not that of a top-k. So it is with a softmax behind the top-k; "
+            "scores: autograd keeps the input of a gather, not that of a top-k. So it is with a softmax after the top-k; "
             "other score functions keep their scores without replay, too.",
         ]
     return "\n".join(lines)

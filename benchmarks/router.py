@@ -35,7 +35,7 @@ ROUTERS = {"64, 6": SOFTMAX, "128, 8": SOFTMAX, "256, 8, sigmoid in groups": SIG
 AIM = (8192, "128, 8")
 SHAPES = [AIM, *itertools.product((4096, 16384), ROUTERS)]
 NUM_LAYERS = 4
-"""Routers of the one model chunk: what a session does once a chunk and micro-batch is shared, as in a model."""
+"""Routers of the one model chunk: they share a session's work for each chunk and micro-batch, as in a model."""
 AIM_REPEATS, REPEATS = 51, 13
 
 
@@ -73,12 +73,12 @@ class Routers(torch.nn.Module):
 
 
 def _as_it_is(logits: Tensor) -> Tensor:
-    """Stand in for a router's projection: its input is the logits already."""
+    """Replace a router's projection: its input is the logits already."""
     return logits
 
 
 class _Recomputed(torch.autograd.Function):
-    """Select in the forward, and once more in the backward; with its own backward where `backward_too` says so."""
+    """Select in the forward, and once more in the backward; with a backward of its own if `backward_too`."""
 
     backward_too = False
 
@@ -98,7 +98,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def router_config(experts_and_topk: str, **overrides: Any) -> Any:
-    """Return a TransformerConfig whose routers are as a key of ROUTERS says."""
+    """Return a TransformerConfig with the routers of a key of ROUTERS."""
     num_experts, topk = map(int, experts_and_topk.split(",")[:2])
     fields = {"num_moe_experts": num_experts, "moe_router_topk": topk, **ROUTERS[experts_and_topk], **overrides}
     return tiny_gpt_config(ParallelSizes(), deterministic_mode=False, **fields)

@@ -1,4 +1,4 @@
-"""What replay costs a training step: forward, backward and optimizer of whole models, with and without.
+"""Cost of replay in a training step: forward, backward and optimizer of whole models, with and without.
 
 A step with a session opens it, runs Megatron's schedule, closes it (where it verifies) and, for record, makes the trace.
 The learning rate is 0, so that all steps do the same work with the same routes, and their losses must be equal.
@@ -54,7 +54,7 @@ class Case:
     model: Model
     repeats: int
     runs: int = 1
-    """In new processes, each of `repeats` rounds: one process's own luck is up to 0.04 of a tiny step."""
+    """In new processes, each of `repeats` rounds: processes differ by up to 0.04 of a tiny step."""
     pp_size: int = 1
     recompute: bool = False
     peak: bool = False

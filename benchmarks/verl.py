@@ -1,9 +1,9 @@
-"""What replay adds to a step of verl's real Megatron engine on a CPU: this package's, and verl's own, beside no replay.
+"""Cost of replay in a step of verl's real Megatron engine on a CPU: this package's, and verl's own, against no replay.
 
     .venv-verl/bin/python -m benchmarks.verl
 
 verl's replay patches Megatron's classes, so each kind runs in a process of its own; they take turns. CPU seconds, which load
-on the machine changes less than the clock. *Preparation*: from the batch to what the engine is given (verl's padding taken
+on the machine changes less than the clock. *Preparation*: from the batch to the engine's input (verl's padding taken
 out, for all kinds). *Held*: bytes of integer tensors, each storage once, when the first step's last loss is computed, beyond
 those of a step without replay.
 """
@@ -30,7 +30,7 @@ WARM_UP, STEPS, ROUNDS = 2, 6, 4
 
 
 def held_bytes() -> int:
-    """Return the bytes of all integer tensors that Python holds, each storage once."""
+    """Return the bytes of all integer tensors that the garbage collector lists, each storage once."""
     storages = {}
     for each in gc.get_objects():
         if type(each) is torch.Tensor and not each.is_floating_point() and not each.is_nested:

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "soft"])
     parser.add_argument("--quick", action="store_true", help="two minutes in place of ten")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="these alone", metavar="PART")
-    parser.add_argument("--out", type=Path, help=f"the report; of a real GPU, {SAVED.name} where nothing is said")
+    parser.add_argument("--out", type=Path, help=f"the report; of a real GPU, {SAVED.name} by default")
     faults = "; ".join(f"{name}: {what}" for name, what in PLANTS.items())
     parser.add_argument("--plant", nargs="+", choices=PLANTS, default=[], help=f"faults that must be found. {faults}")
     parser.add_argument("--limit-s", type=float, help="of each part, in place of its own")

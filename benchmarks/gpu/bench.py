@@ -33,7 +33,7 @@ class Asked:
         operations: launches of kernels and graphs.
         waits: of the host for the device.
         pageable: uploads from memory that is not page-locked.
-        ours: waits and pageable uploads in lines of this library, as far as the device can tell.
+        ours: waits and pageable uploads in lines of this library, as far as they can be located.
         races: accesses that nothing orders; the software GPU alone sees them.
     """
 
@@ -131,9 +131,9 @@ class Bench:
             torch.cuda.synchronize()
         events: list[Any] = list(profiler.events())
         span = next(each.time_range for each in events if each.name == _SPAN and "CPU" in str(each.device_type))
-        # Outside of it stand the profiler's own synchronisations, and ours around it.
+        # Outside of the span are the profiler's own synchronisations, and those around it.
         inside = [each.name for each in events if span.start <= each.time_range.start <= span.end]
-        uploads = [each.name for each in events if "HtoD" in each.name]  # they run later than they were asked for
+        uploads = [each.name for each in events if "HtoD" in each.name]  # they run after the span, asynchronously
         with opened() as run, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")  # not "error": Megatron-Core's dispatcher may wait
@@ -152,7 +152,7 @@ class Bench:
 
     # ---- memory and time
     def memory(self, forward: Callable[[], Tensor]) -> tuple[float, float]:
-        """Return MiB that a forward allocates and holds until its backward, and at the peak of both."""
+        """Return MiB that a forward allocates and keeps until its backward, and at the peak of both."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -127,7 +127,7 @@ def _work(pipe: Any, parts: Sequence[str], options: Options) -> None:
             except Exception as error:
                 traceback.print_exc()
                 pipe.send(Row(case="", wrong=in_words(error)))
-                traceback.clear_frames(error.__traceback__)  # they hold tensors
+                traceback.clear_frames(error.__traceback__)  # they keep tensors alive
             gc.collect()
             if not bench.recovers():
                 return
@@ -135,7 +135,7 @@ def _work(pipe: Any, parts: Sequence[str], options: Options) -> None:
 
 
 def _fail(part: str, plant: Sequence[str]) -> None:
-    """Do what `--plant` asks for: hang in the first part, raise in the last."""
+    """Plant faults: hang in the first part, raise in the last."""
     if part == next(iter(PARTS)) and "hang" in plant:
         time.sleep(3600)
     if part == list(PARTS)[-1] and "exception" in plant:

@@ -80,7 +80,7 @@ def build_model(bench: Bench, layers: int) -> Any:
 
 
 class Step:
-    """A model, its micro-batches, and a trace whose routes are nearly those that the model would choose."""
+    """A model, its micro-batches, and a trace with nearly the routes that the model would choose."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -130,7 +130,7 @@ class Step:
 
         return [module for module in self.model.modules() if isinstance(module, TopKRouter)]
 
-    # ---- what is run
+    # ---- a step
     def forward(self, number: int) -> Tensor:
         """Return the loss of one micro-batch."""
         tokens = self.tokens[number]
@@ -154,7 +154,7 @@ class Step:
 
     # ---- the ways
     def ways(self) -> dict[str, Way]:
-        """Return every way to run a step; the first is what the others are compared with."""
+        """Return every way to run a step; the first is the base of all ratios."""
         model, trace = self.model, self._planted_trace()
         on_gpu = {"token_ids": self.tokens, "padding": torch.zeros_like(self.tokens, dtype=torch.bool)}
 
@@ -269,7 +269,7 @@ class Step:
         if "pageable" in self.bench.plant:
             torch.ones(4).to(self.bench.device, non_blocking=True)
 
-    # ---- what is measured
+    # ---- measurements
     def rows_of(self, recompute: str) -> Iterator[Row]:
         """Yield a row for each way."""
         ways = self.ways()

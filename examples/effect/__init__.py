@@ -1,4 +1,4 @@
-"""What routing replay changes, measured on a CPU: `make effect`, docs/effect.md.
+"""Effects of routing replay, measured on a CPU: `make effect`, docs/effect.md.
 
 python -m examples.effect gap       # how much of the gap between engine and trainer routing causes; --engine vllm
 python -m examples.effect freeze    # recomputes that flip in plain training, and the error of their gradients

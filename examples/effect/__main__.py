@@ -1,4 +1,4 @@
-"""`python -m examples.effect`: measure, and draw what was measured."""
+"""`python -m examples.effect`: measure, and draw the results."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def freeze_(steps: int = 20) -> None:
 def rl_(
     steps: int = 40,
     seeds: int = 5,
-    go_on: Annotated[
-        bool, typer.Option(help="Keep the seeds that results/rl.json has, and run those behind them.")
-    ] = False,
+    go_on: Annotated[bool, typer.Option(help="Keep the seeds of results/rl.json, and run those after them.")] = False,
 ) -> None:
     """Train every arm with every seed."""
     names = ("reward", "kl", "router_agreement", "replayed_agreement", "clipped_share", "grad_norm")

@@ -1,8 +1,8 @@
-"""What each arm replays in training; the last two are R3 as a bug would have it.
+"""Routes of each arm in training; the last two are R3 with a planted bug.
 
-This library refuses such bugs where they arise: a shift changes the number of rows, or the tokens behind them (`PayloadError`
+This library refuses such bugs where they arise: a shift changes the number of rows, or their tokens (`PayloadError`
 in the engines' decoders, `LayoutError` in a session); tokens without a route are counted (`replayed_share`), and refused by
-`replay(min_replayed=...)`. So the faults are planted behind all of that, in the indices of a trace that was already checked.
+`replay(min_replayed=...)`. So the faults are planted after all checks, in the indices of a trace.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def use_batched_experts(chunks: Sequence[Any]) -> None:
-    """Let every SequentialMLP of the chunks compute its SwiGLU experts in batched products; parameters stay what they are."""
+    """Let every SequentialMLP of the chunks compute its SwiGLU experts in batched products, with the same parameters."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""The SVGs of docs/effect.md: lines with their names beside them, on a linear or a logarithmic axis."""
+"""The SVGs of docs/effect.md: lines with names, on a linear or a logarithmic axis."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Axis:
     percent: bool = False
 
     def y(self, value: float) -> float:
-        """Return where a value is; what is outside is drawn on the edge."""
+        """Return the height of a value; a value outside is drawn on the edge."""
         value = min(max(value, self.low), self.high)
         if self.logarithmic:
             share = (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))

@@ -1,4 +1,4 @@
-"""Log-probs of a transformers model whose routers are forced to given experts; nothing of this library has a part in it."""
+"""Log-probs of a transformers model with its routers forced to given experts, without this library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def forced_logprobs(model: Any, samples: Sequence[Text], experts: Sequence[Tenso
     """Return the log-probs of all generated tokens, [num_generated] float32, in the order of the samples.
 
     Args:
-        model: a Qwen3MoeForCausalLM, all of whose layers have experts.
+        model: a Qwen3MoeForCausalLM with experts in every layer.
         samples: sequences of S tokens each.
         experts: of each sample, [S, num_layers, topk]; a row of -1 is routed by the model itself.
     """
@@ -26,7 +26,7 @@ def forced_logprobs(model: Any, samples: Sequence[Text], experts: Sequence[Tenso
     wanted = torch.stack([_padded(of_sample.long(), longest, -1) for of_sample in experts])
     positions = torch.arange(longest).expand_as(tokens)
     with _forced(model, wanted.flatten(0, 1)):
-        # Padding stands behind the tokens, where causal attention does not see it.
+        # Padding follows the tokens, where causal attention does not see it.
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     logprobs = logits[:, :-1].float().log_softmax(dim=-1).gather(2, tokens[:, 1:, None])[..., 0]
     generated = torch.stack([_padded(sample.generated, longest, False) for sample in samples])

@@ -1,4 +1,4 @@
-"""Plain training under activation checkpointing: recomputes that choose other experts than their forward, and what it costs.
+"""Training under activation checkpointing: recomputes that choose different experts than their forward, and the damage.
 
 The cause is the one that GPUs have. There `scatter_add_`, by which Megatron-Core adds up the experts' outputs of each token,
 adds in whatever order its threads arrive and rounds after every addition, so a recompute's sums differ from its forward's in
@@ -38,7 +38,7 @@ def train(frozen: bool, steps: int, seed: int, shuffled: bool = True) -> dict[st
         shuffled: sums come in another order each time; False: in the same, and then nothing may differ.
 
     Returns:
-        For each step: flips (recomputed decisions whose experts differ from their forward's), error and router_error
+        For each step: flips (recomputed decisions with different experts than in their forward), error and router_error
         (relative L2 error of the gradient, of all parameters and of the routers'), loss. flips_of_layer over all steps;
         decisions: recomputed in a step.
     """
@@ -123,7 +123,7 @@ def relative_error(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 class FlipCounter:
-    """Compares the experts that leave each router in a recompute with those of its forward, by nothing of this library."""
+    """Compares the experts that leave each router in a recompute with those of its forward, without this library."""
 
     def __init__(self, model: Any) -> None:
         from megatron.core.transformer.moe.router import TopKRouter
@@ -138,7 +138,7 @@ class FlipCounter:
         self.maps.setdefault(router.layer_number, []).append(output[1].detach().clone())
 
     def reset(self) -> None:
-        """Forget what was kept."""
+        """Forget the experts of the last forward."""
         self.maps.clear()
 
     def end_step(self) -> int:

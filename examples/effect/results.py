@@ -1,4 +1,4 @@
-"""What was measured: JSON files in this folder, and the tables of docs/effect.md."""
+"""Results: JSON files in this folder, and the tables of docs/effect.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(name: str) -> Any:
 
 
 def columns(steps: Steps, names: Sequence[str]) -> dict[str, list[float]]:
-    """Return the values of each metric by step; of one that was measured in some steps, those."""
+    """Return the values of each metric by step; of a metric that some steps lack, the values of the other steps."""
     return {name: [step[name] for step in steps if name in step] for name in names}
 
 
@@ -88,6 +88,6 @@ def _short(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_short(each) for each in value]
     if isinstance(value, float):
-        assert math.isfinite(value), "a figure that is not a number says nothing"
+        assert math.isfinite(value), "a result is not a number"
         return float(f"{value:.5g}")
     return value

@@ -36,7 +36,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What is run.
+    """Settings of a run.
 
     Args:
         out: folder for the checkpoint that the run starts from.
@@ -58,7 +58,7 @@ class Run:
     floors: bool = False
 
     def settings(self) -> Settings:
-        """Return the settings of the example whose pieces are used."""
+        """Return the settings of examples/grpo for this run."""
         return Settings(
             out=self.out,
             task=ClassTask(max_new_tokens=8),

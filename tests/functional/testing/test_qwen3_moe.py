@@ -43,15 +43,6 @@ def checkpoint_and_logits(request, checkpoints_dir):
     [
         (ParallelSizes(), "local"),
         (ParallelSizes(), "small"),
-        *(
-            pytest.param(layout, None, marks=pytest.mark.slow)  # the last one has all of these at once
-            for layout in (
-                ParallelSizes(tp_size=2),
-                ParallelSizes(pp_size=2),
-                ParallelSizes(ep_size=2),
-                ParallelSizes(pp_size=2, vp_size=2),
-            )
-        ),
         (ParallelSizes(tp_size=2, ep_size=2), None),
         (ParallelSizes(tp_size=2, pp_size=2, ep_size=2, vp_size=2), None),
     ],
