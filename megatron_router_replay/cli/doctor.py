@@ -18,7 +18,7 @@ from megatron_router_replay.cli.output import Json, Out, check_out, emit, report
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.tables import printable
 
-_NEEDED = ("torch", "megatron-core", "numpy", "safetensors")
+_NEEDED = ("torch", "megatron-core", "numpy", "safetensors", "xxhash")
 _OPTIONAL = ("typer", "rich", "triton", "pybase64", "ray", "transformers", "transformer-engine")
 _MODULES = {"megatron-core": "megatron.core", "transformer-engine": "transformer_engine"}
 """Distribution -> the module that it brings, where that has another name."""
