@@ -28,6 +28,8 @@ TraceLike = RoutingTrace | PathLike | Sequence[RoutingTrace | PathLike]
 BLOCK_BYTES = 16 << 20
 """Routes that are read at a time; the memory of a pass over a trace is a few times this."""
 
+_BLOCK_ROWS = 1 << 14
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
@@ -175,4 +177,4 @@ def _folder(folder: Path, step: int | None) -> tuple[int | None, list[Path]]:
 def block_rows(*sources: TraceSource) -> int:
     """Return how many rows to read at a time."""
     row_bytes = max(len(source.layer_numbers) * source.topk * (1 + (source.num_experts > 256)) for source in sources)
-    return max(1, BLOCK_BYTES // max(1, row_bytes))
+    return max(1, BLOCK_BYTES // max(1, row_bytes) // _BLOCK_ROWS) * _BLOCK_ROWS
