@@ -22,7 +22,7 @@ from megatron_router_replay.tables import printable
 TORCH_OLDEST, TORCH_TESTED = "2.6", "2.13.0"
 """The floor of pyproject.toml, and the version of `make test`; a test compares both."""
 
-_NEEDED = ("torch", "megatron-core", "numpy", "safetensors")
+_NEEDED = ("torch", "megatron-core", "numpy", "safetensors", "xxhash")
 _OPTIONAL = ("typer", "rich", "triton", "pybase64", "ray", "transformers", "transformer-engine")
 _MODULES = {"megatron-core": "megatron.core", "transformer-engine": "transformer_engine"}
 """Distribution -> its module, where the names differ."""

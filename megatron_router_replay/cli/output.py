@@ -37,7 +37,7 @@ def reporting_errors() -> Iterator[None]:
         raise
     except Exception as error:
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else None
-        if missing in ("torch", "numpy", "safetensors", "megatron"):
+        if missing in ("torch", "numpy", "safetensors", "xxhash", "megatron"):
             missing = "megatron-core" if missing == "megatron" else missing
             advice = "router-replay doctor names the packages that are missing."
             fail(f"MRR903: router-replay needs {missing}, which is not installed; {advice}", error)

@@ -17,8 +17,7 @@ from typing import Union
 from megatron_router_replay.errors import StoreError, TraceError
 from megatron_router_replay.store import TraceStore, merge_traces
 from megatron_router_replay.store.atomic import naming
-from megatron_router_replay.store.format import BLOCK_ROWS
-from megatron_router_replay.store.reader import Reader
+from megatron_router_replay.store.file import Reader
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceHeader
 
@@ -29,7 +28,7 @@ TraceLike = RoutingTrace | PathLike | Sequence[RoutingTrace | PathLike]
 BLOCK_BYTES = 16 << 20
 """Routes that are read at a time; the memory of a pass over a trace is a few times this."""
 
-_MAPPED_BYTES = 64 << 20
+_BLOCK_ROWS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,24 +91,14 @@ class _File(TraceSource):
         with naming(path, "read"):
             self._reader = Reader.open(path)
         self._path = path
-        self._mapped = self._next = 0
         written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         provenance = Provenance(path=str(path), files=(str(path),), written=f"{written:%Y-%m-%d %H:%M}")
         super().__init__(str(path), provenance, self._reader.header)
 
     def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
         with naming(self._path, "read"):
-            # Pages that were read count as this process's memory until the file is mapped anew. A jump touches a new
-            # place in every layer, and the system may map 2 MB around each.
-            if self._mapped >= _MAPPED_BYTES or start != self._next:
-                before, self._mapped, self._reader = self._reader.crc32, 0, Reader.open(self._path)
-                if before != self._reader.crc32:
-                    raise StoreError("MRR503: it was replaced by another file while it was read.")
-            self._next = stop
             rows = slice(min(start, self.num_tokens), min(stop, self.num_tokens))
-            block = self._reader.load(layer_numbers=layer_numbers, rows=rows)
-            self._mapped += block.topk_indices.nbytes
-            return block
+            return self._reader.load(layer_numbers=layer_numbers, rows=rows)
 
 
 class _Parts(TraceSource):
@@ -188,5 +177,4 @@ def _folder(folder: Path, step: int | None) -> tuple[int | None, list[Path]]:
 def block_rows(*sources: TraceSource) -> int:
     """Return how many rows to read at a time."""
     row_bytes = max(len(source.layer_numbers) * source.topk * (1 + (source.num_experts > 256)) for source in sources)
-    # Multiples of what a trace file checks and reads at once: else rows were read twice.
-    return max(1, BLOCK_BYTES // max(1, row_bytes) // BLOCK_ROWS) * BLOCK_ROWS
+    return max(1, BLOCK_BYTES // max(1, row_bytes) // _BLOCK_ROWS) * _BLOCK_ROWS

@@ -1,74 +1,58 @@
-"""Write a file so that it appears complete or not at all."""
+"""Replace a file in one step, and say in each error which file could not be read or written."""
 
 from __future__ import annotations
 
 import os
 import secrets
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from megatron_router_replay.errors import StoreError, TraceError
 
 
 @contextmanager
-def new_file(folder: Path) -> Iterator[Path]:
-    """Yield the path of a new, hidden file; what has no other name when the body ends is removed."""
-    temporary = folder / f".{secrets.token_hex(8)}.tmp"
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file, which takes the name `path` at the end.
+
+    A process that is killed leaves the old file or the new one, and perhaps the temporary file. A symbolic link stays: the
+    file that it leads to is replaced.
+
+    Raises:
+        StoreError: `path` is a folder, a device, a pipe or a socket.
+    """
+    path = Path(os.path.realpath(path))
+    check_regular(path)
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        temporary.touch(exist_ok=False)
-    except FileNotFoundError:
-        raise StoreError(f"MRR501: there is no folder {folder}: make it first.") from None
-    try:
+        # safetensors 0.8 makes files that only their owner can read: they get the mode of any new file instead.
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        temporary.unlink()
         yield temporary
+        temporary.chmod(mode)
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a new file that takes the name `path` at the end, or vanishes on errors.
-
-    Raises:
-        StoreError: `path` is, or a link leads to, something that is no file; there is no such folder.
-    """
-    path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
-    check_no_special_file(path)
-    with new_file(path.parent) as temporary:
-        yield temporary
-        # Its bytes first: after a power failure the name must not lead to a file that is still empty.
-        sync(temporary)
-        os.replace(temporary, path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Make this file, or new and changed names in this folder, last through a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def check_no_special_file(path: str | os.PathLike[str]) -> None:
-    """Raise StoreError for a folder, and for a device, pipe or socket, which would be destroyed or waited for."""
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISDIR(mode):
-        raise StoreError("MRR501: it is a folder: TraceStore(folder).load_step(step) loads what ranks saved in a step.")
-    if not stat.S_ISREG(mode):
-        raise StoreError(
-            "MRR501: it is no file but a device, a pipe or a socket: a trace is saved and loaded as a file."
-        )
+def check_regular(path: Path) -> None:
+    """Raise StoreError unless `path` is a file or free: a pipe would block, and os.replace would destroy a device."""
+    if path.is_dir():
+        raise StoreError("MRR501: it is a folder: TraceStore(folder).load_step(step) loads the parts of a step.")
+    if path.exists() and not path.is_file():
+        raise StoreError("MRR501: it is a device, a pipe or a socket: a trace is saved and loaded as a file.")
 
 
 def as_path(value: Any) -> Path:
-    """Return a path, or raise StoreError with the order of arguments, which is easily swapped."""
+    """Return a path.
+
+    Raises:
+        StoreError: `value` is none; the message has the order of arguments, which is easily swapped.
+    """
     try:
         return Path(value)
     except TypeError:
@@ -80,8 +64,12 @@ def as_path(value: Any) -> Path:
 
 @contextmanager
 def naming(path: Path, verb: str) -> Iterator[None]:
-    """Turn what goes wrong in the body into a StoreError that says what was attempted with which file."""
+    """Raise errors of the body as a StoreError that names the file and the attempt.
+
+    Args:
+        verb: the attempt, as in "cannot save routes.safetensors".
+    """
     try:
         yield
-    except (OSError, ValueError, StoreError, TraceError) as error:
+    except (OSError, ValueError, SafetensorError, StoreError, TraceError) as error:
         raise StoreError(f"MRR501: cannot {verb} {path}: {error}") from error

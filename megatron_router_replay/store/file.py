@@ -1,50 +1,73 @@
-"""Save a RoutingTrace as one file and load it, or a slice of its rows and layers; the format is in `format.py`."""
+"""Save a RoutingTrace as a safetensors file, and load it or a slice of it.
+
+The safetensors library writes and reads the file. Its tensors, for N tokens, L layers and K experts a token:
+
+    topk_indices      U8 if num_experts <= 256, else I16, [N, L, K]
+    replay_mask       BOOL [N]; False: the row has no route
+    token_ids         I32 [N], if the trace has token ids
+    weight_version    I32 [N], if the trace has weight versions
+
+The metadata has one entry, "megatron_router_replay.trace", a JSON object with three values:
+
+    version           4
+    header            the fields of a `TraceHeader`
+    checksums         XXH3 (64 bits, hexadecimal) of each tensor's bytes, and of the header as JSON with sorted keys
+
+A checksum finds accidents. It does not stop a forger.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any
 
-import numpy as np
 import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
+from megatron_router_replay.checks import shown
 from megatron_router_replay.errors import StoreError
-from megatron_router_replay.store.atomic import as_path, naming, replacing
-from megatron_router_replay.store.format import FileHeader, SavedBy, as_words, encode_container, run_blocks
-from megatron_router_replay.store.reader import Reader
+from megatron_router_replay.store.atomic import as_path, check_regular, naming, replacing
 from megatron_router_replay.trace.header import TraceHeader
 from megatron_router_replay.trace.routing_trace import RoutingTrace
+from megatron_router_replay.trace.runs import as_slice
 
-_OTHER_FORMATS = set(".bin .ckpt .csv .gz .h5 .hdf5 .json .jsonl .npy .npz .parquet .pickle .pkl .pt .pth .zip".split())
-"""Suffixes that somebody would read by something else."""
+FORMAT, VERSION = "megatron_router_replay.trace", 4
+_CHUNK_BYTES = 4 << 20  # a processor's cache has it still when it is copied
+_MAX_METADATA_BYTES = 90_000_000  # safetensors reads no header above 100 MB, and writes larger ones
 
 
 def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
-    """Write the trace to one file, complete or not at all; return its path.
+    """Write the trace to a file and return its path.
 
-    The bytes go to a temporary file in the same folder, which then takes the name `path`. A file that was there before is
-    replaced; a link stays, and the file that it leads to is replaced. Takes the memory of one block of 16,384 rows a thread.
+    The bytes go to a temporary file in the same folder, which then takes the name `path`. So a process that is killed leaves
+    the old file or the new one.
 
     Args:
-        path: with the suffix `.safetensors`, or any that promises no different format, as `.pt` does.
+        path: the suffix is `.safetensors` by custom; it may be any.
 
     Raises:
-        StoreError: the file cannot be written, and nothing is left of it; `path` is a folder, a device or a pipe.
+        StoreError: the file cannot be written, and an old one is unchanged; `path` is a folder, a device or a pipe.
     """
     path = as_path(path)
     with naming(path, "save"):
-        if path.suffix.lower() in _OTHER_FORMATS:
+        if not isinstance(trace, RoutingTrace):
+            kind = type(trace).__name__
             raise StoreError(
-                f"MRR501: a trace is saved as safetensors, and {path.suffix} promises a different format: name it "
-                f"{path.stem}.safetensors."
+                f"MRR501: {kind} is no RoutingTrace: the trace comes first, as in save_trace(trace, path)."
             )
-        content = TraceBytes.of(trace)
+        trace.check_unchanged()
+        header = TraceHeader.of(trace)
+        tensors = {name: getattr(trace, name).cpu().contiguous() for name in ("topk_indices", *header.per_token)}
+        metadata = encode_metadata(header, tensors)
         with replacing(path) as temporary:
-            content.write_file(temporary)
+            save_file(tensors, temporary, metadata=metadata)
     return path
 
 
@@ -55,15 +78,16 @@ def load_trace(
     rows: slice | None = None,
     device: torch.device | str = "cpu",
 ) -> RoutingTrace:
-    """Return the trace in a file, or a slice of it. A slice is read and proven without reading the rest.
+    """Return the trace in a file, or a slice of it.
+
+    Checksums are of whole tensors, so the file is read once, whatever the slice; only the slice takes memory.
 
     Args:
-        layer_numbers: load these layers only; other layers are not read.
-        rows: slice(start, stop), load these rows only, read in blocks of 16,384. Sample metadata is then dropped.
+        layer_numbers: load these layers only.
+        rows: slice(start, stop), load these rows only. Sample metadata is then dropped.
 
     Raises:
-        StoreError: the file is missing, truncated, altered or of another kind, or has no such layer or rows; it names
-            the file.
+        StoreError: the file is missing, truncated, altered or no trace file, or has no such layer or rows.
     """
     path = as_path(path)
     with naming(path, "load"):
@@ -72,58 +96,141 @@ def load_trace(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TraceBytes:
-    """The bytes of a trace file, made while they are written: a block of rows is copied at a time."""
+class Reader:
+    """A trace file whose header was checked. Each tensor is checked once, before a slice of it is returned first.
 
-    trace: RoutingTrace
-    header: FileHeader
-    start: bytes
-    places: dict[str, slice]
+    Args:
+        path: of the file.
+        header: sizes and samples of the trace.
+        metadata: of the file, as text.
+        checksums: of each tensor.
+    """
+
+    path: Path
+    header: TraceHeader
+    metadata: str
+    checksums: Mapping[str, str]
+    _checked: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, trace: RoutingTrace, *, saved_by: SavedBy | None = None) -> Self:
-        """Return what will be written.
+    def open(cls, path: Path) -> Reader:
+        """Read and check the header of a file.
 
         Raises:
-            StoreError: what was given is no trace; its header is too long.
-            TraceError: rows were left out by choice, or the trace was changed in place.
+            StoreError: no trace file, or an altered header.
+            OSError, SafetensorError: no such file, or no safetensors file.
         """
-        if not isinstance(trace, RoutingTrace):
+        check_regular(path)
+        with safe_open(path, "pt") as file:
+            metadata = (file.metadata() or {}).get(FORMAT)
+        if metadata is None:
+            raise StoreError(f"MRR502: it is a safetensors file without the metadata {FORMAT!r}: it is no trace file.")
+        header, checksums = decode_metadata(metadata)
+        return cls(path=path, header=header, metadata=metadata, checksums=checksums)
+
+    def load(self, *, layer_numbers: Sequence[int] | None = None, rows: slice | None = None) -> RoutingTrace:
+        """Return the trace, or a slice of it, in memory of its own; see `load_trace`.
+
+        Raises:
+            StoreError: a checksum is wrong; there are no such layers or rows; the file was replaced since `open`.
+            SafetensorError: the file is truncated.
+        """
+        header = self.header
+        place = _row_slice(rows, header.num_tokens)
+        numbers = header.layer_numbers
+        if layer_numbers is not None:
+            numbers = header.select_layers(sorted(set(layer_numbers))).layer_numbers
+        columns = as_slice([header.layer_numbers.index(number) for number in numbers])
+        with safe_open(self.path, "pt") as file:
+            if (file.metadata() or {}).get(FORMAT) != self.metadata:
+                raise StoreError("MRR503: it was replaced by another file while it was read.")
+            values = {name: self._read(file, name, place) for name in header.per_token}
+            values["topk_indices"] = self._read(file, "topk_indices", place, columns)
+        return RoutingTrace.from_checked(
+            **values,
+            layer_numbers=numbers,
+            num_experts=header.num_experts,
+            sequence_lengths=header.sequence_lengths if rows is None else None,
+            sample_ids=header.sample_ids if rows is None else None,
+        )
+
+    def _read(self, file: Any, name: str, rows: slice, columns: slice | list[int] | None = None) -> Tensor:
+        """Return a copy of some rows and columns of a tensor, whose checksum is right."""
+        tensor, like = file.get_slice(name)[:], self.header.empty(0)[name]  # a view of the file, which is not read yet
+        if tensor.dtype != like.dtype or tensor.shape != (self.header.num_tokens, *like.shape[1:]):
+            raise StoreError(f"MRR503: {name} is {list(tensor.shape)} {tensor.dtype}: its header was altered.")
+        part = tensor[rows] if columns is None else tensor[rows][:, columns]
+        copy = torch.empty(part.shape, dtype=part.dtype)
+        if name in self._checked:
+            return copy.copy_(part)
+        is_whole = part.shape == tensor.shape
+        if checksum(tensor, copy if is_whole else None) != self.checksums[name]:
+            raise StoreError(f"MRR503: the checksum of {name} is wrong: the file was altered.")
+        self._checked.add(name)
+        return copy if is_whole else copy.copy_(part)
+
+
+def encode_metadata(header: TraceHeader, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the metadata of a trace file.
+
+    Raises:
+        StoreError: it is longer than safetensors reads again.
+    """
+    checksums = {"header": _header_checksum(header)} | {name: checksum(tensor) for name, tensor in tensors.items()}
+    text = json.dumps({"version": VERSION, "header": header.to_json(), "checksums": checksums}, sort_keys=True)
+    if len(json.dumps(text)) > _MAX_METADATA_BYTES:
+        raise StoreError(
+            f"MRR506: the names of samples take more than {_MAX_METADATA_BYTES:,} bytes: save fewer samples."
+        )
+    return {FORMAT: text}
+
+
+def decode_metadata(text: str) -> tuple[TraceHeader, dict[str, str]]:
+    """Return the header of a trace file, checked, and the checksums of its tensors.
+
+    Raises:
+        StoreError: it is of another version, or was altered.
+    """
+    try:
+        values = json.loads(text)
+        if values["version"] != VERSION:
             raise StoreError(
-                f"MRR501: {type(trace).__name__} is no RoutingTrace: the trace comes first, as in save_trace(trace, path)."
+                f"MRR502: it has version {shown(values['version'])}; this package reads version {VERSION}."
             )
-        trace.check_unchanged()
-        header = FileHeader(**TraceHeader.of(trace).to_json(), saved_by=saved_by)
-        start, places = encode_container(header.encode(), header.all_tensors())
-        return cls(trace=trace, header=header, start=start, places=places)
+        header, checksums = TraceHeader.from_json(values["header"]), dict(values["checksums"])
+        is_intact = checksums["header"] == _header_checksum(header) and {*header.empty(0)} <= {*checksums}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError("MRR503: its header cannot be read: the file was altered.") from error
+    if not is_intact:
+        raise StoreError("MRR503: the checksum of its header is wrong: the file was altered.")
+    return header, checksums
 
-    def write_file(self, path: Path) -> None:
-        """Write over a new file, without the care that `save_trace` takes; in several threads, blocks in no order."""
-        header, trace = self.header, self.trace
-        names = header.tensors()
-        crc = np.zeros(1 + len(names) * header.num_blocks, dtype="<u4")
-        table = crc[1:].reshape(len(names), header.num_blocks)
 
-        def write(at: int, data: memoryview) -> None:
-            while data:  # a disk that is nearly full takes a part, and refuses the next one
-                count = os.pwrite(file.fileno(), data, at)
-                data, at = data[count:], at + count
+def checksum(tensor: Tensor, copy: Tensor | None = None) -> str:
+    """Return the checksum of a tensor's bytes.
 
-        def write_block(block: int) -> None:
-            first = block * header.block_rows
-            rows = slice(first, first + header.block_rows)
-            # Each layer's routes become contiguous while the block is in the cache.
-            routes = as_words(trace.topk_indices[rows].cpu())
-            values = [np.ascontiguousarray(routes[:, i]) for i in range(header.num_layers)]
-            values += [getattr(trace, name)[rows].cpu().contiguous().numpy() for name in header.per_token]
-            for i, (name, value) in enumerate(zip(names, values)):
-                data = value.view(np.uint8).data
-                table[i, block] = zlib.crc32(data)
-                write(self.places[name].start + first * value.itemsize, data)
+    Args:
+        tensor: contiguous, on the CPU.
+        copy: contiguous memory for a copy of it, which is made in the same pass.
+    """
+    digest, data = xxhash.xxh3_64(), tensor.view(-1).numpy()
+    target = None if copy is None else copy.view(-1).numpy()
+    step = _CHUNK_BYTES // tensor.itemsize
+    for start in range(0, data.size, step):
+        chunk = data[start : start + step]
+        digest.update(chunk.data)
+        if target is not None:
+            target[start : start + step] = chunk
+    return digest.hexdigest()
 
-        with path.open("r+b", buffering=0) as file:
-            run_blocks(write_block, range(header.num_blocks))
-            # The first checksum proves the others and the metadata, so that a slice needs no byte of what it leaves out.
-            crc[0] = zlib.crc32(crc[1:].data, zlib.crc32(header.encode().encode("ascii")))
-            write(0, memoryview(self.start))
-            write(self.places["crc32"].start, crc.view(np.uint8).data)
+
+def _header_checksum(header: TraceHeader) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(header.to_json(), sort_keys=True).encode())
+
+
+def _row_slice(rows: slice | None, num_tokens: int) -> slice:
+    rows = slice(None) if rows is None else rows
+    start, stop = rows.start or 0, num_tokens if rows.stop is None else rows.stop
+    if rows.step not in (None, 1) or not 0 <= start <= stop <= num_tokens:
+        raise StoreError(f"MRR106: it has {num_tokens} tokens, not {rows}: give 0 <= start <= stop, step 1.")
+    return slice(start, stop)

@@ -46,7 +46,7 @@ size = capture.Size(hidden=64, layers=2, experts=8, topk=2, batch=2, prompt=4, n
 assert capture.render([capture.measure_size(size, 1)]).count('%') == 2
 """,
     "decode": "from benchmarks import decode; assert 'int32' in decode.render(decode.measure(64, repeats=1))",
-    "store": "from benchmarks import store; assert 'load, cold' in store.render(store.measure(64, repeats=1))",
+    "store": "from benchmarks import store; assert 'load, safetensors' in store.render(store.measure(64, repeats=1))",
     "gather": """
 from benchmarks import gather
 gather.RANKS = (16,)

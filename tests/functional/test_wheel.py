@@ -112,7 +112,7 @@ def test_it_installs_and_starts_on_another_python(wheel, tmp_path, version):
     subprocess.run([python, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=120)
     its_python = tmp_path / "venv/bin/python"
     pip = [sys.executable, "-m", "pip", "--python", its_python, "install", "--quiet", "--no-compile"]
-    needed = ["--constraint", ROOT / "constraints.txt", "numpy", "safetensors", "typer", "rich"]
+    needed = ["--constraint", ROOT / "constraints.txt", "numpy", "safetensors", "xxhash", "typer", "rich"]
     subprocess.run([*pip, *needed], check=True, timeout=300)
     subprocess.run([*pip, "--no-deps", wheel], check=True, timeout=120)
     (package,) = (tmp_path / "venv/lib").glob("python3.*/site-packages/megatron_router_replay")
