@@ -72,7 +72,7 @@ def is_known(values: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowInputs:
-    """What a caller queues for one forward; copies, for trainers reuse their buffers.
+    """Inputs that a caller queues for a forward; copies, because trainers reuse their buffers.
 
     Args:
         rows: [b, s] int64.

@@ -1,7 +1,7 @@
-"""`balance="off"`: expert bias and auxiliary losses leave out the calls of a session.
+"""Leave the calls of a session out of expert bias and auxiliary losses, for `balance="off"`.
 
-Otherwise Megatron-Core counts and balances by itself, as without a session: by the map that leaves the router, padding
-included, in each run with gradients. The z-loss always stays.
+Otherwise Megatron-Core balances as without a session: by the map that leaves the router, padding included, in each run with
+gradients. The z-loss always stays.
 
     TopKRouter._apply_expert_bias     adds a call's tokens to local_tokens_per_expert; off: does nothing
     TopKRouter.is_aux_loss_enabled    whether the call gets auxiliary losses; off: False

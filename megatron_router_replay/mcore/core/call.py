@@ -1,4 +1,4 @@
-"""One call of one router: what it asks, what it is told, and who decides."""
+"""State of one call of `TopKRouter.routing`: its request, its experts and their source."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RoutingSource(Protocol):
     _takes_microbatches: bool
 
     def _session(self) -> Any:
-        """Return the session; None: a freeze whose session object was dropped, which lasts as long as its model."""
+        """Return the session; None: it was a freeze and is dropped; the freeze lasts as long as its model."""
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
-        """Return what this call of the router shall use, of tokens [s, b]; None: it runs live and nobody counts it.
+        """Return the state of this call, of tokens [s, b]; None: run Megatron-Core's own top-k, without bookkeeping.
 
         Args:
             is_written: a tape is being written.
@@ -36,15 +36,15 @@ class RoutingSource(Protocol):
         """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
 
     def _on_routed(self, call: RoutingCall) -> None:
-        """Take note that the call is over."""
+        """Record that the call is over."""
 
 
 class RouterCounts(Counts):
-    """What one session counts of one router; tapes keep it, so it outlives the session.
+    """Counts of one router in one session; tapes keep them, so they outlive the session.
 
     Args:
         flips: also take the live top-k in recomputes, and count the decisions that it would have flipped.
-        verify: compare every routing map that a token dispatcher gets with what was decided.
+        verify: compare every routing map that a token dispatcher gets with the experts that were used.
         verify_routing: compare the map that leaves `TopKRouter.routing`, where a layer has no dispatcher or this version of
             Megatron-Core was never read.
         topk_again: the dispatcher takes a top-k of the probabilities; count the decisions that it may read differently.
@@ -69,7 +69,7 @@ class RouterCounts(Counts):
 
 
 class TopKRequest(NamedTuple):
-    """Which experts Megatron-Core asks for in one call of a router; it is gone once it is answered.
+    """Megatron-Core's request for the experts of one call of a router; it lives for one call.
 
     Args:
         scores: [num_tokens, num_experts], what the router ranks: logits or probabilities, with the expert bias where there
@@ -86,7 +86,7 @@ class TopKRequest(NamedTuple):
     compute_topk: Any
 
     def live_topk(self) -> tuple[Tensor, Tensor]:
-        """Return (scores, ids) of the experts that the router chooses by itself, [num_tokens, topk]; without a gradient."""
+        """Return (scores, ids) of the router's own top-k, [num_tokens, topk]; without a gradient."""
         # This runs in the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
         scores, groups = self.scores.detach(), {"num_groups": self.num_groups, "group_topk": self.group_topk}
         values, indices = self.compute_topk(scores, self.topk, **groups)
@@ -123,20 +123,20 @@ class TopKRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RoutingCall:
-    """What one call of one router uses; Megatron-Core asks for it exactly once.
+    """The experts of one call of a router; Megatron-Core must request them exactly once.
 
     Args:
         router: the TopKRouter.
         counter: of the source and this router.
         dtype: of the indices that a tape keeps.
-        source: chooses, and is told when the call is over; None: the call is a recompute.
+        source: chooses the experts, and records the end of the call; None: the call is a recompute.
         recompute_of: the entry that this call repeats; None: it is a forward.
-        microbatch: whose forward calls the router; None: the router only runs live, or the session takes none.
+        microbatch: the one that the router forwards; None: the router only runs live, or the session takes none.
 
     Attributes:
         is_written: a tape is being written.
-        used: [num_tokens, topk] int64, the experts, once Megatron-Core has asked.
-        kept: `used` as a tape keeps it; None: in `dtype`, once it is asked for.
+        used: [num_tokens, topk] int64, the experts, once Megatron-Core has requested them.
+        kept: `used` as a tape keeps it; None: it is made in `dtype` when a tape needs it.
         in_order: the columns of `used` are sorted as those of a live top-k with gradients; it matters since 0.18.
     """
 
@@ -162,7 +162,7 @@ class RoutingCall:
         """Return (scores of the chosen experts [num_tokens, topk], their ids, int64); gradients flow to the scores.
 
         Raises:
-            ReplayStateError: asked a second time, or the routes have another shape than the tokens.
+            ReplayStateError: a second request, or the routes have another shape than the tokens.
         """
         if self.used is not None:
             raise ReplayStateError(
@@ -192,7 +192,7 @@ class RoutingCall:
                 self.in_order = True
             indices = self.used
         if values is not None and not torch.is_grad_enabled():
-            return values, indices  # without a gradient, a live top-k has what a gather would give
+            return values, indices  # without a gradient, a gather would give the same values
         return scores.gather(1, indices), indices
 
     def _order_matters(self, request: TopKRequest) -> bool:
@@ -207,7 +207,7 @@ class RoutingCall:
         return not has_no_sum and not was_sorted
 
     def entry(self) -> Entry:
-        """Return what a recompute needs of this call."""
+        """Return this call as a tape keeps it for its recompute."""
         assert self.used is not None, "the call is over"
         if self.recompute_of is not None:
             return self.recompute_of

@@ -1,8 +1,8 @@
-"""A router is told its experts inside `TopKRouter.routing`, in this order; the order is the promise.
+"""`TopKRouter.routing` takes its experts from the first of these that applies.
 
-    1  a tape is being read          -> its next entry, which must be this router's; no session is asked
-    2  any other backward            -> raises, if a session ever held the router, until `forget`
-    3  a session holds the router    -> what the session decides, written on every tape that is being written
+    1  a tape is being read          -> its next entry, which must be this router's; sessions do not matter
+    2  any other backward            -> raises, if the router ever had a session, until `forget`
+    3  the router has a session      -> the experts of the session, written on every tape that is being written
     4  else                          -> Megatron-Core's own code, untouched
 
 A `RoutingCall` is passed as `router_replay=` for one call of `topk_routing_with_score_function`; a call that does not use it
@@ -72,10 +72,10 @@ _registrations: WeakKeyDictionary[Any, Registration] = WeakKeyDictionary()
 """Every router that was ever registered."""
 
 active: WeakSet[Any] = WeakSet()
-"""Objects of routers that are driven now; while there are any, as while routers are held, the hooks must be in place."""
+"""RouterReplay objects with an action; while there are any, or registered routers, the hooks must be in place."""
 
 unregistered_forwards = 0
-"""How many forwards in training mode came from routers that nobody held."""
+"""Forwards in training mode of routers without a session."""
 
 
 def register(router: Any, source: RoutingSource, dispatchers: Iterable[Any] = ()) -> None:
@@ -99,25 +99,26 @@ def unregister(router: Any, source: RoutingSource) -> None:
 
 
 def forget() -> None:
-    """Forget the routers that no session holds: a backward without a tape runs them live again."""
+    """Forget the routers without a session: a backward without a tape runs them live again."""
     for router in [router for router, registration in _registrations.items() if not registration.sources]:
         del _registrations[router]
 
 
 def sources_of(router: Any) -> list[RoutingSource]:
-    """Return who holds a router, the innermost last."""
+    """Return the sources that are registered for a router, the innermost last."""
     registration = _registrations.get(router)
     return list(registration.sources) if registration else []
 
 
 def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry | None, RoutingSource | None, bool]:
-    """Return which of the four lines above answers this call of a router.
+    """Return the line of the four above that applies to this call of a router.
 
     Returns:
-        (the entry that it repeats, who decides, whether a tape is being written); both None: Megatron-Core's own code.
+        (the entry that it repeats, the source of its experts, whether a tape is being written); both None: Megatron-Core's
+        own code.
 
     Raises:
-        ReplayStateError: it repeats a forward that no tape tells of.
+        ReplayStateError: it repeats a forward without a tape.
     """
     run, repeats, is_written = tape.checkpoint_state()
     sources = registration.sources
@@ -127,13 +128,13 @@ def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry 
         entry = run.next(router, getattr(router, REPLAY_ARGUMENT, None))
         if entry.counter is not None:
             return entry, None, is_written
-        if sources:  # nobody held it
+        if sources:  # it ran without a session
             raise ReplayStateError(
                 f"MRR412: {tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, "
                 "live or driven: run that backward before the session begins."
             )
     elif repeats:
-        # With or without a session: no number of autograd says reliably whether this forward ran under an earlier one.
+        # With or without a session: no number of autograd shows reliably whether this forward ran under an earlier one.
         raise ReplayStateError(
             f"MRR412: {tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
             "session, or in a kind of checkpoint that is not known (known: those of torch, Megatron-Core and Transformer "
@@ -175,7 +176,7 @@ def check_runs_python(who: Any) -> None:
     """Raise if what runs now becomes part of a graph that runs again without Python, with the routes of this run.
 
     Args:
-        who: a router, or the words that name it.
+        who: a router, or words that name it.
 
     Raises:
         ReplayStateError: a CUDA graph is captured; make_fx, torch.export or torch.jit.trace traces; compiled autograd is on.
@@ -226,7 +227,7 @@ def install() -> None:
 
 
 def check_installed() -> None:
-    """Raise if somebody has put something else in a hook's place while routers are held.
+    """Raise if a hook was replaced while routers are registered.
 
     Raises:
         ReplayStateError: names what was replaced.
@@ -252,7 +253,7 @@ def _routing_hook(original: Any) -> Any:
         registration = _registrations.get(self)
         if registration is None:
             return _pass_on(original, self, logits, *args, **kwargs)
-        # The call before entered no dispatcher, if it was a recompute of the router alone or failed behind the routing.
+        # The call before entered no dispatcher, if it was a recompute of the router alone, or failed after the routing.
         dispatch.thread.left.pop(self, None)
         if not registration.sources and _is_left_to(getattr(self, REPLAY_ARGUMENT, None)):
             return _pass_on(original, self, logits, *args, **kwargs)
@@ -278,7 +279,7 @@ def _routing_hook(original: Any) -> Any:
             count_wrong(call.counter, call.used, routing_map)
         if call is not None and call.counter.topk_again:
             call.check_probabilities(probs)
-        # Behind the routing, so that a forward that raises has written nothing.
+        # After the routing, so that a forward that raises has written nothing.
         if is_written:
             tape.write(Entry(self, None) if call is None else call.entry())
         if call is not None and call.source is not None:
@@ -306,7 +307,7 @@ def _count_unregistered(router: Any) -> None:
 
 
 def _is_left_to(replay: Any) -> bool:
-    """Return whether a router that no session holds asks its own RouterReplay, which reads and writes tapes itself."""
+    """Return whether a router without a session uses its own RouterReplay, which reads and writes tapes itself."""
     if not hasattr(replay, "is_active"):
         return False
     run, repeats, _ = tape.checkpoint_state()
@@ -314,7 +315,7 @@ def _is_left_to(replay: Any) -> bool:
 
 
 def _pass_on(original: Any, router: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Run Megatron-Core's own routing, for a router that no session holds."""
+    """Run Megatron-Core's own routing, for a router without a session."""
     replay: Any = getattr(router, REPLAY_ARGUMENT, None)
     if getattr(replay, "is_active", False):
         routed = replay.run_checked(router, lambda: original(router, logits, *args, **kwargs))
@@ -327,7 +328,7 @@ def _topk_hook(original: Any) -> Any:
     def topk_routing_with_score_function(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         call = _thread.call
         if call is not None:
-            # The fused function asks nobody.
+            # The fused function does not call `get_replay_topk`.
             kwargs[REPLAY_ARGUMENT], kwargs["fused"] = call, False
         routed: tuple[Tensor, Tensor] = original(*args, **kwargs)
         return routed
@@ -350,5 +351,5 @@ def _inference_hook(original: Any) -> Any:
 
 
 def is_hook(function: Any) -> bool:
-    """Return whether a function is a hook itself; `functools.wraps` copies the mark to what is put around one."""
+    """Return whether a function is a hook itself; `functools.wraps` copies the mark to a wrapper around one."""
     return getattr(function, "is_hook", None) is function

@@ -1,8 +1,8 @@
-"""RouterReplay: Megatron-Core's own class, with its interface, and without what goes wrong there in silence.
+"""RouterReplay: a subclass of Megatron-Core's class with the same interface, which raises where that is silently wrong.
 
 It is a subclass, so the list of instances, the enum and the static helpers are Megatron-Core's own. Code that drives
-them drives this: a missing or misshaped target raises, and a recompute uses what the tape of its forward says, in any order
-of backwards. Without a tape REPLAY_BACKWARD takes the targets first in, first out, as Megatron-Core documents.
+them drives this: a missing or misshaped target raises, and a recompute uses the experts on the tape of its forward, in any
+order of backwards. Without a tape REPLAY_BACKWARD takes the targets first in, first out, as Megatron-Core documents.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 
     Attributes:
         target_topk_idx: [num_tokens, topk] the routes the next REPLAY_FORWARD uses, or None.
-        recorded_topk_idx: [num_tokens, topk] int64, a copy of what the last RECORD forward chose, or None; with a static
+        recorded_topk_idx: [num_tokens, topk] int64, a copy of the experts of the last RECORD forward, or None; with a static
             buffer the part of the buffer that was written.
-        router_replay_action: what the next forward does; None: route live.
+        router_replay_action: the action of the next forward; None: route live.
         replay_backward_list: FIFO of targets, filled by `set_target_indices`. Each forward or recompute under REPLAY_BACKWARD
             takes one entry off; a recompute of a checkpoint uses what its forward used.
         static_buffer: [max_tokens, topk] that recordings are written into, or None; Megatron-Core's own, since 0.17.
@@ -49,14 +49,14 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._action: Any = None
-        self._checked: Any = None  # the router whose settings are known to be replayable
+        self._checked: Any = None  # the router with settings that were checked
         self.static_buffer: Tensor | None = None  # 0.16 has neither
         self.layer_number: int | None = None
         super().__init__()
 
     @property
     def is_active(self) -> bool:
-        """Whether an action is set."""
+        """Return whether an action is set."""
         return self._action is not None
 
     @property
@@ -89,7 +89,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             )
         # All are checked before the first is set: a step with targets of two batches would train.
         for instance, target in zip(instances, as_targets(all_layers_topk_indices)):
-            # One of Megatron-Core's own class may be listed beside ours.
+            # The list may have one of Megatron-Core's own class, too.
             keep = instance._keep_target if isinstance(instance, RouterReplay) else instance.set_target_indices
             keep(target)
 
@@ -118,11 +118,11 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             super().record_indices(topk_indices)
 
     def run_checked(self, router: Any, route: Callable[[], Any]) -> Any:
-        """Run a router's routing while this is driven; the hook calls it.
+        """Run a router's routing while an action is set; the hook calls it.
 
         Raises:
             UnsupportedRouterError: the router's selection cannot be replayed exactly.
-            ReplayStateError: the routing did not ask this object.
+            ReplayStateError: the routing did not call this object.
         """
         if self._checked is not router:
             reasons = refusals(router)
@@ -133,7 +133,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
                     f"MRR401: cannot replay {tape.layer_of(router)} exactly: " + "; ".join(reasons)
                 )
             self._checked = router
-        self._asked = False  # until the routing asks
+        self._asked = False  # until the routing calls `get_replay_topk`
         routed = route()
         if not self._asked and not getattr(router, "is_hash_layer", False):
             raise ReplayStateError(
@@ -169,7 +169,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         action = self._action
         run, repeats, is_written = tape.checkpoint_state()
         if run is not None or action in _REPLAYS or (action is not None and self.static_buffer is None):
-            # Recording into a static buffer is what a captured graph may do: it writes to the same address in every run.
+            # A captured graph may record into a static buffer: it writes to the same address in every run.
             hooks.check_runs_python("a recompute" if action is None else f"a RouterReplay under {action.name}")
         request = TopKRequest(scores, topk, num_groups, group_topk, default_compute_topk)
         used: Tensor | None = None
@@ -186,7 +186,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         elif action is not None:
             used = request.live_topk()[1]
             self._check_holds(scores.shape[1])
-            if not repeats:  # a recompute must not overwrite what a forward recorded
+            if not repeats:  # a recompute must not overwrite its forward's record
                 self.record_indices(used)
         if used is None:
             values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -198,7 +198,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         return values, indices
 
     def _recall(self, run: tape.Run) -> Tensor | None:
-        """Return what the forward of this recompute used; None: it ran live."""
+        """Return the experts that the forward of this recompute used; None: it ran live."""
         used: Tensor | None = run.next(self).topk_indices
         if self._action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
             self.replay_backward_list.pop(0)
@@ -276,7 +276,7 @@ def as_targets(targets: Sequence[Any]) -> list[Tensor]:
                 "negative; rows without a route are for a session, which lets the live router decide them."
             )
     for target in copies:
-        if not target.is_inference():  # whose writes nobody counts: it is checked at each use
+        if not target.is_inference():  # which has no version: it is checked at each use
             setattr(target, _CHECKED, target._version)
     return copies
 
@@ -318,7 +318,7 @@ def install() -> None:
     if built:
         raise ReplayStateError(
             f"MRR417: install() comes before the model: {built} RouterReplay objects of Megatron-Core's own class exist, and "
-            "would be driven beside ours. Call it before the model is built; if their model is gone, call "
+            "would not be ours. Call it before the model is built; if their model is gone, call "
             "RouterReplay.clear_global_router_replay_instances() first. A session needs no install()."
         )
     hooks.install()

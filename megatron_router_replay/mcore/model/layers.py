@@ -1,4 +1,4 @@
-"""What a model says of its own layers: how many it has, and which of them route; the same on every rank."""
+"""The layers of a model: their number, and those that route; the same on every rank."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int
         model_chunks: the model or its chunks on this rank, wrapped or not.
 
     Raises:
-        LayoutError: the model does not say (it has no config of Megatron-Core), or the routers of this rank are in
-            different layers than it says.
+        LayoutError: the model has no config of Megatron-Core, or the routers of this rank are in different layers than the
+            config states.
 
     Source: Megatron-Core 0.16.1 to 0.19.2, HybridModel (MambaModel before 0.18): the symbols of its pattern, E routes; all
     other models, gpt_layer_specs.get_gpt_decoder_layer_specs: moe_layer_freq.
     """
     chunks = as_chunks(model_chunks)
     numbers = _moe_layers(unwrap(chunks[0]))
-    # The config is compared with what was built, because a spec of the user's own may not follow it.
+    # The config is compared with the built layers, because a spec of the user's own may not follow it.
     walks = list(map(walk, chunks))
     routers = [found for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
     here = {found.layer_number for found in routers if not found.is_mtp}
@@ -96,7 +96,7 @@ def check_trace_layers(
 
     Raises:
         TraceError: a router of this rank has no routes, a layer of this rank with routes is dense, or there are routes for a
-            layer behind the model's last one.
+            layer after the model's last one.
     """
     chunks = as_chunks(model_chunks)
     model = unwrap(chunks[0])
@@ -119,7 +119,7 @@ def check_trace_layers(
             f"MRR405: the trace has routes for layer {dense[0]}, but that layer of the model is dense: it is of "
             f"another model, or its layers are shifted.{_how_to_renumber(layer_numbers, chunks)}"
         )
-    # Behind the decoder's numbers come those of the multi-token-prediction block, as `find_routers` counts them.
+    # After the decoder's numbers come those of the multi-token-prediction block, as `find_routers` counts them.
     config: Any = getattr(model, "config", None)
     last = decoder + (getattr(config, "mtp_num_layers", None) or 0) * len(mtp_pattern(model) or "1")
     beyond = sorted(number for number in trace_layers if number > last)

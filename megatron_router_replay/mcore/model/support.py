@@ -1,4 +1,4 @@
-"""Which routers can be replayed exactly, and why the others cannot."""
+"""Checks that routers can be replayed exactly, and reasons for those that cannot."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_supported(routers: Sequence[FoundRouter]) -> bool:
         routers: of all the model's chunks on this rank.
 
     Raises:
-        UnsupportedRouterError: names the layers at fault and the config field behind it.
+        UnsupportedRouterError: names the layers at fault and the config field.
     """
     refused: dict[str, list[FoundRouter]] = {}
     for found, reasons in zip(routers, refusals_of(routers)):
@@ -79,7 +79,7 @@ def refusals_of(routers: Sequence[FoundRouter]) -> list[list[str]]:
 
 
 def _uneven_refusals(found: FoundRouter, first: FoundRouter) -> Iterator[str]:
-    """Yield in what a router differs from the first one: a trace has one topk and one num_experts for all layers."""
+    """Yield how a router differs from the first one: a trace has one topk and one num_experts for all layers."""
     for name in ("topk", "num_experts"):
         one, other = getattr(first.router, name, None), getattr(found.router, name, None)
         if one is not None and one != other:
@@ -104,7 +104,7 @@ def refusals(router: nn.Module) -> list[str]:
 
 
 def _foreign_dispatch_refusals(router: Any) -> Iterator[str]:
-    """Yield why what the dispatcher sends is not what the router chose.
+    """Yield why the dispatcher sends tokens to different experts than the router chose.
 
     Source: slime 624b824a, routing_replay.register_ordered_topk_capture and alignment.deepgemm_moe_forward: the bridge keeps
     the indices of its own top-k and gives them to DeepEP in place of the routing map.

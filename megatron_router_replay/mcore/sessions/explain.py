@@ -1,4 +1,4 @@
-"""What a session would do with each router of a model: `mrr.explain`."""
+"""`mrr.explain`: the verdict of a session on each router of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_router_replay.mcore.model.upstream import check_version
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSupport:
-    """What a session would do with one router.
+    """The verdict of a session on one router.
 
     Args:
         chunk: index of its model chunk.
@@ -69,14 +69,14 @@ class Explanation(tuple[RouterSupport, ...]):
     """Every router of a model, in order of chunk and layer. It prints as a table, with one line for many alike.
 
     Attributes:
-        indexers: the layers with sparse attention, whose positions no session holds: `freeze_recompute` refuses them.
+        indexers: the layers with sparse attention. No session freezes their positions, so `freeze_recompute` refuses them.
     """
 
     indexers: tuple[str, ...] = ()
 
     @property
     def replayable(self) -> bool:
-        """Whether the model has routers and all of them can be replayed."""
+        """Return whether the model has routers and all of them can be replayed."""
         return bool(self) and all(router.replayable for router in self)
 
     def __str__(self) -> str:

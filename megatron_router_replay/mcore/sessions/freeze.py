@@ -21,7 +21,7 @@ class Frozen:
 
     Args:
         freeze: the session.
-        counters: counter and dtype of each router, by its id: the hook asks only for routers that are alive and held.
+        counters: counter and dtype of each router, by its id: the hook calls this only for registered routers, which live.
     """
 
     kind = "freeze_recompute"
@@ -32,11 +32,11 @@ class Frozen:
         self._counters = counters
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
-        """Return what a router's forward uses; see `RoutingSource`."""
+        """Return the state of a router's call; see `RoutingSource`."""
         counter, dtype = self._counters[id(router)]
         if not (is_written or counter.verify or counter.balance_off):
             counter.add(forwards=1)
-            return None  # nothing of it is needed again
+            return None  # no recompute follows
         return RoutingCall(router, counter, dtype, source=self, is_written=is_written)
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> None:

@@ -1,7 +1,7 @@
-"""What all sessions share: they hold a model's routers from `start` until they are left, and then verify.
+"""The base of all sessions: register for a model's routers at the start, release them at the end, then check.
 
-start       the routers are held: the hook asks what they use
-close       the routers are released, and what the session saw is judged
+start       register: from now on the hook takes experts from this session
+close       release the routers, and check the counts of the session
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RouterState:
         counter: what the session counts of it.
         chunk_index: which chunk of the session has it.
         dtype: of the indices that are kept.
-        chunk: whose micro-batches it routes, or routes live beside; None: it is only frozen.
+        chunk: the one that it belongs to; None: it is only frozen.
         position: its place among the routers that take part; -1: it is live, and frozen in recomputes.
     """
 
@@ -58,7 +58,7 @@ class RouterState:
 
 
 class Session:
-    """A model's routers, held until `close()` or the end of a `with` block.
+    """A session on a model's routers, until `close()` or the end of a `with` block.
 
     Made and started by `record`, `replay` and `freeze_recompute`. Leaving the block releases the routers in every case;
     without an exception it also verifies.
@@ -79,7 +79,7 @@ class Session:
         self._modules = as_chunks(model_chunks)
         self._walks: list[Walk] = []  # while the session is opened
         found = self._find_routers()
-        # Maps that leave the hook of a Megatron-Core that was never read are verified, asked for or not.
+        # Maps that leave the hook of a Megatron-Core that was never read are always verified.
         verify_routing = check_supported([router for routers in found for router in routers])
         self._verify, self._verify_routing = verify, verify_routing
         check_balance(balance)
@@ -101,16 +101,16 @@ class Session:
         return found
 
     def _start(self) -> Self:
-        """Registration the routers; nothing is held before.
+        """Register for the routers; nothing is registered before.
 
         Raises:
-            ReplayStateError: a router is held by another session, or driven by its own RouterReplay; or this one was closed.
+            ReplayStateError: a router has another session, or its own RouterReplay has an action; or this one was closed.
         """
         self._check_open()
         self._walks = []
         hooks.install()
         hooks.check_installed()
-        # All are checked before the first is held, so a model that is partly under a session stays as it was.
+        # All are checked before the first is registered, so a model that is partly under a session stays as it was.
         for router, router_state in self._routers.items():
             self._check_free(router, router_state.found)
             if self._balance == "off":
@@ -121,13 +121,13 @@ class Session:
         return self
 
     def microbatch(self, *args: Any, **options: Any) -> None:
-        """Refuse: such a session follows the model by itself."""
+        """Raise ReplayStateError: such a session takes no micro-batches."""
         self._check_open()
         raise ReplayStateError(f"MRR407: a {self.kind} session takes no micro-batches: just run the model.")
 
     @property
     def report(self) -> SessionReport:
-        """What the session did so far on this rank. On a GPU, reading it waits for the device."""
+        """Return the counts of the session so far, on this rank. On a GPU, reading them waits for the device."""
         self._read()
         routers = list(self._routers.values())
         counting = [each for each in routers if each.counter.counts_flips]
@@ -151,17 +151,18 @@ class Session:
         """Release the routers, then verify. The end of a `with` block without an exception does so. A second call does
         nothing.
 
-        Where torch.distributed is initialised, `record` and `replay` sessions tell each other a few numbers here, over
-        `group`: every rank that has such a session must leave it. So all ranks of the group raise, or none. A rank that
-        left its block by an exception has said so, and nobody waits for it.
+        Where torch.distributed is initialised, `record` and `replay` sessions exchange a few numbers here, over `group`:
+        every rank that has such a session must leave it. So all ranks of the group raise, or none. A rank that leaves its
+        block by an exception publishes that, and no rank waits for it.
 
         Args:
-            verify: False: only release the routers, as a block does that is left by an exception. The other ranks are told.
+            verify: False: only release the routers, as a block does that is left by an exception. The ranks of the group
+                learn this.
 
         Raises:
             ReplayStateError: on this rank or another one, a router forwarded more or less often than micro-batches were
-                queued, nothing ran, somebody replaced what asks this session, or a routing map was not as decided; no token
-                of the group was replayed, or fewer than asked for; or another rank failed.
+                queued, nothing ran, a hook was replaced, or a routing map had different experts; no token of the group was
+                replayed, or fewer than `min_replayed`; or another rank failed.
             LayoutError: a check on the device failed.
         """
         if self._closed:
@@ -212,23 +213,23 @@ class Session:
             self._release()
 
     def _source(self) -> RoutingSource:
-        """Return what decides for the routers while they are held."""
+        """Return the source that the hook registers for the routers."""
         raise NotImplementedError
 
     # ---- the end
     def _tallies(self) -> list[Counts]:
-        """Return what is counted, some of it on a device."""
+        """Return all counts of the session, some of them on a device."""
         return [each.counter for each in self._routers.values()]
 
     def _read(self) -> None:
-        """Bring to the host what was counted on a GPU, in one wait."""
+        """Bring counts of a GPU to the host, in one wait."""
         Counts.read(self._tallies())
 
     def _num_microbatches(self) -> int:
         raise NotImplementedError
 
     def _faults(self) -> list[str]:
-        """Return what is wrong with the hooks and the model, while the routers are held."""
+        """Return the faults of hooks and model, while the routers are registered."""
         problems = []
         try:
             hooks.check_installed()
@@ -237,11 +238,11 @@ class Session:
         return problems + self._exchanged_routers()
 
     def _settled(self, problems: list[str]) -> list[str]:
-        """Return this rank's problems, and those of the ranks that judge with it."""
+        """Return this rank's problems, and those of its group."""
         return problems
 
     def _exchanged_routers(self) -> list[str]:
-        """Return which routers the session did not reach: they were built into the model, or changed, meanwhile."""
+        """Return the routers that the session did not reach, because they were exchanged or changed during it."""
         problems = []
         for module in self._modules:
             for found in find_routers(module):
@@ -268,10 +269,10 @@ class Session:
         for router in self._routers:
             hooks.unregister(router, self._source())
 
-    # ---- what the constructor does
+    # ---- parts of the constructor
     def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, flips: bool) -> None:
         for found in routers:
-            if found.router in self._routers:  # a freeze may hold one that two chunks share
+            if found.router in self._routers:  # a freeze may have one that two chunks share
                 shared = self._routers[found.router].found.dispatchers
                 found = replace(found, dispatchers=(*shared, *found.dispatchers))
             self._routers[found.router] = RouterState(
