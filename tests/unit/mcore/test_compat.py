@@ -83,8 +83,8 @@ def test_where_nobody_here_has_read_what_routes_every_decision_is_verified(monke
     with freeze:
         chunk(tokens()).float().sum().backward()
     assert (freeze.report.decisions["wrong"], freeze.report.decisions["verified"]) == (0, 48)
-    chunk.config.moe_expert_capacity_factor = 1.0
-    with pytest.raises(UnsupportedRouterError, match=r"cannot verify layer 1 .*moe_expert_capacity_factor=1\.0"):
+    chunk.config.moe_expert_capacity_factor = 4.0  # nothing is dropped by probability
+    with pytest.raises(UnsupportedRouterError, match=r"cannot verify layer 1 .*moe_expert_capacity_factor=4\.0"):
         mrr.freeze_recompute(chunk)
 
 
