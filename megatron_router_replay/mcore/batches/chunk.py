@@ -24,8 +24,8 @@ class Chunk:
         outermost: the model as the schedule calls it, with its wrappers.
         replayed_routers: the routers that route micro-batches.
         rank: this process, for messages.
-        session: is told of forwards that begin and of micro-batches that all routers routed. It is held weakly, for the hooks
-            stand on the model: a session whose handle is dropped shall be gone.
+        session: is told of forwards that begin and of micro-batches that all routers routed. It is held weakly, so
+            that the hooks on the model keep no session that was closed.
     """
 
     def __init__(

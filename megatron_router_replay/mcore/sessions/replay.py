@@ -381,7 +381,7 @@ def replay(
             group together; a smaller share raises on every rank when the session ends. None: at least one token must be
             replayed. 0: a session also ends in order if nothing ran, or if all tokens are padding; it still raises if no
             token had a route. 1: every row has a route, or the session raises. With routes on a GPU this avoids a live top-k
-            in every router, which is taken if the host cannot see whether all rows have one.
+            in every router, which is taken if the host cannot see whether all rows have one, or which are padding.
         min_agreement: how far the live router must agree with the replayed routes: 1 means the same experts, 0 no more of
             them than by chance. One layer of each micro-batch takes its live top-k, without a host sync, and the group
             judges layers and samples when the session ends. 0.5 is strict. 0 turns the check off, for routes that belong
