@@ -1,4 +1,4 @@
-"""What inference engines return -> RoutingTrace, without importing an engine.
+"""Replies of inference engines -> RoutingTrace, without importing an engine.
 
 An engine is a file in `decoders/` and a line below: `mrr.engines.vllm`, `sglang`, `sglang_jax` and `megatron`. Each has
 `decode` for one sample and `decode_batch` for several, with the same options (`DecodeOptions`), as in
@@ -39,7 +39,7 @@ __all__ = [
     "vllm",
 ]
 
-_ARRAY = "array.decode(routes, model=..., axes=(...)) reads its arrays, whose axes and layers you name."
+_ARRAY = "array.decode(routes, model=..., axes=(...)) reads its arrays: name their axes and layers."
 
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -27,7 +27,7 @@ def decode(
     last_token_routed: bool | None = None,
     **options: Unpack[SampleOptions],
 ) -> RoutingTrace:
-    """Return the routes of one sample from an array whose axes are named.
+    """Return the routes of a sample from an array with named axes.
 
     Args:
         result: numpy, torch or nested lists, any integer dtype.

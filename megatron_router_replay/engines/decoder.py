@@ -34,7 +34,7 @@ LayRows = Callable[[Reply, ModelRoutingInfo, SampleTokens, DecodeOptions], RowLa
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Decoder:
-    """Turns the results of one engine into a RoutingTrace.
+    """Turns the results of an engine into a RoutingTrace.
 
     Args:
         title: of the engine, in messages.
@@ -53,13 +53,13 @@ class Decoder:
     def decode(
         self, result: Any, *, model: ModelLike, choice: int | None = None, **options: Unpack[SampleOptions]
     ) -> RoutingTrace:
-        """Return the routes of one sample, a row for each of its S tokens.
+        """Return the routes of a sample, a row for each of its S tokens.
 
         The last row, and those before `start`, have no route.
 
         Args:
             result: a reply of the engine in any form that its file in `engines/decoders` lists, or the list of all chunks
-                of one stream.
+                of a stream.
             model: ModelRoutingInfo, or the Hugging Face config as a dict, object or path.
             choice: the index of the choice to take of several.
             options: token_ids, start and the other fields of `engines.DecodeOptions`.
@@ -98,7 +98,7 @@ class Decoder:
         """Return the routes of all samples of a response or of a list of results.
 
         Args:
-            results: a response, whose choices come sorted by their index, or a list of results, each as `decode` takes it
+            results: a response (its choices come sorted by their index) or a list of results, each as `decode` takes it
                 (the chunks of a stream are one result, a list in the list).
             model: as for `decode`.
             token_ids, num_tokens, sample_ids: one for each sample, in the order of the result.
@@ -132,7 +132,7 @@ class Decoder:
         return self.trace_of(replies, each, info)
 
     def read(self, result: Any) -> list[Reply]:
-        """Return the replies of one result."""
+        """Return the replies of a result."""
         for item in result if isinstance(result, (list, tuple)) else [result]:
             refuse_non_reply(item, self.title)
         return self.reader.read(result)

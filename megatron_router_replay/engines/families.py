@@ -1,4 +1,4 @@
-"""Which hidden layers of a Hugging Face model have routed experts, by its model_type: read off each model's own code.
+"""The hidden layers with routed experts of a Hugging Face model, by its model_type: read off each model's own code.
 
 `FAMILIES` names the rules of each model_type; a rule turns the config's fields into [is MoE] for each hidden layer. A config
 that states its layers in several ways must state the same. A model type that is not listed here raises: nothing is guessed. A
@@ -14,7 +14,7 @@ from megatron_router_replay.errors import PayloadError
 
 Config = Mapping[str, Any]
 LayerRule = Callable[[Config, int], list[bool] | None]
-"""A config and its number of layers -> which of them route, or None where its field says nothing."""
+"""A config and its number of layers -> which of them route, or None where its field is not enough."""
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """The fields that count the routed experts of a layer; all that a config has must agree."""
@@ -116,7 +116,7 @@ def _every_layer(config: Config, num_layers: int) -> list[bool]:
     """Source: transformers 5.23, MixtralDecoderLayer, GptOssDecoderLayer, Qwen3_5MoeDecoderLayer: no dense layers."""
     if config.get("mlp_only_layers"):
         raise PayloadError(
-            f"MRR303: a {config['model_type']} has routed experts in every layer, its config says mlp_only_layers="
+            f"MRR303: a {config['model_type']} has routed experts in every layer, its config has mlp_only_layers="
             f"{config['mlp_only_layers']}: the two contradict each other."
         )
     return [True] * num_layers
@@ -144,7 +144,7 @@ def _first_dense(config: Config, num_layers: int) -> list[bool]:
 
 
 def _layer_freq(config: Config, num_layers: int) -> list[bool] | None:
-    """A list of layers says it all, and some configs have nothing else; a number says nothing alone."""
+    """A list of layers is complete, and some configs have nothing else; a number alone is not."""
     return _first_dense(config, num_layers) if isinstance(config["moe_layer_freq"], (list, tuple)) else None
 
 
@@ -183,7 +183,7 @@ def _enumerated(config: Config, num_layers: int) -> list[bool]:
     layers = config["moe_layers_enum"]
     if isinstance(layers, str) and all(item.strip().isdecimal() for item in layers.split(",")):
         layers = [int(item) for item in layers.split(",")]
-    # Numbers behind the last layer are those of multi-token prediction.
+    # Numbers above the last layer are those of multi-token prediction.
     return _listed({**config, "moe_layers_enum": layers}, "moe_layers_enum", 1 << 20)[:num_layers]
 
 
@@ -217,4 +217,4 @@ _RULES: list[tuple[str, dict[str, LayerRule]]] = [
 ]
 
 FAMILIES: Mapping[str, dict[str, LayerRule]] = {name: rules for names, rules in _RULES for name in names.split()}
-"""model_type -> field -> the rule of which hidden layers route; it is asked where its field is there, that of "" always."""
+"""model_type -> field -> the rule of which hidden layers route; it applies where its field is there, that of "" always."""

@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says of a model's routing: which layers route, over how many experts, how many each.
+"""A Hugging Face config.json -> the routing of its model: the layers that route, their experts, and topk.
 
 Layer numbers are Megatron's, from 1: hidden layer i of the Hugging Face model is layer_number i + 1. Multi-token-prediction
 layers are not hidden layers and are left out. A model type that is not listed here raises: nothing is guessed.
@@ -72,7 +72,7 @@ class ModelRoutingInfo:
                 contradict each other; the message names them.
         """
         values = _load(config)
-        # A multimodal model's own type says nothing of its language model's layers; an omni model nests twice.
+        # A multimodal model's own type does not describe its language model's layers; an omni model nests twice.
         is_kimi_k3 = values.get("model_type") == "kimi_k3"
         for name in ("thinker_config", "text_config"):
             if values.get("model_type") not in FAMILIES and isinstance(values.get(name), Mapping):
@@ -80,7 +80,7 @@ class ModelRoutingInfo:
         model_type = values.get("model_type")
         if not isinstance(model_type, str):
             raise PayloadError(
-                "MRR303: the model config has no model_type (nor text_config.model_type): cannot tell its layers."
+                "MRR303: the model config has no model_type (nor text_config.model_type): its layers are unknown."
             )
         if model_type not in FAMILIES:
             raise PayloadError(

@@ -13,7 +13,7 @@ from megatron_router_replay.engines.payload import Array
 from megatron_router_replay.errors import PayloadError
 
 TokenIds = Sequence[int] | torch.Tensor | Array
-"""Token ids of one sample: [n] integers."""
+"""Token ids of a sample: [n] integers."""
 
 WeightVersion = int | Mapping[str, int]
 """The caller's number for the weights that chose the routes, or its number for each of the engine's names."""

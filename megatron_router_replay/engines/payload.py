@@ -60,7 +60,7 @@ def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes
     Raises:
         PayloadError: longer than `max_bytes` allows, or not base64.
     """
-    most = 4 * (max_bytes // 3 + 1)  # four characters hold three bytes
+    most = 4 * (max_bytes // 3 + 1)  # four characters for three bytes
     if len(text) > most:
         raise source.error(
             f"MRR305: {len(text)} base64 characters, at most {most} can belong to these tokens. "
@@ -70,7 +70,7 @@ def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes
         return decode_strictly(text)
     except (binascii.Error, ValueError) as error:
         raise source.error(
-            f"MRR310: not base64: {error}. Was the string cut on its way, or does it hold foreign characters?"
+            f"MRR310: not base64: {error}. Was the string cut on its way, or does it have foreign characters?"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""Results -> replies: one reader for all engines; a table for each engine names its fields.
+"""Results -> replies: a reader for all engines, and a table of field names for each.
 
-A result is a reply (a dict parsed from JSON, or a Python object), the list of the chunks of one stream, or an array. A reply
+A result is a reply (a dict parsed from JSON, or a Python object), the list of the chunks of a stream, or an array. A reply
 has choices, or is itself one. Choices are sorted by their `index`, in whatever order they arrive.
 
 The chunks of a choice are complete if the last one, and no earlier one, has a finish reason. A chunk that is lost or comes
@@ -33,7 +33,7 @@ FIELDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplyReader:
-    """Reads the results of one engine.
+    """Reads the results of an engine.
 
     Args:
         engine: for messages.
@@ -60,7 +60,7 @@ class ReplyReader:
     unwrap: Callable[[Any, Source], Any] = lambda value, source: value
 
     def read(self, result: Any) -> list[Reply]:
-        """Return the generated sequences of one result, in the order of their index.
+        """Return the generated sequences of a result, in the order of their index.
 
         Raises:
             PayloadError: there is no choice, one is lost or there twice, or a stream is incomplete.
@@ -93,14 +93,14 @@ class ReplyReader:
         return holders
 
     def _values(self, name: str, holders: Iterable[Any]) -> list[Any]:
-        """Return the values of a field, at most one of each holder."""
+        """Return the values of a field, at most one for each object."""
         values = (first_known(*(get_field(holder, known) for known in self.fields[name])) for holder in holders)
         return [value for value in values if value is not None]
 
     def _choices(self, chunks: Sequence[Any], source: Source) -> list[list[Any]]:
         """Return the parts of each choice in the order of the indexes: one part, or the chunks of its stream."""
         streams: dict[int, list[Any]] = {}
-        # The chunks of a response have one id, which None stands for here; bare chunks have an id of their choice.
+        # The chunks of a response have one id, at the key None here; bare chunks have an id of their choice.
         requests: dict[int | None, set[str]] = {}
         for chunk in chunks:
             pairs = _indexed(chunk, source, is_chunk=len(chunks) > 1)
@@ -157,7 +157,7 @@ class ReplyReader:
                 f"{self.keep_all} Is this a reply of another engine?"
             )
         if any(self._values(name, response) for name in self.shared):
-            # Without ids, n samples of one prompt look like one sample of each of n prompts.
+            # Without ids, n samples of a prompt look like a sample of each of n prompts.
             ids = [value for each in own for value in self._values("prompt_token_ids", each)[:1]]
             if len(ids) < len(choices) or len({as_token_ids(each, source=source).tobytes() for each in ids}) > 1:
                 raise source.error(
@@ -168,7 +168,7 @@ class ReplyReader:
     def _reply(
         self, parts: Sequence[Any], index: int, num_choices: int, response: Sequence[Any], source: Source
     ) -> Reply:
-        """Return the reply of one choice.
+        """Return the reply of a choice.
 
         Args:
             parts: the chunks of its stream, or the complete choice.

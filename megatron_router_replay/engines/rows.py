@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLayout:
-    """The arrays of one sample as an engine lays them out.
+    """The arrays of a sample as an engine lays them out.
 
     Args:
         parts: arrays [rows, layers, topk] that follow one another; the first row is token `start`.
@@ -255,7 +255,7 @@ def _check_row_count(sample: SampleRows) -> None:
 
 
 def _check_filler(sample: SampleRows, part: Array, filler: tuple[int, ...], first_row: int) -> None:
-    """Raise if a dense layer's column holds routes: the columns are then those of another model or release."""
+    """Raise if a dense layer's column has routes: the columns are then those of another model or release."""
     for column in filler:
         values = part[:, column]
         if not values.size or (values == 0).all() or (values == -1).all():
@@ -282,7 +282,7 @@ def find_columns(layout: RowLayout, model: ModelRoutingInfo) -> tuple[tuple[int,
 
 
 def most_ids(model: ModelRoutingInfo, tokens: SampleTokens) -> int:
-    """Return how many expert ids a text may hold for these tokens; a longer one is refused before it is decoded.
+    """Return the number of expert ids that a text may have for these tokens; a longer one is refused undecoded.
 
     More than are right: the check of rows can then say what is wrong with a few too many.
     """

@@ -27,7 +27,7 @@ from megatron_router_replay.trace import RoutingTrace
 
 
 class RoutingSegments:
-    """Joins the traces of one growing sequence; `append` them in order."""
+    """Joins the traces of a growing sequence; `append` them in order."""
 
     def __init__(self) -> None:
         self._first: RoutingTrace | None = None
@@ -120,7 +120,7 @@ class RoutingSegments:
         for name in ("layer_numbers", "num_experts", "topk"):
             if getattr(trace, name) != getattr(self._first, name):
                 raise PayloadError(
-                    f"MRR107: RoutingSegments: a segment with {name}={getattr(trace, name)} behind one with "
+                    f"MRR107: RoutingSegments: a segment with {name}={getattr(trace, name)} after one with "
                     f"{getattr(self._first, name)}: they are of different models."
                 )
         if ("weight_version" in self._rows) != ("weight_version" in new):
@@ -168,7 +168,8 @@ def join_prefill_decode(
         decode_reply = await post(decode_url, body | {"kv_transfer_params": ...})   # S - 1 rows, the last G - 1 count
         trace = join_prefill_decode(prefill_reply, decode_reply, engine=engines.vllm, model=checkpoint)
 
-    Only ids prove that two replies are of one request, so both must have those of their prompt, or take `prompt_token_ids`.
+    Only ids prove that two replies answer the same request, so both must have the ids of their prompt, or you pass
+    `prompt_token_ids`.
 
     Args:
         prefill_reply: of the prefill server, with a row for every token of the prompt: request one output token.
@@ -178,7 +179,7 @@ def join_prefill_decode(
         prompt_token_ids: where the replies do not have them.
 
     Returns:
-        [S, MoE layers, topk]: the prompt's rows from the prefill server, the others from the decode server.
+        [S, MoE layers, topk]: the prompt's rows from the prefill server, the rest from the decode server.
 
     Raises:
         PayloadError: as `decode`; the replies have different prompts, or a prompt row is missing in the prefill reply.

@@ -36,7 +36,7 @@ _NOUNS: dict[Kind, str] = {"prompt": "prompt tokens", "output": "output tokens",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleTokens:
-    """The tokens of one sample: how many, where the generation begins, and which, as far as known."""
+    """The tokens of a sample: their number, the start of the generation, and their ids, as far as known."""
 
     num_tokens: int
     num_prompt_tokens: int | None
@@ -209,7 +209,7 @@ def stamp_versions(reply: Reply, tokens: SampleTokens, given: WeightVersion | No
 
 def _as_numbers(names: Sequence[str], given: int | None, source: Source) -> dict[str, int]:
     """Return the integers that the names of an engine are; {} if they are none and the caller gives no number."""
-    # Ten digits hold every integer of 32 bits; a name that is longer is a name.
+    # Ten digits are enough for every integer of 32 bits; a longer name is a name.
     if all(len(name) <= 11 and name.isascii() and name.removeprefix("-").isdigit() for name in names):
         numbers = {name: int(name) for name in names}
         if given is None or given in numbers.values():

@@ -50,7 +50,7 @@ def _unwrapped(value: Any, source: Source) -> Any:
     # that were cast to a narrow dtype before they were sent must be seen to be of it.
     array, limits = as_array(content["data"], source=source), np.iinfo(content["dtype"])
     if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
-        raise source.error(f"MRR310: holds ids that {content['dtype']}, its dtype, does not.")
+        raise source.error(f"MRR310: has ids that {content['dtype']}, its dtype, cannot represent.")
     return array.astype(content["dtype"])
 
 
@@ -59,7 +59,7 @@ def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: 
         parts=(as_array(reply["routed_experts"], source=reply.source),),
         columns=tuple(range(len(model.moe_layer_numbers))),
         explain_surplus="Are these the ids of this very request? Megatron sends no surplus rows; the parts of a request that "
-        "was suspended are concatenated, each from its first token on: decode each part by itself.",
+        "was suspended are concatenated, each from its first token on: decode each part alone.",
     )
 
 

@@ -67,7 +67,7 @@ def test_one_row_more_or_less_is_a_shift(form, start):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_that_are_lost_or_absent_raise_or_are_live(form):
+def test_rows_that_are_lost_or_absent_raise_or_are_live_and_counted(form, caplog):
     for missing, value, message in (
         (slice(0, P), 0, r"21 routes are all zero.* rows 0\.\.6"),
         ([4, 5], -1, r"2 rows 4\.\.5"),
@@ -79,6 +79,7 @@ def test_rows_that_are_lost_or_absent_raise_or_are_live(form):
         with pytest.raises(PayloadError, match=message):
             decode(form, rows, PROMPT, OUTPUTS[0], model=MODEL)
         trace = decode(form, rows, PROMPT, OUTPUTS[0], model=MODEL, missing="live")
+        assert f"{S - 1 - int(trace.replay_mask.sum())} rows have no route; the live router decides" in caplog.text
         kept = np.ones(S, bool)
         kept[missing], kept[-1] = False, False
         assert trace.replay_mask.tolist() == kept.tolist()
@@ -334,7 +335,9 @@ def test_sglang_qwen3_moe_sends_ids_on_dense_layers():
     values |= {"decoder_sparse_step": 1, "mlp_only_layers": [0]}
     array = np.concatenate([ROWS[0][:, :1], ROWS[0]], axis=1).astype(np.int32)
     check(engines.sglang.decode(array, model=values, token_ids=IDS))
-    refused("column 0 is of a dense layer", engines.vllm.decode, array, model=values, token_ids=IDS)
+    qwen2 = values | {"model_type": "qwen2_moe"}
+    for decoder, model in ((engines.vllm, values), (engines.sglang, qwen2), (engines.sglang_jax, values)):
+        refused("column 0 is of a dense layer", decoder.decode, array, model=model, token_ids=IDS)
 
 
 # Megatron's text generation server and serialised requests, as 0.17 to 0.19 send them
@@ -391,6 +394,9 @@ def test_serialised_requests():
     old = request | {"routing_indices": ["tensor", ROWS[0].tolist()], "prompt_tokens": PROMPT}
     for one in engines.megatron.decode_batch([request, old], model=MODEL).samples():
         check(one)
+    short = {name: value for name, value in request.items() if name != "prompt_tokens"} | {"prompt_length": P}
+    check(engines.megatron.decode(short, model=MODEL, prompt_token_ids=PROMPT))  # 0.19 leaves the prompt out
+    refused(f"prompt_length={P}, but {P - 1} prompt", engines.megatron.decode, short, prompt_token_ids=PROMPT[1:])
 
 
 # Arrays with named axes

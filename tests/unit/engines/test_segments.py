@@ -143,3 +143,52 @@ def test_versions_come_from_the_trace_or_from_the_caller():
         )
         with pytest.raises(PayloadError, match=r"(topk|num_experts)=.* of different models"):
             segments.append(other, weight_version=5)
+
+
+# The replies of a prefill and a decode server
+
+P, G = 20, 21
+PROMPT, OUTPUT = tokens(P, seed=3), tokens(G, seed=4)
+ROWS = routes(P + G - 1, 3, num_experts=32, topk=4)
+
+
+def join(first, second, **options):
+    replies = [vllm_output(np.asarray(each[0]).astype(np.int32), *each[1:]) for each in (first, second)]
+    return engines.join_prefill_decode(*replies, engine=engines.vllm, model=MODEL, **options)
+
+
+@pytest.mark.parametrize("rubbish", [0, 99, ROWS[20:40]], ids=["zeros", "no experts", "an earlier request's"])
+def test_the_decode_servers_rows_of_the_prompt_are_ignored(rubbish):
+    rows = ROWS.copy()
+    rows[:P] = rubbish
+    trace = join((ROWS[:P], PROMPT, [7]), (rows, PROMPT, OUTPUT), sample_id="a")
+    assert torch.equal(trace.topk_indices[:-1].long(), torch.from_numpy(ROWS))
+    assert trace.replay_mask.tolist() == [True] * (P + G - 1) + [False]
+    assert (trace.token_ids.tolist(), trace.sample_ids) == (PROMPT + OUTPUT, ("a",))
+
+
+LOST = np.concatenate([ROWS[:30], np.zeros_like(ROWS[:1]), ROWS[31:]])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((ROWS[: P - 1], PROMPT[:-1], [7]), (ROWS, PROMPT, OUTPUT), "prompt of 19 tokens, the decode reply of 20"),
+        ((ROWS[:P], [*PROMPT[:-1], 1], [7]), (ROWS, PROMPT, OUTPUT), "token 19 is"),
+        ((ROWS[: P - 1], PROMPT, []), (ROWS, PROMPT, OUTPUT), "no route of prompt token 19: request one output token"),
+        ((ROWS[:P], PROMPT, [7]), (ROWS[:-1], PROMPT, OUTPUT), "has 39 rows"),
+        ((ROWS[:P], PROMPT, [7]), (LOST, PROMPT, OUTPUT), "all zero.* row 30"),
+    ],
+)
+def test_replies_of_different_requests_are_not_joined(first, second, message):
+    with pytest.raises(PayloadError, match=message):
+        join(first, second)
+
+
+def test_nothing_proves_that_replies_without_ids_are_of_one_request():
+    replies = [
+        {"choices": [{"index": 0, "routed_experts": ROWS[:n]}], "usage": {"prompt_tokens": P, "completion_tokens": g}}
+        for n, g in ((P, 1), (P + G - 1, G))
+    ]
+    with pytest.raises(PayloadError, match="a turn has no token ids, so nothing proves"):
+        engines.join_prefill_decode(*replies, engine=engines.vllm, model=MODEL)
