@@ -1,10 +1,9 @@
-"""What `diff_traces` costs beside reading the two files, and how much memory it takes.
+"""Measure time and memory of `diff_traces`, and the time to read its two files.
 
 python -m benchmarks.diff [MB of routes in each trace, default 1000]
 
-Reading is what any comparison must do: both files, block by block, checksums and ids checked. Read and diff run in turns in
-a process of their own, whose peak resident memory is its whole life's. CPU time stands beside wall time, for machines that
-others use too.
+Every comparison must read both files block by block and check their checksums and ids. Reads and diffs alternate in a process
+of their own, so its peak memory is theirs. CPU time is printed too, because other programs may use the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ DIFFERENT = (0.0, 0.05)
 
 
 def make_trace(megabytes: int, different: float) -> mrr.RoutingTrace:
-    """Routes of distinct ids, cheap to make: the same few samples over and over, a share of their decisions changed."""
+    """Return routes of distinct ids: the same eight samples again and again, with a share of their decisions changed."""
     num_samples = megabytes * 1_000_000 // (LAYERS * TOPK * SAMPLE)
     generator = torch.Generator().manual_seed(1)
     first = torch.randint(EXPERTS, (8, SAMPLE, LAYERS, 1), generator=generator)
@@ -61,7 +60,7 @@ def diff_both(a: str, b: str) -> None:
 
 
 def measure(a: str, b: str, repeats: int) -> dict[str, float]:
-    """Seconds of both in turns (the best of each), and this process's memory in MB."""
+    """Return the best seconds of a read and of a diff, and this process's memory in MB."""
     before = peak_bytes()
     best: dict[str, tuple[float, float]] = {}
     ways: dict[str, Callable[[str, str], None]] = {"read": read_both, "diff": diff_both}

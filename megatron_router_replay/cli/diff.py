@@ -10,6 +10,7 @@ import typer
 from megatron_router_replay.cli.output import Json, Out, check_out, emit, progress, reporting_errors, say
 
 StepOf = typer.Option(help="The step, if it is a folder of several.", metavar="N")
+RunOf = typer.Option(help="The run, if several saved that step.", metavar="RUN")
 NameOf = typer.Option(help="Its name in texts; the file's name by default.", metavar="NAME")
 
 
@@ -17,12 +18,14 @@ def diff(
     a: Annotated[Path, typer.Argument(help="A trace file, or a folder of the ranks' parts or steps.", metavar="A")],
     b: Annotated[Path, typer.Argument(help="The trace to compare with it.", metavar="B")],
     html: Annotated[
-        Path | None, typer.Option(help="Also write a page: a map of the differences, and tables.", metavar="FILE")
+        Path | None, typer.Option(help="Also write a page: a map of layers by positions, and the text.", metavar="FILE")
     ] = None,
     name_a: Annotated[str, NameOf] = "",
     name_b: Annotated[str, NameOf] = "",
     step_a: Annotated[int | None, StepOf] = None,
     step_b: Annotated[int | None, StepOf] = None,
+    run_a: Annotated[str | None, RunOf] = None,
+    run_b: Annotated[str | None, RunOf] = None,
     common: Annotated[
         bool, typer.Option("--common", help="Rows and layers that only one has do not count as different.", metavar="")
     ] = False,
@@ -34,7 +37,8 @@ def diff(
 ) -> None:
     """Compare two traces: where they route tokens to different experts, and where those routes lie in A.
 
-    Rows and layers are matched by their global numbers, so the traces may come from different parallel layouts.
+    Samples are matched by their tokens where both traces have them, else rows by their global numbers, and layers by
+    their numbers, so the traces may come from different parallel layouts.
 
     Exit code 0: the same experts everywhere; 1: they differ; 2: an input cannot be read.
     """
@@ -47,8 +51,9 @@ def diff(
         stems = a.absolute().stem, b.absolute().stem
         stem_a, stem_b = stems if stems[0] != stems[1] else ("a", "b")
         names = {"name_a": name_a or stem_a, "name_b": name_b or stem_b}
+        parts = {"step_a": step_a, "step_b": step_b, "run_a": run_a, "run_b": run_b}
         with progress("comparing") as on_rows:
-            found = diff_traces(a, b, **names, step_a=step_a, step_b=step_b, on_rows=on_rows)
+            found = diff_traces(a, b, **names, **parts, on_rows=on_rows)
         if html is not None:
             from megatron_router_replay.diagnostics.page import save_page
 

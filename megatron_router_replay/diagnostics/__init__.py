@@ -1,9 +1,9 @@
-"""Traces -> what differs, by how much, and where it comes from: diff, page, metrics.
+"""Compare traces and log-probs: diff, facts, page, metrics.
 
-The words of all of them: a *decision* is what the router of one layer chose for one row (token). Two traces *agree* on a
-decision if both name the same set of experts, in whatever order; otherwise the decision *differs*. The *agreement* is the
-share of decisions that agree. A decision's *overlap* is how many experts both name; as a share, of topk. Two decisions are
-*near* if they share more than half of their experts.
+A *decision* is the set of experts that the router of one layer chose for a row (token). Two traces *agree* on a decision
+if both name the same set, in any order; otherwise the decision *differs*. The *agreement* is the share of decisions that
+agree. A decision's *overlap* is the number of experts that both name, or its share of topk. Two decisions are *near* if
+they share more than half of their experts.
 
 Importing this package loads none of its modules.
 """

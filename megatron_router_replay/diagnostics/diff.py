@@ -1,9 +1,8 @@
-"""Two traces -> where routing differs: by layer, by position, by sample, and where b's routes lie in a.
+"""Compare two traces: differences by layer and position, and the rows of a that b's routes match.
 
-What a decision, agreement and overlap are stands in this package's docstring.
-
-Rows are global names of tokens, so traces recorded under different parallel layouts compare token by token. Traces are
-read in blocks: files larger than memory take a few hundred MB.
+The package's docstring defines decision, agreement and overlap. Rows are global names of tokens, so traces recorded under
+different parallel layouts compare token by token. Traces are read in blocks: files larger than memory take a few hundred
+MB.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import replace
 
 from megatron_router_replay.diagnostics.counting import Counter
 from megatron_router_replay.diagnostics.facts import find_facts
-from megatron_router_replay.diagnostics.source import TraceLike, block_rows, open_source
+from megatron_router_replay.diagnostics.source import TraceLike, block_rows, open_source, pair_samples
 from megatron_router_replay.diagnostics.trace_diff import TraceDiff
 from megatron_router_replay.errors import TraceError
 
@@ -29,23 +28,29 @@ def diff_traces(
     name_b: str = "b",
     step_a: int | None = None,
     step_b: int | None = None,
+    run_a: str | None = None,
+    run_b: str | None = None,
     on_rows: Progress | None = None,
 ) -> TraceDiff:
     """Compare the routes of two traces, token by token.
 
+    Samples are matched by their token ids if both traces have token_ids and sequence_lengths, so the order of a batch does
+    not matter; rows are then numbered as in a. Without these, rows are matched by their numbers. Decisions are compared in
+    rows with a route in both; a row with a route in only one makes the traces differ in the samples they cover.
+
     Args:
-        a, b: traces, files, folders of the ranks' parts of one batch, or lists of these. Rows and layers are matched by
-            their global numbers. Decisions are compared in rows that have a route in both; a row with a route in only
-            one makes the traces differ in what they cover.
+        a, b: traces, files, folders of the ranks' parts of one batch, or lists of these.
         name_a, name_b: the names of the two in texts.
         step_a, step_b: the step, if a or b is the folder of a `TraceStore` with several steps.
+        run_a, run_b: the run, if several runs saved that step.
         on_rows: called with the progress.
 
     Raises:
         TraceError: num_experts or topk differ: traces of different models.
-        StoreError: a file or folder is missing, damaged or holds no trace.
+        StoreError: a file or folder is missing, damaged or has no trace.
     """
-    source_a, source_b = open_source(a, name=name_a, step=step_a), open_source(b, name=name_b, step=step_b)
+    source_a = open_source(a, name=name_a, step=step_a, run=run_a)
+    source_b = open_source(b, name=name_b, step=step_b, run=run_b)
     source_a.name, source_b.name = name_a, name_b
     for name in ("num_experts", "topk"):
         if getattr(source_a, name) != getattr(source_b, name):
@@ -53,6 +58,7 @@ def diff_traces(
                 f"MRR107: cannot compare {name_a} with {name}={getattr(source_a, name)} and {name_b} with "
                 f"{name}={getattr(source_b, name)}: they are of different models."
             )
+    source_b = pair_samples(source_a, source_b)
     counts = Counter(source_a, source_b)
     total, step = max(source_a.num_tokens, source_b.num_tokens), block_rows(source_a, source_b)
     for start in range(0, total, step):
@@ -64,9 +70,9 @@ def diff_traces(
 
 
 def _result(counts: Counter) -> TraceDiff:
-    a, b, layers, known = counts.a, counts.b, counts.layers, counts.samples.known
+    a, b, layers = counts.a, counts.b, counts.layers
     overlap_counts = counts.partial.clone()
-    # Decisions that agree are most of all and are not counted one by one.
+    # The decisions that agree are the majority and are not counted one by one.
     overlap_counts[:, -1] = counts.rows_compared - counts.different_by_layer
     differences = counts.differences()
     return TraceDiff(
@@ -89,10 +95,6 @@ def _result(counts: Counter) -> TraceDiff:
         position_width=counts.width,
         compared_by_position=counts.by_position,
         different_by_position=counts.different_by_position.view(len(layers), counts.bins),
-        compared_by_sample=counts.by_sample("rows") * len(layers) if known else None,
-        different_by_sample=counts.by_sample("different") if known else None,
-        sample_ids=counts.sample_ids,
-        # Every cell keeps its first row, so the first of all is among those kept.
         first_by_layer=min(differences, key=lambda found: (found.layer_number, found.row), default=None),
         first_by_row=min(differences, key=lambda found: (found.row, found.layer_number), default=None),
         facts=tuple(find_facts(counts)),

@@ -1,16 +1,11 @@
-"""What reports are made of: facts, values that `json.dumps` takes, the imbalance of experts."""
+"""Facts, values for `json.dumps`, and the imbalance of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
-from html import escape
 from typing import Any
 
 from torch import Tensor
-
-_MOST_SHOWN = 12
-"""Facts that a text or page shows: a screen; all are in the record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,17 +13,17 @@ class Fact:
     """A fact about two traces.
 
     Args:
-        kind: what it says. "row": b holds different rows of a; "sample_order": samples of a in a different order; "layer":
-            different layers; "constant": one route; "names": experts of a under different ids; "expert_order": the same
-            experts in a different order; "nothing": no more of a than unrelated rows do; "unused": b never names an expert;
-            "samples", "layers", "tokens": what the traces cover.
+        kind: "row": rows of b match different rows of a; "sample_order": samples of a in a different order; "layer": layers
+            of b match different layers of a; "constant": one route is repeated; "names": the experts of a under different
+            ids; "nothing": b and a are as unlike as unrelated rows; "expert_order": the same experts in a different order;
+            "samples", "layers", "tokens": the traces cover different samples, layers or tokens.
         text: one plain sentence.
-        layer_numbers: layers of b that it is about; empty: all, or none.
-        rows: first and last row of b that it is about; None: it is not about rows.
-        samples: samples of b that these rows lie in; empty: unknown, or not about rows.
-        offset: row r of b holds a's row r + offset; None: it is not one number.
-        source_layers, source_samples: the layers and samples of a that `layer_numbers` and `samples` hold.
-        held, decisions: how many of how many decisions in these rows and layers are as it says.
+        layer_numbers: its layers in b; empty: all, or none.
+        rows: its first and last row in b; None: the fact is not about rows.
+        samples: the samples of these rows; empty: unknown, or the fact is not about rows.
+        offset: row r of b matches a's row r + offset; None: there is no single offset.
+        source_layers, source_samples: the layers and samples of a that `layer_numbers` and `samples` match.
+        held, decisions: how many of the decisions in these rows and layers the fact explains, and how many there are.
     """
 
     kind: str
@@ -46,20 +41,6 @@ class Fact:
         return self.text
 
 
-def fact_lines(facts: Iterable[Fact]) -> list[str]:
-    """Return facts as lines of a text; what is more than a screen is counted."""
-    lines = [f"fact: {fact}" for fact in facts]
-    left_out = len(lines) - _MOST_SHOWN
-    counted = [f"fact: {left_out} more facts about fewer rows are left out here."] if left_out > 0 else []
-    return lines[:_MOST_SHOWN] + counted
-
-
-def facts_html(facts: Iterable[Fact]) -> str:
-    """Return facts as a list in HTML, empty without any."""
-    items = "".join(f"<li>{escape(line.removeprefix('fact: '))}</li>" for line in fact_lines(facts))
-    return f'<ul class="facts" id="facts">{items}</ul>' if items else ""
-
-
 def imbalance(load: Tensor) -> Tensor:
     """Return the load of each layer's busiest expert over the mean load.
 
@@ -73,7 +54,7 @@ def imbalance(load: Tensor) -> Tensor:
 
 
 def plain(value: Any) -> Any:
-    """Return a record, a tensor or a list as values that `json.dumps` takes; None stands for NaN: nothing was measured."""
+    """Return a record, a tensor or a list as values for `json.dumps`; NaN (nothing was measured) becomes None."""
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Tensor):

@@ -1,9 +1,9 @@
-"""The mismatch of two engines' log-probs, and which part of it routes explain."""
+"""Measure the mismatch of two log-probs of the same tokens, and the part that routes explain."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,15 +18,15 @@ _ROUNDING = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobMismatch:
-    """The distance of a trainer's log-probs from those of the engine, in nats.
+    """The distance of a trainer's log-probs from those of the engine that sampled the tokens, in nats.
 
-    The engine is the one that sampled the tokens. Without tokens every number is 0.0.
+    Without tokens every number is 0.0.
 
     Args:
         tokens: tokens counted.
         k1: mean of -log r with r = p_trainer / p_engine: estimates KL(engine || trainer), may be negative.
         k3: mean of r - 1 - log r: the same KL, never negative, less noisy.
-        abs_difference: mean of |log r|. max_difference: its maximum.
+        abs_difference: mean of |log r|.
         ratio_above_2: share of tokens with r > 2 or r < 1/2.
 
     Source: J. Schulman, "Approximating KL Divergence" (k1, k3).
@@ -36,12 +36,7 @@ class LogprobMismatch:
     k1: float
     k3: float
     abs_difference: float
-    max_difference: float
     ratio_above_2: float
-
-    def metrics(self, prefix: str = "mismatch/") -> dict[str, float]:
-        """Return the numbers for a training logger."""
-        return {prefix + name: float(value) for name, value in asdict(self).items()}
 
 
 def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = None) -> LogprobMismatch:
@@ -67,7 +62,7 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
     trainer, engine = trainer[counted], engine[counted]
     tokens = trainer.numel()
     if not tokens:
-        return LogprobMismatch(tokens=0, k1=0.0, k3=0.0, abs_difference=0.0, max_difference=0.0, ratio_above_2=0.0)
+        return LogprobMismatch(tokens=0, k1=0.0, k3=0.0, abs_difference=0.0, ratio_above_2=0.0)
     highest = float(torch.maximum(trainer, engine).max())
     if highest > _ROUNDING:
         raise TraceError(
@@ -81,21 +76,20 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
         # expm1 keeps the digits that matter where the two nearly agree.
         k3=float((torch.expm1(log_ratio) - log_ratio).mean()),
         abs_difference=float(distance.mean()),
-        max_difference=float(distance.max()),
         ratio_above_2=float((distance > math.log(2)).double().mean()),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchByRoutes:
-    """The mismatch of log-probs, split by whether the routes explain it.
+    """The mismatch of log-probs, split by the routes of its tokens.
 
     Args:
         all_tokens: of every token.
-        same_routes: tokens whose row, and every earlier row of their sample, used the same experts in every layer: what
-            differs there is arithmetic.
-        earlier_routes: their own row is the same, an earlier one of their sample is not; attention carries it on.
-        different_routes: their own row used other experts in some layer.
+        same_routes: tokens whose row, and every earlier row of their sample, used the same experts in every layer: the
+            difference is arithmetic.
+        earlier_routes: their row is the same and an earlier one of their sample is not; attention reads it.
+        different_routes: their row used different experts in some layer.
     """
 
     all_tokens: LogprobMismatch
@@ -105,12 +99,11 @@ class MismatchByRoutes:
 
 
 def mismatch_by_routes(trainer: Tensor, engine: Tensor, *, a: RoutingTrace, b: RoutingTrace) -> MismatchByRoutes:
-    """Tell "same routes, different scores" from "different routes".
+    """Split the mismatch by "same routes, different scores" and "different routes".
 
     Args:
-        trainer, engine: [num_tokens] log-prob of the token behind each row (the row that predicts it), NaN where there is
-            none.
-        a, b: the routes of the two forwards, with the same rows and layers; sequence_lengths of one tell the samples.
+        trainer, engine: [num_tokens] log-prob of the token after each row (the row predicts it), NaN if there is none.
+        a, b: the routes of the two forwards, with the same rows and layers; one of them has the sequence_lengths.
 
     Raises:
         TraceError: rows or layers differ.
@@ -119,7 +112,7 @@ def mismatch_by_routes(trainer: Tensor, engine: Tensor, *, a: RoutingTrace, b: R
         raise TraceError(f"MRR102: log-probs must be [{len(a)}], one a row of the traces, got {list(trainer.shape)}.")
     different = _routes_differ(a, b)
     lengths = a.sequence_lengths or b.sequence_lengths or (len(a),)
-    # Attention reads earlier rows: a token behind a row that differs saw other hidden states though its own routes agree.
+    # Attention reads earlier rows: a token after a row that differs had different hidden states though its routes agree.
     earlier = torch.cat([part.cumsum(0) > 0 for part in torch.split(different, list(lengths))]) & ~different
     masks = {
         "all_tokens": torch.ones_like(different),
@@ -131,7 +124,7 @@ def mismatch_by_routes(trainer: Tensor, engine: Tensor, *, a: RoutingTrace, b: R
 
 
 def _routes_differ(a: RoutingTrace, b: RoutingTrace) -> Tensor:
-    """Return which rows used another set of experts in some layer, [num_tokens] bool; rows without a route did not.
+    """Return which rows used a different set of experts in some layer, [num_tokens] bool; rows without a route did not.
 
     Raises:
         TraceError: rows, layers, num_experts or topk differ.

@@ -1,112 +1,136 @@
-"""A diff -> one HTML page that works offline: what differs and where, and both sets of experts under the pointer.
+"""Write a diff as one HTML page that works offline: facts, a map of layers by positions, and the text of the diff.
 
-Everything is inside the page: styles, a short script, the data. `page.html` is its frame; what stands in it as
-`<!-- name -->` is filled in here.
+The map is an SVG in the page. The pointer shows the counts of a cell and its first decision that differs.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import megatron_router_replay
 from megatron_router_replay.diagnostics.counting import Difference
-from megatron_router_replay.diagnostics.fact import facts_html
-from megatron_router_replay.diagnostics.trace_diff import (
-    TraceDiff,
-    first_differences,
-    headline,
-    layers_table,
-    noise_words,
-    samples_table,
-    source_lines,
-    summary_table,
-    verdict,
-)
+from megatron_router_replay.diagnostics.trace_diff import TraceDiff, diff_text, fact_lines, noise_words, verdict
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.tables import Table, replace_text
+from megatron_router_replay.tables import replace_text
 
-TokenText = Callable[[int], str]
-"""Token id -> its text, such as `tokenizer.decode`."""
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; --text: #1b1b1b; --dim: #5c5c5c; --page: #fff; --cell: #e9edf0; --differ: #b3261e;
+  --note: #fff4e5 }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --text: #e6e6e6; --dim: #a3a3a3; --page: #16181b; --cell: #2a2e33; --differ: #ff8a80; --note: #33270f }}
+}}
+body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 70rem; margin: 0 auto;
+  padding: 1.5rem 1rem }}
+h1 {{ font-size: 1.5rem; overflow-wrap: anywhere }}
+.note {{ background: var(--note); border-left: 4px solid #e08600; padding: .5rem .8rem; margin: .5rem 0;
+  overflow-wrap: anywhere }}
+.map {{ overflow-x: auto }}
+svg text {{ font: 12px system-ui, sans-serif; fill: var(--dim) }}
+rect {{ fill: var(--cell) }} rect.none {{ fill: none; stroke: var(--cell) }} rect.differ {{ fill: var(--differ) }}
+rect.differ:hover {{ stroke: var(--text); stroke-width: 2 }}
+pre {{ font-size: .85rem; white-space: pre-wrap; overflow-wrap: anywhere }}
+footer, .dim {{ color: var(--dim); font-size: .85rem }}
+</style>
+<h1>{title}</h1>
+<p><strong>{verdict}.</strong></p>
+{notes}
+<h2>Decisions that differ, by layer and position</h2>
+<p class="dim">Layers from top to bottom, {where} from left to right. The more decisions of a cell differ, up to {highest},
+the redder it is; outlined cells have no row with a route in both traces. Point at a cell for its first decision that
+differs.</p>
+<div class="map">{map}</div>
+<h2>Numbers</h2>
+<pre>{text}</pre>
+<footer>megatron_router_replay {version}</footer>
+</html>
+"""
+_LEFT, _HEIGHT = 44, 14
 
-_MAX_TABLE_ROWS = 2000
 
-
-def save_page(
-    diff: TraceDiff, path: str | os.PathLike[str], *, title: str = "", token_text: TokenText | None = None
-) -> Path:
+def save_page(diff: TraceDiff, path: str | os.PathLike[str], *, title: str = "", token_text: None = None) -> Path:
     """Write the page of a diff and return its path.
 
     Args:
         title: heading; by default the names of both traces.
-        token_text: shows tokens as text, where the traces know token ids.
+        token_text: gone in 0.3.
 
     Raises:
-        TraceError: the two are exchanged.
-        OSError: the file cannot be written; one that was there stays as it is.
+        TraceError: the diff and the path are exchanged; token_text is given.
+        OSError: the file cannot be written; an older one stays as it is.
     """
     if not isinstance(diff, TraceDiff):
         raise TraceError(
             f"MRR101: save_page takes a diff and then a path, got {type(diff).__name__} and {type(path).__name__}: "
             'save_page(mrr.diff_traces(a, b), "diff.html").'
         )
-    first = "".join(f"<pre>{escape(line)}</pre>" for line in first_differences(diff))
-    noise = noise_words(diff)
-    parts = {
-        "title": escape(title or f"Routing of {diff.name_a} and {diff.name_b}"),
-        "verdict": f'<p class="verdict {"same" if diff.same else "differ"}" id="verdict">{verdict(diff).capitalize()}.</p>',
-        "headline": escape(headline(diff)),
-        "facts": facts_html(diff.facts)
-        or (f'<p id="noise">{noise[0].upper()}{escape(noise[1:])}</p>' if noise else ""),
-        "sources": "".join(f"<p>{escape(line)}</p>" for line in source_lines(diff)),
-        "summary": _scrolled(summary_table(diff)),
-        "first": f"<h2>Where they part first</h2>{first}" if first else "",
-        "layers": _scrolled(layers_table(diff)),
-        "samples": f"<h2>By sample</h2>{_scrolled(samples_table(diff))}" if diff.compared_by_sample is not None else "",
-        "version": megatron_router_replay.__version__,
-        # As text of a script: whatever names and tokens hold, no "<" ends it.
-        "cells": json.dumps(_cells(diff, token_text)).replace("<", "\\u003c"),
-    }
-    frame = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return replace_text(path, re.sub("<!-- ([a-z]+) -->", lambda name: parts[name[1]], frame))
+    if token_text is not None:
+        raise TraceError("MRR101: save_page(token_text=...) is gone in 0.3: the page shows token ids.")
+    notes = [line.removeprefix("fact: ") for line in (*fact_lines(diff), noise_words(diff)) if line]
+    page = _PAGE.format(
+        title=escape(title or f"Routing of {diff.name_a} and {diff.name_b}"),
+        verdict=verdict(diff).capitalize(),
+        notes="\n".join(f'<p class="note">{escape(note[0].upper() + note[1:])}</p>' for note in notes),
+        where="positions in the sample" if any(each.sample is not None for each in diff.differences) else "rows",
+        highest=_highest(diff),
+        map=_map(diff),
+        text=escape(diff_text(diff, max_layers=None)),
+        version=megatron_router_replay.__version__,
+    )
+    return replace_text(path, page)
 
 
-def _scrolled(table: Table) -> str:
-    left_out = len(table.rows) - _MAX_TABLE_ROWS
-    if left_out > 0:
-        table = replace(table, rows=table.rows[:_MAX_TABLE_ROWS], left_out=f"{left_out:,} more rows are left out here.")
-    return f'<div class="scroll" tabindex="0">{table.html()}</div>'
+def _highest(diff: TraceDiff) -> int:
+    return int(diff.different_by_position.max()) if diff.different_by_position.numel() else 0
 
 
-def _cells(diff: TraceDiff, token_text: TokenText | None) -> dict[str, Any]:
-    """Return what the page's script draws and shows of the cells: numbers in lists, because there are thousands."""
-    bins, width = len(diff.compared_by_position), diff.position_width
-    examples: dict[str, list[Any]] = {}
+def _map(diff: TraceDiff) -> str:
+    """Return the map as SVG: a row of cells for each layer, and an axis of positions below."""
+    bins = len(diff.compared_by_position)
+    width = max(6, min(24, 1000 // bins))
+    bottom = len(diff.layer_numbers) * _HEIGHT
+    return "\n".join(
+        [
+            f'<svg width="{_LEFT + bins * width + 60}" height="{bottom + 20}" role="img" aria-label="layers by positions">',
+            *_cells(diff, width),
+            *(
+                f'<text x="{_LEFT + i * width}" y="{bottom + 15}">{i * diff.position_width:,}</text>'
+                for i in range(0, bins, max(1, 80 // width))
+            ),
+            "</svg>",
+        ]
+    )
+
+
+def _cells(diff: TraceDiff, width: int) -> Iterator[str]:
+    compared, highest, positions = diff.compared_by_position.tolist(), max(8, _highest(diff)), diff.position_width
+    first: dict[tuple[int, int], Difference] = {}
     for each in diff.differences:
         place = each.row if each.position is None else each.position
-        cell = f"{each.layer_number},{min(place // width, bins - 1)}"
-        values = (each.row, each.sample, each.position, each.experts_a, each.experts_b, _token(each, token_text))
-        examples.setdefault(cell, []).append(values)
-    return {
-        "a": diff.name_a,
-        "b": diff.name_b,
-        "where": "row" if diff.compared_by_sample is None else "position in the sample",
-        "layers": diff.layer_numbers,
-        "bins": [f"{i}" if width == 1 else f"{i * width}..{(i + 1) * width - 1}" for i in range(bins)],
-        "rows": diff.compared_by_position.tolist(),
-        "differ": diff.different_by_position.tolist(),
-        "examples": examples,
-    }
+        first[each.layer_number, min(place // positions, len(compared) - 1)] = each
+    for i, (number, counts) in enumerate(zip(diff.layer_numbers, diff.different_by_position.tolist())):
+        y = i * _HEIGHT
+        yield f'<text x="{_LEFT - 6}" y="{y + 11}" text-anchor="end">{number}</text>'
+        for j, (count, rows) in enumerate(zip(counts, compared)):
+            box = f'x="{_LEFT + j * width}" y="{y}" width="{width - 1}" height="{_HEIGHT - 1}"'
+            if not count:
+                yield f"<rect {box}/>" if rows else f'<rect class="none" {box}/>'
+                continue
+            # A single difference stays pale even where few rows reach; a shift of many rows is dark.
+            shade = 0.08 + 0.92 * (count / highest) ** 0.75
+            places = f"{j * positions}..{(j + 1) * positions - 1}" if positions > 1 else f"{j}"
+            text = f"layer {number}, {places}: {count} of {rows} decisions differ.\nFirst: {_words(first[number, j], diff)}"
+            # The cell's own colour lies below, so that half of a shade is no half of the page's colour.
+            yield f'<rect {box}/><rect class="differ" {box} fill-opacity="{shade:.2f}"><title>{escape(text)}</title></rect>'
 
 
-def _token(difference: Difference, token_text: TokenText | None) -> str | None:
-    """Return the token in words, both if the traces hold different ones; None where unknown."""
-    ids = [token for token in (difference.token_a, difference.token_b) if token is not None]
-    words = [f"{token}" if token_text is None else f"{token_text(token)!r} ({token})" for token in dict.fromkeys(ids)]
-    return " and ".join(words) or None
+def _words(each: Difference, diff: TraceDiff) -> str:
+    tokens = dict.fromkeys(token for token in (each.token_a, each.token_b) if token is not None)
+    return each.text(diff.name_a, diff.name_b) + (f"\n    token {' and '.join(map(str, tokens))}" if tokens else "")

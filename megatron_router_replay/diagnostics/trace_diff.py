@@ -1,4 +1,4 @@
-"""How two traces differ, as a record; and the text and tables that terminals, notebooks and pages show of it."""
+"""The differences of two traces as a record, and its text and tables for terminals, notebooks and pages."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.diagnostics.counting import Difference
-from megatron_router_replay.diagnostics.fact import Fact, fact_lines, plain
+from megatron_router_replay.diagnostics.fact import Fact, plain
 from megatron_router_replay.diagnostics.source import Provenance
 from megatron_router_replay.tables import Table, percent, printable, share
+
+_MOST_FACTS = 12  # fits a screen; `diff.facts` has all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TraceDiff:
-    """How two traces differ; `print(diff)` and a notebook say it.
+    """The differences of two traces; `print(diff)` and a notebook show them.
 
     Args:
-        name_a, name_b: how texts call the two.
-        provenance_a, provenance_b: where they come from: files, step, date, weight versions.
-        layer_numbers: compared layers. layers_only_a, layers_only_b: those that only one has.
+        name_a, name_b: the names of the two in texts.
+        provenance_a, provenance_b: their files, steps and weight versions.
+        layer_numbers: compared layers. layers_only_a, layers_only_b: layers of only one trace.
         topk, num_experts: of both.
-        rows_compared: rows with a route in both; rows_only_a, rows_only_b: with a route in one only.
-        rows_other_token: compared rows whose token_ids are known in both and differ.
-        rows_all_same: rows whose decisions agree in every layer.
-        overlap_counts: [num_layers, topk + 1] int64, decisions by the number of experts that both named.
-        other_order: [num_layers] int64, decisions that agree and name their experts in a different order.
+        rows_compared: rows with a route in both; rows_only_a, rows_only_b: with a route in only one.
+        rows_other_token: compared rows with known, different token_ids.
+        rows_all_same: rows that agree in every layer.
+        overlap_counts: [num_layers, topk + 1] int64, decisions by the number of shared experts.
+        other_order: [num_layers] int64, decisions that agree and list their experts in a different order.
         position_width: positions in a bin of the two below.
         compared_by_position: [bins] int64, rows compared. Positions count within samples, or all rows without samples.
         different_by_position: [num_layers, bins] int64, decisions that differ.
-        compared_by_sample, different_by_sample: [samples] int64, decisions; None where samples are unknown.
-        sample_ids: names of the samples, where known.
         first_by_layer: the first row of the lowest layer that differs: where a deviation begins within a forward.
         first_by_row: the lowest layer of the first row that differs.
-        facts: what the traces cover, and where routes of b lie in a; empty: they differ by noise alone, or not at all.
-        differences: the first decisions that differ in each layer and bin of positions, a few of each.
+        facts: the coverage of the traces, and which rows of a the routes of b match; empty: noise alone, or no difference.
+        differences: the first decision that differs in each layer and bin of positions.
     """
 
     name_a: str
@@ -58,9 +58,6 @@ class TraceDiff:
     position_width: int
     compared_by_position: Tensor
     different_by_position: Tensor
-    compared_by_sample: Tensor | None
-    different_by_sample: Tensor | None
-    sample_ids: tuple[str, ...] | None
     first_by_layer: Difference | None
     first_by_row: Difference | None
     facts: tuple[Fact, ...]
@@ -81,7 +78,7 @@ class TraceDiff:
 
     @property
     def same(self) -> bool:
-        """Whether both have the same rows and layers, and agree everywhere."""
+        """True if both have the same rows and layers and agree everywhere."""
         missing = self.rows_only_a or self.rows_only_b or self.layers_only_a or self.layers_only_b
         return not missing and self.same_in_common
 
@@ -91,7 +88,7 @@ class TraceDiff:
 
     @property
     def same_in_common(self) -> bool:
-        """Whether the rows and layers that both have hold the same tokens and experts. An engine's trace has no route for
+        """True if tokens and experts are the same in the rows and layers that both have. An engine's trace has no route for
         the last token of a sample, a trainer's recording has one.
         """
         return not self.decisions_different and not self.rows_other_token
@@ -118,12 +115,12 @@ class TraceDiff:
     def __str__(self) -> str:
         return diff_text(self)
 
-    # What a notebook or a debugger shows is what `print` says; twenty fields with tensors in them tell a person nothing.
+    # A notebook or a debugger would print twenty fields with tensors.
     __repr__ = __str__
 
 
 def diff_text(diff: TraceDiff, *, max_layers: int | None = 10, hint: str = "") -> str:
-    """Return what `print(diff)` says.
+    """Return the text of `print(diff)`.
 
     Args:
         max_layers: how many of the layers that differ to list, those that differ most; None: list every layer.
@@ -135,7 +132,7 @@ def diff_text(diff: TraceDiff, *, max_layers: int | None = 10, hint: str = "") -
         headline(diff),
         summary_table(diff).text(),
         *(f"  {line}" for line in first_differences(diff)),
-        *fact_lines(diff.facts),
+        *fact_lines(diff),
         noise_words(diff),
         layers.text() if layers.rows and diff.rows_compared else "",
         verdict(diff),
@@ -143,8 +140,15 @@ def diff_text(diff: TraceDiff, *, max_layers: int | None = 10, hint: str = "") -
     return "\n".join(line for line in lines if line)
 
 
+def fact_lines(diff: TraceDiff) -> list[str]:
+    """Return the facts as lines; those that a screen has no room for are counted."""
+    left_out = len(diff.facts) - _MOST_FACTS
+    lines = [f"fact: {fact}" for fact in diff.facts[:_MOST_FACTS]]
+    return [*lines, *([f"{left_out} more facts about fewer rows are left out here."] if left_out > 0 else [])]
+
+
 def verdict(diff: TraceDiff) -> str:
-    """Return what the comparison comes to, without a full stop."""
+    """Return the result of the comparison, without a full stop."""
     if diff.same:
         return "the traces are the same"
     if diff.same_in_common and diff.decisions:
@@ -153,7 +157,7 @@ def verdict(diff: TraceDiff) -> str:
 
 
 def headline(diff: TraceDiff) -> str:
-    """Return what was compared."""
+    """Return the numbers of rows, layers and experts compared."""
     return (
         f"{diff.rows_compared:,} rows with a route in both, {len(diff.layer_numbers)} layers, "
         f"top-{diff.topk} of {diff.num_experts} experts"
@@ -161,45 +165,45 @@ def headline(diff: TraceDiff) -> str:
 
 
 def noise_words(diff: TraceDiff) -> str:
-    """Return how routing differs where no fact says where it comes from; empty where one does, or nothing differs."""
+    """Return how routing differs if no fact explains it; empty if one does, or nothing differs.
+
+    Rounding exchanges one expert in a near-tie. It begins near 0 and grows, because hidden states drift apart layer by
+    layer. A share that jumps, or that only one layer has, has a different cause.
+    """
     different = diff.overlap_counts[:, :-1].sum(dim=1).tolist()
-    if not sum(different) or any(fact.rows is not None for fact in diff.facts):
+    if not any(different) or any(fact.rows is not None for fact in diff.facts):
         return ""
     one_expert = int(diff.overlap_counts[:, -2].sum()) / sum(different)
-    exchange = {0.0: "none exchanges just", 1.0: "all exchange"}.get(
-        one_expert, f"{percent(one_expert)} of these exchange"
-    )
-    # Near-ties flip one expert; whatever flips whole sets, or most decisions, is not rounding.
-    rounding = one_expert >= 0.8 and sum(different) <= 0.5 * diff.decisions
+    exchange = "all" if one_expert == 1 else f"{percent(one_expert)} of these"
+    counted = f"{share(sum(different), diff.decisions)} of decisions differ, and {exchange} exchange one expert"
+    shares = [count / diff.rows_compared for count in different]
+    jump = _jump(different, shares)
+    if jump is not None:
+        layer, before = diff.layer_numbers[jump], f"layer {diff.layer_numbers[jump - 1]}" if jump else "the embedding"
+        by_depth = f"{percent(max([0.0, *shares[:jump]]))} at most before layer {layer}, {percent(shares[jump])} in it"
+        return f"something between {before} and layer {layer} changed: weights, or this router: {counted}; {by_depth}."
+    half = (len(shares) + 1) // 2
+    lower, upper = sum(shares[:half]) / half, sum(shares[-half:]) / half
+    rounding = one_expert >= 0.8 and upper >= lower
     return (
-        f"{'looks like rounding' if rounding else 'no rows or layers stand out'}: "
-        f"{share(sum(different), diff.decisions)} of decisions{_depth_words(diff.layer_numbers, different)}; "
-        f"{exchange} one expert."
+        f"{'looks like rounding' if rounding else 'no rows or layers stand out'}: {counted}; {percent(lower)} in the lower "
+        f"half of the layers, {percent(upper)} in the upper half."
     )
 
 
-def _depth_words(layer_numbers: tuple[int, ...], different: list[int]) -> str:
-    """Return in which layers decisions differ, and how that grows with depth."""
-    differing = [number for number, count in zip(layer_numbers, different) if count]
-    if len(layer_numbers) > 1 and len(differing) == 1:
-        return f", only in layer {differing[0]}"
-    counts = different[layer_numbers.index(differing[0]) :]
-    words = f"{'' if differing[0] == layer_numbers[0] else ','} from layer {differing[0]} on"
-    if sum(counts) < 20:  # a few decisions show no trend
-        return words
-    if 2 * max(counts) > sum(counts) and len(counts) > 2:
-        return f"{words}, most in layer {layer_numbers[different.index(max(counts))]}"
-    # One noisy layer at an end is no trend: most pairs of layers must say the same.
-    pairs = [(one > two) - (one < two) for i, two in enumerate(counts) for one in counts[i + 1 :]]
-    third = max(1, len(counts) // 3)
-    low, high = sum(counts[:third]), sum(counts[-third:])
-    if 2 * sum(pairs) >= len(pairs) > 0 and high > 1.5 * low:
-        return f"{words}, more with depth"
-    return f"{words}, less with depth" if -2 * sum(pairs) >= len(pairs) > 0 and low > 1.5 * high else words
+def _jump(different: list[int], shares: list[float]) -> int | None:
+    """Return the first layer with a share that does not continue the layers before it; None: there is none."""
+    for i, each in enumerate(shares):
+        others = [*shares[:i], *shares[i + 1 :]]
+        # A router that changed alone leaves later layers as they were. Few decisions show nothing.
+        alone = different[i] >= 20 and i + 1 < len(shares) and each > 3 * max(others)
+        if alone or each > 0.05 + 3 * max([0.0, *shares[:i]]):
+            return i
+    return None
 
 
 def first_differences(diff: TraceDiff) -> list[str]:
-    """Return where the traces part, once along the layers and once along the rows."""
+    """Return the first difference along the layers, and the first along the rows."""
     if diff.first_by_layer is None or diff.first_by_row is None:
         return []
     if diff.first_by_layer == diff.first_by_row:
@@ -211,7 +215,7 @@ def first_differences(diff: TraceDiff) -> list[str]:
 
 
 def source_lines(diff: TraceDiff) -> list[str]:
-    """Return where both traces come from: "trainer: runs/7, step 7, written 2026-03-01 12:30 UTC, weights 6"."""
+    """Return the origin of both traces: "trainer: runs/7, step 7, 2 files, weights 6"."""
     return [_source(diff.name_a, diff.provenance_a), _source(diff.name_b, diff.provenance_b)]
 
 
@@ -221,17 +225,15 @@ def _source(name: str, provenance: Provenance) -> str:
         words.append(f"step {provenance.step}")
     if len(provenance.files) > 1:
         words.append(f"{len(provenance.files)} files")
-    if provenance.written:
-        words.append(f"written {provenance.written} UTC")
     if versions := provenance.weight_versions:
-        # A trace of an asynchronous run may hold many; they count up.
+        # A trace of an asynchronous run may have many, in increasing order.
         shown = ", ".join(map(str, versions)) if len(versions) <= 4 else f"{versions[0]}..{versions[-1]}"
         words.append(f"weights {shown}")
     return printable(f"{name}: {', '.join(words)}")
 
 
 def summary_table(diff: TraceDiff) -> Table:
-    """Counts over all layers; what is 0 in nearly every comparison has a row only where it is not."""
+    """Return the counts over all layers; rare counts have a row only if they are not 0."""
     rows = []
     for name, count, layers in (
         (diff.name_a, diff.rows_only_a, diff.layers_only_a),
@@ -254,7 +256,7 @@ def summary_table(diff: TraceDiff) -> Table:
 
 
 def layers_table(diff: TraceDiff, *, max_layers: int | None = None, hint: str = "") -> Table:
-    """What differs layer by layer.
+    """Return the differences layer by layer.
 
     Args:
         max_layers: of those that differ, list only so many, those that differ most; None: list every layer.
@@ -280,21 +282,4 @@ def layers_table(diff: TraceDiff, *, max_layers: int | None = None, hint: str = 
             for i in shown
         ],
         left_out=f"{left_out} more layers differ less{hint}" if left_out else "",
-    )
-
-
-def samples_table(diff: TraceDiff) -> Table:
-    """What differs sample by sample; no rows where samples are unknown."""
-    compared, different = (
-        [] if counts is None else counts.tolist() for counts in (diff.compared_by_sample, diff.different_by_sample)
-    )
-    names = [f"{i} ({name})" for i, name in enumerate(diff.sample_ids or ())] or [f"{i}" for i in range(len(compared))]
-    return Table(
-        name="samples",
-        head=("sample", "decisions", "differ", "agreement"),
-        words=(0,),
-        rows=[
-            (name, f"{total:,}", f"{count:,}", share(total - count, total))
-            for name, total, count in zip(names, compared, different)
-        ],
     )

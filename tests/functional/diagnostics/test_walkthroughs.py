@@ -1,4 +1,4 @@
-"""Each walk-through finds and names what was planted, and reports nothing where nothing was."""
+"""Each walk-through finds its planted fault, and reports nothing without one."""
 
 import importlib
 import re
@@ -53,12 +53,12 @@ def test_each_wrong_capture_is_named_by_diff_and_refused_by_the_replay(walk):
     shown = walk("wrong_capture", code=1)
     planted = dict(re.findall(r"^planted: (.+)\n((?:  .+\n)+)", shown, re.M))
     rows, zeroed, swapped = planted.values()
-    assert "of the engine hold the trainer's rows 0..254 (1 row earlier), in all layers" in rows
+    assert "of the engine match the trainer's rows 0..254 (1 row earlier), in all layers" in rows
     assert "replay raised: the live router agrees with the replayed routes by" in rows
     assert "in every layer that was judged" in rows
-    assert "diff: all 256 rows of the engine repeat experts [0, 1] in layer 4: 256 of 256 decisions." in zeroed
+    assert "diff: all 256 rows of the engine repeat one route, in layer 4: 256 of 256 decisions." in zeroed
     assert re.search(r"in 1 of \d layers: 4 \(", zeroed)
-    assert "diff: layers 3, 5 of the engine hold layers 5, 3 of the trainer, in all 256 rows" in swapped
+    assert "diff: layers 3, 5 of the engine match layers 5, 3 of the trainer, in all 256 rows" in swapped
     assert re.search(r"in 2 of \d layers: (3 .*, 5|5 .*, 3) \(", swapped)
 
 

@@ -43,7 +43,7 @@ def test_it_runs_as_a_module_and_in_a_pipe_without_colours_or_bars(folder):
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.isascii()
     assert "\x1b" not in done.stdout
-    assert "rows 1..599 (samples 0..1) of shifted hold good's rows 0..598 (1 row earlier)" in done.stdout
+    assert "rows 1..599 (samples 0..1) of shifted match good's rows 0..598 (1 row earlier)" in done.stdout
 
 
 def test_inspect_a_file_and_a_folder_of_steps(folder):
@@ -79,12 +79,12 @@ def test_diff_as_json_as_text_and_as_a_page(folder):
     assert (values["same"], values["facts"][0]["offset"]) == (False, -1)
     done = call("diff", "good.safetensors", "shifted.safetensors", "--name-b", "engine", "--html", "page.html", code=1)
     assert done.stderr == "wrote page.html\n"
-    assert "of engine hold good's rows 0..598" in done.stdout
+    assert "of engine match good's rows 0..598" in done.stdout
     assert "<h1>Routing of good and engine</h1>" in Path("page.html").read_text()
     Path("other").mkdir()
     Path("shifted.safetensors").rename("other/good.safetensors")
     text = call("diff", "good.safetensors", "other/good.safetensors", code=1).output
-    assert "of b hold a's rows 0..598" in text, "two files of one name"
+    assert "of b match a's rows 0..598" in text, "two files of one name"
 
 
 def test_explain_prints_cause_and_fix_of_every_code():

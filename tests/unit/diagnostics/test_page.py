@@ -1,91 +1,66 @@
-"""The page of a diff holds all it needs; what it looks like is checked by hand, once a release."""
+"""The page of a diff: facts, a map and text, in a single file."""
 
-import json
 import re
-from tempfile import TemporaryDirectory
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.diagnostics import page
+from megatron_router_replay.diagnostics.page import save_page
+from megatron_router_replay.errors import TraceError
 from tests.unit.store.store_traces import make_trace
 
 
-def make_diff(num_tokens=40, layers=(2, 3, 7), lengths=(30, 10), **values):
-    a = make_trace(num_tokens, layer_numbers=layers, sequence_lengths=lengths, **values)
+def page_of(folder, a, b, **options):
+    diff = mrr.diff_traces(a, b, name_a="the <engine>", name_b="trainer")
+    html = save_page(diff, folder / "page.html", **options).read_text(encoding="utf-8")
+    return html, ElementTree.fromstring(re.search("<svg.*?</svg>", html, re.S).group())
+
+
+def test_the_page_has_facts_text_and_a_map_and_needs_no_other_file(tmp_path):
+    a = make_trace(3, layer_numbers=(5, 7), num_experts=8, token_ids=torch.tensor([17, 18, 19]))
     routes = a.topk_indices.clone()
-    routes[::5] = make_trace(num_tokens, layer_numbers=layers, seed=1).topk_indices[::5]
-    b = a._with(topk_indices=routes)
-    return mrr.diff_traces(a, b, name_a="the <engine>", name_b="trainer")
-
-
-def shifted_diff(tmp_path):
-    """Two files, every row of layer 4 one place further in the second."""
-    trace = make_trace(
-        600,
-        layer_numbers=(2, 3, 4),
-        num_experts=16,
-        token_ids=torch.arange(600) + 1000,
-        sequence_lengths=(350, 250),
-        weight_version=3,
-    )
-    moved = trace.topk_indices.clone()
-    moved[:, 2] = moved[:, 2].roll(1, 0)
-    mrr.save_trace(trace, tmp_path / "a.safetensors")
-    mrr.save_trace(trace._with(topk_indices=moved), tmp_path / "b.safetensors")
-    return mrr.diff_traces(tmp_path / "a.safetensors", tmp_path / "b.safetensors", name_a="engine", name_b="trainer")
-
-
-def page_of(diff, **options):
-    with TemporaryDirectory() as folder:
-        return page.save_page(diff, f"{folder}/page.html", **options).read_text(encoding="utf-8")
-
-
-def cells_of(html):
-    return json.loads(re.search('<script type="application/json" id="cells">(.*?)</script>', html, re.S).group(1))
-
-
-def test_it_holds_all_it_needs_and_names_and_texts_of_tokens_are_escaped():
-    html = page_of(make_diff(token_ids=torch.arange(40)), token_text=lambda token: "</script><b>\u2028")
+    routes[1, 0] = (routes[1, 0] + 1) % 8
+    b = a._with(topk_indices=routes, replay_mask=torch.tensor([True, True, False]))
+    html, svg = page_of(tmp_path, a, b)
+    assert re.findall("(?:src|href)=|url\\(|@import|http|<script", html) == []
     assert "the &lt;engine&gt;" in html
     assert "<engine>" not in html
-    assert re.findall("(?:src|href)=|url\\(|@import|http", html) == []
-    assert html.count("<script") == html.count("</script>") == 2
-    assert "</script><b>" in cells_of(html)["examples"]["2,0"][0][5]
+    assert "<strong>The traces differ.</strong>" in html
+    titles = [title.text.splitlines() for title in svg.iter("title")]
+    experts = [f"experts {a.topk_indices[1, 0].tolist()}", f"experts {routes[1, 0].tolist()}"]
+    assert titles == [
+        [
+            "layer 5, 1: 1 of 1 decisions differ.",
+            "First: layer 5, row 1",
+            f"    the <engine>: {experts[0]}",
+            f"    trainer: {experts[1]}",
+            "    token 18",
+        ]
+    ]
+    assert [text.text for text in svg.iter("text")] == ["5", "7", "0"]
+    classes = [rect.get("class") for rect in svg.iter("rect")]
+    # Two layers of three positions: the second differs in layer 5, the third has no route in b.
+    assert classes == [None, None, "differ", "none", None, None, "none"]
 
 
-def test_files_and_facts_stand_at_the_top_or_how_routing_differs_without_one(tmp_path):
-    diff = shifted_diff(tmp_path)
-    html = page_of(diff)
-    written = diff.provenance_a.written
-    assert f"<p>engine: {tmp_path / 'a.safetensors'}, written {written} UTC, weights 3</p>" in html
-    (fact,) = diff.facts
-    assert f"<li>{fact.text}</li>".replace("'", "&#x27;") in html
-    assert '<p id="noise">No rows or layers stand out' in page_of(make_diff())
-
-
-def test_a_cell_holds_its_rows_both_expert_sets_and_the_token():
-    a = make_trace(3, layer_numbers=(5,), num_experts=8, token_ids=torch.tensor([7, 8, 9]))
-    routes = a.topk_indices.clone()
-    routes[1, 0] = torch.tensor([7, 6], dtype=torch.uint8) - a.topk_indices[1, 0] // 7  # some other set
-    diff = mrr.diff_traces(a, a._with(topk_indices=routes))
-    cells = cells_of(page_of(diff, token_text="abcdefghij".__getitem__))
-    experts = [a.topk_indices[1, 0].tolist(), routes[1, 0].tolist()]
-    assert cells["examples"] == {"5,1": [[1, None, None, *experts, "'i' (8)"]]}
-    assert (cells["layers"], cells["bins"]) == ([5], ["0", "1", "2"])
-    assert (cells["rows"], cells["differ"]) == ([1, 1, 1], [[0, 1, 0]])
+def test_facts_come_first(tmp_path):
+    a = make_trace(600, layer_numbers=(2, 3, 4), num_experts=16, sequence_lengths=(350, 250))
+    html, _ = page_of(tmp_path, a, a._with(topk_indices=a.topk_indices.roll(1, 0)), title="Monday")
+    assert "<h1>Monday</h1>" in html
+    assert '<p class="note">Rows 1..599 (samples 0..1) of trainer match the &lt;engine&gt;&#x27;s rows 0..598' in html
 
 
 @pytest.mark.parametrize(("num_tokens", "layers"), [(0, (1,)), (1, (1,)), (300, tuple(range(1, 62)))])
-def test_empty_tiny_and_deep_traces_have_pages_too(num_tokens, layers):
-    diff = make_diff(num_tokens, layers, None)
-    html = page_of(diff)
-    assert "NaN" not in html
-    assert cells_of(html)["layers"] == list(layers)
-    assert "<!-- " not in html
+def test_empty_tiny_and_deep_traces_have_pages_too(num_tokens, layers, tmp_path):
+    a, b = (make_trace(num_tokens, layer_numbers=layers, seed=seed) for seed in (0, 1))
+    _, svg = page_of(tmp_path, a, b)
+    assert [text.text for text in svg.iter("text")][: len(layers)] == [str(number) for number in layers]
+    _, svg = page_of(tmp_path, a, make_trace(num_tokens, layer_numbers=(99,)))
+    assert not list(svg.iter("rect"))
 
 
-def test_layers_that_only_one_trace_has_leave_an_empty_map():
-    diff = mrr.diff_traces(make_trace(5, layer_numbers=(1,)), make_trace(5, layer_numbers=(2,)))
-    assert cells_of(page_of(diff))["layers"] == []
+def test_token_text_is_gone_by_name(tmp_path):
+    with pytest.raises(TraceError, match=r"MRR101: save_page\(token_text=...\) is gone in 0.3"):
+        page_of(tmp_path, make_trace(), make_trace(), token_text=str)
