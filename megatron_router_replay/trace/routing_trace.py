@@ -68,6 +68,7 @@ class RoutingTrace:
     weight_version: Tensor | None = None
     # How often each tensor had been changed in place when the trace was made: torch counts that for a tensor and its views.
     _versions: tuple[int, ...] = field(init=False, default=())
+    _derived: dict[Any, Any] = field(init=False, default_factory=dict)
 
     if TYPE_CHECKING:  # what goes in is wider than what is stored
 
@@ -144,6 +145,7 @@ class RoutingTrace:
         for name, value in values.items():
             object.__setattr__(self, name, value)  # the class is frozen, for its callers and for itself
         object.__setattr__(self, "_versions", self._count_changes())
+        object.__setattr__(self, "_derived", {})
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made anew: the tensors of a copy or of another process count their changes from 0.
@@ -170,6 +172,11 @@ class RoutingTrace:
     def _count_changes(self) -> tuple[int, ...]:
         # Tensors made in inference_mode count nothing.
         return tuple(0 if tensor.is_inference() else tensor._version for _, tensor in self._tensors())
+
+    @property
+    def derived(self) -> dict[Any, Any]:
+        """What other parts computed from this trace and keep with it, such as the index of its prefixes; never copied."""
+        return self._derived
 
     @property
     def num_tokens(self) -> int:

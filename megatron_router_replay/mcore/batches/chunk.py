@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -11,6 +13,7 @@ from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
+from megatron_router_replay.mcore.batches.follow import ForwardInputs, read_inputs
 from megatron_router_replay.mcore.batches.queue import Queue
 from megatron_router_replay.mcore.core import tape
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
@@ -45,6 +48,8 @@ class Chunk:
         self._tp_rank, self._tp_size = get_pg_rank(group), get_pg_size(group)
         self._sequence_parallel = bool(self.config.sequence_parallel)
         self._handles: list[Any] = []
+        self._wrapped: dict[str, Any] = {}  # name -> what the session put on the module
+        self._replaced: dict[str, Any] = {}  # name -> the instance's own method before, None: it had the class's
 
     @property
     def module(self) -> nn.Module:
@@ -78,22 +83,16 @@ class Chunk:
         @_disable_dynamo
         def call(called: nn.Module, args: tuple[Any, ...]) -> None:
             nonlocal num_begun
-            if called in (outermost, module) and not tape.in_recompute():
+            if called in (outermost, module) and self._follows():
                 num_begun = self.queue.num_begun
-
-        @_disable_dynamo
-        def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A checkpoint around the whole chunk calls it again: that is no new forward.
-            if called is module and not tape.in_recompute():
-                self._begin(args, kwargs)
 
         @_disable_dynamo
         def leave(called: nn.Module, args: Any, output: Any) -> None:
             # torch passes None for the output of a forward that raised. A wrapper matters only then: it may raise before the
             # innermost model runs, or behind it.
-            if called is module and not tape.in_recompute():
+            if called is module and self._follows():
                 self.queue.leave(num_begun, failed=output is None)
-            elif called is outermost and output is None and not tape.in_recompute():
+            elif called is outermost and output is None and self._follows():
                 self.queue.leave(num_begun, failed=True)
 
         for level in {id(each): each for each in (outermost, module)}.values():
@@ -103,7 +102,54 @@ class Chunk:
                 # always_call: also for a forward that raises, which its caller may catch and repeat.
                 level.register_forward_hook(leave, always_call=True),
             ]
-        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        self._wrap("forward", self._begin)
+        if hasattr(module, "build_schedule_plan"):  # its layers run later, outside of a forward of the module
+            self._wrap("build_schedule_plan", self._queue_followed)
+
+    def _follows(self) -> bool:
+        """Return whether a call is a new forward of the session: no recompute of the whole chunk, and not paused."""
+        return not tape.in_recompute() and not self._session.is_paused
+
+    def _wrap(self, name: str, before: Callable[[tuple[Any, ...], dict[str, Any]], object]) -> None:
+        """Call `before` in each call of a method of the module, so after every hook on it."""
+        module, replaced = self.module, vars(self.module).get(name)
+        # The class's method, or one that is bound to this instance: a copy of the model calls it with itself.
+        is_method = replaced is None or getattr(replaced, "__self__", None) is module
+        method: Any = getattr(type(module), name) if replaced is None else getattr(replaced, "__func__", replaced)
+
+        @_disable_dynamo
+        def see(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A copy of the model that was made meanwhile is none of the session's.
+            if called is module and bound is self._wrapped.get(name) and self._follows():
+                before(args, kwargs)
+
+        def wrapped(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            see(called, args, kwargs)
+            return method(called, *args, **kwargs) if is_method else method(*args, **kwargs)
+
+        wrapped.__name__ = name
+        # A bound method: copy.deepcopy binds it to the copy.
+        bound = MethodType(wrapped, module)
+        self._wrapped[name] = bound
+        self._replaced[name] = replaced
+        setattr(module, name, bound)
+
+    def _unwrap(self) -> None:
+        for name, bound in self._wrapped.items():
+            # A wrapper that was put around ours meanwhile keeps it, and ours passes calls on.
+            if vars(self.module).get(name) is bound:
+                if self._replaced[name] is None:
+                    delattr(self.module, name)
+                else:
+                    setattr(self.module, name, self._replaced[name])
+        self._wrapped = {}
+
+    def _queue_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardInputs:
+        """Queue the rows of a forward's tokens, unless rows were queued by hand."""
+        inputs = read_inputs(self.module, args, kwargs)
+        if not self.queue.has_rows_by_hand:
+            self._session._on_unqueued(self, inputs)
+        return inputs
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin the next micro-batch with a forward of the innermost model."""
@@ -112,18 +158,11 @@ class Chunk:
                 f"MRR403: {self.queue.where}: the model got routing_rows, which its forward does not take. Call "
                 "mrr.attach(model_chunks) after building the model, and again where it is rebuilt."
             )
-        input_ids = kwargs.get("input_ids", args[0] if args else None)
-        # Stages that embed nothing may get tokens in another layout, before packing. A positional argument of a model that is
-        # no language model may be anything.
-        embeds = getattr(self.module, "pre_process", True)
-        is_ids = isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and not input_ids.is_nested
-        tokens = input_ids if embeds and is_ids else None
-        if tokens is not None and not self.queue.num_waiting:
-            self._session._on_unqueued(self, tokens)
+        inputs = self._queue_followed(args, kwargs)
         microbatch = self.queue.enter()
-        packing = kwargs.get("packed_seq_params")
-        lengths = (getattr(packing, name, None) for name in ("cu_seqlens_q_padded", "cu_seqlens_q"))
-        microbatch.cu_seqlens = next((each for each in lengths if each is not None), None)
+        microbatch.cu_seqlens = inputs.bounds
+        # Stages that embed nothing may get tokens in another layout, before packing.
+        tokens = inputs.input_ids if getattr(self.module, "pre_process", True) else None
         self._session._on_forward(self, microbatch, tokens)
 
     def remove_hooks(self) -> None:
@@ -131,4 +170,5 @@ class Chunk:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._unwrap()
         self.queue.clear()

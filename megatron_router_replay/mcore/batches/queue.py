@@ -52,6 +52,7 @@ class Microbatch:
         token_ids: [b, s] integers, what tokens its forward must get, below 0 where that is not known; None: nothing is.
         batch_rows: [b, s] int64, the rows of the trace that know these tokens; None: the caller alone named them.
         asked: position of the layer that is asked for its live top-k, -1: all are; None: none is.
+        is_followed: its rows were found by its tokens; False: queued by hand.
         cu_seqlens: [num_seqs + 1] integers, where they start in the row, over all context-parallel ranks; None: not known.
     """
 
@@ -68,6 +69,7 @@ class Microbatch:
     batch_rows: Tensor | None = None
     asked: int | None = None
     cu_seqlens: Tensor | None = None
+    is_followed: bool = False
     state: State = State.WAITING
     number: int = -1
     routed: set[int] = field(default_factory=set)
@@ -206,6 +208,11 @@ class Queue:
         return self.num_queued - len(self._waiting)
 
     @property
+    def has_rows_by_hand(self) -> bool:
+        """Whether a micro-batch waits whose rows were not found by its tokens."""
+        return any(not microbatch.is_followed for microbatch in self._waiting)
+
+    @property
     def num_waiting(self) -> int:
         """How many micro-batches wait for their forward to begin."""
         return len(self._waiting)
@@ -228,8 +235,8 @@ class Queue:
         if not self._waiting:
             raise ReplayStateError(
                 f"MRR406: {self.where}, micro-batch {self.num_queued}, {layer}: a forward without {self._lacks}; "
-                f"{self.num_queued} micro-batches were queued. Pass routing_rows=... to the model (after "
-                "mrr.attach(model)), or call session.microbatch(...) before each forward of each chunk."
+                f"{self.num_queued} micro-batches were queued. A trace of RoutingTrace.from_samples finds them by "
+                "the forward's input_ids; else call session.microbatch(rows, model) before each forward of each chunk."
             )
         self.current = self._waiting.popleft()
         self.current.state = State.BEGUN

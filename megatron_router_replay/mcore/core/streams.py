@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+
+def collective_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where a group takes tensors from: the host if it can, as gloo does, else this process's GPU."""
+    if "cpu:" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def current_stream(device: torch.device) -> Any:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
+from megatron_router_replay.mcore.core.streams import collective_device
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceHeader
 from megatron_router_replay.trace.ids import index_dtype, spread_experts
@@ -21,13 +22,6 @@ _PIECE_BYTES = 32 << 20
 
 _FILLED_ROWS = 1 << 16
 """Rows that get filler at a time: the filler of a million rows would take half as much memory as their routes."""
-
-
-def collective_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where a group takes tensors from: the host if it can, as gloo does, else this process's GPU."""
-    if "cpu:" in str(dist.get_backend_config(group)):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def gather_trace(trace: RoutingTrace, group: dist.ProcessGroup | None) -> RoutingTrace:

@@ -8,7 +8,8 @@ close       what ran is compared with what was queued, and the ranks of a group 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -21,6 +22,7 @@ from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.attach import open_sessions
 from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.follow import ForwardInputs
 from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs
@@ -69,6 +71,7 @@ class MicrobatchSession(Session):
         self._verdict: GroupResult | None = None  # once it is closed in order
         self._unregistered_forwards = 0
         self._microbatches = 0
+        self._num_pauses = 0  # blocks of `paused` that are open
         self._rows = Counts()  # see `count_rows`
         self._failed = Counts()  # by message, checks that the host has not waited for
         self._tell: dict[str, Callable[[], str]] = {}  # message -> what says it in more words
@@ -153,7 +156,7 @@ class MicrobatchSession(Session):
             ReplayStateError: the session is closed, or takes no micro-batches; or one waits.
         """
         self._check_open()
-        if tape.in_recompute() or not self._enabled:
+        if tape.in_recompute() or not self._enabled or self.is_paused:
             return
         hooks.check_installed()
         hooks.check_runs_python("a micro-batch that is queued")  # before CUDA refuses the memory that it takes
@@ -192,7 +195,7 @@ class MicrobatchSession(Session):
         router_state = self._routers[router]
         chunk, counter = router_state.chunk, router_state.counter
         microbatch = None
-        if router_state.position >= 0:
+        if router_state.position >= 0 and not self._num_pauses:
             assert chunk is not None, "it takes part"
             microbatch = chunk.queue.microbatch_of(router_state.position)
             if shape != microbatch.shape:
@@ -226,8 +229,27 @@ class MicrobatchSession(Session):
             "a trace."
         )
 
-    def _on_unqueued(self, chunk: Chunk, input_ids: Tensor) -> None:
-        """Take note that the model is called, and no micro-batch is queued for it."""
+    def _on_unqueued(self, chunk: Chunk, inputs: ForwardInputs) -> None:
+        """Take note that a forward begins for which no rows were queued by hand."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the model's forwards inside the block run live: an evaluation, a reference pass over other tokens.
+
+        Nothing of them is replayed, recorded or counted; a recompute still takes the experts of its forward. Without it,
+        tokens that are of no sample raise.
+        """
+        self._check_open()
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether forwards run live now, inside `paused()`."""
+        return self._num_pauses > 0
 
     def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
         """Compare the tokens that the model's forward gets with those of the micro-batch that was queued for it."""

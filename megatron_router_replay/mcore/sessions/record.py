@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.follow import ForwardInputs
 from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows
@@ -55,13 +56,19 @@ class RecordSession(MicrobatchSession):
             )
         self._record(chunk, inputs)
 
-    def _on_unqueued(self, chunk: Chunk, input_ids: Tensor) -> None:
+    def _on_unqueued(self, chunk: Chunk, inputs: ForwardInputs) -> None:
         """Number the tokens, one sample after the other as they come.
 
         One of several ranks cannot know which they are, so it asks for rows.
         """
+        input_ids = inputs.input_ids
         has_rows = self._highest and not any(self._num_numbered.values())
-        if has_rows or (dist.is_initialized() and dist.get_world_size() > 1):
+        if (
+            input_ids is None
+            or not getattr(chunk.module, "pre_process", True)
+            or has_rows
+            or (dist.is_initialized() and dist.get_world_size() > 1)
+        ):
             return  # the queue says what is missing
         first, num_tokens = self._num_numbered[chunk.index], input_ids.numel()
         rows = torch.arange(first, first + num_tokens).view(input_ids.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import reduce
 from typing import Any
@@ -20,6 +20,8 @@ from megatron_router_replay.layout.rows import MOVED_APART, check_tokens, count_
 from megatron_router_replay.mcore.batches.attach import session_of
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.fed import lay_out
+from megatron_router_replay.mcore.batches.follow import Follower, ForwardInputs, on_device
+from megatron_router_replay.mcore.batches.index import Partition
 from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import (
@@ -68,10 +70,16 @@ class ReplaySession(MicrobatchSession):
         min_agreement: float,
         ask_every_layer: bool,
         min_replayed: float | None,
+        padding_token_ids: Sequence[int] | None,
+        cp_partition_mode: Partition | None,
         **options: Any,
     ) -> None:
         super().__init__(model_chunks, **options)
         self._trace = trace
+        self._follower: Follower | None = None
+        if trace is not None and trace.token_ids is not None and trace.sequence_lengths is not None:
+            layout = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
+            self._follower = Follower(trace, check=self._check, **layout)  # type: ignore[arg-type]
         self._min_replayed = min_replayed
         self._unproved = False  # fed routes came without a stamp
         self._padding_known = True  # padding was said wherever routes were fed
@@ -100,6 +108,7 @@ class ReplaySession(MicrobatchSession):
         return replace(
             report,
             rows_repeated=self._rows["repeated"],
+            segments_ambiguous=self._rows["rivals"],
             layout_proved=None if self._trace is not None or not self._enabled else not self._unproved,
             agreement=None if self._agreement is None else self._agreement.report(),
         )
@@ -150,7 +159,24 @@ class ReplaySession(MicrobatchSession):
         for chunk in self._chunks:
             self._trace_of[chunk.index] = trace.select_layers([found.layer_number for found in chunk.replayed_routers])
 
-    def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
+    def _on_unqueued(self, chunk: Chunk, inputs: ForwardInputs) -> None:
+        """Queue the rows of a forward's tokens."""
+        if self._follower is None or self._trace is None:
+            return  # the queue says what is missing
+        kept = self._trace_of[chunk.index]
+        if chunk.device.type != "cpu" and kept.device.type == "cpu":
+            moved = on_device(self._trace, kept.layer_numbers, chunk.device)
+            kept = self._trace_of[chunk.index] = kept if moved is None else moved
+        where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
+        found = self._follower.find(chunk.module, inputs, kept, where)
+        self._rows.add(rivals=found.rivals)
+        tokens = None if found.tokens is None else found.tokens.to(found.rows.device, torch.int64)
+        rows = RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding, trained=None)
+        self._queue(chunk, rows, None, is_followed=True)
+
+    def _queue(
+        self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None, *, is_followed: bool = False
+    ) -> None:
         if self._trace is None:
             raise LayoutError(
                 "MRR411: this session has no trace to take rows from: mrr.replay(model, trace), or feed routes=."
@@ -164,7 +190,8 @@ class ReplaySession(MicrobatchSession):
         # Of the whole batch, not of this rank's part: what is wrong with it raises on every rank.
         unrouted = self._may_be_unrouted(rows, trace.num_tokens)
         check_padding(rows >= 0, padding, self._check)
-        self._count_repeated(rows, trace.num_tokens)
+        if not is_followed:  # a batch may well hold a sample twice, and its tokens say so
+            self._count_repeated(rows, trace.num_tokens)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
         live_mask = None
         if unrouted or self._any_live:  # else every row has a route
@@ -188,7 +215,9 @@ class ReplaySession(MicrobatchSession):
             token_ids=expected,
             rows=None if expected is None else rows,
         )
-        chunk.queue.queue(self._microbatch(chunk, laid_out))
+        microbatch = self._microbatch(chunk, laid_out)
+        microbatch.is_followed = is_followed
+        chunk.queue.queue(microbatch)
 
     def _at_the_trace(self, inputs: RowInputs, device: torch.device) -> RowInputs:
         """Return them on the trace's device; the routers' rows of it alone go to theirs."""
@@ -302,6 +331,9 @@ class ReplaySession(MicrobatchSession):
         return tokens
 
     # ---- the end
+    def _faults(self) -> list[str]:
+        return super()._faults() + ([] if self._follower is None else self._follower.problems())
+
     def _numbers(self) -> Numbers:
         numbers = super()._numbers()
         return numbers._replace(
@@ -353,6 +385,8 @@ def replay(
     trace: RoutingTrace | str | os.PathLike[str] | None = None,
     *,
     enabled: bool = True,
+    padding_token_ids: Sequence[int] | None = None,
+    cp_partition_mode: Partition | None = None,
     verify: bool = False,
     min_replayed: float | None = None,
     min_agreement: float = 0.25,
@@ -363,9 +397,11 @@ def replay(
 ) -> ReplaySession:
     """Make the model use given experts, in every forward and recompute.
 
-    Only the selection of experts is replaced: scores and gradients come from the live logits. With a trace, `attach` the
-    model once and pass it routing_rows, or call `session.microbatch(rows, model)` before each forward of each chunk.
-    Without a trace, feed routes with `mrr.microbatch(model, routes=...)`.
+    Only the selection of experts is replaced: scores and gradients come from the live logits. The rows of a forward are found
+    by its `input_ids`, on every pipeline stage: nothing is attached to a batch. A model that gets embeddings takes rows from
+    `session.microbatch(rows, model)`, called before each forward of each chunk. Tokens of no sample raise; a forward over
+    other tokens, such as an evaluation, runs inside `session.paused()`. Without a trace, feed routes with
+    `mrr.microbatch(model, routes=...)`.
 
     Which:
         model_chunks: the model or all of its chunks on this rank.
@@ -374,6 +410,10 @@ def replay(
             experts. If the trace is on the GPU (`trace.to("cuda")`), it takes rows that are
             there without a host sync. None: routes are fed.
         enabled: False: hold nothing and drop what is queued, for a pass of a trainer that must not replay.
+        padding_token_ids: the tokens that padding holds. Without it, padding is what `padding_mask` or unpadded
+            `cu_seqlens_q` say, else one token, the same in all forwards of the session.
+        cp_partition_mode: "zigzag" or "contiguous", how context-parallel ranks share the sequences of a forward; a packed
+            row is one contiguous stream. None: as packed_seq_params.cp_partition_mode says, else zigzag.
 
     Checks:
         verify: compare every routing map that a token dispatcher gets with the decided experts; a difference raises.
@@ -414,6 +454,8 @@ def replay(
             min_agreement=min_agreement,
             ask_every_layer=ask_every_layer,
             min_replayed=min_replayed,
+            padding_token_ids=padding_token_ids,
+            cp_partition_mode=cp_partition_mode,
             balance=balance,
             group=group,
             enabled=enabled,

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_router_replay.checks import warn
+from megatron_router_replay.mcore.core.streams import collective_device
 from megatron_router_replay.mcore.sessions.agreement import SOURCES, LiveAgreement, Unit
-from megatron_router_replay.mcore.sessions.gathering import collective_device
 from megatron_router_replay.tables import Table
 
 _LOG = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class SessionReport:
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
         rows_padding: rows known to be padding; the live router decides them, too.
         rows_repeated: rows that a micro-batch named a second time, counted where the host knows the rows.
+        segments_ambiguous: sequences that several samples of the trace begin with; the first one's rows were used.
         layout_proved: fed routes were compared with their tokens, all of them; None: none were fed.
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
@@ -65,6 +66,7 @@ class SessionReport:
     rows_live: int = 0
     rows_padding: int = 0
     rows_repeated: int = 0
+    segments_ambiguous: int = 0
     layout_proved: bool | None = None
     decisions: Decisions = field(default_factory=Decisions)
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead
 
 from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError
 from megatron_router_replay.mcore import record, replay
-from megatron_router_replay.mcore.sessions.gathering import collective_device
+from megatron_router_replay.mcore.core.streams import collective_device
 from megatron_router_replay.trace import stamp, stamp_batch
 from megatron_router_replay.trainers import number_batch, pack_rows, recorded_routes
 from megatron_router_replay.trainers.verl import VerlError

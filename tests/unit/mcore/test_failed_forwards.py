@@ -117,7 +117,7 @@ def test_a_failure_before_the_chunk_hides_no_router_that_was_left_out():
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (0, "routes were queued, but no forward used them"),  # before any router: the next forward takes its routes
+        (0, "no forward of its layer 1, layer 2, layer 3 came"),
         (1, "micro-batch 0: its layer 2, layer 3 was not forwarded"),
         (1, "no forward of its layer 2, layer 3 came"),
     ],

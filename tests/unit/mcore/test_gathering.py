@@ -26,11 +26,11 @@ class Threads:
         stand_in = SimpleNamespace(
             get_world_size=lambda *_: self.num_ranks,
             get_rank=lambda *_: self._here.rank,
-            get_backend_config=lambda _: "cpu:gloo",
             all_gather_object=self._all_gather_object,
             broadcast=self._broadcast,
         )
         monkeypatch.setattr(gathering, "dist", stand_in)
+        monkeypatch.setattr(gathering, "collective_device", lambda group: torch.device("cpu"))
 
         def one(rank):
             self._here.rank = rank

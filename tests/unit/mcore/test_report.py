@@ -105,6 +105,7 @@ def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
         "r/rows_live": 3.0,
         "r/rows_padding": 1.0,
         "r/rows_repeated": 4.0,
+        "r/segments_ambiguous": 0.0,
         "r/layout_proved": 0.0,
         "r/forwards": 2.0,
         "r/recomputes": 0.0,
@@ -179,7 +180,7 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
     numbers = {
         each.name: 10 + i for i, each in enumerate(fields(SessionReport)) if str(each.type) in ("int", "int | None")
     }
-    assert len(numbers) == 8
+    assert len(numbers) == 9
     one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, decisions={"verified": 7})
     other = SessionReport(
         kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "wrong": 3}, layout_proved=False

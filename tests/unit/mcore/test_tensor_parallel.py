@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.errors import LayoutError
 from tests.unit.mcore.tiny_chunk import (
     ROWS,
     Chunk,
@@ -83,7 +83,7 @@ def test_without_sequence_parallelism_each_rank_routes_all_tokens(rank):
 def test_rows_of_one_ranks_part_alone_are_refused():
     chunk = chunk_of(1)
     with (
-        pytest.raises(ReplayStateError, match=r"routes tokens of \[s, b\] = \[2, 2\] on this rank, .* for \[1, 2\]"),
+        pytest.raises(LayoutError, match=r"MRR201: .* gets input_ids \[2, 4\], its routes are for \[2, 2\]"),
         mrr.replay(chunk, random_trace(8)) as session,
     ):
         session.microbatch(ROWS[:, 2:])

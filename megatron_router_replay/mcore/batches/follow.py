@@ -1,0 +1,513 @@
+"""The call of a model chunk's forward -> the trace rows of its tokens.
+
+`read_inputs` takes the ids out of the call, a `Follower` finds their rows with the trace's index. `index.locate` decides
+which sample a segment holds; here that is judged over all forwards of a session: padding is one token, and equal samples have
+like routes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron_router_replay.checks import as_integers
+from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.mcore.batches.index import Located, Partition, Places, PrefixIndex, Problem, locate
+from megatron_router_replay.mcore.core.streams import collective_device, to_device
+from megatron_router_replay.trace import RoutingTrace
+
+_LOG = logging.getLogger(__name__)
+
+DEVICE_BYTES = 1 << 30
+"""The most that an index and one stage's routes may take on a GPU; a larger trace stays on the host."""
+
+_WINDOW = 128
+"""Positions over which the routes of equal samples are compared."""
+
+_NOISE = 0.25
+"""The share of decisions in which two runs of an engine over the same tokens may differ.
+
+Captures of real engines differ in 0 of 5,404 decisions at equal prefixes; engine and trainer, whose kernels differ, in 3 % of
+a tiny model's and about 10 % of a large one's. Two unrelated texts differ in nearly all.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardInputs:
+    """What a call of a chunk's forward says of its tokens.
+
+    Args:
+        input_ids: [b, s] integers; None: the call has none.
+        packed_seq_params: Megatron's, of packed sequences; None: a padded batch.
+        padding_mask: bool, True: padding; None: not given.
+        position_ids: [b, s] integers; None: not given, or of another shape.
+    """
+
+    input_ids: Tensor | None
+    packed_seq_params: Any = None
+    padding_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+
+    @property
+    def bounds(self) -> Tensor | None:
+        """Where packed sequences start, padding counted; None: the batch is padded."""
+        names = ("cu_seqlens_q_padded", "cu_seqlens_q")
+        return next((each for name in names if (each := getattr(self.packed_seq_params, name, None)) is not None), None)
+
+    @property
+    def unpadded_bounds(self) -> Tensor | None:
+        """The same without padding; None: not known."""
+        packed = self.packed_seq_params
+        if packed is None or getattr(packed, "cu_seqlens_q_padded", None) is None:
+            return None
+        unpadded: Tensor | None = packed.cu_seqlens_q
+        return None if unpadded is packed.cu_seqlens_q_padded else unpadded
+
+
+def read_inputs(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardInputs:
+    """Return the inputs of a call of this module's forward, by name or by position."""
+    signature = inspect.signature(type(module).forward)
+    try:
+        named = signature.bind_partial(module, *args, **kwargs).arguments
+    except TypeError:  # the forward itself raises it
+        named = dict(kwargs)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named = named | named.get(name, {})
+    ids, position_ids = named.get("input_ids"), named.get("position_ids")
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested or ids.dim() not in (1, 2):
+        ids = None
+    if ids is not None and ids.dim() == 1:
+        ids = ids.unsqueeze(0)
+    if not isinstance(position_ids, Tensor) or ids is None or position_ids.shape != ids.shape:
+        position_ids = None
+    return ForwardInputs(
+        input_ids=ids,
+        packed_seq_params=named.get("packed_seq_params"),
+        padding_mask=named.get("padding_mask"),
+        position_ids=position_ids,
+    )
+
+
+def context_parallel_group(module: nn.Module, packed: Any) -> dist.ProcessGroup | None:
+    """Return the group that shares the sequences of one forward; None: this rank has them whole.
+
+    Raises:
+        LayoutError: the size of the group changes from micro-batch to micro-batch, and the group is not given.
+    """
+    group, size = getattr(packed, "cp_group", None), getattr(packed, "local_cp_size", None)
+    if size is not None and group is None and int(size) != 1:
+        raise LayoutError(
+            f"MRR204: packed_seq_params have local_cp_size={int(size)} and no cp_group: which ranks share these sequences is "
+            "not known. Set packed_seq_params.cp_group."
+        )
+    if group is None and size is None:
+        collection = getattr(module, "pg_collection", None)
+        group = getattr(collection, "cp", None) if collection is not None else getattr(module, "cp_group", None)
+        if group is None and collection is None and parallel_state.is_initialized():
+            group = parallel_state.get_context_parallel_group(check_initialized=False)
+    return None if group is None or group.size() == 1 else group
+
+
+def received_shape(module: nn.Module) -> tuple[int, int] | None:
+    """Return [b, s] of the hidden states that a later pipeline stage received; None: this stage embeds tokens."""
+    hidden = getattr(getattr(module, "decoder", None), "input_tensor", None)
+    if getattr(module, "pre_process", True) or not isinstance(hidden, Tensor):
+        return None
+    config: Any = module.config
+    split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return int(hidden.shape[1]), int(hidden.shape[0]) * split
+
+
+def index_of(trace: RoutingTrace) -> PrefixIndex:
+    """Return the index of a trace's prefixes; it is made once, and kept with the trace.
+
+    Raises:
+        TraceError: the trace has no token ids, or no samples, or tokens of some rows are unknown.
+    """
+    trace.check_unchanged()
+    if "index" not in trace.derived:
+        missing = [name for name in ("token_ids", "sequence_lengths") if getattr(trace, name) is None]
+        if missing:
+            raise TraceError(
+                f"MRR424: cannot find rows by tokens: the trace has no {' and no '.join(missing)}. Make it with "
+                "RoutingTrace.from_samples, or queue rows with session.microbatch(rows, model)."
+            )
+        assert trace.token_ids is not None, "checked above"
+        assert trace.sequence_lengths is not None, "checked above"
+        if trace.num_tokens and int(trace.token_ids.min()) < 0:
+            raise TraceError(
+                f"MRR108: cannot find rows by tokens: {int((trace.token_ids < 0).sum())} rows of the trace have no token id. "
+                "Another rank routed them: join the parts with recording.gather() or merge_traces."
+            )
+        trace.derived["index"] = PrefixIndex(trace.token_ids, trace.sequence_lengths)
+    index: PrefixIndex = trace.derived["index"]
+    return index
+
+
+def on_device(trace: RoutingTrace, layer_numbers: Sequence[int], device: torch.device) -> RoutingTrace | None:
+    """Return these layers of a trace on a GPU, with its index; None: they are larger than `DEVICE_BYTES`.
+
+    All sessions share them, so a rollout is copied once.
+    """
+    index, kept = index_of(trace), trace.select_layers(layer_numbers)
+    assert trace.token_ids is not None, "it has an index"
+    row_bytes = kept.num_layers * kept.topk * kept.topk_indices.element_size()
+    if index.nbytes + trace.token_ids.nbytes + row_bytes * trace.num_tokens > DEVICE_BYTES:
+        return None
+    key = (device, tuple(layer_numbers))
+    if key not in trace.derived:
+        if (device, "index") not in trace.derived:
+            trace.derived[device, "index"] = index.to(device)
+        moved = kept.to(device)
+        moved.derived["index"] = trace.derived[device, "index"]
+        trace.derived[key] = moved
+    shared: RoutingTrace = trace.derived[key]
+    return shared
+
+
+class FoundRows(NamedTuple):
+    """The rows of one forward on this rank.
+
+    Args:
+        rows: [b, s] int64, -1: none.
+        padding: [b, s] bool.
+        tokens: [b, s] integers, in the layout of the rows; None: the stage was given another layout.
+        rivals: how many segments several samples fit, an int or a scalar on the device.
+    """
+
+    rows: Tensor
+    padding: Tensor
+    tokens: Tensor | None
+    rivals: Tensor | int
+
+
+class Follower:
+    """Finds the rows of a session's forwards.
+
+    Args:
+        trace: of the session.
+        padding_token_ids: tokens that padding may hold; None: padding is one token, the same in all forwards.
+        cp_partition_mode: how context-parallel ranks share sequences; None: as packed_seq_params say, else zigzag.
+        check: raises at once on the CPU, at the end of the session on a GPU.
+    """
+
+    def __init__(
+        self,
+        trace: RoutingTrace,
+        *,
+        padding_token_ids: Sequence[int] | None,
+        cp_partition_mode: Partition | None,
+        check: Callable[..., None],
+    ) -> None:
+        if cp_partition_mode not in (None, "zigzag", "contiguous"):
+            raise LayoutError(f"MRR101: cp_partition_mode={cp_partition_mode!r} must be 'zigzag' or 'contiguous'.")
+        self._trace = trace
+        self._padding: Tensor | None = None
+        if padding_token_ids is not None:
+            self._padding = as_integers(padding_token_ids, "padding_token_ids").reshape(-1)
+        self._partition: Partition | None = cp_partition_mode
+        self._check = check
+        self._token: Tensor | None = None  # the padding token that was seen, -1: none
+        self._evidence: list[tuple[str, Tensor]] = []  # of where it must and must not stand, see `_judge_padding`
+        self._rivals: list[Tensor] = []
+        self._compared: set[tuple[bool, int]] = set()
+        self._has_warned = False
+
+    def find(self, module: nn.Module, inputs: ForwardInputs, trace: RoutingTrace, where: str) -> FoundRows:
+        """Return the rows of one forward.
+
+        Args:
+            module: the innermost chunk.
+            trace: some layers of the session's trace, on the device where rows are gathered.
+            where: the rank, chunk and micro-batch, for messages.
+
+        Raises:
+            ReplayStateError: the call has no ids.
+            LayoutError: tokens are of no sample of the trace.
+        """
+        ids = inputs.input_ids
+        if ids is None:
+            raise ReplayStateError(
+                f"MRR424: {where}: {type(module).__name__} got no input_ids, so its rows cannot be found. Pass input_ids to "
+                "every pipeline stage, open the session on the model that embeds them, or queue rows [b, s] with "
+                "session.microbatch(rows, model) before the forward."
+            )
+        index = trace.derived.get("index") or index_of(self._trace)
+        device = index.keys.device
+        if device.type == "cpu" and ids.device.type != "cpu" and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "the trace is on the CPU and larger than %d MB, input_ids are on a GPU: the host waits for the GPU once in "
+                "every micro-batch",
+                DEVICE_BYTES >> 20,
+            )
+        group = context_parallel_group(module, inputs.packed_seq_params)
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        shape = received_shape(module)
+        is_raw = shape is not None and shape != tuple(ids.shape)
+        if is_raw:  # a later stage that was given its tokens as they were before packing or splitting
+            raw = ForwardInputs(input_ids=ids, padding_mask=inputs.padding_mask, position_ids=None)
+            places, tokens = self._lay_out(raw, None, 1, device)
+        else:
+            places, tokens = self._lay_out(inputs, group, size, device)
+        padding = None if self._padding is None else to_device(self._padding, device)
+        located = locate(index, tokens, places, padding_token_ids=padding)
+        if places.overflow is not None:
+            self._check(
+                places.overflow, f"MRR206: {where}: position_ids restart more often than a forward may have segments."
+            )
+        self._check_problems(index, tokens, places, located, where)
+        located = self._judge_padding(located, where)
+        rivals = self._note_rivals(index, located)
+        if is_raw:
+            assert shape is not None, "a later stage"
+            places, located = self._in_layout(inputs, located, shape, size, device, where)
+        rows, is_padding = located.rows(places)
+        own = None if is_raw else ids
+        return FoundRows(places.of_rank(rows, rank), places.of_rank(is_padding, rank), own, rivals)
+
+    # ---- tokens and segments
+    def _places(self, inputs: ForwardInputs, shape: tuple[int, int], size: int, device: torch.device) -> Places:
+        partition: Any = self._partition or getattr(inputs.packed_seq_params, "cp_partition_mode", None) or "zigzag"
+        chunk = getattr(inputs.packed_seq_params, "zigzag_cp_min_chunk_size", None)
+        if partition not in ("zigzag", "contiguous") or (size > 1 and chunk):
+            raise LayoutError(
+                f"MRR204: cannot place the positions of context-parallel ranks under cp_partition_mode={partition!r}, "
+                f"zigzag_cp_min_chunk_size={chunk}: supported are 'zigzag' without a chunk size and 'contiguous'."
+            )
+        bounds, unpadded = inputs.bounds, inputs.unpadded_bounds
+        if bounds is None:
+            return Places.padded(shape, device=device, cp_size=size, partition=partition)
+        if shape[0] != 1:
+            raise LayoutError(f"MRR201: packed sequences come as input_ids [1, total], got {list(shape)}.")
+        unpadded = None if unpadded is None else unpadded.to(device)
+        return Places.packed(shape, bounds.to(device), unpadded=unpadded, cp_size=size, partition=partition)
+
+    def _lay_out(
+        self, inputs: ForwardInputs, group: dist.ProcessGroup | None, size: int, device: torch.device
+    ) -> tuple[Places, Tensor]:
+        """Return the segments of a forward, and the tokens of all context-parallel ranks in flat order."""
+        ids = inputs.input_ids
+        assert ids is not None, "checked"
+        mask, positions = inputs.padding_mask, inputs.position_ids if inputs.bounds is None else None
+        if mask is not None and mask.numel() != ids.numel():
+            mask = None  # of another layout than the tokens
+        places = self._places(inputs, (int(ids.shape[0]), int(ids.shape[1])), size, device)
+        given = [each for each in (ids, mask, positions) if each is not None]
+        if group is None:
+            columns = [each.reshape(1, -1).to(device) for each in given]
+        else:
+            # One collective, of 4 to 12 bytes a token: then every rank has whole sequences, and all decide alike.
+            sent = torch.stack([each.reshape(-1).to(torch.int32) for each in given]).to(collective_device(group))
+            parts = [torch.empty_like(sent) for _ in range(size)]
+            dist.all_gather(parts, sent.contiguous(), group=group)
+            columns = list(torch.stack(parts, dim=1).to(device))
+        flat = [places.in_order(each) for each in columns]
+        if positions is not None:
+            places = places.cut(flat[-1])
+        if mask is not None:
+            places = places.bound(flat[1] != 0)
+        return places, flat[0]
+
+    def _in_layout(
+        self,
+        inputs: ForwardInputs,
+        located: Located,
+        shape: tuple[int, int],
+        size: int,
+        device: torch.device,
+        where: str,
+    ) -> tuple[Places, Located]:
+        """Return the samples of a raw batch at the places of the layout that a later stage computes, sample by sample."""
+        places = self._places(inputs, shape, size, device)
+        missing = places.begin.numel() - located.row.numel()
+        if missing not in (0, 1):
+            raise LayoutError(
+                f"MRR201: {where}: this pipeline stage was given input_ids of {located.row.numel()} sequences and computes "
+                f"{places.begin.numel()}: pass it the ids as the first stage gets them."
+            )
+        columns = {name: getattr(located, name) for name in Located.__slots__}
+        columns = {name: torch.nn.functional.pad(each, (0, missing)) for name, each in columns.items()}
+        return places, Located(**(columns | {"start": torch.zeros_like(columns["start"])}))
+
+    # ---- what a segment may hold
+    def _check_problems(self, index: PrefixIndex, tokens: Tensor, places: Places, located: Located, where: str) -> None:
+        failed = (located.problem != 0).sum()
+        if failed.device.type == "cpu" and not bool(failed):
+            return
+        # The few numbers that a message needs; the closure lives as long as the session on a GPU.
+        after = places.begin + located.start + located.count
+        found = tokens[after.clamp(max=max(tokens.numel() - 1, 0))] if tokens.numel() else after
+        begins = tokens[places.begin.clamp(max=max(tokens.numel() - 1, 0))] if tokens.numel() else after
+        columns = torch.stack([located.problem, located.row, located.count, found, begins])
+        message = f"MRR206: {where}: a forward got tokens of no sample of the trace"
+
+        def tell() -> str:
+            problems, *values = columns.tolist()
+            number = next(i for i, each in enumerate(problems) if each)
+            text = self._describe(index, Problem(problems[number]), *(int(each[number]) for each in values))
+            others = sum(each != 0 for each in problems) - 1
+            more = f" ({others} more sequences of this forward cannot be followed either)" if others else ""
+            return f"MRR206: {where}, sequence {number}: {text}{more}"
+
+        self._check(failed, message + ".", tell)
+
+    def _describe(self, index: PrefixIndex, problem: Problem, row: int, count: int, found: int, begins: int) -> str:
+        """Return why a segment cannot be followed; `found` is its first token that has no row."""
+        sample = self._name(index, row) if count else ""
+        if problem is Problem.NO_SAMPLE:
+            return (
+                f"no sample of the trace begins with token {begins}, nor with what follows it. Is this batch of another "
+                "rollout, or was it cut on the left? An evaluation runs inside `with session.paused():`."
+            )
+        if problem is Problem.LEFT:
+            expected = int(index.token_ids[row + count])
+            return (
+                f"its first {count} tokens are those of {sample}, which has token {expected} at position {count}, but it has "
+                f"token {found} there. Were the tokens of the rollout tokenized again, or changed?"
+            )
+        if problem is Problem.MORE:
+            return (
+                f"it holds all {count} tokens of {sample}, and from position {count} on (token {found}) more than one token "
+                "that is no padding. If it is padding, give padding_mask to the model, or say "
+                "mrr.replay(..., padding_token_ids=[...])."
+            )
+        return self._undecided(problem, begins, sample)
+
+    def _undecided(self, problem: Problem, token: int, sample: str) -> str:
+        where = "before" if problem is Problem.STARTS else "after"
+        return (
+            f"tokens {where} {sample} may be padding or may belong to another sample of the trace, which also has them "
+            f"(the sequence begins with token {token}). Give the model padding_mask, or unpadded cu_seqlens_q beside "
+            "cu_seqlens_q_padded."
+        )
+
+    def _name(self, index: PrefixIndex, row: int) -> str:
+        sample, _ = index.name(row)
+        ids = self._trace.sample_ids
+        return f"sample {sample}" + (f" ({ids[sample]!r})" if ids is not None else "")
+
+    # ---- the padding token
+    def _judge_padding(self, located: Located, where: str) -> Located:
+        """Check that padding of all forwards is one token; return single tokens after a sample as padding if they are it."""
+        if self._padding is not None:
+            return located
+        names = ("strong", "weak", "excluded", "disputed")
+        columns = torch.stack([getattr(located, name) for name in names])
+        if columns.device.type == "cpu" and not bool((columns >= 0).any()) and self._token is None:
+            return located
+        strong = columns[0].amax() if columns.shape[1] else columns.new_tensor(-1)
+        self._token = strong if self._token is None else torch.maximum(self._token, strong)
+        self._evidence.append((where, columns))
+        if columns.device.type == "cpu" and (problem := self._padding_problem(at_end=False)):
+            raise LayoutError(problem)
+        is_padding = (located.single >= 0) & (located.single == self._token)
+        values = {name: getattr(located, name) for name in Located.__slots__}
+        return Located(**(values | {"live": torch.where(is_padding, 0, located.live)}))
+
+    def _padding_problem(self, *, at_end: bool) -> str:
+        """Return what contradicts one padding token in the forwards so far; "": nothing does."""
+        seen: list[dict[int, str]] = [{}, {}, {}, {}]
+        for where, columns in self._evidence:
+            for tokens, values in zip(seen, columns.tolist()):
+                for token in set(values) - {-1}:
+                    tokens.setdefault(token, where)
+        strong, weak, excluded, disputed = seen
+        declare = "Say mrr.replay(..., padding_token_ids=[...]), or give the model padding_mask."
+        if len(strong) > 1:
+            (one, first), (other, second) = list(strong.items())[:2]
+            return (
+                f"MRR207: tokens after samples are no padding: several places of {first} hold token {one}, of {second} token "
+                f"{other}, and padding is one token. {declare}"
+            )
+        known = next(iter(strong), None)
+        for token, where in weak.items() if known is not None or at_end else ():
+            if token != known:
+                seen_as = f"padding is token {known} elsewhere" if known is not None else "no other place shows padding"
+                return (
+                    f"MRR207: {where}: token {token} stands where a sequence leaves its sample, and {seen_as}, so it is "
+                    f"another text than the trace's or padding that cannot be told from it. {declare}"
+                )
+        for token, where in (excluded | disputed).items():
+            if token == known or (known is None and at_end and token in disputed):
+                return (
+                    f"MRR207: {where}: token {token} may be padding or a part of a sample: the trace has samples with and "
+                    "without it. Give the model padding_mask, or unpadded cu_seqlens_q beside cu_seqlens_q_padded"
+                    + ("." if token in excluded else "; or say mrr.replay(..., padding_token_ids=[...]).")
+                )
+        # What is left to judge needs each token once.
+        if self._evidence and self._evidence[0][1].device.type == "cpu":
+            self._evidence = [
+                (where, torch.tensor([[token if row == at else -1] for row in range(4)]))
+                for at, tokens in enumerate(seen)
+                for token, where in tokens.items()
+            ]
+        return ""
+
+    # ---- equal samples
+    def _note_rivals(self, index: PrefixIndex, located: Located) -> Tensor | int:
+        """Count the segments that several samples fit, and compare these samples' routes and weights."""
+        count = (located.rivals != 0).sum()
+        columns = torch.stack([located.rivals, located.whole, located.at, located.count])
+        if columns.device.type != "cpu":
+            self._rivals.append(columns)
+            return count
+        if bool(count):
+            self._compare(index, columns)
+        return int(count)
+
+    def _compare(self, index: PrefixIndex, columns: Tensor) -> None:
+        """Raise LayoutError unless the samples that fit a segment have like routes; each of them is looked at once."""
+        for is_rival, whole, at, count in columns.t().tolist():
+            if not is_rival or (bool(whole), at) in self._compared:
+                continue
+            self._compared.add((bool(whole), at))
+            first, *rest = (row - count + 1 for row in index.rivals(at, is_whole=bool(whole)))
+            for other in rest:
+                if why := unlike(self._trace, first, other, count):
+                    raise LayoutError(
+                        f"MRR208: {self._name(index, first)} and {self._name(index, other)} of the trace begin with the same "
+                        f"{count} tokens, which a forward got, and {why}: which of them it holds, its tokens do not say. "
+                        "Replay them in different sessions, or queue rows with session.microbatch(rows, model)."
+                    )
+
+    def problems(self) -> list[str]:
+        """Return what only shows when all forwards have run; on a GPU, this waits for the device."""
+        found = []
+        if problem := self._padding_problem(at_end=True):
+            found.append(problem)
+        if self._rivals:
+            try:
+                self._compare(index_of(self._trace), torch.cat(self._rivals, dim=1).cpu())
+            except LayoutError as error:
+                found.append(str(error))
+        return found
+
+
+def unlike(trace: RoutingTrace, first: int, other: int, count: int) -> str:
+    """Return why the first `count` rows of two samples are not those of one run with noise; "": they may be."""
+    one, two = slice(first, first + count), slice(other, other + count)
+    versions = trace.weight_version
+    if versions is not None and not torch.equal(versions[one], versions[two]):
+        at = int((versions[one] != versions[two]).nonzero()[0])
+        return f"were generated with different weights ({int(versions[first + at])} and {int(versions[other + at])})"
+    both = trace.replay_mask[one] & trace.replay_mask[two]
+    routes = [trace.topk_indices[rows].sort(dim=2).values for rows in (one, two)]
+    differ = ((routes[0] != routes[1]).any(dim=2) & both.unsqueeze(1)).sum(1)
+    for begin in range(0, count, _WINDOW):
+        window = slice(begin, begin + _WINDOW)
+        number = int(both[window].sum()) * trace.num_layers
+        different = int(differ[window].sum())
+        # Three standard deviations above the share, so that a few decisions alone prove nothing.
+        if different > _NOISE * number + 3 * (_NOISE * (1 - _NOISE) * number) ** 0.5:
+            return f"have different routes ({different} of {number} decisions from position {begin} on)"
+    return ""
