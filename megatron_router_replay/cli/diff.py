@@ -50,10 +50,18 @@ def diff(
 
         stems = a.absolute().stem, b.absolute().stem
         stem_a, stem_b = stems if stems[0] != stems[1] else ("a", "b")
-        names = {"name_a": name_a or stem_a, "name_b": name_b or stem_b}
-        parts = {"step_a": step_a, "step_b": step_b, "run_a": run_a, "run_b": run_b}
         with progress("comparing") as on_rows:
-            found = diff_traces(a, b, **names, **parts, on_rows=on_rows)
+            found = diff_traces(
+                a,
+                b,
+                name_a=name_a or stem_a,
+                name_b=name_b or stem_b,
+                step_a=step_a,
+                step_b=step_b,
+                run_a=run_a,
+                run_b=run_b,
+                on_rows=on_rows,
+            )
         if html is not None:
             from megatron_router_replay.diagnostics.page import save_page
 
