@@ -54,6 +54,7 @@ def decode(
     # The caller's border is compared with the token ids as if a reply had stated it.
     border = () if num_prompt_tokens is None else (StatedCount("num_prompt_tokens", "prompt", num_prompt_tokens),)
     reply, sample = Reply(source=_SOURCE, counts=border), DecodeOptions(**options)
+    # No engine is known, so the caller's ids or number of tokens are the only ones.
     tokens = resolve_tokens(reply, sample)
     array = _token_major(as_array(result, source=_SOURCE), axes, names)
     columns, filler = (None, None) if layer_numbers is None else _columns(array.shape[1], layer_numbers, info)

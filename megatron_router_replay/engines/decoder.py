@@ -127,6 +127,7 @@ class Decoder:
                 raise PayloadError(
                     f"MRR312: {self.title}: {len(values)} {name} for {len(replies)} samples: give one for each."
                 )
+        # From columns, a list for each option, to rows, the options of each sample.
         lists["sample_id"] = lists.pop("sample_ids", [None] * len(replies))
         each = [DecodeOptions(**{n: v[i] for n, v in lists.items()}, **options) for i in range(len(replies))]
         return self.trace_of(replies, each, info)
@@ -171,6 +172,7 @@ class Decoder:
 
     def _sample(self, reply: Reply, model: ModelRoutingInfo, options: DecodeOptions, begin: int) -> SampleRows:
         reply = self.corrected(reply, model)
+        # Tokens come before rows: a text of routes is bounded by their number before it is decoded.
         tokens = resolve_tokens(reply, options)
         # An aborted request that had generated tokens had routes for them: without these they are lost.
         may_be_empty = reply.aborted and tokens.nothing_generated

@@ -87,6 +87,7 @@ class ModelRoutingInfo:
                 f"MRR303: model_type {model_type!r} is not known here, so its MoE layers would be a guess. "
                 f"Known: {', '.join(sorted(FAMILIES))}. Make a ModelRoutingInfo(...) by hand for others."
             )
+        # Hidden layer i is layer_number i + 1; layers of multi-token prediction are no hidden layers.
         is_moe = moe_layers(values)
         return cls(
             num_layers=len(is_moe),

@@ -181,6 +181,7 @@ def as_array(value: Any, *, source: Source) -> Array:
     if isinstance(value, (list, tuple)):
         return _from_lists(value, source)
     if isinstance(value, torch.Tensor):
+        # numpy has no bfloat16 and no quantized dtypes, so torch's are checked before the conversion.
         value = value.detach().cpu()
         if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool or value.is_quantized:
             raise source.error(f"MRR310: must hold integers, got {value.dtype}.")
@@ -240,6 +241,7 @@ def _from_lists(value: Sequence[Any], source: Source) -> Array:
         if len({item.shape for item in arrays}) > 1:
             raise source.error(f"MRR310: rows differ in shape: {sorted({item.shape for item in arrays})[:4]}.")
         return np.stack(arrays)
+    # One level at a time: chain and array run in C, which makes JSON of thousands of rows bearable.
     shape, flat = [len(value)], value
     while flat and set(map(type, flat)) <= {list, tuple}:
         lengths = set(map(len, flat))

@@ -67,6 +67,7 @@ class ReplyReader:
         """
         source = Source(engine=self.engine, field=self.fields["routed_experts"][0])
         chunks = list(result) if isinstance(result, (list, tuple)) else [result]
+        # Nested lists and lists of arrays are routes. A list with anything else among replies is read so too, and raises.
         if not chunks or not all(map(self._is_reply, chunks)):
             return [Reply(source=source, fields={"routed_experts": self.unwrap(result, source)})]
         if len(chunks) > 1 and self.stream is None:
@@ -75,6 +76,7 @@ class ReplyReader:
                 "several results to decode_batch."
             )
         choices = self._choices(chunks, source)
+        # Usage, and SGLang's routes and ids, come with the last chunks of a stream, so these are first.
         response = [holder for chunk in reversed(chunks) if _has_choices(chunk) for holder in self._holders(chunk)]
         self._check_shared(choices, response, source)
         return [self._reply(parts, index, len(choices), response, source) for index, parts in enumerate(choices)]
@@ -107,6 +109,7 @@ class ReplyReader:
             for index in [None] if _has_choices(chunk) else [index for index, _ in pairs]:
                 requests.setdefault(index, set()).add(shown(self._request(self._holders(chunk)), 80))
             for index, choice in pairs:
+                # The chunks of n choices arrive interleaved, each under the index of its choice.
                 parts = streams.setdefault(index, [])
                 if parts and not self._is_unfinished(parts[-1]):
                     raise source.error(
@@ -126,6 +129,7 @@ class ReplyReader:
             raise source.error(
                 f"MRR312: its choices have index {sorted(streams)[:8]}, expected each of 0..{len(streams) - 1}: one is lost."
             )
+        # Only the last chunk has the routes. A single chunk that was given as a reply raises here, too.
         unfinished = [index for index, parts in streams.items() if self._is_unfinished(parts[-1])]
         if unfinished:
             raise source.error(
@@ -187,6 +191,7 @@ class ReplyReader:
             for name in self.fields
         }
         routes = self._values("routed_experts", known)
+        # SGLang before pull request 35323 repeats a choice's routes in the response, which is the same text.
         if any(not _is_same(value, routes[0]) for value in routes):
             raise source.error(
                 "MRR311: two parts of it carry routes, and different ones: expected the last chunk alone."
@@ -202,7 +207,7 @@ class ReplyReader:
         reason = first_known(*(get_field(holder, "finish_reason") for holder in self._holders(parts[-1])))
         counts = [count for part in parts[:-1] for count in self._counts(part, source) if count.kind == "prompt"]
         counts += self._counts(parts[-1], source)
-        if isinstance(reason, Mapping):
+        if isinstance(reason, Mapping):  # SGLang: {"type": "length", "length": 16}
             counts += read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source)
             reason = reason.get("type")
         if num_choices == 1:  # the usage of several choices is a sum, which counts none of them

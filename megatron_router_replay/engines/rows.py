@@ -93,6 +93,7 @@ def build_trace(samples: Sequence[SampleRows], *, model: ModelRoutingInfo) -> Ro
         PayloadError: another number of rows or columns; a row that is none, see `row_check`; or only some samples have token
             ids, sample ids or a weight version.
     """
+    # All samples are checked before memory is allocated for any: a wrong config is seen in the first one.
     for sample in samples:
         _check_shape(sample, model)
         _check_row_count(sample)
@@ -113,8 +114,10 @@ def build_trace(samples: Sequence[SampleRows], *, model: ModelRoutingInfo) -> Ro
         rows = slice(begin, begin + length)
         _fill(sample, model, indices[rows].numpy(), mask[rows])
         if has_versions and sample.weight_version is not None:
+            # A sample without any route, such as an aborted one, has no version either.
             versions[rows] = np.where(mask[rows].any(), sample.weight_version, -1)
         begin += length
+    # Every row was checked while it was copied, so the trace does not check it again.
     trace = RoutingTrace.from_checked(
         topk_indices=indices,
         layer_numbers=model.moe_layer_numbers,
@@ -159,7 +162,7 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
     end = num_tokens if sample.last_row == "route" else max(num_tokens - 1, 0)
     row, num_lost = options.start, 0
     for part in sample.layout.parts:
-        first = max(row, sample.begin)
+        first = max(row, sample.begin)  # of a decode server, the rows of the prompt are rubbish
         rows = part[first - row : max(end - row, 0)]
         row += len(part)
         if not len(rows):
@@ -228,6 +231,7 @@ def _check_row_count(sample: SampleRows) -> None:
     start, num_tokens = options.start, sample.tokens.num_tokens
     with_last = num_tokens - start
     expected = max(with_last - 1, 0)
+    # Legal for a prompt alone, and for vLLM 0.21 with multi-token prediction, which pads it.
     may_have_last = sample.last_row != "none"
     surplus = rows - expected
     if not surplus or (rows == with_last and may_have_last):

@@ -71,6 +71,7 @@ class RoutingSegments:
         if self._first is None:
             self._first = trace[:0]
             self._rows = {name: values[:0].clone() for name, values in new.items()}
+        # A turn may be shorter than the tokens so far, when it was requested again.
         end = max(self._length, len(trace))
         shared = min(self._length, len(trace))
         self._reserve(end)
@@ -193,6 +194,7 @@ def join_prefill_decode(
             f"MRR315: {engine.title}: the prefill reply has a prompt of {length} tokens, the decode reply of {decode_length}"
             ": have both return token ids, or pass prompt_token_ids=..., or they are of different requests."
         )
+    # The token that the prefill server sampled is dropped: the decode server samples it again.
     first = engine.trace_of(prefill, [given], info)[:length]
     missing = (~first.replay_mask).nonzero()
     if len(missing) and given.missing != "live":

@@ -64,6 +64,7 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
     if options.num_tokens is not None:
         counts.append(StatedCount("num_tokens", "all", options.num_tokens))
     counts += reply.counts
+    # The spans of the weights cover the output, so the end of the last one counts it.
     if reply.weight_spans:
         counts.append(StatedCount("weight_versions[-1].end", "output", reply.weight_spans[-1].end))
     agreed = _agreed(counts, reply.source)
@@ -159,6 +160,7 @@ def read_spans(value: Any, *, source: Source) -> tuple[WeightSpan, ...]:
                 "MRR313: weight_versions has a span without version, start or end, or with others than numbers."
             )
         before = spans[-1].end if spans else 0
+        # Spans without gaps: a gap would leave tokens without a version, and mean that a part of the output is lost.
         if start != before or end < start:
             raise source.error(
                 f"MRR313: weight_versions has a span {start}..{end} after {before} tokens: spans must follow one "
@@ -180,6 +182,7 @@ def stamp_versions(reply: Reply, tokens: SampleTokens, given: WeightVersion | No
     """
     source, spans = reply.source, reply.weight_spans
     names = list(dict.fromkeys(span.version for span in spans))
+    # A name without spans is of all tokens, if the caller maps it to a number.
     if not names and reply.weight_name is not None:
         names = [reply.weight_name]
     if isinstance(given, Mapping):

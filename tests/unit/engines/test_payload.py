@@ -234,26 +234,3 @@ def test_token_ids_of_every_kind_are_int32(value, expected):
 def test_a_message_begins_with_the_source():
     assert str(Source(engine="E", field="f")) == "E: f"
     assert str(Source(engine="E", field="f", sample="s").error("wrong")) == "E: f of s: wrong"
-
-
-# Three rows of four layers are as many ids as four rows of the three MoE layers.
-FOUR_LAYERS = engines.ModelRoutingInfo(num_layers=4, moe_layer_numbers=(1, 2, 4), num_experts=4, topk=2)
-FLAT = [3, 1, 0, 2, 0, 0, 2, 3, 1, 2, 3, 0, 0, 0, 0, 1, 2, 0, 1, 3, 0, 0, 3, 2]
-
-
-@pytest.mark.parametrize("engine", [engines.sglang, engines.sglang_jax])
-def test_routes_that_a_caller_decoded_himself_are_bytes_or_have_the_right_shape(engine):
-    ids = [11, 12, 13, 14]
-    want = [[[3, 1], [0, 2], [2, 3]], [[1, 2], [3, 0], [0, 1]], [[2, 0], [1, 3], [3, 2]]]
-    for value in (struct.pack("<24i", *FLAT), np.array(FLAT).reshape(3, 4, 2)):
-        assert engine.decode(value, model=FOUR_LAYERS, token_ids=ids).topk_indices[:3].tolist() == want
-        later = engine.decode(value, model=FOUR_LAYERS, token_ids=[10, *ids], start=1)
-        assert later.topk_indices[1:4].tolist() == want
-        assert later.replay_mask.tolist() == [False, True, True, True, False]
-    for shape in ((4, 3, 2), (3, 8), (6, 2, 2), (24,)):
-        with pytest.raises(PayloadError):
-            engine.decode(np.array(FLAT).reshape(shape), model=FOUR_LAYERS, token_ids=ids)
-    # Three layers: the MoE layers alone; three experts: a shared expert appended; half the bytes: uint16.
-    for size in (4 * 3 * 3 * 2, 4 * 3 * 4 * 3, 2 * 3 * 4 * 2):
-        with pytest.raises(PayloadError, match="rows"):
-            engine.decode(bytes(size), model=FOUR_LAYERS, token_ids=ids)

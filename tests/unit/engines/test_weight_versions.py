@@ -54,15 +54,9 @@ def test_the_callers_numbers_for_the_engines_names():
     assert trace.weight_version.tolist() == [version + 10 for version in STAMPED]
     with pytest.raises(PayloadError, match="step-b"):
         engine.decode(result, model=MODEL, weight_version={"step-a": 16}, **options)
-    with pytest.raises(PayloadError, match=r"weight_version=\{"):
+    with pytest.raises(PayloadError, match=r"weight_version=17.*\['step-a', 'step-b'\].*weight_version=\{"):
         engine.decode(result, model=MODEL, weight_version=17, **options)
     assert engine.decode(result, model=MODEL, **options).weight_version is None
-
-
-def test_one_number_of_the_caller_cannot_stamp_versions_that_it_is_none_of():
-    engine, result, options = sglang(CHANGED)
-    with pytest.raises(PayloadError, match=r"weight_version=12.*\['6', '7'\]"):
-        engine.decode(result, model=MODEL, weight_version=12, **options)
 
 
 @pytest.mark.parametrize(
