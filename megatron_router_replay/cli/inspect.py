@@ -22,6 +22,7 @@ def inspect(
         Path, typer.Argument(help="A trace file, or a folder of the ranks' parts or steps.", metavar="PATH")
     ],
     step: Step = None,
+    run: Annotated[str | None, typer.Option(help="The run, if several saved that step.", metavar="RUN")] = None,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
@@ -30,22 +31,25 @@ def inspect(
         check_out(out)
         from megatron_router_replay.store import TraceStore
 
-        store = TraceStore(path)
+        store = TraceStore(path, run=run)
         steps = store.steps() if path.is_dir() else []
+        steps = [number for number in steps if run in (None, *store.runs(number))]
         if len(steps) > 1 and step is None:
             values = {"kind": "store", "path": str(path), "steps": [_step(store, number) for number in steps]}
             text = _steps_text(values)
         else:
             with progress("reading") as on_rows:
-                values = _trace(path, step, on_rows)
+                values = _trace(path, step, run, on_rows)
             text = _trace_text(values)
         emit(text, values, as_json=as_json, out=out)
 
 
 def _step(store: TraceStore, step: int) -> dict[str, Any]:
-    parts = store.parts(step)
+    runs = store.runs(step) if store.run is None else [store.run]
+    parts = [part for run in runs for part in store.parts(step, run=run)]
     return {
         "step": step,
+        "runs": runs,
         "ranks": len({part.rank for part in parts}),
         "parts": len(parts),
         "num_tokens": max((part.num_tokens for part in parts), default=0),
@@ -60,7 +64,7 @@ def _steps_text(values: dict[str, Any]) -> str:
     shown = steps if len(steps) <= _MAX_STEPS_SHOWN else steps[: _MAX_STEPS_SHOWN - 5] + steps[-5:]
     rows = [
         (
-            *(str(step[name]) for name in ("step", "ranks", "parts")),
+            *(str(value) for value in (step["step"], len(step["runs"]), step["ranks"], step["parts"])),
             f"{step['num_tokens']:,}",
             str(len(step["layer_numbers"])),
             f"{step['bytes'] / 1e6:,.1f}",
@@ -68,12 +72,12 @@ def _steps_text(values: dict[str, Any]) -> str:
         for step in shown
     ]
     left_out = f", {len(steps) - len(shown)} of them left out here" if len(shown) < len(steps) else ""
-    table = Table(name="steps", head=("step", "ranks", "parts", "tokens", "layers", "MB"), rows=rows)
+    table = Table(name="steps", head=("step", "runs", "ranks", "parts", "tokens", "layers", "MB"), rows=rows)
     title = f"{printable(values['path'])}: a folder of {len(steps)} steps{left_out}"
-    return f"{title}\n{table.text()}\n--step N summarizes one"
+    return f"{title}\n{table.text()}\n--step N summarizes one, --run RUN a run of it"
 
 
-def _trace(path: Path, step: int | None, on_rows: Any) -> dict[str, Any]:
+def _trace(path: Path, step: int | None, run: str | None, on_rows: Any) -> dict[str, Any]:
     import torch
 
     from megatron_router_replay.diagnostics.fact import imbalance, plain
@@ -81,7 +85,7 @@ def _trace(path: Path, step: int | None, on_rows: Any) -> dict[str, Any]:
     from megatron_router_replay.trace.ids import index_dtype
 
     begin = time.perf_counter()
-    source = open_source(path, step=step)
+    source = open_source(path, step=step, run=run)
     load = torch.zeros(len(source.layer_numbers), source.num_experts, dtype=torch.int64)
     routed, has_tokens = 0, False
     versions: set[int] = set()

@@ -239,19 +239,13 @@ def open_source(
 def _folder(folder: Path, step: int | None, run: str | None) -> tuple[int | None, list[Path]]:
     """Return the step of a `TraceStore` and its files; or None and all files of a folder without steps."""
     store = TraceStore(folder)
-    steps = store.steps()
-    if not steps:
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise StoreError(f"MRR501: cannot read {folder}: the folder holds no trace file (*.safetensors).")
-        return None, files
-    if step is None and len(steps) > 1:
-        shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-        raise StoreError(f"MRR505: {folder} holds {len(steps)} steps ({shown}): say which.")
-    chosen = steps[0] if step is None else step
-    if chosen not in steps:
-        raise StoreError(f"MRR505: {folder} has no step {chosen}; it has {steps[0]}..{steps[-1]}.")
-    return chosen, [part.path for part in store.parts(chosen, run=run)]
+    if store.steps():
+        parts = store.parts(step, run=run)
+        return parts[0].step, [part.path for part in parts]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise StoreError(f"MRR501: cannot read {folder}: the folder holds no trace file (*.safetensors).")
+    return None, files
 
 
 def block_rows(*sources: TraceSource) -> int:

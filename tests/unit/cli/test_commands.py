@@ -14,6 +14,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.cli.doctor import TORCH_OLDEST, TORCH_TESTED
 from megatron_router_replay.cli.explain import error_sections
 from megatron_router_replay.demo import DemoResult
+from megatron_router_replay.store import TraceStore
 from tests.unit.cli.runner import call, environment
 
 ROOT = Path(__file__).parents[3]
@@ -60,13 +61,19 @@ def test_inspect_a_file_and_a_folder_of_steps(folder):
     assert [(step["step"], step["ranks"], step["layer_numbers"]) for step in steps] == expected
     assert "a folder of 2 steps" in call("inspect", "store").output
     assert json.loads(call("inspect", "store", "--step", 4, "--json").output)["num_tokens"] == 600
-    assert "has no step 9" in call("inspect", "store", "--step", 9, code=2).stderr
+    assert "cannot find step 9" in call("inspect", "store", "--step", 9, code=2).stderr
+    TraceStore("store", run="b").save(mrr.load_trace("good.safetensors"), step=4, rank=0)  # a resumed run
+    steps = json.loads(call("inspect", "store", "--json").output)["steps"]
+    assert [(step["step"], step["runs"], step["parts"]) for step in steps] == [(3, ["a"], 2), (4, ["a", "b"], 3)]
+    assert "Name one, run=" in call("inspect", "store", "--step", 4, code=2).stderr
+    assert json.loads(call("inspect", "store", "--step", 4, "--run", "b", "--json").output)["num_tokens"] == 600
+    call("diff", "good.safetensors", "store", "--step-b", 4, "--run-b", "b")
 
 
 def test_diff_exit_codes(folder):
     assert "the traces are the same" in call("diff", "good.safetensors", "reordered.safetensors").output
     call("diff", "good.safetensors", "store", "--step-b", 3)
-    assert "say which" in call("diff", "good.safetensors", "store", code=2).stderr
+    assert "it has steps [3, 4]" in call("diff", "good.safetensors", "store", code=2).stderr
     assert "different models" in call("diff", "good.safetensors", "other_model.safetensors", code=2).stderr
     mrr.save_trace(mrr.load_trace("good.safetensors", rows=slice(0, 500)), "shorter.safetensors")
     assert "what both cover is the same" in call("diff", "good.safetensors", "shorter.safetensors", code=1).output
