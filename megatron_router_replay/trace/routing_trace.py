@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from megatron_router_replay.checks import as_integer
 from megatron_router_replay.errors import TraceError, listed
 from megatron_router_replay.trace.ids import check_topk_indices
 from megatron_router_replay.trace.runs import as_slice
+from megatron_router_replay.trace.samples import join_samples
 from megatron_router_replay.trace.values import (
     as_integer_tensor,
     as_layer_numbers,
@@ -116,6 +117,49 @@ class RoutingTrace:
             sequence_lengths=lengths,
             sample_ids=as_sample_ids(self.sample_ids, lengths),
         )
+
+    @classmethod
+    def from_samples(
+        cls,
+        tokens: Sequence[ArrayLike | Tensor],
+        routes: Sequence[ArrayLike | Tensor],
+        *,
+        num_experts: int,
+        layer_numbers: Iterable[int],
+        replay_mask: Sequence[ArrayLike | Tensor] | None = None,
+        weight_version: Any = None,
+        last_token: Literal["unrouted", "routed"] = "unrouted",
+        sample_ids: Iterable[str] | None = None,
+    ) -> RoutingTrace:
+        """Return the trace of samples as an engine or a trainer returns them: `replay` finds them by their tokens.
+
+        Args:
+            tokens: [T] ids of each sample, prompt and response.
+            routes: [T or T - 1, layers, topk] of each sample, any integer dtype that holds num_experts - 1. A row of -1 in
+                every layer has no route: the live router decides it.
+            num_experts: experts in each layer, shared experts not counted.
+            layer_numbers: Megatron's number (from 1) of each MoE layer, as `mcore.layer_numbers_of(model)` or
+                `ModelRoutingInfo.moe_layer_numbers` has them. Routes have one entry for each, or one for every decoder
+                layer, of which the others are dropped.
+            replay_mask: [T] bool of each sample, False: no route.
+            weight_version: one integer, or for each sample one or [T].
+            last_token: "unrouted": the last token of a sample was never run by the engine, so a T-th row is no route.
+                "routed": a forward ran all tokens, and there are T rows.
+            sample_ids: a name for each sample.
+
+        Raises:
+            TraceError: a sample has fewer rows, ids that no router can choose, or a dtype that cannot hold them; names it.
+        """
+        values = join_samples(
+            tokens,
+            routes,
+            num_experts=num_experts,
+            layer_numbers=layer_numbers,
+            replay_mask=replay_mask,
+            weight_version=weight_version,
+            last_token=last_token,
+        )
+        return cls(**values, sample_ids=sample_ids)
 
     @classmethod
     def from_checked(

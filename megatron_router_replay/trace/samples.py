@@ -1,0 +1,117 @@
+"""Samples as a rollout returns them, tokens and rows of routes -> the values of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay.checks import as_integer
+from megatron_router_replay.errors import TraceError
+from megatron_router_replay.trace.ids import check_topk_indices, index_dtype
+from megatron_router_replay.trace.values import as_integer_tensor, as_layer_numbers, as_mask
+
+
+def join_samples(
+    tokens: Sequence[Any],
+    routes: Sequence[Any],
+    *,
+    num_experts: int,
+    layer_numbers: Any,
+    replay_mask: Sequence[Any] | None,
+    weight_version: Any,
+    last_token: str,
+) -> dict[str, Any]:
+    """Return the arguments of RoutingTrace for these samples; see `RoutingTrace.from_samples`."""
+    if last_token not in ("unrouted", "routed"):
+        raise TraceError(f"MRR101: last_token={last_token!r} must be 'unrouted' or 'routed'.")
+    numbers, num_experts = as_layer_numbers(layer_numbers), as_integer("num_experts", num_experts)
+    masks: Sequence[Any] = [None] * len(tokens) if replay_mask is None else replay_mask
+    versions = [weight_version] * len(tokens) if _is_one(weight_version) else weight_version
+    for name, values in (("routes", routes), ("replay_mask", masks), ("weight_version", versions)):
+        if len(values) != len(tokens):
+            raise TraceError(f"MRR102: from_samples got {len(tokens)} samples of tokens, and {len(values)} of {name}.")
+    parts: dict[str, list[Tensor]] = {"topk_indices": [], "replay_mask": [], "token_ids": [], "weight_version": []}
+    for number, (ids, rows, mask, version) in enumerate(zip(tokens, routes, masks, versions, strict=True)):
+        try:
+            part = _sample(ids, rows, mask, version, num_experts, numbers, last_token)
+        except TraceError as error:
+            raise TraceError(f"MRR102: sample {number}: {error}") from error
+        for name, values in part.items():
+            parts[name].append(values)
+    topk = {part.shape[2] for part in parts["topk_indices"]}
+    if len(topk) > 1:
+        first = next(
+            i for i, part in enumerate(parts["topk_indices"]) if part.shape[2] != parts["topk_indices"][0].shape[2]
+        )
+        raise TraceError(
+            f"MRR102: sample {first} has topk={parts['topk_indices'][first].shape[2]}, sample 0 has another."
+        )
+    if not parts["topk_indices"]:
+        raise TraceError("MRR102: from_samples needs a sample at least: of none, topk is not known.")
+    return {
+        "num_experts": num_experts,
+        "layer_numbers": numbers,
+        "sequence_lengths": [part.numel() for part in parts["token_ids"]],
+        **{name: torch.cat(values) for name, values in parts.items() if values},
+    }
+
+
+def _is_one(weight_version: Any) -> bool:
+    return weight_version is None or isinstance(weight_version, int)
+
+
+def _sample(
+    tokens: Any, routes: Any, mask: Any, version: Any, num_experts: int, numbers: tuple[int, ...], last_token: str
+) -> dict[str, Tensor]:
+    """Return one sample's values, a row a token; rows that have no route are -1 in an integer dtype that holds it."""
+    ids, rows = as_integer_tensor("tokens", tokens).cpu(), as_integer_tensor("routes", routes).cpu()
+    if ids.dim() != 1 or rows.dim() != 3:
+        raise TraceError(
+            f"MRR102: tokens must be [T] and routes [T, layers, topk], got {list(ids.shape)} and {list(rows.shape)}."
+        )
+    if ids.numel() and int(ids.min()) < 0:
+        raise TraceError(f"MRR101: token {int(ids.min())} at position {int(ids.argmin())} is no token id.")
+    if torch.iinfo(rows.dtype).max < num_experts - 1:
+        raise TraceError(
+            f"MRR101: routes are {rows.dtype}, which cannot hold ids of {num_experts} experts: higher ids were wrapped."
+        )
+    rows = _named_layers(rows, numbers)
+    length, has_last = ids.numel(), rows.shape[0] == ids.numel()
+    if not has_last and (rows.shape[0] != length - 1 or last_token == "routed"):
+        expected = f"{length}" if last_token == "routed" else f"{length} or {length - 1}"
+        raise TraceError(
+            f"MRR302: {rows.shape[0]} rows of routes for {length} tokens: expected {expected}. Mark rows without a route "
+            "with -1 in every layer."
+        )
+    missing = (rows == -1).flatten(1).all(1) if numbers else torch.zeros(rows.shape[0], dtype=torch.bool)
+    routed = ~missing if rows.dtype.is_signed else torch.ones_like(missing)
+    routed = torch.nn.functional.pad(routed, (0, length - rows.shape[0]))
+    if mask is not None:
+        routed = routed & as_mask("replay_mask", mask, length)
+    if last_token == "unrouted" and length:
+        routed = torch.cat([routed[:-1], torch.zeros(1, dtype=torch.bool)])  # the engine never ran it
+    check_topk_indices(rows, num_experts=num_experts, layer_numbers=numbers, replay_mask=routed[: rows.shape[0]])
+    stored = torch.zeros(length, *rows.shape[1:], dtype=index_dtype(num_experts))
+    stored[: rows.shape[0]] = torch.where(routed[: rows.shape[0]].view(-1, 1, 1), rows, 0).to(stored.dtype)
+    values = {"topk_indices": stored, "replay_mask": routed, "token_ids": ids}
+    if version is not None:
+        given = as_integer_tensor("weight_version", version).cpu()
+        values["weight_version"] = given.expand(length) if given.dim() == 0 else given
+        if values["weight_version"].shape != (length,):
+            raise TraceError(f"MRR102: weight_version must be one or [{length}], got {list(given.shape)}.")
+    return values
+
+
+def _named_layers(rows: Tensor, numbers: tuple[int, ...]) -> Tensor:
+    """Return the layers that are named, of one entry each or of one for every decoder layer."""
+    if rows.shape[1] == len(numbers):
+        return rows
+    if not numbers or rows.shape[1] < numbers[-1]:
+        raise TraceError(
+            f"MRR302: routes have {rows.shape[1]} layers, layer_numbers name {len(numbers)}, up to "
+            f"{max(numbers, default=0)}: give one entry for each of these, or for each decoder layer of the model."
+        )
+    return rows[:, [number - 1 for number in numbers]]

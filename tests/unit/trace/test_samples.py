@@ -1,0 +1,70 @@
+"""Samples of a rollout -> a trace."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_router_replay import RoutingTrace
+from megatron_router_replay.errors import TraceError
+
+ONE, TWO = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], [[[1, 0], [3, 2]]]
+SIZES = {"num_experts": 8, "layer_numbers": [2, 4]}
+
+
+def test_samples_follow_one_another_and_the_last_token_has_no_route() -> None:
+    trace = RoutingTrace.from_samples([[5, 6, 7], [8]], [ONE, TWO], **SIZES, sample_ids=["a", "b"], weight_version=3)
+    assert trace.token_ids.tolist() == [5, 6, 7, 8]
+    assert trace.sequence_lengths == (3, 1)
+    assert trace.replay_mask.tolist() == [True, True, False, False], "of sample 1, a row for its last token is no route"
+    assert trace.topk_indices[:2].tolist() == ONE
+    assert (trace.sample_ids, trace.weight_version.tolist()) == (("a", "b"), [3] * 4)
+
+
+def test_a_forward_that_ran_all_tokens_has_a_route_for_each() -> None:
+    trace = RoutingTrace.from_samples([[5, 6], [8]], [ONE, TWO], **SIZES, last_token="routed")
+    assert trace.replay_mask.all()
+    assert trace.topk_indices.tolist() == ONE + TWO
+    with pytest.raises(TraceError, match="MRR302: sample 0: 2 rows of routes for 3 tokens: expected 3"):
+        RoutingTrace.from_samples([[5, 6, 7]], [ONE], **SIZES, last_token="routed")
+
+
+def test_rows_of_minus_one_and_masked_rows_have_no_route() -> None:
+    routes = np.array([[[-1, -1], [-1, -1]], [[4, 5], [6, 7]], [[9, 9], [9, 9]]], dtype=np.int16)
+    masks = [[True, True, False, True]]
+    trace = RoutingTrace.from_samples(
+        [[5, 6, 7, 8]], [routes], **SIZES, replay_mask=masks, weight_version=[[1, 1, 2, 2]]
+    )
+    assert trace.replay_mask.tolist() == [False, True, False, False]
+    assert trace.weight_version.tolist() == [1, 1, 2, 2]
+
+
+def test_layers_that_are_not_named_are_dropped() -> None:
+    every = torch.arange(8).repeat(1, 1).view(1, 4, 2)
+    trace = RoutingTrace.from_samples([[5, 6]], [every], **SIZES)
+    assert trace.topk_indices[0].tolist() == [[2, 3], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("second", "options", "match"),
+    [
+        ([[[0, 1], [2, 3]]], {}, "MRR302: sample 1: 1 rows of routes for 3 tokens: expected 3 or 2"),
+        ([[[0, 8], [2, 3]]] * 2, {}, "MRR103: sample 1: row 0, layer 2"),
+        ([[[0, 0], [2, 3]]] * 2, {}, "MRR103: sample 1: .*twice"),
+        ([[[0, -1], [2, 3]]] * 2, {}, "MRR103: sample 1"),
+        ([[[0, 1]]] * 2, {}, "MRR302: sample 1: routes have 1 layers"),
+        (torch.zeros(2, 2, 2, dtype=torch.uint8), {"num_experts": 512}, "MRR101: sample 1: .* cannot hold ids of 512"),
+        ([[[0], [2]]] * 2, {}, "MRR102: sample 1 has topk=1"),
+    ],
+)
+def test_what_no_router_can_have_chosen_names_its_sample(second: object, options: dict, match: str) -> None:
+    with pytest.raises(TraceError, match=match):
+        RoutingTrace.from_samples([[5, 6, 7], [5, 6, 7]], [ONE, second], **(SIZES | options))
+
+
+def test_lists_of_different_lengths_and_other_options() -> None:
+    with pytest.raises(TraceError, match="2 samples of tokens, and 1 of routes"):
+        RoutingTrace.from_samples([[5], [6]], [TWO], **SIZES)
+    with pytest.raises(TraceError, match="last_token='none'"):
+        RoutingTrace.from_samples([[5]], [TWO], **SIZES, last_token="none")
+    with pytest.raises(TraceError, match="sample 0: token -1 at position 0"):
+        RoutingTrace.from_samples([[-1]], [TWO], **SIZES)
