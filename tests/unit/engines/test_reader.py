@@ -309,7 +309,7 @@ class Response:
         (http.client.HTTPResponse.__new__(http.client.HTTPResponse), "a HTTPResponse, a response of HTTP: parse JSON"),
         (Response(), "a Response, a response of HTTP: parse JSON first"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "megatron"])
 def test_a_result_that_is_no_reply_gets_its_own_sentence(engine, result, message):
