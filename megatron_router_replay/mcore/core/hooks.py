@@ -74,6 +74,9 @@ _registrations: WeakKeyDictionary[Any, Registration] = WeakKeyDictionary()
 active: WeakSet[Any] = WeakSet()
 """RouterReplay objects with an action; while there are any, or registered routers, the hooks must be in place."""
 
+once_active: WeakSet[Any] = WeakSet()
+"""RouterReplay objects that ever had an action; a recompute without a tape raises in their routers, until `forget`."""
+
 unregistered_forwards = 0
 """Forwards in training mode of routers without a session."""
 
@@ -100,6 +103,8 @@ def unregister(router: Any, source: RoutingSource) -> None:
 
 def forget() -> None:
     """Forget the routers without a session: a backward without a tape runs them live again."""
+    for replay in set(once_active) - set(active):
+        once_active.discard(replay)
     for router in [router for router, registration in _registrations.items() if not registration.sources]:
         del _registrations[router]
 

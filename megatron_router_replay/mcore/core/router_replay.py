@@ -69,6 +69,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         if action is not None:
             hooks.install()
             hooks.check_installed()
+            hooks.once_active.add(self)
         (hooks.active.discard if action is None else hooks.active.add)(self)
         self._action = action
 
@@ -107,8 +108,9 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         self._keep_target(as_targets([topk_indices])[0])
 
     def _keep_target(self, target: Tensor) -> None:
-        # Not by the name in Megatron-Core's module, which is this class after `install`.
-        super().set_target_indices(target)
+        self.target_topk_idx = target
+        # A copy: a driver may write the next micro-batch into target_topk_idx before this one is recomputed.
+        self.replay_backward_list.append(_with_version(target.clone()))
 
     def record_indices(self, topk_indices: Tensor) -> None:
         """Keep a copy of the experts of a forward, [num_tokens, topk]; in Megatron-Core's static buffer, if one is set."""
@@ -175,26 +177,28 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         used: Tensor | None = None
         if run is not None:
             used = self._recall(run)
-        elif repeats and action == RouterReplayAction.REPLAY_FORWARD:
+        elif repeats and self in hooks.once_active and action != RouterReplayAction.REPLAY_BACKWARD:
+            # Also without an action: the forward may have run under one that was cleared since.
             raise ReplayStateError(
-                "MRR412: REPLAY_FORWARD in a recompute whose forward is not known: it ran in a kind of checkpoint that "
-                "is not known. Name its runs with megatron_router_replay.mcore.Tape, or announce recomputes with "
-                "REPLAY_BACKWARD."
+                f"MRR412: a recompute under {'no action' if action is None else action.name}, but no tape of its forward is "
+                "known: it ran in a kind of checkpoint that is not known. Name its runs with "
+                "megatron_router_replay.mcore.Tape, or announce recomputes with REPLAY_BACKWARD; if no RouterReplay is "
+                "needed any more, uninstall() lets the model train without one."
             )
         elif action in _REPLAYS:
             used = self._next_target(action, scores.shape[1])
         elif action is not None:
             used = request.live_topk()[1]
             self._check_holds(scores.shape[1])
-            if not repeats:  # a recompute must not overwrite its forward's record
-                self.record_indices(used)
+            self.record_indices(used)
         if used is None:
             values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         else:
             indices = request.ids(to_device(used, scores.device), self)
             values = scores.gather(1, indices)
         if is_written:
-            tape.write(Entry(self, used))
+            # A copy, never the target itself, into which a driver may write the next micro-batch.
+            tape.write(Entry(self, None if used is None else used.clone()))
         return values, indices
 
     def _recall(self, run: tape.Run) -> Tensor | None:
@@ -275,10 +279,14 @@ def as_targets(targets: Sequence[Any]) -> list[Tensor]:
                 f"MRR103: row {row} of the replay target is {same[layer][row].tolist()}: ids must be distinct and not "
                 "negative; rows without a route are for a session, which lets the live router decide them."
             )
-    for target in copies:
-        if not target.is_inference():  # which has no version: it is checked at each use
-            setattr(target, _CHECKED, target._version)
-    return copies
+    return list(map(_with_version, copies))
+
+
+def _with_version(target: Tensor) -> Tensor:
+    """Note a checked target's version on it; an inference tensor has none, and is checked at each use."""
+    if not target.is_inference():
+        setattr(target, _CHECKED, target._version)
+    return target
 
 
 def _copied(topk_indices: Any) -> Tensor:

@@ -94,6 +94,41 @@ def test_every_recompute_uses_its_forwards_routes_whatever_the_action_says_by_th
     assert queued() == [0 if action is BACKWARD else 2] * 3
 
 
+def test_a_target_that_is_overwritten_before_the_recompute_changes_no_recompute(chunk):
+    """A driver may write each micro-batch into the same target_topk_idx."""
+    with watched(chunk) as seen:
+        loss = forward(chunk, 0)
+        for replay, target in zip(RouterReplay.global_router_replay_instances, routes(1)):
+            replay.target_topk_idx.copy_(target)
+        disturb(chunk)
+        loss.backward()
+    assert (num_recomputed(seen), wrong(seen)) == (3, 0)
+
+
+def test_a_target_that_is_overwritten_leaves_the_first_in_first_out_list(chunk):
+    RouterReplay.set_replay_data(routes(0))
+    for replay, target in zip(RouterReplay.global_router_replay_instances, routes(1)):
+        replay.target_topk_idx.copy_(target)
+    queue = [replay.replay_backward_list[0] for replay in RouterReplay.global_router_replay_instances]
+    assert all(map(torch.equal, queue, routes(0)))
+
+
+@pytest.mark.parametrize("then", [RECORD, None])
+@pytest.mark.parametrize("first", [FORWARD, RECORD])
+def test_a_checkpoint_of_ones_own_raises_under_another_action_or_none(chunk, first, then):
+    chunk.around = unknown
+    RouterReplay.set_replay_data(routes(0))
+    RouterReplay.set_global_router_replay_action(first)
+    loss = chunk(tokens(), 0).square().mean()
+    RouterReplay.set_global_router_replay_action(then)
+    with pytest.raises(ReplayStateError, match=r"MRR412: a recompute under .*, but no tape of its forward is known"):
+        loss.backward()
+    uninstall()
+    RouterReplay.clear_global_router_replay_action()
+    uninstall()
+    chunk(tokens(), 0).square().mean().backward()  # no RouterReplay is needed any more
+
+
 @pytest.mark.parametrize("action", [FORWARD, RECORD, None])
 def test_a_model_that_a_session_has_left_is_driven_as_before(chunk, action):
     for _ in range(2):
@@ -179,17 +214,17 @@ def test_a_recompute_of_a_live_forward_refuses_to_replay_and_records_nothing(chu
     assert RouterReplay.get_recorded_data() == [None] * 3
 
 
-def test_a_target_lives_as_long_as_the_graph_that_may_ask_for_it(chunk):
-    loss = forward(chunk, 0)
-    kept = [weakref.ref(router.router_replay.target_topk_idx) for router in chunk.routers]
-    RouterReplay.clear_global_router_replay_action()
-    RouterReplay.clear_global_indices()
-    gc.collect()
-    assert all(target() is not None for target in kept)
-    loss.backward()
-    del loss
-    gc.collect()
-    assert all(target() is None for target in kept)
+def test_targets_that_are_cleared_are_freed_and_the_recompute_uses_its_tape(chunk):
+    with watched(chunk) as seen:
+        loss = forward(chunk, 0)
+        kept = [weakref.ref(router.router_replay.target_topk_idx) for router in chunk.routers]
+        RouterReplay.clear_global_router_replay_action()
+        RouterReplay.clear_global_indices()
+        gc.collect()
+        assert all(target() is None for target in kept)
+        disturb(chunk)
+        loss.backward()
+    assert (num_recomputed(seen), wrong(seen)) == (3, 0)
 
 
 def test_list_enum_and_static_helpers_are_megatrons_own():
