@@ -60,6 +60,23 @@ def test_padding_is_read_off_the_masks_of_a_static_cache(name, attention):
     assert_exact(model, trace)
 
 
+def test_the_mask_of_full_attention_is_read_where_other_layers_have_a_window():
+    model = build_model("gpt_oss", sliding_window=3)
+    ids, mask = pad(PROMPTS, "left")
+    with mrr.capture.watch(model) as seen:
+        sequences = generate(model, ids, mask, cache_implementation="static")
+    assert_exact(model, seen.trace(sequences, mask, pad_token_id=0))
+
+
+def test_the_shortest_padded_prompt_is_exact(mixtral):
+    ids, mask = pad([[5, 6], [10]], "left")
+    with mrr.capture.watch(mixtral) as seen:
+        sequences = generate(mixtral, ids, mask)
+    trace = seen.trace(sequences, mask)
+    assert trace.sequence_lengths == (11, 10)
+    assert_exact(mixtral, trace)
+
+
 def test_padding_that_a_mask_does_not_tell_from_a_window_is_refused():
     model = build_model("mixtral", sliding_window=3)
     ids, mask = pad(PROMPTS, "left")
