@@ -11,7 +11,6 @@ Source: TopKRouter.routing of Megatron-Core 0.16.1 to 0.19.2, which calls both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 from megatron.core.transformer.moe.router import TopKRouter
@@ -38,27 +37,29 @@ def check_can_be_off(router: Any) -> None:
             )
 
 
-def install(is_off: Callable[[], bool]) -> None:
-    """Wrap both methods where they are not wrapped.
+def install(thread: Any) -> None:
+    """Wrap both methods where they are not wrapped; called where a session with `balance="off"` starts.
 
     Args:
-        is_off: returns whether the router's call that runs in this thread leaves balancing out.
+        thread: its `call` is the RoutingCall that runs in this thread; None: Megatron-Core's own code runs.
     """
     for name in _METHODS:
         original = getattr(TopKRouter, name)
         if not hasattr(original, "is_hook"):
-            setattr(TopKRouter, name, _unless_off(original, is_off))
+            setattr(TopKRouter, name, _unless_off(original, thread))
 
 
 def replaced() -> list[str]:
-    """Return which of the wrapped methods were replaced."""
+    """Return the names of wrapped methods that were replaced."""
     return [f"TopKRouter.{name}" for name in _METHODS if not hasattr(getattr(TopKRouter, name), "is_hook")]
 
 
-def _unless_off(original: Any, is_off: Callable[[], bool]) -> Any:
+def _unless_off(original: Any, thread: Any) -> Any:
     def balance(router: Any, *args: Any, **kwargs: Any) -> Any:
-        # Off, both return a false value: the bias's None is not used, and no auxiliary loss is enabled.
-        return False if is_off() else original(router, *args, **kwargs)
+        call = thread.call
+        if call is not None and call.counter.balance_off:
+            return False  # no auxiliary loss is enabled; the expert bias returns nothing that is used
+        return original(router, *args, **kwargs)
 
     balance.is_hook = balance  # type: ignore[attr-defined]
     return balance

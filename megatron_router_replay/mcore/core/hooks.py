@@ -225,10 +225,14 @@ def install() -> None:
     for inference_router in INFERENCE_ROUTERS:
         if not hasattr(inference_router.forward, "is_hook"):
             inference_router.forward = _inference_hook(inference_router.forward)
-    balance.install(lambda: _thread.call is not None and _thread.call.counter.balance_off)
     if not is_hook(topk):
         setattr(router_module, TOPK_FUNCTION, _topk_hook(topk))
     tape.before_run = lambda: check_installed() if dispatch.held_routers or active else None
+
+
+def install_balance() -> None:
+    """Let `balance="off"` leave calls out. It is installed when a session needs it first, because each call pays for it."""
+    balance.install(_thread)
 
 
 def check_installed() -> None:
@@ -242,7 +246,6 @@ def check_installed() -> None:
         replaced.append("TopKRouter.routing")
     if not is_hook(getattr(router_module, TOPK_FUNCTION)):
         replaced.append(f"router.{TOPK_FUNCTION}")
-    replaced += balance.replaced()
     if not checkpoints.is_installed():
         replaced.append("a checkpoint of torch or Megatron-Core")
     if replaced:

@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError, listed
 from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.core import balance as balancing
 from megatron_router_replay.mcore.core import dispatch, hooks
 from megatron_router_replay.mcore.core.balance import Balance, check_balance, check_can_be_off
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingSource
@@ -114,6 +115,7 @@ class Session:
         for router, router_state in self._routers.items():
             self._check_free(router, router_state.found)
             if self._balance == "off":
+                hooks.install_balance()
                 check_can_be_off(router)
         for router, router_state in self._routers.items():
             hooks.register(router, self._source(), router_state.found.dispatchers)
@@ -235,6 +237,8 @@ class Session:
             hooks.check_installed()
         except ReplayStateError as error:
             problems.append(str(error))
+        if self._balance == "off" and (replaced := balancing.replaced()):
+            problems.append(f"MRR415: {listed(replaced)} was replaced, so balance='off' did not reach every call")
         return problems + self._exchanged_routers()
 
     def _settled(self, problems: list[str]) -> list[str]:
