@@ -1,0 +1,197 @@
+"""`with mrr.replay(chunks, trace):` and nothing else, on every layout: each router gets the rows of its tokens."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.layout.rows import pack_sequences, pad_sequences
+from megatron_router_replay.layout.split import split_context_parallel
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
+from tests.functional.mcore.cases import DRAWN, FULL, Case, random_routes, same, watched, wrong_replays
+from tests.support.gradients import gradients
+from tests.support.schedule import masked_mean_loss, run_schedule
+
+pytestmark = pytest.mark.version
+CUT = 12
+"""Tokens of the longest sample that a batch has; the rest is cut off on the right."""
+
+
+def samples() -> list[Tensor]:
+    """Six samples: two pairs share their first four tokens, one begins with the padding token, one has two tokens."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randint(1, 320, (length,), generator=generator) for length in (9, 7, 12, 2, 15, 10)]
+    drawn[1][:4], drawn[5][:4] = drawn[0][:4], drawn[2][:4]
+    drawn[2][5] = 0  # the padding token inside of one
+    return drawn
+
+
+def the_trace() -> mrr.RoutingTrace:
+    lengths = [len(sample) for sample in samples()]
+    routes = random_routes(sum(lengths), 4).split([*lengths])
+    # Equal prefixes have equal routes, as an engine's have: a batch that is cut inside of one takes the first.
+    routes[1][:4], routes[5][:4] = routes[0][:4], routes[2][:4]
+    return mrr.RoutingTrace.from_samples(samples(), list(routes), num_experts=8, layer_numbers=range(1, 5))
+
+
+def rows_of(number: int) -> Tensor:
+    """The trace rows of a sample, by counting."""
+    lengths = [len(sample) for sample in samples()]
+    return torch.arange(lengths[number]) + sum(lengths[:number])
+
+
+def batch(numbers: list[int], kind: str, layout: ParallelSizes, cp_rank: int) -> dict[str, Any]:
+    """One micro-batch, shuffled, cut and padded; `routing_rows` are for the oracle alone."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    tokens, rows = [samples()[n][:CUT] for n in numbers], [rows_of(n)[:CUT] for n in numbers]
+    split = partial(split_context_parallel, cp_rank=cp_rank, cp_size=layout.cp_size)
+    if kind in ("right", "left"):
+        pad = partial(pad_sequences, seq_length=16, side=kind)
+        ids, at, packed = pad(tokens, fill=0), pad(rows, fill=-1), None
+        position_ids = torch.arange(16).expand(len(numbers), -1)
+    else:
+        pack = partial(pack_sequences, sequence_multiple=8, total_length=48)
+        (ids, real, bounds), at = pack(tokens, fill=0), pack(rows, fill=-1).values
+        lengths = (
+            {"cu_seqlens_q": bounds} if kind == "packed" else {"cu_seqlens_q": real, "cu_seqlens_q_padded": bounds}
+        )
+        longest = int(bounds.diff().max())
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest, **lengths
+        )
+        split = partial(split, cu_seqlens_padded=bounds)
+        position_ids = torch.arange(48).view(1, -1)
+    ids, at, position_ids = split(ids), split(at), split(position_ids)
+    return {
+        "tokens": ids,
+        "routing_rows": at,
+        "position_ids": position_ids.contiguous(),
+        "labels": ids,
+        "loss_mask": (at >= 0).float(),
+        "packed_seq_params": packed,
+        "raw": pad_sequences(tokens, fill=0, seq_length=16),
+    }
+
+
+def follow(layout: ParallelSizes, kind: str, raw_stages: bool = False) -> int:
+    """Run a schedule with the four lines, and by hand; count wrong decisions of all forwards and recomputes."""
+    from megatron.core import parallel_state
+
+    layout.initialize()
+    chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, core_attention="small")
+    cp_rank = parallel_state.get_context_parallel_rank()
+    # Shuffled, a sample twice, others left out; each rank of data parallelism has its own.
+    groups = [[4, 0, 2], [1, 3, 5], [2, 2, 0], [3, 1, 4]]
+    shift = parallel_state.get_data_parallel_rank()
+    microbatches = [batch(groups[(i + shift) % 4], kind, layout, cp_rank) for i in range(4)]
+    trace, case = the_trace(), Case(layout=layout)
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        microbatch = next(iterator)
+        is_first = model.pre_process if hasattr(model, "pre_process") else model.module.pre_process
+        ids = microbatch["tokens"] if is_first or not raw_stages else microbatch["raw"]
+        output = model(
+            ids,
+            microbatch["position_ids"],
+            None,
+            labels=microbatch["labels"],
+            packed_seq_params=microbatch["packed_seq_params"],
+        )
+        return output, partial(masked_mean_loss, microbatch["loss_mask"])
+
+    def run(**options: Any) -> Any:
+        return run_schedule(chunks, layout, microbatches, **options), gradients(chunks)
+
+    with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True, **DRAWN) as session:
+        followed = run(forward_step=forward_step)
+    wrong = wrong_replays(case, seen, trace, microbatches)
+    assert seen["recompute"]
+    assert session.report.rows_padding > 0
+
+    def queue(microbatch: dict[str, Any], model: Any) -> None:
+        rows = microbatch["routing_rows"]
+        session.microbatch(rows, model, padding=rows < 0)
+
+    with mrr.replay(chunks, trace, **DRAWN) as session:
+        by_hand = run(before_forward=queue)
+    assert same(followed, by_hand), "rows by hand gave other losses or gradients"
+    return wrong
+
+
+LAYOUTS = {
+    "single": ParallelSizes(),
+    "tp2": ParallelSizes(tp_size=2),
+    "pp2": ParallelSizes(pp_size=2),
+    "vpp2": ParallelSizes(pp_size=2, vp_size=2),
+    "ep2": ParallelSizes(ep_size=2),
+    "cp2": ParallelSizes(cp_size=2),
+    "tp2-cp2": ParallelSizes(tp_size=2, cp_size=2),
+    "pp2-cp2": ParallelSizes(pp_size=2, cp_size=2),
+}
+
+
+@pytest.mark.parametrize("kind", ["right", "left", "packed", "packed, lengths known"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_router_gets_the_rows_of_its_tokens(name: str, kind: str, on_ranks: Any) -> None:
+    layout = LAYOUTS[name]
+    assert on_ranks(layout.world_size, follow, layout, kind) == [0] * layout.world_size
+
+
+@pytest.mark.parametrize("name", ["pp2", "vpp2", "pp2-cp2"])
+def test_later_stages_may_get_their_tokens_as_they_were_before_packing(name: str, on_ranks: Any) -> None:
+    layout = LAYOUTS[name]
+    assert on_ranks(layout.world_size, follow, layout, "packed", True) == [0] * layout.world_size
+
+
+def all_ranks_raise(layout: ParallelSizes) -> str:
+    """The last chunk of a sequence, which one context-parallel rank alone holds, is another text's."""
+    from megatron.core import parallel_state
+
+    layout.initialize()
+    chunks = build_tiny_gpt(tiny_gpt_config(layout), layout, core_attention="small")
+    cp_rank = parallel_state.get_context_parallel_rank()
+    microbatch = batch([4, 0, 2], "right", layout, cp_rank)
+    if cp_rank == 1:  # of four chunks, rank 1 has the two in the middle
+        microbatch["tokens"][0, -1] = 319
+    with pytest.raises(LayoutError) as error, mrr.replay(chunks, the_trace(), **DRAWN):
+        run_schedule(chunks, layout, [microbatch])
+    return str(error.value)
+
+
+def test_a_foreign_token_on_one_rank_raises_on_all_ranks_of_the_group(on_ranks: Any) -> None:
+    one, other = on_ranks(2, all_ranks_raise, ParallelSizes(cp_size=2))
+    assert "MRR206" in one
+    assert "position 11" in one
+    assert one.replace("rank 0", "rank 1") == other
+
+
+def contiguous(layout: ParallelSizes) -> int:
+    """Place a packed row over context-parallel ranks as one stream: the session's rows, without a model that computes so."""
+    from megatron.core import parallel_state
+
+    from megatron_router_replay.mcore.batches.follow import Follower, ForwardInputs
+
+    layout.initialize()
+    whole = batch([4, 0, 2], "packed", ParallelSizes(), 0)
+    rank, size = parallel_state.get_context_parallel_rank(), layout.cp_size
+    (chunk,) = build_tiny_gpt(tiny_gpt_config(layout), layout, core_attention="small")
+
+    def check(failed: Tensor, message: str, tell: Any = None) -> None:
+        assert not failed, message
+
+    follower = Follower(the_trace(), padding_token_ids=None, cp_partition_mode="contiguous", check=check)
+    ids = whole["tokens"].chunk(size, dim=1)[rank]
+    inputs = ForwardInputs(input_ids=ids, packed_seq_params=whole["packed_seq_params"])
+    found = follower.find(chunk, inputs, the_trace(), "here")
+    return int((found.rows != whole["routing_rows"].chunk(size, dim=1)[rank]).sum())
+
+
+def test_context_parallelism_as_a_contiguous_stream(on_ranks: Any) -> None:
+    assert on_ranks(2, contiguous, ParallelSizes(cp_size=2)) == [0, 0]
+    assert on_ranks(4, contiguous, ParallelSizes(cp_size=4)) == [0] * 4
