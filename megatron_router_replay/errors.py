@@ -1,7 +1,7 @@
 """The errors of the package: each message has the attempt, the values and the fix.
 
 A message begins with the code of its cause, as in "MRR204: cannot split 6 positions over tp_size=4: not a multiple". The
-code is part of the text at the `raise`, so a search for it finds both the places and its section of docs/errors.md.
+code is part of the text at the `raise`, so a search for it finds both the places and its row of docs/errors.md.
 """
 
 import re
