@@ -405,6 +405,28 @@ def locate(index: PrefixIndex, tokens: Tensor, places: Places, *, padding_token_
     return search.from_start(torch.stack(starts))
 
 
+def cut_samples(
+    tokens: Tensor, places: Places, *, padding_token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return from where to where each segment holds a sample, [S] each, and whether its ends may be padding instead.
+
+    Args:
+        tokens, places: as for `locate`.
+        padding_token_ids: [n] integers, what padding holds; None: not declared.
+    """
+    start = places.begin if places.start is None else places.begin + places.start
+    stop = torch.minimum(places.begin + places.limit, places.end)
+    is_bounded = places.limit < FAR
+    search = _Search(PrefixIndex(tokens[:0], []), tokens, places, padding_token_ids)
+    trailing = search.trailing_starts()
+    run = search.leading_runs() if places.padded_left and places.start is None else torch.zeros_like(start)
+    if padding_token_ids is not None:
+        start = torch.where(is_bounded, start, start + run)
+        stop = torch.where(is_bounded, stop, torch.maximum(trailing, start))
+        return start, stop, torch.zeros_like(is_bounded)
+    return start, stop, ~is_bounded & ((stop - trailing > 1) | (run > 1))
+
+
 class _Search:
     """One call of `locate`: the cumulative sums that every candidate shares."""
 

@@ -53,6 +53,7 @@ class Microbatch:
         batch_rows: [b, s] int64, the rows of the trace that know these tokens; None: the caller alone named them.
         asked: position of the layer that is asked for its live top-k, -1: all are; None: none is.
         is_followed: its rows were found by its tokens; False: queued by hand.
+        lengths: [S] int64, tokens of each sample that a recording numbers itself; None: rows were queued by hand.
         cu_seqlens: [num_seqs + 1] integers, where they start in the row, over all context-parallel ranks; None: not known.
     """
 
@@ -70,6 +71,7 @@ class Microbatch:
     asked: int | None = None
     cu_seqlens: Tensor | None = None
     is_followed: bool = False
+    lengths: Tensor | None = None
     state: State = State.WAITING
     number: int = -1
     routed: set[int] = field(default_factory=set)

@@ -216,30 +216,3 @@ def test_rows_are_for_all_forwards_of_a_recording_or_for_none(first):
         if first == "none":
             recording.microbatch(ROWS + 8)
         chunk(tokens())
-
-
-def told_without_rows():
-    chunk = Chunk()
-    try:
-        with mrr.record(chunk):
-            chunk(tokens())
-    except ReplayStateError as error:
-        return str(error)
-    return ""
-
-
-def test_several_ranks_are_asked_for_rows_and_told_why(on_ranks):
-    for rank, said in enumerate(on_ranks(2, told_without_rows)):
-        assert (
-            f"MRR406: rank {rank}, chunk 0, micro-batch 0, layer 1: a forward without rows, so which tokens it rec"
-            in said
-        )
-        assert "(one rank alone numbers" in said
-
-
-def test_a_forward_of_no_tokens_is_not_numbered():
-    """As that of a later pipeline stage, which gets hidden states."""
-    chunk = Chunk()
-    chunk.pre_process = False
-    with pytest.raises(ReplayStateError, match="a forward without rows"), mrr.record(chunk):
-        chunk(tokens())
