@@ -76,13 +76,6 @@ GROUPS = [
         unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
     ),
     Group(
-        name="damaged files",
-        tests=("tests/unit/store/test_fuzz.py",),
-        sources=("tests/unit/store/damage.py", "tests/unit/store/store_traces.py"),
-        unused_parts=(*ROOMS, "engines", "layout", "mcore"),
-        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
-    ),
-    Group(
         name="random programs",
         tests=("tests/unit/mcore/test_random_programs.py",),
         sources=("tests/unit/mcore/tiny_chunk.py",),
