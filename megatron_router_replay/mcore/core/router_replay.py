@@ -113,7 +113,11 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         self.replay_backward_list.append(_with_version(target.clone()))
 
     def record_indices(self, topk_indices: Tensor) -> None:
-        """Keep a copy of the experts of a forward, [num_tokens, topk]; in Megatron-Core's static buffer, if one is set."""
+        """Keep a copy of the experts of a forward.
+
+        Args:
+            topk_indices: [num_tokens, topk]; written into Megatron-Core's static buffer, if one is set.
+        """
         if self.static_buffer is None:
             self.recorded_topk_idx = topk_indices.detach().clone()  # Megatron-Core's class keeps the tensor itself
         else:
@@ -312,10 +316,11 @@ _replaced: list[ModuleType] = []
 
 
 def install() -> None:
-    """Let `moe_enable_routing_replay=True` build our RouterReplay, in models that are built from now on.
+    """Let `moe_enable_routing_replay=True` build our RouterReplay from now on.
 
-    Every loaded `megatron` module that holds Megatron-Core's class gets ours, inference modules too. A second call changes
-    nothing. Sessions do not need it: they work on any model, with the config flag on or off.
+    Call it before the model is built. Every loaded `megatron` module that holds Megatron-Core's class gets ours, inference
+    modules too. A second call changes nothing. Sessions do not need it: they work on any model, with the config flag on or
+    off.
 
     Raises:
         UnsupportedRouterError: this Megatron-Core has no router replay.
