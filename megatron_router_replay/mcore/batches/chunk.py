@@ -39,7 +39,6 @@ class Chunk:
         self.replayed_routers = replayed_routers
         self.device = replayed_routers[0].router.weight.device
         self.config: Any = replayed_routers[0].router.config
-        self.columns: dict[Any, Any] = {}  # of routes that are fed: see `fed`
         layers = [f"layer {found.layer_number}" for found in replayed_routers]
         self._session = weakref.proxy(session)
         where = f"rank {rank}, chunk {index}"
@@ -56,24 +55,21 @@ class Chunk:
         """The innermost model."""
         return self.levels[-1]
 
-    def router_view(self, values: Tensor, *, split: bool = False) -> Tensor:
-        """Return [b, s, ...] values as this rank's routers see their tokens: s-major, this rank's sequence-parallel part.
-
-        Args:
-            split: the values are this part already.
-        """
-        splits = self._sequence_parallel and not split
-        return rows_for_router(values, tp_rank=self._tp_rank, tp_size=self._tp_size, sequence_parallel=splits)
+    def router_view(self, values: Tensor) -> Tensor:
+        """Return [b, s, ...] values as this rank's routers see their tokens: s-major, this rank's sequence-parallel part."""
+        return rows_for_router(
+            values, tp_rank=self._tp_rank, tp_size=self._tp_size, sequence_parallel=self._sequence_parallel
+        )
 
     @property
     def sequence_share(self) -> tuple[int, int]:
         """(number of this rank's part, number of parts) of the positions that tensor-parallel ranks share."""
         return (self._tp_rank, self._tp_size) if self._sequence_parallel else (0, 1)
 
-    def router_shape(self, batch_shape: tuple[int, int], *, split: bool = False) -> tuple[int, int]:
+    def router_shape(self, batch_shape: tuple[int, int]) -> tuple[int, int]:
         """Return (positions, sequences) of what this rank's routers get for [b, s] tokens."""
         num_sequences, length = batch_shape
-        return (length // self._tp_size if self._sequence_parallel and not split else length, num_sequences)
+        return (length // self._tp_size if self._sequence_parallel else length, num_sequences)
 
     def add_hooks(self) -> None:
         """Put the hooks on; plain functions, so that a copy of the model has them and not a copy of this object."""

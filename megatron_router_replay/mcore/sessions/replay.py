@@ -1,4 +1,4 @@
-"""Replay: every forward and recompute uses given experts, of a trace or as a trainer's micro-batch carries them."""
+"""Replay: every forward and recompute uses the experts of a trace."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_router_replay.checks import check_withdrawn
-from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.layout.rows import MOVED_APART, check_tokens, count_differing_tokens
-from megatron_router_replay.mcore.batches.attach import session_of
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.fed import lay_out
 from megatron_router_replay.mcore.batches.follow import Follower, ForwardInputs, on_device
 from megatron_router_replay.mcore.batches.index import Partition
 from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
@@ -81,8 +79,6 @@ class ReplaySession(MicrobatchSession):
             layout = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
             self._follower = Follower(trace, check=self._check, **layout)  # type: ignore[arg-type]
         self._min_replayed = min_replayed
-        self._unproved = False  # fed routes came without a stamp
-        self._padding_known = True  # padding was said wherever routes were fed
         self._trace_of: dict[int, RoutingTrace] = {}
         if trace is not None:
             self._take_trace(trace)
@@ -98,7 +94,7 @@ class ReplaySession(MicrobatchSession):
                 least=min_agreement,
                 every_layer=ask_every_layer,
                 rank=self._rank,
-                source=agreement.SOURCES[trace is None],
+                source=agreement.SOURCES[0],
             )
 
     @property
@@ -109,7 +105,6 @@ class ReplaySession(MicrobatchSession):
             report,
             rows_repeated=self._rows["repeated"],
             segments_ambiguous=self._rows["rivals"],
-            layout_proved=None if self._trace is not None or not self._enabled else not self._unproved,
             agreement=None if self._agreement is None else self._agreement.report(),
         )
 
@@ -177,10 +172,7 @@ class ReplaySession(MicrobatchSession):
     def _queue(
         self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None, *, is_followed: bool = False
     ) -> None:
-        if self._trace is None:
-            raise LayoutError(
-                "MRR411: this session has no trace to take rows from: mrr.replay(model, trace), or feed routes=."
-            )
+        assert self._trace is not None, "an enabled session has a trace"
         self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         trace = self._trace_of[chunk.index]
         if routes is not None and routes.source is not self._trace:
@@ -241,9 +233,9 @@ class ReplaySession(MicrobatchSession):
             routes.live_mask,
             routes.padding,
         )
-        num_tokens, split, token_ids = topk_indices.shape[0], routes.split, routes.token_ids
+        num_tokens, token_ids = topk_indices.shape[0], routes.token_ids
         if padding is not None:
-            padding = chunk.router_view(padding, split=split)
+            padding = chunk.router_view(padding)
             live_mask = None if live_mask is None else live_mask & ~padding
         counts = count_rows(num_tokens, live_mask, padding)
         # The live router decides padding as well, which is counted apart.
@@ -258,7 +250,7 @@ class ReplaySession(MicrobatchSession):
             # session raises: the others are counted above, and judged when it is left.
             device_mask = to_device(live_mask, chunk.device)
         return Microbatch(
-            shape=chunk.router_shape(routes.batch_shape, split=split),
+            shape=chunk.router_shape(routes.batch_shape),
             batch_shape=routes.batch_shape,
             counts=counts,
             num_routers=len(chunk.replayed_routers),
@@ -270,17 +262,6 @@ class ReplaySession(MicrobatchSession):
             batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
             asked=None if self._agreement is None else self._agreement.next_layer(chunk),
         )
-
-    def _queue_routes(self, chunk: Chunk, **layout: Any) -> None:
-        if self._trace is not None:
-            raise LayoutError(
-                "MRR411: this session replays a trace: pass routing_rows= to the attached model, or call "
-                "session.microbatch(rows, model). Routes themselves are for mrr.replay(model) without a trace."
-            )
-        laid_out = lay_out(chunk, self._check, **layout)
-        self._unproved |= not layout.get("stamped")
-        self._padding_known &= any(layout.get(name) is not None for name in ("padding", "filler"))
-        chunk.queue.queue(self._microbatch(chunk, laid_out))
 
     # ---- checks of one micro-batch
     def _count_repeated(self, rows: Tensor, num_rows: int) -> None:
@@ -338,7 +319,6 @@ class ReplaySession(MicrobatchSession):
         numbers = super()._numbers()
         return numbers._replace(
             options=[self._balance, self._min_replayed, self._min_agreement],
-            padding_known=self._padding_known,
             agreement=None if self._agreement is None else self._agreement.numbers(),
         )
 
@@ -347,37 +327,6 @@ class ReplaySession(MicrobatchSession):
         problems = judge_replay(everyone, self._min_replayed) + agreement.problems(asked, self._min_agreement)
         warning = agreement.warning(asked)
         return problems, [warning] if warning else []
-
-
-def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:
-    """Queue routes for the next forward of a chunk, in the session that holds it. Call it where the trainer lays out its
-    batch.
-
-    It is `session.microbatch(routes=...)` of the innermost `mrr.replay(model)` that holds the chunk. Say how the layout is
-    proved: `stamped=True` with `token_ids`, where `mrr.stamp` sealed the rollout's routes, or `trust_layout=True`.
-
-    Args:
-        model: the chunk, wrapped or not.
-        routes: [b, s, layers, topk] of this context-parallel rank's tokens, sample by sample, before sequence parallelism;
-            [t, layers, topk] or [1, t, layers, topk] for one packed row; uint8, int16, int32 or int64. A row of -1 is live.
-        layout: see `fed.lay_out`: token_ids, stamped, trust_layout, padding, trained, filler, missing, layer_numbers, split;
-            and ahead=True queues behind micro-batches that wait.
-
-    Raises:
-        ReplayStateError: no open session holds this model, or a micro-batch waits for its forward already.
-        LayoutError: the routes do not fit the model, the tokens, or the layout that is said.
-    """
-    if not isinstance(model, nn.Module):
-        raise LayoutError(
-            f"MRR403: {type(model).__name__} is no model: the model comes first, microbatch(model, routes)."
-        )
-    session = session_of(model)
-    if session is None:
-        raise ReplayStateError(
-            f"MRR403: no session holds this {type(model).__name__}: open `with mrr.replay(model):` around the schedule (with "
-            "enabled=False where a pass shall not replay)."
-        )
-    session.microbatch(model=model, routes=routes, **layout)
 
 
 def replay(
@@ -400,15 +349,14 @@ def replay(
     Only the selection of experts is replaced: scores and gradients come from the live logits. The rows of a forward are found
     by its `input_ids`, on every pipeline stage: nothing is attached to a batch. A model that gets embeddings takes rows from
     `session.microbatch(rows, model)`, called before each forward of each chunk. Tokens of no sample raise; a forward over
-    other tokens, such as an evaluation, runs inside `session.paused()`. Without a trace, feed routes with
-    `mrr.microbatch(model, routes=...)`.
+    other tokens, such as an evaluation, runs inside `session.paused()`.
 
     Which:
         model_chunks: the model or all of its chunks on this rank.
         trace: routes for at least every MoE layer of these chunks, or the path of a file that `save_trace` wrote. The live
             router decides rows without a route, and multi-token-prediction layers, whose recomputes use their forward's
             experts. If the trace is on the GPU (`trace.to("cuda")`), it takes rows that are
-            there without a host sync. None: routes are fed.
+            there without a host sync. None: only with enabled=False.
         enabled: False: hold nothing and drop what is queued, for a pass of a trainer that must not replay.
         padding_token_ids: the tokens that padding holds. Without it, padding is what `padding_mask` or unpadded
             `cu_seqlens_q` say, else one token, the same in all forwards of the session.
@@ -474,7 +422,7 @@ def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace | None:
         from megatron_router_replay.store import load_trace
 
         trace = load_trace(trace)
-    if trace is not None and not isinstance(trace, RoutingTrace):
+    if not isinstance(trace, RoutingTrace):
         are_swapped = isinstance(model_chunks, RoutingTrace)
         swapped = " The arguments are swapped: replay(model_chunks, trace)." if are_swapped else ""
         raise TraceError(

@@ -51,7 +51,6 @@ class SessionReport:
         rows_padding: rows known to be padding; the live router decides them, too.
         rows_repeated: rows that a micro-batch named a second time, counted where the host knows the rows.
         segments_ambiguous: sequences that several samples of the trace begin with; the first one's rows were used.
-        layout_proved: fed routes were compared with their tokens, all of them; None: none were fed.
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
         agreement: of the live router with the replayed routes; None: it was not asked.
@@ -67,7 +66,6 @@ class SessionReport:
     rows_padding: int = 0
     rows_repeated: int = 0
     segments_ambiguous: int = 0
-    layout_proved: bool | None = None
     decisions: Decisions = field(default_factory=Decisions)
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
     agreement: LiveAgreement | None = None
@@ -143,8 +141,6 @@ class SessionReport:
             ]
         if self.rows_repeated:
             rows.append(("rows named twice", f"{self.rows_repeated:,}", "(two tokens got one token's routes)"))
-        if self.layout_proved is False:
-            rows.append(("layout of routes", "", "not proved: mrr.stamp them where the rollout enters"))
         done = self.decisions
         if self.recompute_flips is not None:
             first = next((layer for layer, count in sorted(self.flips_of_layer.items()) if count), None)
@@ -195,7 +191,6 @@ def _flat(report: SessionReport, top: int) -> dict[str, float]:
         put(name, getattr(report, name))
     for name in Decisions.__annotations__:
         put(f"decisions {name}", decisions.get(name))
-    put("unproved", None if report.layout_proved is None else not report.layout_proved)
     for source in SOURCES:
         put(source, None if agreement is None or source not in agreement.source else 1)
     for layer in range(top + 1):
@@ -230,7 +225,6 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
     sources = [source for source in SOURCES if get(source)]
     return SessionReport(
         kind=report.kind,
-        layout_proved=None if (unproved := get("unproved")) is None else not unproved,
         decisions=cast(Decisions, decisions),
         flips_of_layer=by_layer("flips"),
         agreement=LiveAgreement(

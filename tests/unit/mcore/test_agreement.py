@@ -315,18 +315,14 @@ def recorded(chunk, number):
     return recording.trace()
 
 
-@pytest.mark.parametrize("fed", [False, True])
-def test_a_recording_agrees_and_one_of_other_weights_raises_unless_that_was_meant(fed):
+def test_a_recording_agrees_and_one_of_other_weights_raises_unless_that_was_meant():
     right, wrong = recorded(Chunk(), 4), recorded(Chunk(seed=1), 4)
     for trace, least in ((right, 0.5), (wrong, 0.25), (wrong, 0)):
         chunk = Chunk()
-        session = mrr.replay(chunk, None if fed else trace, min_agreement=least)
+        session = mrr.replay(chunk, trace, min_agreement=least)
         for number in range(4):
             rows = torch.arange(48).view(2, 24) + 48 * number
-            if fed:
-                mrr.microbatch(chunk, routes=trace.topk_indices[rows], trust_layout=True)
-            else:
-                session.microbatch(rows)
+            session.microbatch(rows)
             chunk(tokens(2, 24, seed=number), number)
         if trace is wrong and least:
             with pytest.raises(mrr.RouterReplayError, match=r"in every layer that was judged .*weight_versions="):

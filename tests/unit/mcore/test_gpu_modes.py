@@ -46,9 +46,6 @@ MOST = {
     "another stream": (1 + COMPARED + ASKED, 2 + COMPARED + ASKED),
     "verify": (1 + COMPARED + ASKED + 3 * 5, 2 + COMPARED + ASKED + 6 * 5),
     "some live": (1 + COMPARED + ASKED + 3 * 3, 1 + COMPARED + ASKED + 3 * 5),
-    "fed from the host": (1 + ASKED, 2 + ASKED),
-    # Judged beside tokens that are on the GPU; no router takes a live top-k.
-    "fed from the host, stamped": (33 + ASKED, 34 + ASKED),
     "drop-in": (0, 0),
     "record": (3 + 4, 3 * 2 + 3),
     "freeze": (0, 3 * 2),
@@ -151,10 +148,6 @@ def test_targets_on_the_gpu_are_copied_by_layer_and_checked_in_one_stack(gpu_wor
         (
             "another token queued",
             r"MRR203: input_ids\[1, 2\] is \d+, but its routing row \d+ was recorded for token \d+ \(1 of 6",
-        ),
-        (
-            "another token sealed",
-            r"MRR203: input_ids\[1, 2\] is \d+, but what was queued there is of token \d+ \(1 of 8",
         ),
     ],
 )

@@ -72,7 +72,6 @@ CHOSEN = SessionReport(
     rows_live=3,
     rows_padding=1,
     rows_repeated=4,
-    layout_proved=False,
     forwards=2,
 )
 AGREEMENT = LiveAgreement(
@@ -83,7 +82,7 @@ AGREEMENT = LiveAgreement(
 )
 
 
-def test_the_text_of_a_replay_says_what_is_not_proved():
+def test_the_text_of_a_replay_has_its_counts():
     assert str(CHOSEN).splitlines() == [
         "router replay: 2 routers, 1 micro-batches",
         "  forwards / recomputes  2  / 0",
@@ -91,7 +90,6 @@ def test_the_text_of_a_replay_says_what_is_not_proved():
         "  tokens routed live     3",
         "  padding                1",
         "  rows named twice       4  (two tokens got one token's routes)",
-        "  layout of routes          not proved: mrr.stamp them where the rollout enters",
     ]
     assert CHOSEN.replayed_share == 6 / 9
 
@@ -106,7 +104,6 @@ def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
         "r/rows_padding": 1.0,
         "r/rows_repeated": 4.0,
         "r/segments_ambiguous": 0.0,
-        "r/layout_proved": 0.0,
         "r/forwards": 2.0,
         "r/recomputes": 0.0,
         "r/replayed_share": 6 / 9,
@@ -182,16 +179,14 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
     }
     assert len(numbers) == 9
     one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, decisions={"verified": 7})
-    other = SessionReport(
-        kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "wrong": 3}, layout_proved=False
-    )
+    other = SessionReport(kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "wrong": 3})
     for reports in ([one, other], [other, one]):
         total = summed(*reports)
         for name, value in numbers.items():
             assert getattr(total, name) == value + {"rows_live": 5}.get(name, 0), name
         assert list(total.flips_of_layer.items()) == [(1, 2), (2, 4)]
         assert total.decisions == {"verified": 8, "wrong": 3}
-        assert (total.kind, total.layout_proved) == ("replay", False)
+        assert total.kind == "replay"
     neither = summed(SessionReport(kind="replay"), SessionReport(kind="replay"))
     assert (neither.decisions, neither.rows_padding) == ({}, 0)
 
