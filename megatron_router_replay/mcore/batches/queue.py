@@ -53,7 +53,7 @@ class Microbatch:
         token_ids: [b, s] integers, what tokens its forward must get, below 0 where that is not known; None: nothing is.
         batch_rows: [b, s] int64, the rows of the trace that know these tokens; None: the caller alone named them.
         is_token: [num_tokens] bool on the routers' device, False: known to be padding; None: nothing is known of padding.
-        asked: position of the layer that is asked for its live top-k, -1: all are; None: none is.
+        checked_layer: position of the layer that also takes its live top-k, -1: all do; None: none does.
         packed: its forward got packed sequences.
         cu_seqlens: [num_seqs + 1] integers, where they start in the row, over all context-parallel ranks; None: not known.
     """
@@ -70,7 +70,7 @@ class Microbatch:
     token_ids: Tensor | None = None
     batch_rows: Tensor | None = None
     is_token: Tensor | None = None
-    asked: int | None = None
+    checked_layer: int | None = None
     packed: bool = False
     cu_seqlens: Tensor | None = None
     state: State = State.WAITING

@@ -126,14 +126,14 @@ class ReplaySession(MicrobatchSession):
         if used.shape != (request.scores.shape[0], request.topk):
             return used  # refused behind this
         live_mask, replayed = microbatch.live_mask, microbatch.replayed
-        is_asked = microbatch.asked is not None and microbatch.asked in (position, ALL)
+        is_asked = microbatch.checked_layer is not None and microbatch.checked_layer in (position, ALL)
         if is_asked or live_mask is not None or self._choose is not None:
             own = request.live_topk()[1]
             if self._choose is not None:
                 replayed = self._chosen(call, microbatch, used, own, request.scores)
                 live_mask = ~replayed
             if is_asked:
-                self._ask(call, microbatch, own, replayed)
+                self._ask(call, microbatch, own, used, replayed)
             if live_mask is not None:
                 return torch.where(live_mask.unsqueeze(1), own, used)
         if microbatch.live_positions is not None:
@@ -142,14 +142,12 @@ class ReplaySession(MicrobatchSession):
             call.kept = KeptLayer(microbatch.routes, position)
         return used
 
-    def _ask(self, call: RoutingCall, microbatch: Microbatch, own: Tensor, counts: Tensor | None) -> None:
-        """Keep what a router that is asked would choose; of the rows that count."""
-        assert self._agreement is not None, "it asks"
-        assert microbatch.routes is not None, "a replayed micro-batch has routes"
+    def _ask(self, call: RoutingCall, microbatch: Microbatch, own: Tensor, used: Tensor, counts: Tensor | None) -> None:
+        """Count how a router's own experts agree with the replayed ones, in the rows that count."""
+        assert self._agreement is not None, "a layer is checked"
         router_state = self._routers[call.router]
         assert router_state.chunk is not None, "it takes micro-batches"
-        replayed = microbatch.routes.topk_indices[:, router_state.position]
-        self._agreement.add(microbatch, router_state.chunk, router_state.found.layer_number, own, replayed, counts)
+        self._agreement.add(microbatch, router_state.chunk, router_state.found.layer_number, own, used, counts)
 
     def _chosen(self, call: RoutingCall, microbatch: Microbatch, used: Tensor, own: Tensor, scores: Tensor) -> Tensor:
         """Ask `choose=` which decisions are replayed, [num_tokens] bool, and count those that are not."""
@@ -286,7 +284,7 @@ class ReplaySession(MicrobatchSession):
             token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
             batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
             is_token=is_token,
-            asked=None if self._agreement is None else self._agreement.next_layer(chunk),
+            checked_layer=None if self._agreement is None else self._agreement.next_layer(chunk),
         )
 
     def _queue_routes(self, chunk: Chunk, **layout: Any) -> None:
