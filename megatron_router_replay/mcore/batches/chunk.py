@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
@@ -65,6 +66,18 @@ class Chunk:
     def sequence_share(self) -> tuple[int, int]:
         """(number of this rank's part, number of parts) of the positions that tensor-parallel ranks share."""
         return (self._tp_rank, self._tp_size) if self._sequence_parallel else (0, 1)
+
+    @property
+    def row_sharing(self) -> tuple[int, int, int]:
+        """(number of this rank among those with the same rows, number of ranks that share a sequence, lowest of these ranks).
+
+        Tensor-parallel ranks have the same rows without sequence parallelism, and share sequences with it; context-parallel
+        ranks share them.
+        """
+        group: Any = self.replayed_routers[0].router.tp_cp_group
+        replica, parts = (0, self._tp_size) if self._sequence_parallel else (self._tp_rank, 1)
+        ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        return replica, len(ranks) // self._tp_size * parts, min(ranks)
 
     def router_shape(self, batch_shape: tuple[int, int]) -> tuple[int, int]:
         """Return (positions, sequences) of what this rank's routers get for [b, s] tokens."""

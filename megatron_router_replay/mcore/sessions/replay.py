@@ -120,11 +120,11 @@ class ReplaySession(MicrobatchSession):
         if used.shape != (request.scores.shape[0], request.topk):
             return used  # refused behind this
         live_mask = microbatch.live_mask
-        is_asked = microbatch.asked is not None and microbatch.asked in (position, ALL)
-        if is_asked or live_mask is not None:
+        is_checked = microbatch.checked_layer is not None and microbatch.checked_layer in (position, ALL)
+        if is_checked or live_mask is not None:
             own = request.live_topk()[1]
-            if is_asked:
-                self._ask(call, microbatch, own)
+            if is_checked:
+                self._check_agreement(call, microbatch, own, used)
             if live_mask is not None:
                 return torch.where(live_mask.unsqueeze(1), own, used)
         if microbatch.live_positions is not None:
@@ -133,15 +133,13 @@ class ReplaySession(MicrobatchSession):
             call.kept = KeptLayer(microbatch.routes, position)
         return used
 
-    def _ask(self, call: RoutingCall, microbatch: Microbatch, own: Tensor) -> None:
-        """Store a router's own top-k of the rows that are replayed."""
-        assert self._agreement is not None, "it asks"
-        assert microbatch.routes is not None, "a replayed micro-batch has routes"
+    def _check_agreement(self, call: RoutingCall, microbatch: Microbatch, own: Tensor, used: Tensor) -> None:
+        """Count how a router's own experts agree with the replayed ones, in the replayed rows."""
+        assert self._agreement is not None, "a layer is checked"
         router_state = self._routers[call.router]
         assert router_state.chunk is not None, "it takes micro-batches"
-        replayed = microbatch.routes.topk_indices[:, router_state.position]
-        layer_number, counts = router_state.found.layer_number, microbatch.replayed
-        self._agreement.add(microbatch, router_state.chunk, layer_number, own, replayed, counts)
+        layer_number = router_state.found.layer_number
+        self._agreement.add(microbatch, router_state.chunk, layer_number, own, used, microbatch.replayed)
 
     # ---- rows into the trace
     def _take_trace(self, trace: RoutingTrace) -> None:
@@ -260,7 +258,7 @@ class ReplaySession(MicrobatchSession):
             replayed=replayed,
             token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
             batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
-            asked=None if self._agreement is None else self._agreement.next_layer(chunk),
+            checked_layer=None if self._agreement is None else self._agreement.next_layer(chunk),
         )
 
     # ---- checks of one micro-batch

@@ -53,7 +53,7 @@ class SessionReport:
         segments_ambiguous: sequences that several samples of the trace begin with; the first one's rows were used.
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
-        agreement: of the live router with the replayed routes; None: it was not asked.
+        agreement: of the live router with the replayed routes; None: they were not compared.
     """
 
     kind: str
@@ -110,7 +110,7 @@ class SessionReport:
         return summed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field and property as a dict. `agreement` is three numbers, where it was asked."""
+        """Return every field and property as a dict. `agreement` is four numbers, where it was measured."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         agreement = values.pop("agreement")
         values |= {f"decisions_{name}": count for name, count in values.pop("decisions").items()}
@@ -193,6 +193,8 @@ def _flat(report: SessionReport, top: int) -> dict[str, float]:
         put(f"decisions {name}", decisions.get(name))
     for source in SOURCES:
         put(source, None if agreement is None or source not in agreement.source else 1)
+    for name in ("samples", "samples_not_judged"):
+        put(name, None if agreement is None else getattr(agreement, name))
     for layer in range(top + 1):
         put(f"flips {layer}", report.flips_of_layer.get(layer))
         unit = None if agreement is None else agreement.layers.get(layer)
@@ -233,6 +235,8 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
             num_layers=max(len(units), int(num_layers)),
             least_sample=None if least == -math.inf else -least,
             source=" and ".join(sources),
+            samples=get("samples") or 0,
+            samples_not_judged=get("samples_not_judged") or 0,
         )
         if sources
         else None,

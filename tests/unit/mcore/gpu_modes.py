@@ -59,6 +59,7 @@ class Asked:
         waits, pageable: in queuing, forward and backward.
         at_the_start, at_the_end: waits in opening and leaving the session.
         launches: operations of one micro-batch, the last, in queuing, forward and backward.
+        all_launches: of the session, its beginning and end too.
         wrong: decisions, and recorded tokens, that are not the trace's.
         flips: recomputed decisions that are not their forward's.
     """
@@ -68,6 +69,7 @@ class Asked:
     at_the_start: list[str] = field(default_factory=list)
     at_the_end: list[str] = field(default_factory=list)
     launches: int = 0
+    all_launches: int = 0
     races: list[str] = field(default_factory=list)
     wrong: int = 0
     flips: int = 0
@@ -206,6 +208,7 @@ MODES: dict[str, Mode] = {
     "Megatron's record": megatron_record,
     "record": recorded,
     "replay": in_session(lambda chunk: mrr.replay(chunk, TRACE), _queue_rows),
+    "replay without agreement": in_session(lambda chunk: mrr.replay(chunk, TRACE, min_agreement=0), _queue_rows),
     "attached": attached,
     "prefetched": prefetched,
     "some live": in_session(_some_live, _queue_rows),
@@ -234,6 +237,7 @@ def ask(name: str, recompute: str, **options: Any) -> dict[str, Any]:
             with gpu.logged() as log:
                 queue = mode.__enter__()
             asked.at_the_start += log.waits
+            asked.all_launches += log.kernels
             for number in range(NUM):
                 with gpu.logged() as log:
                     others = queue(number)
@@ -244,9 +248,11 @@ def ask(name: str, recompute: str, **options: Any) -> dict[str, Any]:
                 asked.waits += log.waits
                 asked.pageable += log.pageable
                 asked.launches = log.kernels
+                asked.all_launches += log.kernels
             with gpu.logged() as log:
                 mode.__exit__(None, None, None)
             asked.at_the_end += log.waits
+            asked.all_launches += log.kernels
         on_host = {key: [routing_map.cpu() for routing_map in maps] for key, maps in seen.items()}
         asked.flips = flips(on_host)
         if name not in LIVE_MODES:

@@ -79,6 +79,8 @@ AGREEMENT = LiveAgreement(
     num_layers=4,
     least_sample=0.875,
     source="the trace's routes",
+    samples=9,
+    samples_not_judged=2,
 )
 
 
@@ -128,7 +130,7 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
     assert report.reduce() == report, "of one process"
     assert str(report).splitlines()[0] == (
         f"{str(REPLAY).splitlines()[0]}; the live router agrees with 96.5% of the trace's routes "
-        "(least layer 93%, least sample 88%; 2 of 4 layers judged)"
+        "(least layer 93%, least sample 88%, 2 of 4 layers judged, 7 of 9 samples)"
     )
     assert str(report).splitlines()[1:] == str(REPLAY).splitlines()[1:]
     numbers = {name: value for name, value in report.metrics("r/").items() if name not in REPLAY.metrics("r/")}
@@ -136,10 +138,13 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
         "r/agreement": 275 / 285,
         "r/agreement_least_layer": 130 / 140,
         "r/agreement_least_sample": 0.875,
+        "r/agreement_samples_not_judged": 2.0,
     }
-    asked_nothing = replace(AGREEMENT, layers={}, least_sample=None)
-    assert "was asked about no row" in str(asked_nothing)
-    assert replace(REPLAY, agreement=asked_nothing).metrics() == REPLAY.metrics()
+    no_row = replace(AGREEMENT, layers={}, least_sample=None, samples=0)
+    assert "was compared in no row" in str(no_row)
+    assert replace(REPLAY, agreement=no_row).metrics() == REPLAY.metrics()
+    few = replace(AGREEMENT, layers={3: Unit(3, 5, 5, 5)}, least_sample=None)
+    assert str(few).endswith("(0 of 4 layers judged, 7 of 9 samples)")
 
 
 def summed(*reports):
@@ -165,12 +170,15 @@ def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():
         num_layers=2,
         least_sample=None,
         source="the routes that were fed",
+        samples=5,
+        samples_not_judged=5,
     )
     total = summed(*(replace(REPLAY, agreement=each) for each in (AGREEMENT, other))).agreement
     assert total.source == "the trace's routes and the routes that were fed"
     assert total.layers[1] == Unit(180, 130, 280, 130)
     assert (sorted(total.layers), total.num_layers, total.least_sample) == ([1, 2, 3, 9], 4, 0.875)
     assert total.judged == {1: 130 / 280, 2: 1.0}
+    assert (total.samples, total.samples_not_judged) == (14, 7)
 
 
 def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_nothing():
