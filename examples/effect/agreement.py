@@ -25,7 +25,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron_router_replay.mcore.sessions import agreement
-from megatron_router_replay.mcore.sessions.agreement import SESSION_EVIDENCE, SOURCES, WINDOW_EVIDENCE, Agreement
+from megatron_router_replay.mcore.sessions.agreement import SESSION_EVIDENCE, WINDOW_EVIDENCE, Agreement
 
 VOCAB, WIDTH, LAYERS, LEAST = 256, 24, 2, 0.25
 SAMPLES, LENGTH, IN_MICROBATCH = 12, 2048, 4
@@ -228,7 +228,6 @@ def told(experts: int, microbatches: list[tuple[int, Tensor, Tensor]], layout: s
                 ranks.append(
                     Agreement(
                         topk=topk, num_experts=experts, num_layers=LAYERS, least=LEAST, every_layer=False, rank=rank,
-                        source=SOURCES[0],
                     )
                 )  # fmt: skip
             chunk: Any = SimpleNamespace(index=0, row_sharing=(0, len(parts[0]), 0), sequence_share=(0, 1))

@@ -29,7 +29,6 @@ from megatron_router_replay.mcore.core.streams import current_stream, follow, to
 
 ALL = -1
 """In place of a layer's position: all layers take their live top-k."""
-SOURCES = ("the trace's routes", "the routes that were fed")
 
 WINDOW, LEAST_ROWS = 128, 32
 WINDOW_EVIDENCE, LAYER_EVIDENCE, SESSION_EVIDENCE = 48.0, 64.0, 192.0
@@ -144,14 +143,12 @@ class LiveAgreement:
         layers: layer number -> its sums over this session.
         num_layers: layers that replay.
         least_sample: agreement of the window that agrees least; None: none has enough rows and evidence.
-        source: which routes were replayed, of SOURCES.
         samples, samples_not_judged: sequences of micro-batches, and those without such a window on this rank.
     """
 
     layers: Mapping[int, Unit]
     num_layers: int
     least_sample: float | None
-    source: str
     samples: int = 0
     samples_not_judged: int = 0
 
@@ -182,7 +179,7 @@ class LiveAgreement:
         found = [f"least {name} {value:.0%}" for name, value in least.items() if value is not None]
         found.append(f"{len(self.judged)} of {self.num_layers} layers judged")
         found.append(f"{self.samples - self.samples_not_judged} of {self.samples} samples")
-        return f"the live router agrees with {self.all_layers:.1%} of {self.source} ({', '.join(found)})"
+        return f"the live router agrees with {self.all_layers:.1%} of the trace's routes ({', '.join(found)})"
 
 
 class _Call(NamedTuple):
@@ -205,14 +202,13 @@ class Agreement:
         least: below it a unit is low; 0: none is.
         every_layer: compare all layers in every micro-batch.
         rank: this process, for messages.
-        source: which routes are replayed, of SOURCES.
     """
 
     def __init__(
-        self, *, topk: int, num_experts: int, num_layers: int, least: float, every_layer: bool, rank: int, source: str
+        self, *, topk: int, num_experts: int, num_layers: int, least: float, every_layer: bool, rank: int
     ) -> None:
         self.topk, self.num_experts, self.num_layers = topk, num_experts, num_layers
-        self.least, self.every_layer, self.rank, self.source = least, every_layer, rank, source
+        self.least, self.every_layer, self.rank = least, every_layer, rank
         self._replica, self._sharing, self._owner = 0, 1, rank  # see `Chunk.row_sharing`
         self._constants: tuple[Tensor, ...] = ()  # codes of experts, and the bounds of a pair's counts in a window
         self._windows: dict[int, tuple[Any, Windows]] = {}  # chunk -> of which micro-batch, and its windows
@@ -331,7 +327,6 @@ class Agreement:
             layers=numbers["layers"],
             num_layers=self.num_layers,
             least_sample=None if numbers["least"][0] == np.inf else numbers["least"][0],
-            source=self.source,
             samples=len(samples),
             samples_not_judged=sum(not judged for judged in samples.values()),
         )

@@ -94,7 +94,6 @@ class ReplaySession(MicrobatchSession):
                 least=min_agreement,
                 every_layer=ask_every_layer,
                 rank=self._rank,
-                source=agreement.SOURCES[0],
             )
 
     @property

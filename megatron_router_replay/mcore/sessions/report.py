@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_router_replay.checks import warn
 from megatron_router_replay.mcore.core.streams import collective_device
-from megatron_router_replay.mcore.sessions.agreement import SOURCES, LiveAgreement, Unit
+from megatron_router_replay.mcore.sessions.agreement import LiveAgreement, Unit
 from megatron_router_replay.tables import Table
 
 _LOG = logging.getLogger(__name__)
@@ -191,8 +191,6 @@ def _flat(report: SessionReport, top: int) -> dict[str, float]:
         put(name, getattr(report, name))
     for name in Decisions.__annotations__:
         put(f"decisions {name}", decisions.get(name))
-    for source in SOURCES:
-        put(source, None if agreement is None or source not in agreement.source else 1)
     for name in ("samples", "samples_not_judged"):
         put(name, None if agreement is None else getattr(agreement, name))
     for layer in range(top + 1):
@@ -224,7 +222,7 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
 
     units = {layer: Unit(*(total[f"{name} {layer}"] for name in Unit._fields)) for layer in by_layer("rows")}
     decisions = {name: count for name in Decisions.__annotations__ if (count := get(f"decisions {name}")) is not None}
-    sources = [source for source in SOURCES if get(source)]
+    samples = get("samples")
     return SessionReport(
         kind=report.kind,
         decisions=cast(Decisions, decisions),
@@ -234,11 +232,10 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
             # Ranks of one stage hold the same layers, and each stage different ones. Layers that were not asked are unknown.
             num_layers=max(len(units), int(num_layers)),
             least_sample=None if least == -math.inf else -least,
-            source=" and ".join(sources),
-            samples=get("samples") or 0,
+            samples=samples,
             samples_not_judged=get("samples_not_judged") or 0,
         )
-        if sources
+        if samples is not None
         else None,
         **{name: get(name) for name in _COUNTS},  # type: ignore[arg-type]  # None where it may be
     )

@@ -17,9 +17,7 @@ LAYERS = 4
 
 
 def asking(*, experts=8, topk=2, rank=0, sharing=(0, 1, 0), share=(0, 1)):
-    made = Agreement(
-        topk=topk, num_experts=experts, num_layers=LAYERS, least=0.25, every_layer=False, rank=rank, source="routes"
-    )
+    made = Agreement(topk=topk, num_experts=experts, num_layers=LAYERS, least=0.25, every_layer=False, rank=rank)
     made.chunk = SimpleNamespace(
         index=0,
         module=torch.nn.Identity(),
@@ -350,7 +348,7 @@ def test_the_rotation_goes_on_from_session_to_session_and_is_a_chunks_own():
     chunk, other = asking().chunk, asking().chunk
     layers = []
     for _ in range(2):
-        asks = Agreement(topk=2, num_experts=8, num_layers=4, least=0.25, every_layer=False, rank=0, source="")
+        asks = Agreement(topk=2, num_experts=8, num_layers=4, least=0.25, every_layer=False, rank=0)
         layers += [asks.next_layer(chunk) for _ in range(3)]
     assert layers == [0, 1, 2, 3, 0, 1]
     assert asks.next_layer(other) == 0

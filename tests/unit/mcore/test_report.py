@@ -78,7 +78,6 @@ AGREEMENT = LiveAgreement(
     layers={1: Unit(90, 130, 140, 65), 2: Unit(90, 140, 140, 65), 3: Unit(3, 5, 5, 5)},
     num_layers=4,
     least_sample=0.875,
-    source="the trace's routes",
     samples=9,
     samples_not_judged=2,
 )
@@ -169,12 +168,10 @@ def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():
         layers={1: Unit(90, 0, 140, 65), 9: Unit(9, 9, 9, 9)},
         num_layers=2,
         least_sample=None,
-        source="the routes that were fed",
         samples=5,
         samples_not_judged=5,
     )
     total = summed(*(replace(REPLAY, agreement=each) for each in (AGREEMENT, other))).agreement
-    assert total.source == "the trace's routes and the routes that were fed"
     assert total.layers[1] == Unit(180, 130, 280, 130)
     assert (sorted(total.layers), total.num_layers, total.least_sample) == ([1, 2, 3, 9], 4, 0.875)
     assert total.judged == {1: 130 / 280, 2: 1.0}
