@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -47,9 +48,9 @@ def main() -> None:
     for num_rows in (1 << 18, 1 << 20, 1 << 22):
         tokens = torch.randint(150_000, (num_rows,), generator=generator, dtype=torch.int32)
         lengths, repeats = [LENGTH] * (num_rows // LENGTH), 3
-        made = milliseconds(lambda: PrefixIndex(tokens, lengths), repeats)
+        made = milliseconds(partial(PrefixIndex, tokens, lengths), repeats)
         keys = torch.randint(-(1 << 62), 1 << 62, (num_rows,), generator=generator)
-        plain = milliseconds(lambda: keys.sort(), repeats)
+        plain = milliseconds(keys.sort, repeats)
         nbytes = PrefixIndex(tokens, lengths).nbytes / num_rows
         print(f"| {num_rows:,} | {made:.0f} ms | {plain:.0f} ms | {made / plain:.1f} | {nbytes:.1f} |")
 

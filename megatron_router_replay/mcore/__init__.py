@@ -1,7 +1,7 @@
 """Routing replay in Megatron-Core models; of the core, the only part that imports megatron.core."""
 
 from megatron_router_replay.lazy import lazy_names
-from megatron_router_replay.mcore.batches.attach import attach, broadcast_routing_rows
+from megatron_router_replay.mcore.batches.attach import attach
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.router_replay import RouterReplay, RouterReplayAction, install, uninstall
 from megatron_router_replay.mcore.core.tape import Tape
@@ -25,7 +25,6 @@ __all__ = [
     "SessionReport",
     "Tape",
     "attach",
-    "broadcast_routing_rows",
     "close_sessions",
     "explain",
     "freeze_recompute",
@@ -40,4 +39,9 @@ __all__ = [
 _BY_TOKENS = (
     "RoutingTrace.from_samples(tokens, routes, ...), then replay(model_chunks, trace): rows are found by tokens."
 )
-__getattr__, _ = lazy_names(__name__, {}, withdrawn={"microbatch": _BY_TOKENS})
+_FOLLOWED = "rows follow tokens: pass input_ids on every pipeline stage (docs/own_trainer.md)."
+__getattr__, _ = lazy_names(
+    __name__,
+    {},
+    withdrawn={"microbatch": _BY_TOKENS, "broadcast_routing_rows": _FOLLOWED, "prefetching": _FOLLOWED},
+)

@@ -233,13 +233,15 @@ class Places:
             says_nothing = (real == bounds).all()
             limit[:-1] = torch.where(says_nothing, FAR, real.diff())
         whole = torch.nn.functional.pad(bounds, (0, 1), value=total)
+        # On a GPU the host does not know the longest sequence.
+        longest = int(whole.diff().max()) if whole.device.type == "cpu" else total
         return cls(
             begin=whole[:-1],
             end=end,
             limit=limit,
             flat=_flat_positions(whole, shape[0] * shape[1], cp_size, partition, is_packed=True),
             shape=shape,
-            longest=total,
+            longest=longest,
             padded_left=False,
         )
 
@@ -568,6 +570,11 @@ class _Search:
         stop, tail = self.stop, begin + count
         rest = stop - tail
         known = count > 0
+        nothing = torch.full_like(count, -1)
+        if rest.device.type == "cpu" and not bool(((rest > 0) | (starts > 0)).any()):  # no padding, and no other tokens
+            is_read = known | (stop <= self.begin)
+            problem = torch.where(is_read, problem, int(Problem.NO_SAMPLE))
+            return {"live": known & False, "problem": problem, "strong": nothing, "weak": nothing, "single": nothing}
         in_bound = self.is_bounded & (rest > 0)
         all_padding, but_one = self.is_padding(tail, stop), self.is_padding(tail + 1, stop)
         alone = ~known & all_padding & ~in_bound & (starts == 0)
@@ -581,7 +588,6 @@ class _Search:
         why = torch.where(whole, int(Problem.MORE), int(Problem.LEFT))
         why = torch.where(known, why, int(Problem.NO_SAMPLE))
         problem = torch.where(explained, problem, why)
-        nothing = torch.full_like(count, -1)
         strong = weak = single = nothing
         if not self.declared:
             is_open = explained & ~self.is_bounded & (rest > 0)

@@ -23,7 +23,6 @@ from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.attach import open_sessions
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import ForwardInputs
-from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs
 from megatron_router_replay.mcore.core import hooks, tape
@@ -126,7 +125,7 @@ class MicrobatchSession(Session):
 
     def microbatch(
         self,
-        rows: Tensor | MicrobatchRoutes | Any = None,
+        rows: Tensor | Any = None,
         model: nn.Module | None = None,
         *,
         token_ids: Tensor | Any = None,
@@ -142,8 +141,7 @@ class MicrobatchSession(Session):
         Args:
             rows: `routing_rows`, integers of the shape of this rank's input_ids, [b, s] ([1, total] when packed): the
                 trace row of each position, -1 where there is none. Split over context-parallel ranks like input_ids, not
-                split over sequence-parallel ranks. On the CPU, no host sync is needed. A tensor, a numpy array, or for
-                a replay what `mcore.prefetch` made of them and its trace.
+                split over sequence-parallel ranks. On the CPU, no host sync is needed. A tensor or a numpy array.
             model: the chunk, as the schedule passes it to the forward step; None: there is only one.
             token_ids: the input_ids themselves, same shape; compared with the trace's token_ids now, and with the
                 input_ids that the model's forward gets. A recording stores them. Without them the forward's own
@@ -155,9 +153,7 @@ class MicrobatchSession(Session):
             ahead: False: raise if a micro-batch waits for its forward, which would get the routes of another.
 
         Raises:
-            LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks,
-                or the rows were prefetched from another trace.
-            TraceError: they were prefetched without a layer of this chunk.
+            LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks.
             ReplayStateError: the session is closed, or takes no micro-batches; or one waits.
         """
         check_withdrawn("session.microbatch", withdrawn, _WITHDRAWN)
@@ -174,10 +170,9 @@ class MicrobatchSession(Session):
                 "Queue each right before its forward, by session.microbatch or by the attached model, not both; or say "
                 "ahead=True."
             )
-        routes = rows if isinstance(rows, MicrobatchRoutes) else None
-        row_inputs = RowInputs.checked(rows if routes is None else routes.routing_rows, **inputs)
+        row_inputs = RowInputs.checked(rows, **inputs)
         if chunk is not None:
-            self._queue(chunk, row_inputs, routes)
+            self._queue(chunk, row_inputs)
 
     # ---- what the hook asks
     def _source(self) -> RoutingSource:
@@ -216,8 +211,8 @@ class MicrobatchSession(Session):
             router_state.chunk.queue.routed(call.microbatch, router_state.position)
 
     # ---- one micro-batch
-    def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
-        """Add a micro-batch to a chunk's queue; `routes` are the prefetched ones, where there are any."""
+    def _queue(self, chunk: Chunk, inputs: RowInputs) -> None:
+        """Add a micro-batch to a chunk's queue."""
         raise NotImplementedError
 
     def _on_unqueued(self, chunk: Chunk, inputs: ForwardInputs) -> None:

@@ -20,7 +20,6 @@ from megatron_router_replay.layout.rows import MOVED_APART, check_tokens, count_
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import Follower, ForwardInputs, on_device
 from megatron_router_replay.mcore.batches.index import Partition
-from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import (
     RankRoutes,
@@ -164,16 +163,12 @@ class ReplaySession(MicrobatchSession):
         self._rows.add(rivals=found.rivals)
         tokens = None if found.tokens is None else found.tokens.to(found.rows.device, torch.int64)
         rows = RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding, trained=None)
-        self._queue(chunk, rows, None, is_followed=True)
+        self._queue(chunk, rows, is_followed=True)
 
-    def _queue(
-        self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None, *, is_followed: bool = False
-    ) -> None:
+    def _queue(self, chunk: Chunk, inputs: RowInputs, *, is_followed: bool = False) -> None:
         assert self._trace is not None, "an enabled session has a trace"
         self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         trace = self._trace_of[chunk.index]
-        if routes is not None and routes.source is not self._trace:
-            raise LayoutError("MRR423: these routes were prefetched from another trace than this session's.")
         inputs = self._at_the_trace(inputs, trace.device)
         rows, padding = inputs.rows, inputs.padding
         # Of the whole batch, not of this rank's part: what is wrong with it raises on every rank.
@@ -191,10 +186,7 @@ class ReplaySession(MicrobatchSession):
                 check_trained(without, self._check, order="as routers see them")
             live_mask = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
-        if routes is None:
-            topk_indices = take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
-        else:
-            topk_indices = chunk.router_view(routes.layers(trace.layer_numbers))
+        topk_indices = take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
         shape = rows.shape[0], rows.shape[1]
         laid_out = RankRoutes(
             topk_indices=topk_indices,

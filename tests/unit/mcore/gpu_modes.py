@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.batches.prefetch import prefetch
 from tests.support import soft_gpu
 from tests.support.soft_gpu import SoftGpu, to_gpu
 from tests.unit.mcore.tiny_chunk import (
@@ -147,13 +146,6 @@ def attached(chunk: Chunk) -> Iterator[Queue]:
         yield lambda number: {"routing_rows": ROWS[number]}
 
 
-def prefetched(chunk: Chunk) -> Iterator[Queue]:
-    with mrr.replay(chunk, TRACE) as session:
-        ahead = prefetch(TRACE, ROWS.unbind(0), device="cuda")
-        yield lambda number: session.microbatch(next(ahead), chunk) or {}
-        ahead.close()
-
-
 def other_stream(chunk: Chunk) -> Iterator[Queue]:
     """Queued under another current stream than the model's."""
     side = torch.cuda.Stream()
@@ -210,7 +202,6 @@ MODES: dict[str, Mode] = {
     "replay": in_session(lambda chunk: mrr.replay(chunk, TRACE), _queue_rows),
     "replay without agreement": in_session(lambda chunk: mrr.replay(chunk, TRACE, min_agreement=0), _queue_rows),
     "attached": attached,
-    "prefetched": prefetched,
     "some live": in_session(_some_live, _queue_rows),
     "verify": in_session(lambda chunk: mrr.replay(chunk, TRACE, verify=True), _queue_rows),
     "trace on the GPU": in_session(_on_the_gpu, _queue_gpu_rows),
