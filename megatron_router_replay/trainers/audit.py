@@ -22,12 +22,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.errors import LayoutError, ReplayStateError, RouterReplayError
 from megatron_router_replay.layout.split import split_sequence_parallel
 from megatron_router_replay.mcore.batches.follow import Follower, index_of, on_device, read_inputs
 from megatron_router_replay.mcore.model.find import as_chunks, find_routers, unwrap
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trainers.follow import TrainerReplay
+from megatron_router_replay.trainers.follow import LastToken, Samples, TrainerReplay
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,6 +73,16 @@ class TrainerAudit(TrainerReplay):
     def __init__(self, trainer: str, replays: Callable[[], bool], options: Any) -> None:
         super().__init__(trainer, replays, options)
         self.findings: list[Findings] = []
+
+    def enter(self, chunks: Any, samples: Samples, *, last_token: LastToken = "unrouted") -> None:
+        """Take the samples; such as a replay refuses are logged and not compared, unless MRR_AUDIT=raise."""
+        self.trace = None
+        try:
+            super().enter(chunks, samples, last_token=last_token)
+        except RouterReplayError as error:
+            if os.environ.get("MRR_AUDIT") == "raise":
+                raise
+            _LOG.warning("audit of %s's replay: the samples cannot be compared: %s", self.trainer, error)
 
     def run(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one of Megatron-Core's schedules; watch its routers if the pass replays."""

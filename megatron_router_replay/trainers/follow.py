@@ -1,7 +1,7 @@
 """Replay in a trainer that stays unedited: samples come in once, and each of its schedules that replays runs in a session.
 
     install("slime", replays, {})              in each process that trains
-    active().enter(chunks, tokens, routes)     by the hook on the trainer's function that has both
+    active().enter(chunks, samples)            by the hook on the trainer's function that has tokens and routes
 
 The hook that all trainers share is on Megatron-Core's `get_forward_backward_func`: a schedule runs inside `mrr.replay`
 where the trainer's own switch turns the pass into a replay. A forward's tokens address its rows, so neither how the trainer
@@ -36,6 +36,7 @@ from megatron_router_replay.trainers.seams import replace_in_modules
 _LOG = logging.getLogger(__name__)
 
 LastToken = Literal["unrouted", "routed"]
+Samples = Callable[[], tuple[Any, ...]]
 
 
 class TrainerReplay:
@@ -59,32 +60,32 @@ class TrainerReplay:
         self.trace: RoutingTrace | None = None
         self._num_unused = 0  # samples that came in and that no pass replayed yet
 
-    def enter(
-        self, chunks: Any, tokens: Sequence[Tensor], routes: Sequence[Any], *, last_token: LastToken = "unrouted"
-    ) -> None:
+    def enter(self, chunks: Any, samples: Samples, *, last_token: LastToken = "unrouted") -> None:
         """Take the samples that all passes replay from now on.
-
-        Args:
-            chunks: the model's chunks on this rank.
-            tokens: [T] integers of each sample.
-            routes: [T or T - 1, layers, topk] integers of each sample, all layers of the model or its MoE layers; a row of
-                -1 has no route.
-            last_token: "routed": a forward ran the last token too, as a recording has it; an engine does not run it.
 
         A collective over all ranks of the job, as the passes are.
 
+        Args:
+            chunks: the model's chunks on this rank.
+            samples: returns tokens, [T] integers of each sample, and routes, [T or T - 1, layers, topk] integers of each, all
+                layers of the model or its MoE layers; a row of -1 has no route.
+            last_token: "routed": a forward ran the last token too, as a recording has it; an engine does not run it.
+
         Raises:
             ReplayStateError: samples came in before, and no pass replayed them.
-            LayoutError, PayloadError, TraceError: the routes do not fit the tokens or the model; on every rank.
+            LayoutError, PayloadError, SeamError, TraceError: the routes do not fit the tokens or the model; on every rank.
         """
         error: Exception | None = None
+        trace: RoutingTrace | None = None
         try:
             self.check_used()
-            self.trace = make_trace(chunks, tokens, routes, last_token)
+            tokens, routes = samples()
+            trace = make_trace(chunks, tokens, routes, last_token)
         except Exception as caught:  # whatever it is, the other ranks must not wait for this one
             error = caught
         raise_together(error)
-        self._num_unused = len(tokens)
+        assert trace is not None, "without an error there is one"
+        self.trace, self._num_unused = trace, len(trace.sequence_lengths or ())
 
     def check_used(self) -> None:
         """Raise if samples came in that no pass replayed: the trainer's switch is not the one that we read, or moved."""

@@ -49,8 +49,7 @@ def init(args: Any, **options: Any) -> None:
     def filling(original: Any) -> Any:
         def fill_replay_data(*, rollout_data: Any, data_key: str, models: Any, **others: Any) -> None:
             if data_key == FIELD:
-                tokens, routes = take(FILL, rollout_data, "tokens", FIELD)
-                follow.active().enter(models, tokens, routes)
+                follow.active().enter(models, lambda: take(FILL, rollout_data, "tokens", FIELD))
                 if not replay.audits:
                     del rollout_data[FIELD]
                     return

@@ -56,11 +56,7 @@ def _install(options: dict[str, Any]) -> None:
         def megatron_forward_backward(model: Any, *args: Any, use_router_replay: bool = False, **kwargs: Any) -> Any:
             global _replays
             if use_router_replay:
-                ids, routes, lengths = take(BATCH, _batch, "input_ids", "routed_experts", "input_lengths")
-                lengths = lengths.tolist()
-                # NeMo-RL gives the last token, which has no route, the experts 0, 1, ..., topk - 1; -1 is a lost route.
-                tokens = [row[:length] for row, length in zip(ids, lengths)]
-                follow.active().enter(model, tokens, [row[: length - 1] for row, length in zip(routes, lengths)])
+                follow.active().enter(model, _samples)
             _replays = use_router_replay
             try:
                 results = original(model, *args, use_router_replay=use_router_replay, **kwargs)
@@ -77,6 +73,17 @@ def _install(options: dict[str, Any]) -> None:
     hook(PASS, passing)
     for seam in DRIVE:
         hook(seam, None if replay.audits else lambda original: lambda *args, **kwargs: None)
+
+
+def _samples() -> tuple[list[Any], list[Any]]:
+    """Return tokens [T] and routes [T - 1, layers, topk] of each sample of the batch; -1 is NeMo-RL's row of a lost route."""
+    ids, routes, lengths = take(BATCH, _batch, "input_ids", "routed_experts", "input_lengths")
+    lengths = lengths.tolist()
+    # The last token, which has no route, has the experts 0, 1, ..., topk - 1.
+    return (
+        [row[:length] for row, length in zip(ids, lengths)],
+        [row[: length - 1] for row, length in zip(routes, lengths)],
+    )
 
 
 install()

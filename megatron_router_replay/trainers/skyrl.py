@@ -73,7 +73,8 @@ def _install(options: dict[str, Any]) -> None:
             global _replays
             replays = any(batch.get(FIELD) is not None for batch in micro_batches)
             if replays:
-                follow.active().enter(self.actor_module, *_samples(micro_batches))
+                batches = micro_batches
+                follow.active().enter(self.actor_module, lambda: _samples(batches))
                 if not replay.audits:
                     micro_batches = [{**batch, FIELD: None} for batch in micro_batches]
             _replays = replays

@@ -48,8 +48,7 @@ def init(args: Any, **options: Any) -> None:
 
     def filling(original: Any) -> Any:
         def fill_routing_replay(self: Any, data_iterator: Any, num_microbatches: Any, rollout_data: Any) -> None:
-            tokens, routes = take(FILL, rollout_data, "tokens", "rollout_routed_experts")
-            follow.active().enter(self.model, tokens, routes)
+            follow.active().enter(self.model, lambda: take(FILL, rollout_data, "tokens", "rollout_routed_experts"))
             if replay.audits:
                 original(self, data_iterator, num_microbatches, rollout_data)
             else:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_router_replay.errors import PayloadError, ReplayStateError, SeamError
+from megatron_router_replay.errors import PayloadError, ReplayStateError, SeamError, TraceError
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers import audit, follow, miles, nemo_rl, seams, skyrl, slime
+from megatron_router_replay.trainers import audit, follow, miles, nemo_rl, seams, skyrl, slime, token_layers
 from tests.trainers import oracle, rebuilt, small_model
 from tests.trainers.slime import Args
 from tests.trainers.stand_ins import trainer_imports
@@ -140,9 +140,9 @@ def test_every_decision_is_the_rollouts(name, trainer, chunks):
 def test_samples_that_no_pass_replayed_raise_at_the_next_rollout(trainer, chunks):
     follow.install("slime", lambda: False, {})
     ids, routes = samples()
-    follow.active().enter(chunks, ids, routes)
+    follow.active().enter(chunks, samples)
     with pytest.raises(ReplayStateError, match="MRR809: 6 samples came in with routes, and no pass replayed them"):
-        follow.active().enter(chunks, ids, routes)
+        follow.active().enter(chunks, samples)
 
 
 def test_a_pass_that_replays_without_samples_raises(trainer, chunks):
@@ -190,7 +190,7 @@ def test_a_planted_wrong_row_is_found_and_named(trainer, chunks, monkeypatch):
     own[3][5, 2] = torch.tensor([each for each in range(oracle.EXPERTS) if each not in own[3][5, 2]][: oracle.TOPK])
     follow.install("slime", lambda: True, {})
     assert isinstance(follow.active(), audit.TrainerAudit)
-    follow.active().enter(chunks, ids, own)
+    follow.active().enter(chunks, lambda: (ids, own))
     monkeypatch.setattr(oracle, "WEIGHTS_MOVE", False)
     with oracle.watched(chunks, {}) as seen:
         passes(chunks, seen, schedules.get_forward_backward_func(), forward_only=False)
@@ -198,6 +198,34 @@ def test_a_planted_wrong_row_is_found_and_named(trainer, chunks, monkeypatch):
     # Layers 2 to 4 route 52 tokens, 46 of them with a route, in a forward and a recompute; ten positions are padding.
     assert (found.right, found.wrong, found.recomputed, found.recomputed_wrong) == (137, 1, 138, 1)
     assert found.first.startswith(f"layer 3, sample 3, position 5, token {int(ids[3][5])}: the router used experts [")
+
+
+def test_an_audit_logs_samples_that_a_replay_refuses(trainer, chunks, monkeypatch, caplog):
+    ids, routes = samples()
+    short = [routes[0][1:], *routes[1:]]
+    for word in ("1", "raise"):
+        monkeypatch.setenv("MRR_AUDIT", word)
+        follow.install("slime", lambda: True, {})
+        if word == "raise":
+            with pytest.raises(TraceError, match="sample 0: 5 rows of routes for 7 tokens"):
+                follow.active().enter(chunks, lambda: (ids, short))
+        else:
+            follow.active().enter(chunks, lambda: (ids, short))
+            assert "the samples cannot be compared: MRR" in caplog.text
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_token_ids_travel_with_routes_of_any_topk(topk, dtype):
+    ids = torch.tensor([0, 5, 255, 256, 70_000, 151_000])
+    routes = torch.arange(6 * 2 * topk).view(6, 2, topk).to(dtype)
+    values = token_layers.add(routes[:5], ids, sample=0)
+    assert values.shape == (5, 2 + {1: 3, 2: 2}.get(topk, 1), topk)
+    for filler in (torch.zeros(topk), torch.arange(topk)):
+        filled = torch.cat([values, filler.to(dtype).expand(1, values.shape[1], topk)])
+        back = token_layers.remove(filled, ids, sample=0)
+        assert torch.equal(back[:5], routes[:5].to(torch.int16))
+        assert bool((back[5] == -1).all())
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -87,7 +87,14 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
                     output = super().forward_backward_batch(data, loss_function, forward_only=forward_only)
                 metrics = session.report.reduce().metrics()
             else:
-                self._enter(data, tokens, routed_experts, mode)
+                if routed_experts is None:
+                    raise VerlError(
+                        f"MRR806: router_replay.mode={mode}, but the batch has no routed_experts: {_NO_ROUTES[mode]}"
+                    )
+                last_token: follow.LastToken = "unrouted" if mode == "R3" else "routed"
+                follow.active().enter(
+                    self.module, lambda: _samples(data, tokens, routed_experts, mode), last_token=last_token
+                )
                 _replays = True
                 output = super().forward_backward_batch(data, loss_function, forward_only=forward_only)
                 metrics = follow.active().metrics
@@ -105,23 +112,23 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             output["metrics"].update({name: [value] for name, value in metrics.items()})
         return output
 
-    def _enter(self, data: Any, tokens: list[Tensor], routed_experts: Any, mode: str) -> None:
-        """Hand the batch's samples over; verl's zeros become rows without a route where nothing trained can see them."""
-        if routed_experts is None:
-            why = {
-                "R3": "rollout.enable_rollout_routing_replay=True asks the engine for them.",
-                "R2": "the old log-probs' forward returns them as routed_experts: keep that field in the batch.",
-            }
-            raise VerlError(f"MRR806: router_replay.mode={mode}, but the batch has no routed_experts: {why[mode]}")
-        routes = [rows.cpu() for rows in routed_experts.unbind()]
-        unlike = [i for i, (rows, ids) in enumerate(zip(routes, tokens, strict=True)) if len(rows) != len(ids)]
-        if unlike:
-            raise LayoutError(f"MRR802: sample {unlike[0]} has another number of routed_experts than of input_ids.")
-        if mode == "R3":
-            counts = _num_routed(routes, data) or [len(rows) - 1 for rows in routes]
-            routes = [_without_tail(rows, count) for rows, count in zip(routes, counts)]
-        last_token: follow.LastToken = "unrouted" if mode == "R3" else "routed"
-        follow.active().enter(self.module, tokens, routes, last_token=last_token)
+
+_NO_ROUTES = {
+    "R3": "rollout.enable_rollout_routing_replay=True asks the engine for them.",
+    "R2": "the old log-probs' forward returns them as routed_experts: keep that field in the batch.",
+}
+
+
+def _samples(data: Any, tokens: list[Tensor], routed_experts: Any, mode: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return tokens and routes of each sample; verl's zeros become -1 where nothing trained depends on them."""
+    routes = [rows.cpu() for rows in routed_experts.unbind()]
+    unlike = [i for i, (rows, ids) in enumerate(zip(routes, tokens, strict=True)) if len(rows) != len(ids)]
+    if unlike:
+        raise LayoutError(f"MRR802: sample {unlike[0]} has another number of routed_experts than of input_ids.")
+    if mode == "R3":
+        counts = _num_routed(routes, data) or [len(rows) - 1 for rows in routes]
+        routes = [_without_tail(rows, count) for rows, count in zip(routes, counts)]
+    return tokens, routes
 
 
 def _without_tail(rows: Tensor, count: int) -> Tensor:
