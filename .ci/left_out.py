@@ -69,17 +69,10 @@ GROUPS = [
         unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
     ),
     Group(
-        name="mutated payloads",
+        name="replies that are drawn",
         tests=("tests/unit/engines/test_random_replies.py",),
         sources=("tests/unit/engines/engine_payloads.py",),
         unused_parts=(*ROOMS, "layout", "mcore", "store"),
-        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
-    ),
-    Group(
-        name="damaged files",
-        tests=("tests/unit/store/test_fuzz.py",),
-        sources=("tests/unit/store/damage.py", "tests/unit/store/store_traces.py"),
-        unused_parts=(*ROOMS, "engines", "layout", "mcore"),
         unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
     ),
     Group(

@@ -23,11 +23,10 @@ with megatron_on_cpu():  # on a GPU, and in a trainer, Megatron-Core is up alrea
     layout = ParallelSizes()
     layout.initialize()
     model_chunks = load_qwen3_moe(checkpoint, layout)
-    mrr.attach(model_chunks)  # the model takes routing_rows from now on
 
     tokens = trace.token_ids.long().unsqueeze(0)  # [1, num_tokens]
-    rows = torch.arange(len(trace)).unsqueeze(0)  # token i is row i of the trace
+    positions = torch.arange(len(trace)).unsqueeze(0)
     with mrr.replay(model_chunks, trace) as session:
-        model_chunks[0](input_ids=tokens, position_ids=rows, attention_mask=None, routing_rows=rows).sum().backward()
+        model_chunks[0](input_ids=tokens, position_ids=positions, attention_mask=None).sum().backward()
     print(session.report)
     torch.distributed.destroy_process_group()

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def watched_step(
             stack.callback(router.register_forward_hook(watch).remove)
         session = None if trace is None else stack.enter_context(mrr.replay(chunks, trace))
         losses = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, session=session),
+            forward_step_func=forward_step,
             data_iterator=iter(microbatches),
             model=chunks,
             num_microbatches=len(microbatches),
@@ -90,11 +89,9 @@ def watched_step(
     return result
 
 
-def forward_step(data_iterator: Iterator[Microbatch], model: Any, *, session: Any) -> tuple[Tensor, Any]:
-    """Megatron's forward step; the line with the session is all that replay adds to a trainer."""
+def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
+    """Megatron's forward step; replay adds nothing to it."""
     batch = next(data_iterator)
-    if session is not None:
-        session.microbatch(batch["routing_rows"], model, padding=batch["routing_padding"])
     output = model(
         input_ids=batch["tokens"],
         position_ids=batch["position_ids"],

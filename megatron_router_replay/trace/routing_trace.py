@@ -131,7 +131,7 @@ class RoutingTrace:
         last_token: Literal["unrouted", "routed"] = "unrouted",
         sample_ids: Iterable[str] | None = None,
     ) -> RoutingTrace:
-        """Return the trace of samples as an engine or a trainer returns them: `replay` finds them by their tokens.
+        """Make a trace of samples, which `replay` finds by their tokens.
 
         Args:
             tokens: [T] ids of each sample, prompt and response.
@@ -219,7 +219,7 @@ class RoutingTrace:
 
     @property
     def derived(self) -> dict[Any, Any]:
-        """What other parts computed from this trace and keep with it, such as the index of its prefixes; never copied."""
+        """Values that sessions derived from the trace, such as its index; never copied."""
         return self._derived
 
     @property
@@ -322,6 +322,15 @@ class RoutingTrace:
         order = sorted(range(len(new)), key=new.__getitem__)
         numbers = as_layer_numbers([new[i] for i in order])
         return self._with(topk_indices=self.topk_indices[:, as_slice(order)], layer_numbers=numbers)
+
+    def with_samples(self, sequence_lengths: Iterable[int], sample_ids: Iterable[str] | None = None) -> RoutingTrace:
+        """Return the trace with its rows cut into samples of these lengths, in order.
+
+        Raises:
+            TraceError: the lengths do not add up to num_tokens, or there is not one name for each.
+        """
+        lengths = as_sequence_lengths(sequence_lengths, self.num_tokens)
+        return self._with(sequence_lengths=lengths, sample_ids=as_sample_ids(sample_ids, lengths))
 
     def without_routes(self, mask: ArrayLike | Tensor) -> RoutingTrace:
         """Return the trace without the routes of some rows. The live router decides these rows, and they count as live.

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 
 from megatron_router_replay.checks import as_integers
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.mcore.batches.index import Located, Partition, Places, PrefixIndex, Problem, locate
+from megatron_router_replay.mcore.batches.index import (
+    Located,
+    Partition,
+    Places,
+    PrefixIndex,
+    Problem,
+    cut_samples,
+    locate,
+)
 from megatron_router_replay.mcore.core.streams import collective_device, to_device
 from megatron_router_replay.trace import RoutingTrace
 
@@ -190,7 +198,109 @@ class FoundRows(NamedTuple):
     rivals: Tensor | int
 
 
-class Follower:
+class TokenReader:
+    """Reads the segments of forwards and their tokens, of all context-parallel ranks.
+
+    Args:
+        padding_token_ids: tokens that padding may hold; None: not declared.
+        cp_partition_mode: how context-parallel ranks share sequences; None: as packed_seq_params say, else zigzag.
+    """
+
+    def __init__(self, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: Partition | None) -> None:
+        if cp_partition_mode not in (None, "zigzag", "contiguous"):
+            raise LayoutError(f"MRR101: cp_partition_mode={cp_partition_mode!r} must be 'zigzag' or 'contiguous'.")
+        self._padding: Tensor | None = None
+        if padding_token_ids is not None:
+            # Of no tokens, torch would make floats.
+            given = padding_token_ids if len(padding_token_ids) else torch.empty(0, dtype=torch.int64)
+            self._padding = as_integers(given, "padding_token_ids").reshape(-1).to(torch.int64)
+        self._partition: Partition | None = cp_partition_mode
+
+    def padding_on(self, device: torch.device) -> Tensor | None:
+        """Return the declared padding tokens on a device; None: none are."""
+        return None if self._padding is None else to_device(self._padding, device)
+
+    def places_of(self, inputs: ForwardInputs, shape: tuple[int, int], size: int, device: torch.device) -> Places:
+        partition: Any = self._partition or getattr(inputs.packed_seq_params, "cp_partition_mode", None) or "zigzag"
+        chunk = getattr(inputs.packed_seq_params, "zigzag_cp_min_chunk_size", None)
+        if partition not in ("zigzag", "contiguous") or (size > 1 and chunk):
+            raise LayoutError(
+                f"MRR204: cannot place the positions of context-parallel ranks under cp_partition_mode={partition!r}, "
+                f"zigzag_cp_min_chunk_size={chunk}: supported are 'zigzag' without a chunk size and 'contiguous'."
+            )
+        bounds, unpadded = inputs.bounds, inputs.unpadded_bounds
+        if bounds is None:
+            return Places.padded(shape, device=device, cp_size=size, partition=partition)
+        if shape[0] != 1:
+            raise LayoutError(f"MRR201: packed sequences come as input_ids [1, total], got {list(shape)}.")
+        unpadded = None if unpadded is None else unpadded.to(device)
+        return Places.packed(shape, bounds.to(device), unpadded=unpadded, cp_size=size, partition=partition)
+
+    def lay_out(
+        self, inputs: ForwardInputs, group: dist.ProcessGroup | None, size: int, device: torch.device
+    ) -> tuple[Places, Tensor]:
+        """Return the segments of a forward, and the tokens of all context-parallel ranks in flat order."""
+        ids = inputs.input_ids
+        assert ids is not None, "checked"
+        mask, positions = inputs.padding_mask, inputs.position_ids if inputs.bounds is None else None
+        if mask is not None and mask.numel() != ids.numel():
+            mask = None  # of another layout than the tokens
+        places = self.places_of(inputs, (int(ids.shape[0]), int(ids.shape[1])), size, device)
+        given = [each for each in (ids, mask, positions) if each is not None]
+        if group is None:
+            columns = [each.reshape(1, -1).to(device) for each in given]
+        else:
+            # One collective, of 4 to 12 bytes a token: then every rank has whole sequences, and all decide alike.
+            sent = torch.stack([each.reshape(-1).to(torch.int32) for each in given]).to(collective_device(group))
+            parts = [torch.empty_like(sent) for _ in range(size)]
+            dist.all_gather(parts, sent.contiguous(), group=group)
+            columns = list(torch.stack(parts, dim=1).to(device))
+        flat = [places.in_order(each) for each in columns]
+        if positions is not None:
+            places = places.cut(flat[-1])
+        if mask is not None:
+            places = places.bound(flat[1] != 0)
+        return places, flat[0]
+
+
+def number_tokens(
+    reader: TokenReader, module: nn.Module, inputs: ForwardInputs, where: str, check: Callable[..., None]
+) -> tuple[Tensor, Tensor]:
+    """Return how a recording numbers a forward's tokens: [b, s] from 0 in the order of its samples, -1: padding.
+
+    Returns:
+        The numbers on this rank, and the length of each segment's sample, [S].
+
+    Raises:
+        ReplayStateError: the call has no ids, or this stage has them in another layout than its hidden states.
+        LayoutError: sequences end or begin with equal tokens, which may be padding.
+    """
+    ids, shape = inputs.input_ids, received_shape(module)
+    if ids is None or (shape is not None and shape != tuple(ids.shape)):
+        given = "no input_ids" if ids is None else f"input_ids {list(ids.shape)} for hidden states {list(shape or ())}"
+        raise ReplayStateError(
+            f"MRR424: {where}: {type(module).__name__} got {given}, so the tokens that it routes are not known. Pass the "
+            "ids of the first stage to every pipeline stage, or queue rows [b, s] with recording.microbatch(rows, model)."
+        )
+    group = context_parallel_group(module, inputs.packed_seq_params)
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    places, tokens = reader.lay_out(inputs, group, size, ids.device)
+    start, stop, is_doubtful = cut_samples(tokens, places, padding_token_ids=reader.padding_on(ids.device))
+    check(
+        is_doubtful.any(),
+        f"MRR207: {where}: sequences begin or end with several equal tokens, so a recording cannot tell padding from "
+        "samples. Give the model padding_mask or unpadded cu_seqlens_q, or say mrr.record(..., padding_token_ids=[...]), "
+        "where [] says that there is no padding.",
+    )
+    # Where a sample is: +1 at its start, -1 at its end.
+    edges = torch.zeros(tokens.numel() + 1, dtype=torch.int64, device=tokens.device)
+    edges = edges.index_add_(0, start, torch.ones_like(start)).index_add_(0, stop, -torch.ones_like(stop))
+    is_token = edges.cumsum(0)[:-1] > 0
+    numbers = torch.where(is_token, is_token.cumsum(0) - 1, -1)
+    return places.of_rank(numbers, rank), stop - start
+
+
+class Follower(TokenReader):
     """Finds the rows of a session's forwards.
 
     Args:
@@ -208,13 +318,8 @@ class Follower:
         cp_partition_mode: Partition | None,
         check: Callable[..., None],
     ) -> None:
-        if cp_partition_mode not in (None, "zigzag", "contiguous"):
-            raise LayoutError(f"MRR101: cp_partition_mode={cp_partition_mode!r} must be 'zigzag' or 'contiguous'.")
+        super().__init__(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
         self._trace = trace
-        self._padding: Tensor | None = None
-        if padding_token_ids is not None:
-            self._padding = as_integers(padding_token_ids, "padding_token_ids").reshape(-1)
-        self._partition: Partition | None = cp_partition_mode
         self._check = check
         self._token: Tensor | None = None  # the padding token that was seen, -1: none
         self._evidence: list[tuple[str, Tensor]] = []  # of where it must and must not stand, see `_judge_padding`
@@ -256,11 +361,10 @@ class Follower:
         is_raw = shape is not None and shape != tuple(ids.shape)
         if is_raw:  # a later stage that was given its tokens as they were before packing or splitting
             raw = ForwardInputs(input_ids=ids, padding_mask=inputs.padding_mask, position_ids=None)
-            places, tokens = self._lay_out(raw, None, 1, device)
+            places, tokens = self.lay_out(raw, None, 1, device)
         else:
-            places, tokens = self._lay_out(inputs, group, size, device)
-        padding = None if self._padding is None else to_device(self._padding, device)
-        located = locate(index, tokens, places, padding_token_ids=padding)
+            places, tokens = self.lay_out(inputs, group, size, device)
+        located = locate(index, tokens, places, padding_token_ids=self.padding_on(device))
         if places.overflow is not None:
             self._check(
                 places.overflow, f"MRR206: {where}: position_ids restart more often than a forward may have segments."
@@ -276,48 +380,6 @@ class Follower:
         return FoundRows(places.of_rank(rows, rank), places.of_rank(is_padding, rank), own, rivals)
 
     # ---- tokens and segments
-    def _places(self, inputs: ForwardInputs, shape: tuple[int, int], size: int, device: torch.device) -> Places:
-        partition: Any = self._partition or getattr(inputs.packed_seq_params, "cp_partition_mode", None) or "zigzag"
-        chunk = getattr(inputs.packed_seq_params, "zigzag_cp_min_chunk_size", None)
-        if partition not in ("zigzag", "contiguous") or (size > 1 and chunk):
-            raise LayoutError(
-                f"MRR204: cannot place the positions of context-parallel ranks under cp_partition_mode={partition!r}, "
-                f"zigzag_cp_min_chunk_size={chunk}: supported are 'zigzag' without a chunk size and 'contiguous'."
-            )
-        bounds, unpadded = inputs.bounds, inputs.unpadded_bounds
-        if bounds is None:
-            return Places.padded(shape, device=device, cp_size=size, partition=partition)
-        if shape[0] != 1:
-            raise LayoutError(f"MRR201: packed sequences come as input_ids [1, total], got {list(shape)}.")
-        unpadded = None if unpadded is None else unpadded.to(device)
-        return Places.packed(shape, bounds.to(device), unpadded=unpadded, cp_size=size, partition=partition)
-
-    def _lay_out(
-        self, inputs: ForwardInputs, group: dist.ProcessGroup | None, size: int, device: torch.device
-    ) -> tuple[Places, Tensor]:
-        """Return the segments of a forward, and the tokens of all context-parallel ranks in flat order."""
-        ids = inputs.input_ids
-        assert ids is not None, "checked"
-        mask, positions = inputs.padding_mask, inputs.position_ids if inputs.bounds is None else None
-        if mask is not None and mask.numel() != ids.numel():
-            mask = None  # of another layout than the tokens
-        places = self._places(inputs, (int(ids.shape[0]), int(ids.shape[1])), size, device)
-        given = [each for each in (ids, mask, positions) if each is not None]
-        if group is None:
-            columns = [each.reshape(1, -1).to(device) for each in given]
-        else:
-            # One collective, of 4 to 12 bytes a token: then every rank has whole sequences, and all decide alike.
-            sent = torch.stack([each.reshape(-1).to(torch.int32) for each in given]).to(collective_device(group))
-            parts = [torch.empty_like(sent) for _ in range(size)]
-            dist.all_gather(parts, sent.contiguous(), group=group)
-            columns = list(torch.stack(parts, dim=1).to(device))
-        flat = [places.in_order(each) for each in columns]
-        if positions is not None:
-            places = places.cut(flat[-1])
-        if mask is not None:
-            places = places.bound(flat[1] != 0)
-        return places, flat[0]
-
     def _in_layout(
         self,
         inputs: ForwardInputs,
@@ -328,7 +390,7 @@ class Follower:
         where: str,
     ) -> tuple[Places, Located]:
         """Return the samples of a raw batch at the places of the layout that a later stage computes, sample by sample."""
-        places = self._places(inputs, shape, size, device)
+        places = self.places_of(inputs, shape, size, device)
         missing = places.begin.numel() - located.row.numel()
         if missing not in (0, 1):
             raise LayoutError(

@@ -24,6 +24,10 @@ _FILLED_ROWS = 1 << 16
 """Rows that get filler at a time: the filler of a million rows would take half as much memory as their routes."""
 
 
+Replica = tuple[int, ...] | None
+"""Data-parallel ranks whose samples a trace has; None: its rows are those of the whole batch."""
+
+
 def gather_trace(trace: RoutingTrace, group: dist.ProcessGroup | None) -> RoutingTrace:
     """Return what the ranks of a group recorded of one batch, as `merge_traces(parts, allow_gaps=True)` joins it.
 
@@ -55,7 +59,51 @@ def gather_trace(trace: RoutingTrace, group: dist.ProcessGroup | None) -> Routin
                 dist.broadcast(message, src=rank, group=group)
                 memory[name] = message.cpu().view(values.dtype).view(values.shape)
             whole.add(rank, header, memory)
-    return whole.trace()
+    joined = whole.trace()
+    # All ranks have the same rows, so the samples of each are those of all.
+    return joined if trace.sequence_lengths is None else joined.with_samples(trace.sequence_lengths)
+
+
+def place_after_replicas(
+    trace: RoutingTrace, group: dist.ProcessGroup | None, replica: Replica
+) -> tuple[RoutingTrace, Replica]:
+    """Return a part with its rows after those of earlier replicas in a group, and the samples of all; a collective.
+
+    Parts of one replica have the same rows. Where one rank of the group queued rows by hand, all rows are the whole batch's.
+
+    Args:
+        trace: this rank's part.
+        replica: the data-parallel ranks whose samples it has; None: its rows were queued by hand.
+
+    Returns:
+        The part, and the data-parallel ranks whose samples it has room for.
+    """
+    given: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(given, (replica, trace.sequence_lengths), group=group)
+    if replica is None or any(each is None for each, _ in given):
+        return trace, None
+    lengths: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for each, samples in given:  # a stage without MoE layers recorded nothing
+        lengths[each] = samples if samples is not None else lengths.get(each, ())
+    before = sum(sum(samples) for each, samples in lengths.items() if each < replica)
+    samples = tuple(length for each in sorted(lengths) for length in lengths[each])
+    total, rows = sum(samples), slice(before, before + trace.num_tokens)
+    indices = spread_experts(0, total, topk=trace.topk, num_experts=trace.num_experts).unsqueeze(1)
+    indices = indices.repeat(1, trace.num_layers, 1)
+    mask = torch.zeros(total, dtype=torch.bool)
+    tokens = torch.full((total,), UNKNOWN, dtype=torch.int32)
+    indices[rows], mask[rows] = trace.topk_indices, trace.replay_mask
+    if trace.token_ids is not None:
+        tokens[rows] = trace.token_ids
+    placed = RoutingTrace.from_checked(
+        topk_indices=indices,
+        layer_numbers=trace.layer_numbers,
+        num_experts=trace.num_experts,
+        replay_mask=mask,
+        token_ids=tokens,
+        sequence_lengths=samples,
+    )
+    return placed, tuple(sorted({rank for each in lengths for rank in each}))
 
 
 class _Whole:

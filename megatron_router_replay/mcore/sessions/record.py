@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.follow import ForwardInputs
-from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
+from megatron_router_replay.mcore.batches.follow import ForwardInputs, TokenReader, number_tokens
+from megatron_router_replay.mcore.batches.index import Partition
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows
 from megatron_router_replay.mcore.core.call import RoutingCall
 from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.model.find import Models, unwrap
-from megatron_router_replay.mcore.sessions.gathering import gather_trace
+from megatron_router_replay.mcore.sessions.gathering import Replica, gather_trace, place_after_replicas
 from megatron_router_replay.mcore.sessions.group_check import Numbers
 from megatron_router_replay.mcore.sessions.microbatches import MicrobatchSession, open_session
 from megatron_router_replay.trace import RoutingTrace
@@ -28,28 +30,51 @@ _MAX_ROWS = 1 << 31
 """A higher number is no row of one step: its trace would be larger than a disk."""
 
 
+class _Recorded(NamedTuple):
+    """One forward of a chunk, on its way to the host.
+
+    Args:
+        rows: [n] int64, -1: padding.
+        routes: [n, layers, topk].
+        token_ids: [n]; None: the forward got none.
+        lengths: [S], tokens of each sample of the forward, whose rows count from 0; None: rows of the whole batch were given.
+    """
+
+    rows: Tensor
+    routes: Tensor
+    token_ids: Tensor | None
+    lengths: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the samples of this forward, over all ranks that share it."""
+        return 0 if self.lengths is None else int(self.lengths.sum())
+
+
 class RecordSession(MicrobatchSession):
     """Forwards are recorded, recomputes use what their forward chose; see `record`."""
 
     kind = "record"
-    _lacks = "rows, so which tokens it recorded is not known (one rank alone numbers what the model gets as input_ids)"
+    _lacks = "rows, so which tokens it recorded is not known"
 
-    def __init__(self, model_chunks: Models, *, verify: bool, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        model_chunks: Models,
+        *,
+        verify: bool,
+        group: dist.ProcessGroup | None,
+        padding_token_ids: Sequence[int] | None,
+        cp_partition_mode: Partition | None,
+    ) -> None:
         super().__init__(model_chunks, verify=verify, group=group)
-        # (rows [n], routes [n, layers, topk], token ids [n] or None) of each micro-batch, on their way to the host
-        self._recorded: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {
-            chunk.index: [] for chunk in self._chunks
-        }
-        self._highest: list[Tensor] = []  # row of each micro-batch that was queued
-        self._num_numbered = dict.fromkeys(self._recorded, 0)  # rows that the session numbered itself, by chunk
+        self._recorded: dict[int, list[_Recorded]] = {chunk.index: [] for chunk in self._chunks}
+        self._highest: list[Tensor] = []  # row of each micro-batch that was queued by hand
+        self._numbers_itself = False
+        self._reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
         self._copied: dict[Any, torch.cuda.Event] = {}  # stream -> after which what it copied to the host is there
 
-    def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
-        if routes is not None:
-            raise LayoutError(
-                "MRR423: prefetched routes are for a replay of their trace; a recording takes routing_rows."
-            )
-        if any(self._num_numbered.values()):
+    def _queue(self, chunk: Chunk, inputs: RowInputs) -> None:
+        if self._numbers_itself:
             raise LayoutError(
                 "MRR406: rows were given for this forward and none before, so the recording numbered those tokens itself. "
                 "Give rows for all forwards of a recording, or for none."
@@ -57,26 +82,18 @@ class RecordSession(MicrobatchSession):
         self._record(chunk, inputs)
 
     def _on_unqueued(self, chunk: Chunk, inputs: ForwardInputs) -> None:
-        """Number the tokens, one sample after the other as they come.
+        """Number the tokens of a forward in the order of its samples."""
+        if self._highest:
+            return  # the queue says that rows are missing
+        self._numbers_itself = True
+        where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
+        rows, lengths = number_tokens(self._reader, chunk.module, inputs, where, self._check)
+        assert inputs.input_ids is not None, "checked"
+        tokens = inputs.input_ids.to(torch.int64, copy=True)
+        self._record(chunk, RowInputs(rows=rows, token_ids=tokens, padding=rows < 0, trained=None), lengths)
 
-        One of several ranks cannot know which they are, so it asks for rows.
-        """
-        input_ids = inputs.input_ids
-        has_rows = self._highest and not any(self._num_numbered.values())
-        if (
-            input_ids is None
-            or not getattr(chunk.module, "pre_process", True)
-            or has_rows
-            or (dist.is_initialized() and dist.get_world_size() > 1)
-        ):
-            return  # the queue says what is missing
-        first, num_tokens = self._num_numbered[chunk.index], input_ids.numel()
-        rows = torch.arange(first, first + num_tokens).view(input_ids.shape)
-        self._record(chunk, RowInputs.checked(rows, token_ids=None, padding=None, trained=None))
-        self._num_numbered[chunk.index] += num_tokens
-
-    def _record(self, chunk: Chunk, inputs: RowInputs) -> None:
-        """Queue a micro-batch that is recorded in these rows."""
+    def _record(self, chunk: Chunk, inputs: RowInputs, lengths: Tensor | None = None) -> None:
+        """Queue a micro-batch that is recorded in these rows; with `lengths`, they count from 0 in each forward."""
         rows = inputs.rows
         check_padding(rows >= 0, inputs.padding, self._check)
         if inputs.trained is not None:
@@ -86,7 +103,7 @@ class RecordSession(MicrobatchSession):
             )
         view = chunk.router_view(rows)
         self._may_be_unrouted(rows, _MAX_ROWS)  # last: rows that are refused shall not lengthen the trace
-        if rows.numel():
+        if rows.numel() and lengths is None:
             # Of the whole batch: this rank may route a part of it.
             self._highest.append(self._to_host(rows.max()))
         padding = None if inputs.padding is None else chunk.router_view(inputs.padding)
@@ -98,6 +115,8 @@ class RecordSession(MicrobatchSession):
                 num_routers=len(chunk.replayed_routers),
                 rows=view,
                 token_ids=inputs.token_ids,
+                lengths=lengths,
+                is_followed=lengths is not None,
             )
         )
 
@@ -124,7 +143,8 @@ class RecordSession(MicrobatchSession):
         dtype = index_dtype(self._sizes[0])
         rows, used = self._to_host(microbatch.rows), self._to_host(used.to(dtype))
         tokens = None if tokens is None else self._to_host(tokens)
-        self._recorded[chunk.index].append((rows, used, tokens))
+        lengths = None if microbatch.lengths is None else self._to_host(microbatch.lengths)
+        self._recorded[chunk.index].append(_Recorded(rows, used, tokens, lengths))
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Copy values into page-locked memory while the device goes on; `_read` waits for them."""
@@ -144,14 +164,17 @@ class RecordSession(MicrobatchSession):
     def trace(self, *, num_tokens: int | None = None) -> RoutingTrace:
         """Return this rank's part of the recording. It has the rank's layers, and the routes of the rows that it routed.
 
+        Its samples are the sequences of the forwards, in order; a forward that failed is not recorded.
+
         Rows that this rank did not route (sequence, context or data parallelism) have replay_mask False and, where the
         forwards got input_ids, no token id, so that replaying them raises; `merge_traces` joins the parts of all ranks, and
         `gather` does so over process groups. A rank without MoE layers returns a trace
         of no layers.
 
         Args:
-            num_tokens: rows of the whole batch; None: up to the highest row that any rank of the session's group queued,
-                so the same on all of them. They agree on it when the session is left, so leave it first.
+            num_tokens: rows of the whole batch, where rows were queued by hand; None: up to the highest row that any rank of
+                the session's group queued, so the same on all of them. They agree on it when the session is left, so
+                leave it first.
 
         Raises:
             TraceError: the same row was routed twice to different experts, or in some layers only; a row is num_tokens
@@ -162,8 +185,9 @@ class RecordSession(MicrobatchSession):
         self._read()
         parts = [self._part(chunk) for chunk in self._chunks]
         length = max((int(rows.max()) + 1 for rows, _ in parts if rows.numel()), default=0)
+        lengths = self._sample_lengths()
         if num_tokens is None:
-            num_tokens = self._agreed_length()
+            num_tokens = self._agreed_length() if lengths is None else sum(lengths)
         if num_tokens < length:
             raise TraceError(
                 f"MRR422: cannot return {num_tokens} rows: row {length - 1} was recorded. Give num_tokens of the whole batch."
@@ -184,6 +208,7 @@ class RecordSession(MicrobatchSession):
             num_experts=self._sizes[0],
             replay_mask=placed[0][1] if placed else torch.ones(length, dtype=torch.bool),
             token_ids=self._token_ids(length),
+            sequence_lengths=lengths,
         )
 
     def gather(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> RoutingTrace:
@@ -191,6 +216,7 @@ class RecordSession(MicrobatchSession):
 
         A collective: every rank of each group calls it, in this order of groups. It is needed wherever a trace is replayed
         by ranks that did not record all of its rows: regrouped micro-batches under sequence, context or data parallelism.
+        Ranks of one data-parallel rank recorded parts of the same samples; those of different ones follow in order.
         A rank sends the rows that it routed, and holds the whole beside a message of 32 MB.
 
         Args:
@@ -201,7 +227,9 @@ class RecordSession(MicrobatchSession):
             TraceError: as `trace`; or two ranks recorded the same row with different experts.
         """
         trace = self.trace(num_tokens=num_tokens)
+        replica: Replica = (_data_parallel_rank(),) if self._numbers_itself or not self._chunks else None
         for group in groups or (None,) if dist.is_initialized() else ():
+            trace, replica = place_after_replicas(trace, group, replica)
             trace = gather_trace(trace, group)
         return trace
 
@@ -209,7 +237,7 @@ class RecordSession(MicrobatchSession):
         return super()._numbers()._replace(num_rows=self._num_rows())
 
     def _num_rows(self) -> int:
-        """Return the highest row that was queued, plus 1."""
+        """Return the highest row that was queued by hand, plus 1."""
         return max((int(highest) + 1 for highest in self._highest), default=0)
 
     def _agreed_length(self) -> int:
@@ -239,15 +267,29 @@ class RecordSession(MicrobatchSession):
         microbatches = self._recorded[chunk.index]
         if not microbatches:
             return torch.empty(0, dtype=torch.int64), self._empty(0, len(chunk.replayed_routers))
-        rows = torch.cat([rows for rows, _, _ in microbatches])
-        used = torch.cat([layers for _, layers, _ in microbatches])
+        rows = torch.cat(self._rows_of(chunk.index))
+        used = torch.cat([each.routes for each in microbatches])
         return rows[rows >= 0], used[rows >= 0]
+
+    def _rows_of(self, index: int) -> list[Tensor]:
+        """Return the rows of each forward of a chunk; those that the session numbered follow one another."""
+        rows, first = [], 0
+        for each in self._recorded[index]:
+            rows.append(torch.where(each.rows >= 0, each.rows + first, -1))
+            first += each.num_rows
+        return rows
+
+    def _sample_lengths(self) -> list[int] | None:
+        """Return the lengths of the samples that were recorded; None: rows were queued by hand, or nothing was recorded."""
+        recorded = next((each for each in self._recorded.values() if each), [])
+        lengths = [each.lengths for each in recorded if each.lengths is not None]
+        return [length for each in lengths for length in each.tolist() if length] if lengths else None
 
     def _token_ids(self, length: int) -> Tensor | None:
         token_ids = torch.full((length,), -1, dtype=torch.int32)
         any_known = False
-        for microbatches in self._recorded.values():
-            for rows, _, tokens in microbatches:
+        for index, microbatches in self._recorded.items():
+            for rows, tokens in zip(self._rows_of(index), [each.token_ids for each in microbatches]):
                 if tokens is not None:
                     any_known = True
                     known = rows >= 0
@@ -278,20 +320,25 @@ def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
 def record(
     model_chunks: Models,
     *,
+    padding_token_ids: Sequence[int] | None = None,
+    cp_partition_mode: Partition | None = None,
     verify: bool = False,
     group: dist.ProcessGroup | None = None,
     **withdrawn: Any,
 ) -> RecordSession:
     """Record which experts the model uses; `recording.trace()` returns them.
 
-    On one rank, the session numbers the tokens as they come, one sample after the next. On several ranks, each rank says
-    which tokens of the batch it has: `attach` the model and pass it routing_rows, or call
-    `recording.microbatch(rows, model)` before each forward of each chunk. Under activation checkpointing the forward is
-    recorded, and its recompute uses the same experts. Multi-token-prediction layers are not recorded; their recomputes use
-    their forward's experts, too.
+    The trace has the tokens and samples of the forwards, in order, so that a replay finds them however batches are cut.
+    `recording.gather()` joins the parts of several ranks. A model that gets embeddings takes rows from
+    `recording.microbatch(rows, model)`, called before each forward of each chunk. Under activation checkpointing the forward
+    is recorded, and its recompute uses the same experts. Multi-token-prediction layers are not recorded; their recomputes
+    use their forward's experts, too.
 
     Args:
         model_chunks: the model or its chunks on this rank.
+        padding_token_ids: the tokens that padding holds, [] for none. Without it, `padding_mask` or unpadded
+            `cu_seqlens_q` say what is padding; where neither does and sequences end in equal tokens, the forward raises.
+        cp_partition_mode: as for `replay`.
         verify: compare every routing map that a token dispatcher gets with the recorded experts.
         group: the ranks that agree on the number of rows when the session ends; all of them must have such a session.
             None: every rank of the job. The others do not wait for a rank that raised inside its block.
@@ -302,4 +349,21 @@ def record(
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
     check_withdrawn("record", withdrawn, {"mtp": "MTP routers are live, and no recording has their routes."})
-    return open_session(lambda: RecordSession(model_chunks, verify=verify, group=group), group)
+
+    def make() -> RecordSession:
+        return RecordSession(
+            model_chunks,
+            verify=verify,
+            group=group,
+            padding_token_ids=padding_token_ids,
+            cp_partition_mode=cp_partition_mode,
+        )
+
+    return open_session(make, group)
+
+
+def _data_parallel_rank() -> int:
+    """Return which replica of the model this rank is a part of; without Megatron's groups, each rank is one."""
+    if parallel_state.is_initialized():
+        return int(parallel_state.get_data_parallel_rank())
+    return dist.get_rank() if dist.is_initialized() else 0

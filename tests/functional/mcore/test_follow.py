@@ -195,3 +195,69 @@ def contiguous(layout: ParallelSizes) -> int:
 def test_context_parallelism_as_a_contiguous_stream(on_ranks: Any) -> None:
     assert on_ranks(2, contiguous, ParallelSizes(cp_size=2)) == [0, 0]
     assert on_ranks(4, contiguous, ParallelSizes(cp_size=4)) == [0] * 4
+
+
+def record(layout: ParallelSizes, path: str) -> tuple[int, ...]:
+    """Record a forward pass padded on the right, and save the whole of it."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    layout.initialize()
+    chunks = build_tiny_gpt(tiny_gpt_config(layout), layout, core_attention="small")
+    cp_rank, shift = parallel_state.get_context_parallel_rank(), parallel_state.get_data_parallel_rank()
+    microbatches = [batch(numbers, "right", layout, cp_rank) for numbers in ([4, 0, 2], [1, 3, 5])]
+    microbatches = microbatches if parallel_state.get_data_parallel_world_size() == 1 else [microbatches[shift]]
+    with mrr.record(chunks, padding_token_ids=[0]) as recording:
+        run_schedule(chunks, layout, microbatches, forward_only=True)
+    trace = recording.gather()
+    if dist.get_rank() == 0:
+        mrr.save_trace(trace, path)
+    lengths: tuple[int, ...] = trace.sequence_lengths
+    assert trace.replay_mask.all()
+    return lengths
+
+
+def replay_recorded(layout: ParallelSizes, path: str, kind: str) -> list[float]:
+    """Replay it with other micro-batches; return the losses of the recorded routes."""
+    layout.initialize()
+    chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, core_attention="small")
+    microbatches = [batch(numbers, kind, layout, 0) for numbers in ([3, 0, 5], [2, 1, 4])]
+    trace = mrr.load_trace(path)
+    with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True, **DRAWN) as session:
+        losses = run_schedule(chunks, layout, microbatches)
+    assert session.report.rows_live == 0
+    # The recording has its own order of samples: by hand, its first rows.
+    order = [4, 0, 2, 1, 3, 5]
+    lengths = [min(len(samples()[n]), CUT) for n in order]
+    first = {n: sum(lengths[:i]) for i, n in enumerate(order)}
+    own = [int(rows_of(n)[0]) for n in range(6)]
+    for microbatch in microbatches:
+        rows = microbatch["routing_rows"]
+        for n in range(6):
+            inside = (rows >= own[n]) & (rows < own[n] + len(samples()[n]))
+            microbatch["routing_rows"] = torch.where(
+                inside, rows - own[n] + first[n] + 1000, microbatch["routing_rows"]
+            )
+        microbatch["routing_rows"] = torch.where(rows >= 0, microbatch["routing_rows"] - 1000, -1)
+    assert wrong_replays(Case(layout=layout), seen, trace, microbatches) == 0
+    return [float(loss) for loss in losses]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "replayed"),
+    [
+        (ParallelSizes(tp_size=2, pp_size=2), ParallelSizes(ep_size=2)),
+        (ParallelSizes(cp_size=2, tp_size=2), ParallelSizes(pp_size=2)),
+        (ParallelSizes(pp_size=2, vp_size=2), ParallelSizes(tp_size=2)),
+        (ParallelSizes(ep_size=2), ParallelSizes()),
+    ],
+    ids=["tp2-pp2 to ep2", "tp2-cp2 to pp2", "vpp2 to tp2", "dp2-ep2 to single"],
+)
+def test_a_recording_is_replayed_by_other_ranks_in_other_micro_batches(
+    recorded: ParallelSizes, replayed: ParallelSizes, on_ranks: Any, tmp_path: Any
+) -> None:
+    path = str(tmp_path / "whole.safetensors")
+    lengths = on_ranks(recorded.world_size, record, recorded, path)
+    assert lengths == [(12, 9, 12, 7, 2, 10)] * recorded.world_size
+    for kind in ("left", "packed"):
+        on_ranks(replayed.world_size, replay_recorded, replayed, path, kind)

@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.mcore.batches.prefetch import prefetch
 from megatron_router_replay.mcore.core.hooks import sources_of
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
@@ -141,22 +140,6 @@ def test_padding_is_counted_apart_and_its_experts_are_not_recorded():
     assert recording.trace().replay_mask.tolist() == [True, True, True, False, True, True, True]
 
 
-def test_prefetched_routes_are_for_a_replay_of_their_trace():
-    trace = random_trace(8)
-    (routes,) = prefetch(trace, [ROWS])
-    chunk = Chunk()
-    with pytest.raises(LayoutError, match="a recording takes routing_rows"):
-        mrr.record(chunk).microbatch(routes)
-    mrr.close_sessions(chunk)
-    with pytest.raises(LayoutError, match="prefetched from another trace"):
-        mrr.replay(chunk, random_trace(8)).microbatch(routes)
-    mrr.close_sessions(chunk)
-    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-        session.microbatch(routes)
-        chunk(tokens())
-    assert wrong_replays(seen, trace) == 0
-
-
 # Traces that are not of this model
 
 
@@ -215,31 +198,4 @@ def test_rows_are_for_all_forwards_of_a_recording_or_for_none(first):
         chunk(tokens())
         if first == "none":
             recording.microbatch(ROWS + 8)
-        chunk(tokens())
-
-
-def told_without_rows():
-    chunk = Chunk()
-    try:
-        with mrr.record(chunk):
-            chunk(tokens())
-    except ReplayStateError as error:
-        return str(error)
-    return ""
-
-
-def test_several_ranks_are_asked_for_rows_and_told_why(on_ranks):
-    for rank, said in enumerate(on_ranks(2, told_without_rows)):
-        assert (
-            f"MRR406: rank {rank}, chunk 0, micro-batch 0, layer 1: a forward without rows, so which tokens it rec"
-            in said
-        )
-        assert "(one rank alone numbers" in said
-
-
-def test_a_forward_of_no_tokens_is_not_numbered():
-    """As that of a later pipeline stage, which gets hidden states."""
-    chunk = Chunk()
-    chunk.pre_process = False
-    with pytest.raises(ReplayStateError, match="a forward without rows"), mrr.record(chunk):
         chunk(tokens())

@@ -1,0 +1,97 @@
+"""A recording has the samples of its forwards, so it is replayed however batches are cut."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import LayoutError, ReplayStateError
+from tests.unit.mcore.tiny_chunk import Chunk, as_map, disturb, watched
+
+A, B, C = [5, 6, 7, 8], [5, 6, 9], [4, 4, 1, 2, 3]
+LAYERS = (1, 2, 3)
+
+
+class Masked(Chunk):
+    def forward(self, input_ids: Tensor, padding_mask: Any = None, packed_seq_params: Any = None) -> Tensor:  # type: ignore[override]
+        return super().forward(input_ids)
+
+
+def routes_seen(seen: Any, forward: int, positions: list[tuple[int, int]], num_rows: int) -> list[Tensor]:
+    """The routing maps of (row, position) of a [b, s] forward, whose routers see s-major; one tensor a layer."""
+    at = torch.tensor([position * num_rows + row for row, position in positions])
+    return [seen[forward, layer][0][at] for layer in LAYERS]
+
+
+def test_samples_are_cut_and_replayed_by_their_tokens_in_other_batches() -> None:
+    chunk = Masked()
+    with watched(chunk) as seen, mrr.record(chunk) as recording:
+        mask = torch.tensor([[False] * 4 + [True], [True] * 2 + [False] * 3])
+        chunk(torch.tensor([[*A, 0], [0, 0, *B]]), mask)
+    trace = recording.trace()
+    assert trace.token_ids.tolist() == A + B
+    assert trace.sequence_lengths == (4, 3)
+    assert trace.replay_mask.all()
+    expected = routes_seen(seen, 0, [*((0, p) for p in range(4)), *((1, p) for p in range(2, 5))], 2)
+    for layer, maps in zip(LAYERS, expected):
+        assert torch.equal(as_map(trace.layer(layer)), maps)
+    assert (recording.report.tokens, recording.report.rows_padding) == (10, 3)
+    disturb(chunk)
+    with watched(chunk) as seen, mrr.replay(chunk, trace, min_agreement=0):
+        chunk(torch.tensor([[*B, *A]]), packed_seq_params=SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 7])))
+    replayed = routes_seen(seen, 0, [(0, p) for p in (3, 4, 5, 6, 0, 1, 2)], 1)
+    assert all(torch.equal(one, other) for one, other in zip(replayed, expected))
+
+
+def test_forwards_follow_one_another_and_one_that_failed_is_not_recorded() -> None:
+    chunk = Masked()
+    with mrr.record(chunk, padding_token_ids=[]) as recording:  # one sample begins with a token twice
+        chunk(torch.tensor([A]))
+        chunk.fail_at = 1
+        with pytest.raises(ArithmeticError):
+            chunk(torch.tensor([B]))
+        chunk(torch.tensor([C]))
+        with recording.paused():
+            chunk(torch.tensor([[1, 2, 3]]))
+        chunk(torch.tensor([B, B]))
+    trace = recording.trace()
+    assert trace.sequence_lengths == (4, 5, 3, 3)
+    assert trace.token_ids.tolist() == [*A, *C, *B, *B]
+
+
+def test_packed_sequences_of_known_and_of_declared_padding() -> None:
+    tokens = torch.tensor([[*B, 0, *A, 0, 0]])
+    padded, real = torch.tensor([0, 4, 8]), torch.tensor([0, 3, 7])
+    known = SimpleNamespace(cu_seqlens_q=real, cu_seqlens_q_padded=padded)
+    for parameters, options in ((known, {}), (SimpleNamespace(cu_seqlens_q=padded), {"padding_token_ids": [0]})):
+        chunk = Masked()
+        with mrr.record(chunk, **options) as recording:
+            chunk(tokens, packed_seq_params=parameters)
+        assert recording.trace().sequence_lengths == (3, 4)
+        assert recording.trace().token_ids.tolist() == [*B, *A]
+
+
+@pytest.mark.parametrize("rows", [[[*A, 0, 0]], [[0, 0, *A]], [[*B, 0, 0], C]])
+def test_a_batch_that_may_be_padded_raises_until_it_is_said(rows: list[list[int]]) -> None:
+    with pytest.raises(LayoutError, match=r"MRR207: .*padding_token_ids"), mrr.record(Masked()) as recording:
+        recording._modules[0](torch.tensor(rows))
+    with mrr.record(Masked(), padding_token_ids=[0]) as recording:
+        recording._modules[0](torch.tensor(rows))
+    assert recording.trace().sequence_lengths == tuple(len([token for token in row if token]) for row in rows)
+    with mrr.record(Masked(), padding_token_ids=[]) as recording:
+        recording._modules[0](torch.tensor(rows))
+    assert recording.trace().sequence_lengths == tuple(map(len, rows))
+
+
+def test_rows_by_hand_and_samples_do_not_mix() -> None:
+    chunk = Masked()
+    with pytest.raises(LayoutError, match="MRR406"), mrr.record(chunk) as recording:
+        chunk(torch.tensor([A]))
+        recording.microbatch(torch.arange(4).view(1, 4))
+    with pytest.raises(ReplayStateError, match="MRR406"), mrr.record(chunk) as recording:
+        recording.microbatch(torch.arange(4).view(1, 4))
+        chunk(torch.tensor([A]))
+        chunk(torch.tensor([A]))
