@@ -66,10 +66,14 @@ def stale_pages(folder: Path = PAGES) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
+    """Write the pages, or check them; return the exit code."""
     stale = stale_pages()
     if "--check" in arguments:
         if stale:
-            print(f"docs/api: {', '.join(stale)} differ from the code. Run: python docs/site/api_pages.py", file=sys.stderr)
+            print(
+                f"docs/api: {', '.join(stale)} differ from the code. Run: python docs/site/api_pages.py",
+                file=sys.stderr,
+            )
         return int(bool(stale))
     for name in stale:
         path = PAGES / name
