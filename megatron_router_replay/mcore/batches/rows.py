@@ -90,15 +90,15 @@ class RowInputs:
         Raises:
             LayoutError: rows are not [b, s] (or [n], one packed row), or something beside them has another shape or kind.
         """
-        rows = as_integers(rows, "routing_rows")
+        rows = as_integers(rows, "rows")
         if rows.dim() not in (1, 2):
-            raise LayoutError(f"MRR201: routing_rows must have the shape of input_ids, [b, s], got {list(rows.shape)}.")
+            raise LayoutError(f"MRR201: rows must have the shape of input_ids, [b, s], got {list(rows.shape)}.")
         # An unsigned -1 of eight bytes is -1 again as int64.
         if not rows.dtype.is_signed and rows.dtype.itemsize < 8:
             highest = torch.iinfo(rows.dtype).max
             if bool((rows.to(torch.int64) == highest).any()):
                 raise LayoutError(
-                    f"MRR201: routing_rows are {rows.dtype} and hold {highest}, which a -1 becomes there: padding "
+                    f"MRR201: rows are {rows.dtype} and hold {highest}, which a -1 becomes there: padding "
                     "cannot be told from that row. Give a signed dtype."
                 )
         as_2d = (1, -1) if rows.dim() == 1 else rows.shape
@@ -109,9 +109,7 @@ class RowInputs:
                 continue
             values = as_integers(values, name) if name == "token_ids" else as_mask(values, name)
             if values.shape != rows.shape:
-                raise LayoutError(
-                    f"MRR201: routing_rows {list(rows.shape)} and {name} {list(values.shape)} differ in shape."
-                )
+                raise LayoutError(f"MRR201: rows {list(rows.shape)} and {name} {list(values.shape)} differ in shape.")
             dtype = torch.int64 if name == "token_ids" else torch.bool
             inputs[name] = values.reshape(as_2d).to(rows.device, dtype, copy=True)
         return cls(rows=rows.reshape(as_2d).to(torch.int64, copy=True), **inputs)

@@ -209,7 +209,7 @@ class ReplaySession(MicrobatchSession):
         if not self._warned and any(values.device.type != "cpu" for values in tensors.values()):
             self._warned = True
             _LOG.warning(
-                "the trace is on the CPU and routing_rows, or what is queued beside them, on a GPU: the host waits for the "
+                "the trace is on the CPU and rows, or what is queued with them, on a GPU: the host waits for the "
                 "GPU once in every micro-batch. Queue what the data loader gave, before it is moved; or replay "
                 "trace.to('cuda')."
             )
@@ -271,7 +271,7 @@ class ReplaySession(MicrobatchSession):
         first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if is_known(unknown) else ""
         self._check(
             unknown.any(),
-            f"MRR108: routing_rows name rows that the trace knows nothing of{first}: no route and no token id. Another "
+            f"MRR108: the batch has rows that the trace knows nothing of{first}: no route and no token id. Another "
             "rank routed them: join the parts with recording.gather() or merge_traces before micro-batches are regrouped.",
         )
 
