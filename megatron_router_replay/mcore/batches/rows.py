@@ -50,19 +50,6 @@ def check_padding(has_row: Tensor, padding: Tensor | None, check: Check) -> None
         )
 
 
-def check_trained(without: Tensor, check: Check, *, order: str) -> None:
-    """Check that no trained position is without a route; `without` is bool, its order is for the message."""
-    which = ""
-    if is_known(without):
-        first = int(without.flatten().nonzero()[0])
-        which = f" ({int(without.sum())} of them, the first is token {first} {order})"
-    check(
-        without.any(),
-        f"MRR410: a trained position has no route{which}: its row is -1, or there is no route for it. Leave `trained` out to "
-        "let the live router decide such positions.",
-    )
-
-
 def is_known(values: Tensor) -> bool:
     """Return whether the host can read these values without waiting, and some are True."""
     return values.device.type == "cpu" and bool(values.any())
@@ -75,16 +62,15 @@ class RowInputs:
     Args:
         rows: [b, s] int64.
         token_ids: [b, s] int64; None: not given.
-        padding, trained: [b, s] bool; None: not given.
+        padding: [b, s] bool; None: not given.
     """
 
     rows: Tensor
     token_ids: Tensor | None
     padding: Tensor | None
-    trained: Tensor | None
 
     @classmethod
-    def checked(cls, rows: Any, *, token_ids: Any, padding: Any, trained: Any) -> RowInputs:
+    def checked(cls, rows: Any, *, token_ids: Any, padding: Any) -> RowInputs:
         """Check shapes and copy.
 
         Raises:
@@ -103,7 +89,7 @@ class RowInputs:
                 )
         as_2d = (1, -1) if rows.dim() == 1 else rows.shape
         inputs: dict[str, Tensor | None] = {}
-        for name, values in (("token_ids", token_ids), ("padding", padding), ("trained", trained)):
+        for name, values in (("token_ids", token_ids), ("padding", padding)):
             if values is None:
                 inputs[name] = None
                 continue

@@ -38,7 +38,10 @@ S = TypeVar("S", bound="MicrobatchSession")
 _WITHDRAWN = dict.fromkeys(
     ("routes", "stamped", "trust_layout", "filler", "missing", "layer_numbers", "split", "stale"),
     "make a trace with RoutingTrace.from_samples(tokens, routes, ...) and replay it: rows are found by tokens.",
-) | {"ahead": "queue each micro-batch before its forward, in the order of the forwards."}
+) | {
+    "ahead": "queue each micro-batch before its forward, in the order of the forwards.",
+    "trained": "min_replayed= bounds the share of tokens without a route, and the report counts them.",
+}
 """Option of an earlier version -> its replacement."""
 
 
@@ -126,7 +129,6 @@ class MicrobatchSession(Session):
         *,
         token_ids: Tensor | Any = None,
         padding: Tensor | Any = None,
-        trained: Tensor | Any = None,
         **withdrawn: Any,
     ) -> None:
         """Queue the routes of the next forward of a model chunk. Call it once before each forward of each chunk.
@@ -143,8 +145,6 @@ class MicrobatchSession(Session):
                 input_ids are compared and stored.
             padding: bool, same shape, True: known to be padding. The live router decides it, and it is counted apart. Any
                 other position with row -1 is decided by the live router as well, and counted as live.
-            trained: same shape, non-zero: the position is trained on (a loss mask). Such a position without a route
-                raises; leave it out if the live router shall decide some of these positions.
 
         Raises:
             LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks.
@@ -157,8 +157,7 @@ class MicrobatchSession(Session):
         hooks.check_installed()
         hooks.check_runs_python("a micro-batch that is queued")  # before CUDA refuses the memory that it takes
         chunk = self._find_chunk(model)
-        inputs = {"token_ids": token_ids, "padding": padding, "trained": trained}
-        row_inputs = RowInputs.checked(rows, **inputs)
+        row_inputs = RowInputs.checked(rows, token_ids=token_ids, padding=padding)
         if chunk is not None:
             self._queue(chunk, row_inputs)
 

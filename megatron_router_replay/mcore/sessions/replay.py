@@ -25,7 +25,6 @@ from megatron_router_replay.mcore.batches.rows import (
     RankRoutes,
     RowInputs,
     check_padding,
-    check_trained,
     count_rows,
     is_known,
 )
@@ -162,7 +161,7 @@ class ReplaySession(MicrobatchSession):
         found = self._follower.find(chunk.module, inputs, kept, where)
         self._rows.add(rivals=found.rivals)
         tokens = None if found.tokens is None else found.tokens.to(found.rows.device, torch.int64)
-        rows = RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding, trained=None)
+        rows = RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding)
         self._queue(chunk, rows, is_followed=True)
 
     def _queue(self, chunk: Chunk, inputs: RowInputs, *, is_followed: bool = False) -> None:
@@ -181,9 +180,6 @@ class ReplaySession(MicrobatchSession):
         if unrouted or self._any_live:  # else every row has a route
             routed = _at_rows(trace.replay_mask, view)
             self._check_known(trace, view, routed)
-            if inputs.trained is not None:
-                without = chunk.router_view(inputs.trained) & ~routed
-                check_trained(without, self._check, order="as routers see them")
             live_mask = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
         topk_indices = take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)

@@ -169,8 +169,8 @@ def _queue_all_on_the_gpu(session: Any, chunk: Chunk, number: int) -> None:
     """Queue rows of a trace on the host, all of it on the GPU: the host must read them."""
     with _unlogged():
         rows, ids = ROWS[number].to("cuda"), IDS[number].to("cuda")
-        padding, trained = torch.zeros_like(rows) > 0, torch.ones_like(rows)
-    session.microbatch(rows, chunk, token_ids=ids, padding=padding, trained=trained)
+        padding = torch.zeros_like(rows) > 0
+    session.microbatch(rows, chunk, token_ids=ids, padding=padding)
 
 
 LIVE = torch.arange(8 * NUM) % 8 == 5

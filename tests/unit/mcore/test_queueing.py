@@ -72,7 +72,7 @@ def test_a_packed_row_may_be_flat():
 def test_rows_of_no_batch_and_values_of_another_shape_than_the_rows_are_refused(start):
     for rows in (ROWS.view(1, 2, 4), ROWS[0, 0]):
         refused(start, rows, "rows must have the shape of input_ids")
-    for values in ({"padding": ROWS[0] < 0}, {"trained": ROWS[:, :1] >= 0}, {"token_ids": IDS.t()}):
+    for values in ({"padding": ROWS[0] < 0}, {"token_ids": IDS.t()}):
         (name,) = values
         refused(start, ROWS, rf"rows \[2, 4\] and {name} \[.*\] differ in shape", **values)
 
@@ -82,8 +82,8 @@ def test_rows_of_no_batch_and_values_of_another_shape_than_the_rows_are_refused(
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.uint32, np.int64])
 def test_rows_in_numpy_and_masks_of_any_kind(dtype):
-    trace, masks = random_trace(8), {"trained": np.ones((2, 4), np.uint16), "padding": torch.zeros(2, 4)}
-    seen, report = replayed(Chunk(), trace, ROWS.numpy().astype(dtype), **masks)
+    trace, padding = random_trace(8), np.zeros((2, 4), np.uint16)
+    seen, report = replayed(Chunk(), trace, ROWS.numpy().astype(dtype), padding=padding)
     assert wrong_replays(seen, trace, ROWS) == 0
     assert (report.rows_replayed, report.rows_padding) == (8, 0)
 
@@ -100,7 +100,7 @@ NESTED = torch.nested.nested_tensor([torch.arange(4), torch.arange(4)], layout=t
         (ROWS, {"token_ids": IDS + 0.5}, "token_ids must be integers"),
         *(
             (ROWS, {name: values}, f"{name} must be")
-            for name in ("token_ids", "padding", "trained")
+            for name in ("token_ids", "padding")
             for values in ("abc", [[1, 2], [3]])
         ),
     ],
@@ -140,17 +140,9 @@ def test_rows_lie_in_the_trace_to_the_last_or_below_two_to_the_31(kind, row, fit
         refused(QUEUED[kind], rows, r"rows reach outside the trace's rows 0\.\.\d+; padding is -1")
 
 
-@pytest.mark.parametrize(("row", "position"), [(0, 0), (1, 2), (7, 7)])
-def test_each_single_row_of_another_rank_or_without_a_route_is_found(row, position):
+@pytest.mark.parametrize("row", [0, 1, 7])
+def test_each_single_row_of_another_rank_is_found(row):
     others = torch.arange(8) != row
-    without = random_trace(8, replay_mask=others)
-    refused(
-        lambda chunk: mrr.replay(chunk, without),
-        ROWS,
-        rf"no route \(1 of them, the first is token {position} ",
-        trained=torch.ones(2, 4),
-    )
-    replayed(Chunk(), without, trained=others.view(2, 4))
     ids = torch.where(others, IDS.reshape(-1), -1)
     ids[4] = 0  # token 0 is a token as any other
     trace = random_trace(8, replay_mask=others & (torch.arange(8) != 4), token_ids=ids)
@@ -159,16 +151,15 @@ def test_each_single_row_of_another_rank_or_without_a_route_is_found(row, positi
 
 @pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
 @pytest.mark.parametrize("position", [0, 3])
-def test_padding_that_has_a_row_and_trained_positions_without_one_raise(start, position):
+def test_padding_that_has_a_row_raises(start, position):
     padding = torch.zeros(2, 4, dtype=torch.bool)
     padding[0, position] = True
     rows = torch.where(padding, -1, ROWS)
     refused(start, ROWS, "says is padding has a routing row", padding=padding)
     refused(start, rows, "mask is inverted", padding=~padding)
-    refused(start, rows, "a trained position has", trained=padding)
     chunk = Chunk()
     with start(chunk) as session:
-        session.microbatch(rows, padding=padding, trained=(~padding).float())
+        session.microbatch(rows, padding=padding)
         chunk(IDS)
 
 
@@ -404,6 +395,12 @@ def test_chunks_that_share_a_router_are_refused_where_micro_batches_are_queued()
 
 
 # ---- withdrawn
+
+
+@pytest.mark.parametrize("name", ["trained", "ahead", "routes"])
+def test_a_withdrawn_option_says_what_replaces_it(name):
+    message = rf"^MRR101: session\.microbatch\({name}=...\) is gone in 0\.3: "
+    refused(mrr.record, ROWS, message, TraceError, **{name: True})
 
 
 @pytest.mark.parametrize("name", ["routing_rows", "routing_padding", "routing_trained"])
