@@ -58,9 +58,10 @@ def results() -> str:
         "# Benchmark results",
         "Made by `make bench` from the samples in `raw/`, the seconds of every repeat. Every figure is a ratio of "
         "alternatives that ran in turns in one process, if it has no unit.",
-        "`python -m benchmarks.transport` and `python -m benchmarks.diff` are run separately: "
-        "[RESULTS_transport.md](RESULTS_transport.md), [RESULTS_diff.md](RESULTS_diff.md). What needs a trainer or counts "
-        "operations: [RESULTS_by_hand.md](RESULTS_by_hand.md).",
+        "`python -m benchmarks.transport`, `.diff` and `.follow` are run separately: "
+        "[RESULTS_transport.md](RESULTS_transport.md), [RESULTS_diff.md](RESULTS_diff.md), "
+        "[RESULTS_follow.md](RESULTS_follow.md). What needs a trainer or counts operations: "
+        "[RESULTS_by_hand.md](RESULTS_by_hand.md).",
     ]
     for name, part in PARTS.items():
         path = RAW / f"{name}.json"

@@ -2,22 +2,22 @@
 
     store = open_store("10.0.0.7", 29400, is_server=False)                  # all processes meet here
 
-    routes = RouteGroup(store, layout, sender=0, host="10.0.0.8")           # in the rollout process
+    routes = RouteGroup(store, layout, sender=0)                            # in the rollout process
     routes.send(traces)                                                     # returns at once; the next send joins this one
 
-    routes = RouteGroup(store, layout, place=layout.place_of(rank), host="10.0.0.9")        # in training rank `rank`
+    routes = RouteGroup(store, layout, place=layout.place_of(rank))         # in training rank `rank`
     trace = routes.receive()                                                # this place's samples and layers
 
-A batch has three steps. All processes exchange what the senders have, and compute the same plan from it. Buckets of whole
-rows go from the sender that has them to TP rank 0 of a place, straight into its trace, and on to its TP group. All processes
-meet once more, so a batch has arrived everywhere or raises everywhere. Whatever ends one process, an error, a signal or
-Ctrl-C, ends the waits of all within seconds, with its words.
+A batch has three steps. All processes meet in the store, read the sizes of the senders' traces, and compute the same plan.
+Buckets of whole rows go from the sender that has them to TP rank 0 of a place, straight into its trace, and on to its TP
+group. All processes meet once more, so a batch has arrived everywhere or raises everywhere. A process that raises, or closes,
+ends the waits of all with its words. A process that is killed or stopped ends them within the time-outs that you give.
 
-Tested with gloo in processes of one machine.
+Tested with gloo in processes of one machine. A group of NCCL, with `device="cuda"`, was not run.
 
-**No authentication.** Neither the store nor gloo's connections ask who connects, and nothing is encrypted: whoever
-reaches them can pose as a sender and so choose the experts that a model trains with. Store and gloo listen on the loopback
-interface unless you name a different `host`; name one of a network that only the job can reach.
+**No authentication.** The store and gloo accept any connection, and nothing is encrypted: a process that reaches them can
+pose as a sender and so choose the experts that a model trains with. The store listens on the address that you give, gloo on
+the interface of the host's name, or on the one that GLOO_SOCKET_IFNAME names. Use a network that only the job can reach.
 """
 
 from __future__ import annotations
@@ -73,11 +73,14 @@ class RouteGroup:
             sender 1 and so on.
         place: of this training rank, `layout.place_of(rank)`.
         name: tells transports on one store apart; used once.
-        host: address of this machine on which gloo listens.
+        group: a process group of all processes, rollout processes first, then training ranks in order; used by this
+            transport alone, for example a dedicated one of NCCL. Default: one of gloo, made here.
+        device: of the messages, and so of received traces: "cuda" for a group of NCCL.
         bucket_bytes: the same in all processes. A sender stages at most four buckets, whatever the payload.
         timeout: for each message, once a transfer has begun; for a consumer of `stream`, for each bucket. At the end of a
             batch, for as long as no process moves a bucket.
-        ready_timeout: for all processes to begin, at the start and with every batch.
+        ready_timeout: for all processes to begin, at the start and with every batch. A process that was killed between
+            batches ends the others' waits no sooner.
         times: where seconds are counted; make one to count decoding in it, too.
 
     Raises:
@@ -93,12 +96,18 @@ class RouteGroup:
         place: Place | None = None,
         num_senders: int = 1,
         name: str = "routes",
-        host: str = "127.0.0.1",
+        group: Any = None,
+        device: torch.device | str = "cpu",
         bucket_bytes: int = 32 << 20,
         timeout: timedelta = timedelta(minutes=2),
         ready_timeout: timedelta = timedelta(hours=2),
         times: TransportTimes | None = None,
+        host: None = None,
     ) -> None:
+        if host is not None:
+            raise TransportError(
+                "MRR601: host= is gone in 0.3: the environment variable GLOO_SOCKET_IFNAME names the interface."
+            )
         places = layout.places()
         if (sender is None) == (place is None) or bucket_bytes < 1:
             raise TransportError(
@@ -110,17 +119,20 @@ class RouteGroup:
         self.times = times or TransportTimes("training" if sender is None else "rollout")
         self._rank = num_senders + places.index(place) if place is not None else sender or 0
         self._num_senders, self._bucket_bytes = num_senders, bucket_bytes
-        self._ready_timeout = ready_timeout
+        self._ready_timeout, self._device = ready_timeout, torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            # A batch is sent in a thread of its own, whose current device is another one.
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._error: BaseException | None = None
         self._sending: Future[None] | None = None
-        self._staging = [torch.empty(0, dtype=torch.uint8)]  # kept from batch to batch: new memory costs time
+        self._staging: list[Tensor] = []  # kept from batch to batch: new memory costs time
         members = [f"rollout process {number}" for number in range(num_senders)]
         members += [f"training rank {place}" for place in places]
-        self._connections = Connections(store, name, rank=self._rank, members=members, timeout=timeout)
+        self._connections = Connections(store, name, rank=self._rank, members=members, timeout=timeout, group=group)
         terms: dict[str, Any] = {"protocol": PROTOCOL, "num_senders": num_senders, "bucket_bytes": bucket_bytes}
         terms |= asdict(layout)
-        with self._told_to_all():
-            self._connections.connect(terms=terms, host=host, timeout=ready_timeout)
+        with self._failing_all():
+            self._connections.connect(terms=terms, timeout=ready_timeout)
         _open.add(self)
 
     def send(
@@ -137,7 +149,7 @@ class RouteGroup:
             TransportError: the last batch did not arrive, or the traces differ in kind.
         """
         self.join()
-        with self._told_to_all():
+        with self._failing_all():
             if self.sender is None:
                 raise TransportError(f"MRR601: {self.place} is a training rank: it receives.")
             traces = [traces] if isinstance(traces, RoutingTrace) else traces
@@ -190,7 +202,7 @@ class RouteGroup:
         """Leave: a process that waits for this one, or will, raises. A batch under way is not waited for."""
         left = TransportError(f"MRR603: {self._connections.member} closed the transport.")
         self._error = self._error or left
-        self._connections.leave(str(left), _END_S)
+        self._connections.fail(str(left))
         _open.discard(self)
         if self._sending is not None:
             with suppress(TimeoutError):
@@ -211,7 +223,7 @@ class RouteGroup:
             self.close()
 
     def _fail(self, error: BaseException) -> None:
-        """Tell all processes that this one cannot go on, and why; they raise. The first failure counts."""
+        """Publish an error, so that all processes raise it. Only the first one counts."""
         self._error = self._error or error
         known = isinstance(error, TransportError)
         self._connections.fail(
@@ -219,8 +231,8 @@ class RouteGroup:
         )
 
     @contextmanager
-    def _told_to_all(self) -> Iterator[None]:
-        """Tell all processes what is raised; the transport is over then."""
+    def _failing_all(self) -> Iterator[None]:
+        """Raise errors of the body, and publish them first: the transport ends in all processes."""
         self._raise_if_over()
         try:
             yield
@@ -234,7 +246,10 @@ class RouteGroup:
 
     def _agree(self, header: dict[str, Any] | None) -> tuple[dict[Place, Part], list[int]]:
         """Return the plan of the batch that all processes begin, and where each sender's rows end in it."""
-        headers = [each or {} for each in self._connections.exchange(header, self._ready_timeout)[: self._num_senders]]
+        if header is not None:
+            self._connections.publish(header)
+        self._connections.meet(self._ready_timeout)
+        headers = self._connections.published(range(self._num_senders))
         for name in ("format", "partition"):
             first = headers[0].get(name)
             for number, value in enumerate(each.get(name) for each in headers):
@@ -252,13 +267,14 @@ class RouteGroup:
         return plan, list(accumulate(sum(each["sequence_lengths"]) for each in headers))
 
     def _send(self, source: RowSource, header: dict[str, Any]) -> None:
-        with self._told_to_all():
+        with self._failing_all():
             with self.times.measure("wait"):
                 plan, sender_ends = self._agree(header)
             with self.times.measure("send"):
                 size, free = max(self._bucket_bytes, source.format.row_bytes()), self._staging
-                if free[0].numel() < size:
-                    free = self._staging = [torch.empty(size, dtype=torch.uint8) for _ in range(_NUM_BUFFERS)]
+                if not free or free[0].numel() < size:
+                    free = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(_NUM_BUFFERS)]
+                    self._staging = free
                 under_way: deque[tuple[Transfer, Tensor]] = deque()
                 ranks = {place: rank for rank, place in enumerate(plan, self._num_senders) if place.tp_rank == 0}
                 for bucket in plan_buckets({place: plan[place] for place in ranks}, sender_ends, self._bucket_bytes):
@@ -272,7 +288,7 @@ class RouteGroup:
                     under_way.append((self._connections.send(_messages(memory), ranks[bucket.place]), buffer))
                 while under_way:
                     free.append(self._finish_oldest(under_way))
-                self._connections.end_batch()  # all that was sent has arrived
+                self._connections.meet(self._connections.timeout, while_moving=True)  # all that was sent has arrived
 
     def _finish_oldest(self, under_way: deque[tuple[Transfer, Tensor]]) -> Tensor:
         transfer, buffer = under_way.popleft()
@@ -280,7 +296,7 @@ class RouteGroup:
         return buffer
 
     def _receive(self, consume: Consume | None) -> tuple[Part, dict[str, Tensor]]:
-        with self._told_to_all():
+        with self._failing_all():
             if self.place is None:
                 raise TransportError(f"MRR601: rollout process {self.sender} sends: it does not receive.")
             with self.times.measure("wait"):
@@ -289,7 +305,7 @@ class RouteGroup:
             with self.times.measure("receive"):
                 buckets = plan_buckets({self.place: part}, sender_ends, self._bucket_bytes)
                 memory = self._receive_buckets(part, buckets, self.place.tp_rank, consume)
-                self._connections.end_batch()
+                self._connections.meet(self._connections.timeout, while_moving=True)
             return part, memory
 
     def _receive_buckets(
@@ -297,8 +313,8 @@ class RouteGroup:
     ) -> dict[str, Tensor]:
         """Receive buckets into the memory of the whole part, or of two buckets for `consume`; TP rank 0 passes them on."""
         largest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
-        free = [part.format.empty(largest) for _ in range(_WINDOW)] if consume else []
-        whole = part.format.empty(0 if consume else part.num_rows)
+        free = [part.format.empty(largest, device=self._device) for _ in range(_WINDOW)] if consume else []
+        whole = part.format.empty(0 if consume else part.num_rows, device=self._device)
         relays = [self._rank + offset for offset in range(1, self.layout.tp_size)] if tp_rank == 0 else []
         coming, asked = deque(buckets), deque[tuple[Bucket, dict[str, Tensor], Memory, Transfer]]()
         while coming or asked:
@@ -329,6 +345,6 @@ _open: set[RouteGroup] = set()
 
 @atexit.register
 def _close_all() -> None:
-    """Close what nobody closed: a thread that comes back from C++ while the interpreter ends would abort the process."""
+    """Close open transports: a thread that comes back from C++ while the interpreter ends would abort the process."""
     for group in list(_open):
         group.close()

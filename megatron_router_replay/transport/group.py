@@ -1,14 +1,7 @@
-"""All processes of one transport, connected by gloo: what ends one of them ends the others' waits.
+"""The processes of one transport: they meet in a store, and send tensors over a process group with time-outs.
 
-What gloo (torch 2.13) does, and what it forces here:
-
-1. Only the two ends learn of a broken connection. So each process watches the next one, in a ring. Who loses a peer, or
-   gives up, writes why into the store and closes its connections. Whoever waits for long looks into the store.
-2. A message that is half through sleeps until its timeout, whatever becomes of its connection, and Ctrl-C reaches no wait
-   in C++. So work is waited for in a thread, which may be left behind.
-3. A wait that runs out closes all connections of its process, and no call does. So closing lets a millisecond run out.
-4. A message of a different size than is waited for ends the process. So every size is agreed on before.
-5. Connecting cannot be interrupted. So the processes meet in the store first, and connect when all are there.
+Any thread that waits also polls the store for the first error of the transport, so all processes raise the same words. A
+process that is killed or stopped says nothing: its peers lose it, or run out of time, and write that into the store.
 """
 
 from __future__ import annotations
@@ -33,27 +26,23 @@ T = TypeVar("T")
 Store = Any
 """A torch.distributed.Store with `clone`, such as a TCPStore."""
 
-_POLL_S = 0.05
 _STORE_TIMEOUT = timedelta(seconds=10)
-_HEAR_S = 1.0
-"""How often a process that waits looks whether another one has failed."""
-_FOREVER = timedelta(days=365)
-_MOVED = "moved"
-"""Key of the store that counts up while some process moves buckets."""
+_POLL_S = 0.5
+"""How often a process that waits for a message looks for an error in the store."""
 _GRACE = timedelta(seconds=10)
-_WATCH, _PROBE, _CLOSE = 1, 2, 3
-"""Tags that no message has."""
+_CLOSE = 1
+"""A tag that no message has."""
 
 
 def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta = timedelta(minutes=2)) -> Store:
     """Return the store where the processes of a transport meet.
 
-    It has no authentication: whoever reaches the port can pose as one of the processes. The server listens on the address
-    of `host` alone; give one of a network that only the job can reach.
+    It has no authentication: any process that reaches the port can pose as one of the transport. The server listens on the
+    address of `host` alone; give one of a network that only the job can reach.
 
     Args:
-        host, port: of the server; port 0 takes a free one, `store.port`. Where the server itself resolves its name to a
-            loopback address, as some distributions do, give the address; "0.0.0.0" listens on every interface.
+        host, port: of the server; port 0 takes a free one, `store.port`. If the server resolves its own name to a loopback
+            address, as some distributions do, give the address; "0.0.0.0" listens on every interface.
         is_server: True in the one process that serves it; it must outlive the transport.
         timeout: for the server to appear.
 
@@ -68,8 +57,8 @@ def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta 
             listening = socket.create_server(address[:2], family=family)  # an IPv6 address has two more entries
         except OSError as error:
             raise TransportError(
-                f"MRR602: cannot serve a store on {host}:{port}: {error}. Give an address of this machine that the "
-                "others reach, and a port that is free."
+                f"MRR602: cannot serve a store on {host}:{port}: {error}. Give an address of this machine that all "
+                "processes reach, and a port that is free."
             ) from error
         port = listening.getsockname()[1]
         options["master_listen_fd"] = listening.detach()
@@ -84,122 +73,118 @@ class Transfer(NamedTuple):
 
 
 class Connections:
-    """The connections of one process to all others, from `connect` to `fail`.
+    """One process of a transport, from `connect` to `fail`.
 
     Args:
         store: where they meet; a clone of it is used.
         name: of the transport, used once on a store.
-        rank, members: of this process, and what errors call each process.
+        rank, members: of this process, and the name of each process in errors.
         timeout: for each message, and for connecting.
+        group: a process group of the same ranks. Default: one of gloo, made here.
     """
 
-    def __init__(self, store: Store, name: str, *, rank: int, members: Sequence[str], timeout: timedelta) -> None:
+    def __init__(
+        self, store: Store, name: str, *, rank: int, members: Sequence[str], timeout: timedelta, group: Any = None
+    ) -> None:
         self.member = members[rank]
-        self._rank, self._members, self._timeout = rank, members, timeout
-        # A client serves one call at a time, and connecting is a long one.
+        self.timeout = timeout
+        self._rank, self._members = rank, members
+        # A client of a store serves one call at a time, so this process's other calls do not wait for ours.
         self._store = dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(_STORE_TIMEOUT)
-        self._gloo: Any = None
-        self._told_moved = 0.0
-        self._watching: Future[None] | None = None
+        self._group, self._is_own_group = group, group is None
+        self._meetings = 0
+        self._moved_at = 0.0
+        # At most some thousand requests a second come to the store, whatever the number of processes.
+        self._meeting_poll_s = max(0.01, len(members) / 1000)
 
-    def connect(self, *, terms: Mapping[str, Any], host: str, timeout: timedelta) -> None:
+    def connect(self, *, terms: Mapping[str, Any], timeout: timedelta) -> None:
         """Wait for all processes and connect to them.
 
         Args:
-            terms: what all must have alike; JSON values.
-            host: address of this machine on which gloo listens.
+            terms: JSON values that must be equal in all processes.
             timeout: for all processes to come.
 
         Raises:
-            TransportError: not all came, one has different terms, or one failed.
+            TransportError: a process did not come, has different terms, or failed.
         """
-        self._meet(json.dumps(terms), timeout)
-        place = self._rank, len(self._members)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._timeout
-        try:
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            store = dist.PrefixStore("gloo", self._store)  # type: ignore[attr-defined]
-            self._gloo = dist.ProcessGroupGloo(store, *place, options)
-        except RuntimeError as error:
-            text = f"{self.member} cannot connect from {host}: {_first_line(error)}"
-            raise TransportError(f"MRR602: {text} Between machines, each process gives its own host.") from error
-        self._watching = run_in_thread(self._watch_next, name="routes-watch")
+        text = json.dumps(terms)
+        agreed = self._store.compare_set("terms", "", text).decode()
+        if agreed != text:
+            raise TransportError(f"MRR602: {self.member} has {text}, another process has {agreed}: give all the same.")
+        self.meet(timeout)
+        if self._group is None:
+            try:
+                store = dist.PrefixStore("gloo", self._store)  # type: ignore[attr-defined]
+                self._group = dist.ProcessGroupGloo(store, self._rank, len(self._members), self.timeout)
+            except RuntimeError as error:
+                raise TransportError(
+                    f"MRR602: {self.member} cannot connect: {_first_line(error)}. gloo uses the interface of the host's "
+                    "name, or the one that GLOO_SOCKET_IFNAME names."
+                ) from error
 
-    def _meet(self, terms: str, timeout: timedelta) -> None:
-        agreed = self._store.compare_set("terms", "", terms).decode()
-        if agreed != terms:
-            raise TransportError(f"MRR602: {self.member} has {terms}, another process has {agreed}: give all the same.")
-        arrived = self._store.add("arrived", 1)
-        if arrived > len(self._members):
-            raise TransportError(f"MRR602: {self.member} is one too many: this name was used before, take a new one.")
-        deadline = time.monotonic() + timeout.total_seconds()
-        while arrived < len(self._members) and not self._store.check(["failed"]):
-            if time.monotonic() > deadline:
-                text = f"{arrived} of {len(self._members)} processes came within {timeout.total_seconds():g} s"
-                raise TransportError(f"MRR602: {self.member} cannot begin: {text}.")
-            time.sleep(_POLL_S)
-            arrived = self._store.add("arrived", 0)
-        if self._store.check(["failed"]):
-            raise TransportError(self._store.get("failed").decode())
-
-    def _watch_next(self) -> None:
-        """Tell all when the next process of the ring is lost; ends with this process's connections."""
-        peer = (self._rank + 1) % len(self._members)
-        try:
-            self._gloo.recv([_byte()], peer, _WATCH).wait(_FOREVER)
-        except RuntimeError:
-            self._write(f"MRR603: {self.member} lost {self._members[peer]}, which died or closed the connection.")
-
-    def exchange(self, message: dict[str, Any] | None, timeout: timedelta) -> list[dict[str, Any] | None]:
-        """Give all processes each other's messages, in the order of ranks; it returns when all have called it.
+    def meet(self, timeout: timedelta, *, while_moving: bool = False) -> None:
+        """Return when all processes have called it as often as this one.
 
         Args:
-            message: JSON values; None costs eight bytes.
             timeout: for the last process to call.
+            while_moving: the time starts again while any process finishes messages.
 
         Raises:
-            TransportError: a process failed, died or did not call in time.
+            TransportError: a process failed, or did not call in time.
         """
-        content = b"" if message is None else json.dumps(message).encode()
-        sizes = self._meet_again(len(content), timeout)
-        result: list[dict[str, Any] | None] = [None] * len(sizes)
-        for rank, size in enumerate(map(int, sizes)):
-            if size:
-                data = torch.empty(size, dtype=torch.uint8)
-                if rank == self._rank:
-                    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-                with self._explained(None, self._timeout):
-                    self._wait(self._gloo.broadcast(data, rank, self._timeout + _GRACE), self._timeout)
-                result[rank] = json.loads(data.numpy().tobytes())
-        return result
+        self._meetings += 1
+        with self._raising_first_words(None):
+            self._store.set(f"at/{self._rank}", str(self._meetings))
+            arrived = self._store.add("arrived", 1)
+            if arrived > self._meetings * len(self._members):
+                raise TransportError(
+                    f"MRR602: {self.member} is one too many: this name was used before, take a new one."
+                )
+            if arrived == self._meetings * len(self._members):
+                # A process that arrived may have run out of time since. None has left this meeting, so no error is later.
+                self._raise_if_failed()
+                self._store.set(f"met/{self._meetings}", "")
+                self._store.delete_key(f"met/{self._meetings - 1}")  # all have seen it: they are here
+                return
+            deadline, moved = time.monotonic() + timeout.total_seconds(), -1
+            while not self._store.check([f"met/{self._meetings}"]):
+                self._raise_if_failed()
+                if while_moving and (count := self._store.add("moved", 0)) != moved:
+                    moved, deadline = count, time.monotonic() + timeout.total_seconds()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"waited {timeout.total_seconds():g} s for {self._late_members()}.")
+                time.sleep(self._meeting_poll_s)
 
-    def end_batch(self) -> None:
-        """Return when all processes have called it.
+    def _late_members(self) -> str:
+        keys = [f"at/{rank}" for rank in range(len(self._members))]
+        late = [
+            member
+            for key, member in zip(keys, self._members)
+            if not self._store.check([key]) or int(self._store.get(key)) < self._meetings
+        ]
+        more = f" and {len(late) - 1} more" if len(late) > 1 else ""
+        return f"{late[0]}{more}" if late else "a process"
 
-        Raises:
-            TransportError: a process failed or died, or none moved a bucket for as long as a message may take.
-        """
-        self._meet_again(0, self._timeout, while_moving=True)
+    def publish(self, message: Mapping[str, Any]) -> None:
+        """Give all processes a message, JSON values, before a meeting."""
+        with self._raising_first_words(None):
+            self._store.set(f"message/{self._rank}", json.dumps(message))
 
-    def _meet_again(self, value: int, timeout: timedelta, *, while_moving: bool = False) -> list[Tensor]:
-        values = [torch.zeros(1, dtype=torch.int64) for _ in self._members]
-        with self._explained(None, timeout):
-            patience = _FOREVER if while_moving else timeout + _GRACE  # gloo's; `_wait` is over before
-            work = self._gloo.allgather(values, torch.tensor([value]), patience)
-            self._wait(work, timeout, patience, while_moving=while_moving)
-        return values
+    def published(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the messages that these ranks published before the last meeting."""
+        with self._raising_first_words(None):
+            return [json.loads(self._store.get(f"message/{rank}")) for rank in ranks]
 
     def send(self, messages: Sequence[Tensor], rank: int) -> Transfer:
         """Start to send contiguous uint8 messages, whose memory must not change before `finish`."""
-        with self._explained(rank, self._timeout):
-            return Transfer(rank, [self._gloo.send([message], rank, 0) for message in messages])
+        with self._raising_first_words(rank):
+            return Transfer(rank, [self._group.send([message], rank, 0) for message in messages])
 
     def receive(self, messages: Sequence[Tensor], rank: int) -> Transfer:
         """Start to receive into contiguous uint8 tensors of just the sizes that are sent."""
-        with self._explained(rank, self._timeout):
-            return Transfer(rank, [self._gloo.recv([message], rank, 0) for message in messages])
+        with self._raising_first_words(rank):
+            return Transfer(rank, [self._group.recv([message], rank, 0) for message in messages])
 
     def finish(self, transfer: Transfer) -> None:
         """Wait until messages have arrived, or have left.
@@ -207,85 +192,55 @@ class Connections:
         Raises:
             TransportError: a process failed or died, or time ran out.
         """
-        with self._explained(transfer.rank, self._timeout):
+        with self._raising_first_words(transfer.rank):
             for work in transfer.works:
-                self._wait(work, self._timeout)
-            # Several times within a time-out, so that who waits for the end sees it.
-            if time.monotonic() > self._told_moved + min(_HEAR_S, self._timeout.total_seconds() / 4):
-                self._told_moved = time.monotonic()
-                self._store.add(_MOVED, 1)
+                self._wait(work, transfer.rank)
+            # Several times within a time-out, for the processes that wait at the end of the batch.
+            if time.monotonic() > self._moved_at + min(1.0, self.timeout.total_seconds() / 4):
+                self._moved_at = time.monotonic()
+                self._store.add("moved", 1)
 
-    def _wait(
-        self, work: Any, timeout: timedelta, patience: timedelta | None = None, *, while_moving: bool = False
-    ) -> None:
-        # It runs out of time before gloo does, while the connections are open, so that the first words are its own.
-        waiting = run_in_thread(work.wait, patience or timeout + _GRACE, name="routes-wait")
-        deadline, has_failed, moved = time.monotonic() + timeout.total_seconds(), False, -1
-        while not wait([waiting], max(0.0, min(_HEAR_S, deadline - time.monotonic()))).done:
-            if has_failed:
-                raise TransportError(self.fail("MRR603: the transport is over."))
-            if while_moving and (count := self._store.add(_MOVED, 0)) != moved:
-                moved, deadline = count, time.monotonic() + timeout.total_seconds()
+    def _wait(self, work: Any, rank: int) -> None:
+        # In a thread, which may be left behind: neither Ctrl-C nor an error elsewhere ends a wait in C++.
+        waiting = run_in_thread(work.wait, self.timeout + _GRACE, name="routes-wait")
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not wait([waiting], max(0.0, min(_POLL_S, deadline - time.monotonic()))).done:
+            self._raise_if_failed()
             if time.monotonic() > deadline:
-                raise TimeoutError
-            # Once more: somebody may have left behind a batch that is about to end here, too.
-            has_failed = self._store.check(["failed"])
+                raise TimeoutError(f"waited {self.timeout.total_seconds():g} s for {self._members[rank]}.")
         waiting.result()
 
+    def _raise_if_failed(self) -> None:
+        if self._store.check(["failed"]):
+            raise TransportError(self._store.get("failed").decode())
+
+    @contextmanager
+    def _raising_first_words(self, rank: int | None) -> Iterator[None]:
+        """Raise TransportError for an error of the group or the store, with the words of the process that failed first."""
+        try:
+            yield
+        except TimeoutError as error:
+            raise TransportError(self.fail(f"MRR603: {self.member} {error}")) from error
+        except RuntimeError as error:
+            peer = "the store" if rank is None else self._members[rank]
+            raise TransportError(self.fail(f"MRR603: {self.member} lost {peer}: {_first_line(error)}")) from error
+
     def fail(self, text: str) -> str:
-        """End the transport in all processes; returns the words of the process that failed first. Any thread may."""
-        text = self._write(text)
+        """End the transport in all processes; returns the words of the process that failed first. Any thread may call it."""
+        with suppress(RuntimeError):  # the store may be closed
+            text = self._store.compare_set("failed", "", text).decode()
         self._close()
-        return text
-
-    def leave(self, text: str, seconds: float) -> None:
-        """End the transport in all processes, and wait for the thread here."""
-        if self._watching is None or not self._watching.done():  # else it is over, and the store may be gone
-            self._write(text)
-        self._close()
-        if self._watching is not None:
-            wait([self._watching], seconds)
-
-    def _write(self, text: str) -> str:
-        with suppress(RuntimeError):  # the store may be gone
-            return str(self._store.compare_set("failed", "", text).decode())
         return text
 
     def _close(self) -> None:
-        if self._gloo is None:
+        """Close the connections of our own group, so that its threads in C++ come back and peers notice."""
+        if self._group is None or not self._is_own_group:
             return
-        for peer in self._peers():
-            try:
-                self._gloo.recv([_byte()], peer, _CLOSE).wait(timedelta(milliseconds=1))  # see 3. above
-            except RuntimeError as error:
-                if "imed out" in str(error):
-                    break  # else this connection was closed before, and the next one may not be
-
-    @contextmanager
-    def _explained(self, rank: int | None, timeout: timedelta) -> Iterator[None]:
-        """Raise TransportError for an error of gloo, with the words of whoever failed first, and end the transport."""
-        try:
-            yield
-        except (RuntimeError, TimeoutError) as error:
-            text = _first_line(error)
-            if isinstance(error, TimeoutError):
-                peer = "a process" if rank is None else self._members[rank]
-                text = f"waited {timeout.total_seconds():g} s for {peer}."
-            elif "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
-                text = f"lost {self._lost_peer()}, which died or closed the connection."
-            raise TransportError(self.fail(f"MRR603: {self.member} {text}")) from error
-
-    def _lost_peer(self) -> str:
-        """Return whose connection is broken: it died, or wrote its words into the store before."""
-        for peer in self._peers():
-            try:
-                self._gloo.recv([_byte()], peer, _PROBE)
-            except RuntimeError:
-                return self._members[peer]
-        return "a process"
-
-    def _peers(self) -> list[int]:
-        return [rank for rank in range(len(self._members)) if rank != self._rank]
+        # gloo (torch 2.13) closes all connections of a process when one wait runs out of time, and in no other way.
+        for rank in range(len(self._members)):
+            if rank != self._rank:
+                with suppress(RuntimeError):
+                    self._group.recv([torch.zeros(1, dtype=torch.uint8)], rank, _CLOSE).wait(timedelta(milliseconds=1))
 
 
 def run_in_thread(function: Callable[..., T], *args: Any, name: str) -> Future[T]:
@@ -304,10 +259,6 @@ def run_in_thread(function: Callable[..., T], *args: Any, name: str) -> Future[T
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-def _byte() -> Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:

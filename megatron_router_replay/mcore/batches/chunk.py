@@ -83,7 +83,8 @@ class Chunk:
         group: Any = self.replayed_routers[0].router.tp_cp_group
         replica, parts = (0, self._tp_size) if self._sequence_parallel else (self._tp_rank, 1)
         ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        return replica, len(ranks) // self._tp_size * parts, min(ranks)
+        cp_size = max(1, len(ranks) // self._tp_size)  # a router may be given no group of both
+        return replica, cp_size * parts, min(ranks)
 
     def router_shape(self, batch_shape: tuple[int, int]) -> tuple[int, int]:
         """Return (positions, sequences) of what this rank's routers get for [b, s] tokens."""

@@ -137,13 +137,17 @@ def receive(
     steps: int = 1,
     at_second_bucket: Callable[[], None] | None = None,
     before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] | None = None,
     **options: Any,
 ) -> list[int]:
     """Be a training rank: receive batches and return a check sum of each, unless something is done to it."""
     with join(port, layout, place=layout.place_of(rank), **options) as group:
         before()
         if at_second_bucket is None:
-            return [check_sum(group.receive().topk_indices) for _ in range(steps)]
+            sums = [check_sum(group.receive().topk_indices) for _ in range(steps)]
+            if after is not None:
+                after()
+            return sums
         group.stream(lambda start, trace: at_second_bucket() if start else None)
         return []
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay import RoutingTrace
@@ -18,13 +20,25 @@ from tests.functional.transport.conformance import CASES, STEPS, Case, check_del
 from tests.functional.transport.processes import check_sum, in_threads, join, make_trace
 
 
-def deliver(case: Case, *, in_buckets: bool = False, bucket_bytes: int = 100) -> list[list[dict[str, Tensor]]]:
+def deliver(
+    case: Case, *, in_buckets: bool = False, bucket_bytes: int = 100, make_group: bool = False
+) -> list[list[dict[str, Tensor]]]:
     store = open_store("127.0.0.1", is_server=True)
+    places = case.layout.places()
     options = {"num_senders": case.num_traces, "bucket_bytes": bucket_bytes}
+
+    def group_of(rank: int) -> dict[str, Any]:
+        if not make_group:
+            return {}
+        size = case.num_traces + len(places)
+        return {
+            "group": dist.ProcessGroupGloo(dist.PrefixStore("mine", store.clone()), rank, size, timedelta(minutes=1))
+        }
 
     def train(place: Place) -> list[dict[str, Tensor]]:
         received = []
-        with join(store.port, case.layout, place=place, **options) as group:
+        own_group = group_of(case.num_traces + places.index(place))
+        with join(store.port, case.layout, place=place, **options, **own_group) as group:
             for _ in range(STEPS):
                 if not in_buckets:
                     received.append(tensors_of(group.receive()))
@@ -36,11 +50,11 @@ def deliver(case: Case, *, in_buckets: bool = False, bucket_bytes: int = 100) ->
         return received
 
     def roll_out(number: int) -> None:
-        with join(store.port, case.layout, sender=number, **options) as group:
+        with join(store.port, case.layout, sender=number, **options, **group_of(number)) as group:
             for step in range(STEPS):
                 group.send([case.traces(step)[number]], partition=case.partition)
 
-    ranks = [partial(train, place) for place in case.layout.places()]
+    ranks = [partial(train, place) for place in places]
     return in_threads(*ranks, *(partial(roll_out, number) for number in range(case.num_traces)))[: len(ranks)]
 
 
@@ -56,9 +70,10 @@ def test_every_rank_gets_its_slice(name: str) -> None:
         ("dp3, three workers", {"in_buckets": True}),
         ("dp2 pp2", {"bucket_bytes": 1}),  # smaller than a row
         ("dp2 pp2", {"bucket_bytes": 1 << 20}),  # larger than all
+        ("cp2 tp2 pp2", {"make_group": True}),
     ],
 )
-def test_every_rank_gets_its_slice_in_buckets_of_any_size(name: str, options: dict[str, Any]) -> None:
+def test_buckets_of_any_size_and_a_group_of_the_caller_give_the_same(name: str, options: dict[str, Any]) -> None:
     check_delivery(partial(deliver, **options), CASES[name])
 
 

@@ -84,6 +84,8 @@ def engine_config(
     layout: ParallelSizes, *, mode: str = "disabled", padded: bool = False, bucket: int | None = None, **config: Any
 ) -> Any:
     """verl's engine config; `config` are fields of Megatron's TransformerConfig."""
+    # Before August 2026 verl had no such fields.
+    bucketed = {} if bucket is None else {"pad_to_length": True, "pad_to_length_bucket": bucket}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TP 1 without sequence parallelism
         return McoreEngineConfig(
@@ -97,8 +99,7 @@ def engine_config(
             forward_only=True,  # no optimizer, whose set-up asks for a checkpoint
             override_transformer_config=config,
             router_replay=EngineRouterReplayConfig(mode=mode),
-            pad_to_length=bucket is not None,
-            pad_to_length_bucket=bucket or 512,
+            **bucketed,
         )
 
 
