@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from megatron_router_replay.errors import RouterReplayError
-from megatron_router_replay.lazy import lazy_names
+from megatron_router_replay.lazy import FOUND_BY_TOKENS, lazy_names
 
 if TYPE_CHECKING:
     from megatron_router_replay import capture, diagnostics, engines, layout, mcore, store, trainers, transport
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         replay,
         uninstall,
     )
-    from megatron_router_replay.mcore.batches.attach import attach
     from megatron_router_replay.mcore.sessions.explain import explain
     from megatron_router_replay.store import load_trace, save_trace
     from megatron_router_replay.trace import RoutingTrace, concat_traces, merge_traces
@@ -33,7 +32,6 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 __all__ = [
     "RouterReplayError",
     "RoutingTrace",
-    "attach",
     "capture",
     "close_sessions",
     "concat_traces",
@@ -58,7 +56,6 @@ __all__ = [
 
 _MODULES = {
     "RoutingTrace": "trace",
-    "attach": "mcore",
     "close_sessions": "mcore",
     "concat_traces": "trace",
     "diff_traces": "diagnostics",
@@ -83,5 +80,5 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {name: _MODULES.get(name, name) for name in __all__},
     also=("__version__",),
-    withdrawn=dict.fromkeys(("microbatch", "stamp", "stamp_batch"), _BY_TOKENS),
+    withdrawn=dict.fromkeys(("microbatch", "stamp", "stamp_batch"), _BY_TOKENS) | {"attach": FOUND_BY_TOKENS},
 )

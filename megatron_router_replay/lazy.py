@@ -7,6 +7,12 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+FOUND_BY_TOKENS = (
+    "the tokens of each forward find its rows: `with mrr.replay(model_chunks, trace)` alone; a model that gets embeddings "
+    "takes session.microbatch(rows, model)."
+)
+"""What replaces the names by which a batch carried its rows."""
+
 
 def lazy_names(
     package: str,

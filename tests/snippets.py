@@ -9,7 +9,6 @@ import contextlib
 import io
 import shlex
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +52,9 @@ def run_commands(example: Example) -> None:
 
 
 def check_printed(example: Example) -> None:
-    """Hold what a page says that its blocks print against what they printed, but for the margin."""
+    """Compare the output that a page shows with that of its blocks, but for spaces: a table is as wide as its lines ask."""
     shown, printed = (
-        "\n".join(line.strip() for line in text.splitlines())
+        "\n".join(" ".join(line.split()) for line in text.splitlines())
         for text in (example.parsed.strip(), example.namespace["printed"].getvalue())
     )
     assert shown in printed, printed
@@ -110,17 +109,6 @@ def loss_func(loss_mask: Any, token_losses: Any) -> Any:
     return loss, loss.detach()
 
 
-class OpenSession:
-    """The session that is open around a training step, as `attach` finds it; without one, nothing."""
-
-    def microbatch(self, rows: Any, model: Any, **kwargs: Any) -> None:
-        from megatron_router_replay.mcore.batches.attach import session_of
-
-        session = session_of(model)
-        if session is not None:
-            session.microbatch(rows, model, **kwargs)
-
-
 def given_names(folder: Path) -> dict[str, Any]:
     """Return the names that the pages take as given."""
     import megatron_router_replay as mrr
@@ -137,9 +125,7 @@ def given_names(folder: Path) -> dict[str, Any]:
     trace = mrr.engines.vllm.decode_batch(response, model=checkpoint)
 
     def train_step(microbatches: Any) -> Any:
-        return run_schedule(
-            model_chunks, layout, microbatches, forward_step=partial(ranks.forward_step, session=OpenSession())
-        )
+        return run_schedule(model_chunks, layout, microbatches, forward_step=ranks.forward_step)
 
     return {
         "model_chunks": model_chunks,

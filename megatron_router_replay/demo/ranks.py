@@ -78,13 +78,13 @@ def watched_step(
             continue
         used = torch.zeros(num_rows, of_layer[0].shape[1], dtype=torch.bool)
         for microbatch, routing_map in zip(microbatches, of_layer):
-            rows = microbatch["routing_rows"].t().reshape(-1)  # routers see tokens s-major
+            rows = microbatch["rows"].t().reshape(-1)  # routers see tokens s-major
             used[rows[rows >= 0]] = routing_map[rows >= 0]
         result.used[layer] = used
     if losses:
         result.logprobs = torch.full((num_rows,), float("nan"))
         for microbatch, loss in zip(microbatches, losses):
-            rows = microbatch["routing_rows"]
+            rows = microbatch["rows"]
             result.logprobs[rows[rows >= 0]] = -loss[rows >= 0]
     return result
 

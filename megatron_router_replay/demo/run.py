@@ -16,7 +16,7 @@ from megatron_router_replay import engines
 from megatron_router_replay.demo.checkpoint import write_checkpoint
 from megatron_router_replay.demo.ranks import watched_step
 from megatron_router_replay.diagnostics import logprob_mismatch
-from megatron_router_replay.layout import collate_padded
+from megatron_router_replay.layout.rows import number_rows, pad_sequences
 from megatron_router_replay.testing import ParallelSizes, run_ranks
 from megatron_router_replay.trace import RoutingTrace
 
@@ -104,26 +104,19 @@ def prompt_lengths(response: dict[str, Any]) -> list[int]:
 
 
 def make_microbatches(trace: RoutingTrace, prompt_lengths: list[int]) -> list[dict[str, Tensor]]:
-    """Lay the samples out as padded micro-batches; the routing rows take the same way as the tokens."""
-    samples = []
-    start = 0
+    """Return the samples as padded micro-batches of tensors [b, s]; `rows` are for the demo's own observations."""
+    fields: dict[str, list[Tensor]] = {"tokens": [], "labels": [], "loss_mask": [], "position_ids": []}
     for sample, prompt_length in zip(trace.samples(), prompt_lengths):
         assert sample.token_ids is not None, "the engine's response has token ids"
         tokens = sample.token_ids.to(torch.int64)
         loss_mask = torch.zeros(len(tokens))
         loss_mask[prompt_length - 1 : -1] = 1.0  # position i predicts token i + 1
-        samples.append(
-            {
-                "input_ids": tokens,
-                "labels": torch.cat([tokens[1:], tokens[:1]]),
-                "loss_mask": loss_mask,
-                "routing_rows": torch.arange(start, start + len(tokens)),
-            }
-        )
-        start += len(tokens)
-    batch = collate_padded(samples, pad_token_id=0)
-    batch["labels"] = batch["labels"].clamp(min=0)
-    batch["tokens"] = batch.pop("input_ids")
+        fields["tokens"].append(tokens)
+        fields["labels"].append(tokens.roll(-1))
+        fields["loss_mask"].append(loss_mask)
+        fields["position_ids"].append(torch.arange(len(tokens)))
+    batch = {name: pad_sequences(values, fill=0) for name, values in fields.items()}
+    batch["rows"] = pad_sequences(number_rows([len(tokens) for tokens in fields["tokens"]]), fill=-1)
     parts = {name: torch.split(values, SAMPLES_PER_MICROBATCH) for name, values in batch.items()}
     return [dict(zip(parts, values)) for values in zip(*parts.values())]
 

@@ -20,7 +20,7 @@ from megatron_router_replay.errors import LayoutError
 PADDING_ROW = -1
 """The row of a position that holds no token."""
 
-MOVED_APART = "tokens and routing_rows were not moved by the same code."
+MOVED_APART = "tokens and rows were not moved by the same code."
 """Why a position holds another token than its row."""
 
 Side = Literal["left", "right"]
@@ -42,8 +42,6 @@ class Packed(NamedTuple):
 
 def number_rows(sequence_lengths: Sequence[int]) -> list[Tensor]:
     """Number the trace rows of sequences, which follow one another from row 0.
-
-    `trainers.number_batch` takes a batch of tokens in place of their lengths.
 
     Returns:
         [length] int64 for each sequence.
@@ -148,13 +146,13 @@ def check_tokens(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
     """
     if rows.shape != input_ids.shape:
         raise LayoutError(
-            f"MRR201: routing_rows are {list(rows.shape)}, input_ids {list(input_ids.shape)}: one row a position."
+            f"MRR201: rows are {list(rows.shape)}, input_ids {list(input_ids.shape)}: one row a position."
         )
     outside = (rows < -1) | (rows >= token_ids.shape[0])
     if bool(outside.any()):
         at = outside.nonzero()[0].tolist()
         raise LayoutError(
-            f"MRR202: routing_rows{at} is {int(rows[tuple(at)])}: the trace has rows 0..{token_ids.shape[0] - 1}, "
+            f"MRR202: rows{at} is {int(rows[tuple(at)])}: the trace has rows 0..{token_ids.shape[0] - 1}, "
             "padding is -1."
         )
     if not bool((rows >= 0).any()):

@@ -1,7 +1,6 @@
 """Routing replay in Megatron-Core models; of the core, the only part that imports megatron.core."""
 
-from megatron_router_replay.lazy import lazy_names
-from megatron_router_replay.mcore.batches.attach import attach
+from megatron_router_replay.lazy import FOUND_BY_TOKENS, lazy_names
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.router_replay import RouterReplay, RouterReplayAction, install, uninstall
 from megatron_router_replay.mcore.core.tape import Tape
@@ -24,7 +23,6 @@ __all__ = [
     "RouterReplayAction",
     "SessionReport",
     "Tape",
-    "attach",
     "close_sessions",
     "explain",
     "freeze_recompute",
@@ -43,5 +41,10 @@ _FOLLOWED = "rows follow tokens: pass input_ids on every pipeline stage (docs/ow
 __getattr__, _ = lazy_names(
     __name__,
     {},
-    withdrawn={"microbatch": _BY_TOKENS, "broadcast_routing_rows": _FOLLOWED, "prefetching": _FOLLOWED},
+    withdrawn={
+        "attach": FOUND_BY_TOKENS,
+        "microbatch": _BY_TOKENS,
+        "broadcast_routing_rows": _FOLLOWED,
+        "prefetching": _FOLLOWED,
+    },
 )

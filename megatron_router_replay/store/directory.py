@@ -149,7 +149,9 @@ class TraceStore:
     def load_step(
         self, step: int, *, allow_gaps: bool = False, run: str | None = None, device: torch.device | str = "cpu"
     ) -> RoutingTrace:
-        """Return one trace of all ranks' parts of a step, which are of one run; see `merge_traces`.
+        """Return a step's trace, joined from the parts of all ranks of one run.
+
+        `merge_traces` joins them.
 
         Args:
             allow_gaps: as for `merge_traces`.

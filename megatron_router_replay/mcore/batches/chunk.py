@@ -12,12 +12,18 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.layout.split import rows_for_router
 from megatron_router_replay.mcore.batches.follow import ForwardInputs, read_inputs
 from megatron_router_replay.mcore.batches.queue import Queue
 from megatron_router_replay.mcore.core import tape
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
+
+_WITHDRAWN = dict.fromkeys(
+    ("routing_rows", "routing_padding", "routing_trained"),
+    "the tokens of each forward find its rows; a model that gets embeddings takes session.microbatch(rows, model).",
+)
+"""Keyword of a model's forward in an earlier version -> its replacement."""
 
 
 class Chunk:
@@ -163,11 +169,8 @@ class Chunk:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin the next micro-batch with a forward of the innermost model."""
-        if "routing_rows" in kwargs:  # an attached model takes them off
-            raise ReplayStateError(
-                f"MRR403: {self.queue.where}: the model got routing_rows, which its forward does not take. Call "
-                "mrr.attach(model_chunks) after building the model, and again where it is rebuilt."
-            )
+        withdrawn = {name: kwargs[name] for name in _WITHDRAWN if name in kwargs}
+        check_withdrawn(type(self.module).__name__, withdrawn, _WITHDRAWN)
         inputs = self._queue_followed(args, kwargs)
         microbatch = self.queue.enter()
         microbatch.cu_seqlens = inputs.bounds

@@ -214,11 +214,6 @@ class Queue:
         """Whether a micro-batch waits whose rows were not found by its tokens."""
         return any(not microbatch.is_followed for microbatch in self._waiting)
 
-    @property
-    def num_waiting(self) -> int:
-        """How many micro-batches wait for their forward to begin."""
-        return len(self._waiting)
-
     def _begin(self, layer: str) -> Microbatch:
         current = self.current
         if current is not None and self._is_unfinished():

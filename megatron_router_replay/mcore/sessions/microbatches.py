@@ -7,7 +7,6 @@ close       what ran is compared with what was queued, and the ranks of a group 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from megatron_router_replay.checks import check_withdrawn, warn
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.rows import count_differing_tokens
-from megatron_router_replay.mcore.batches.attach import open_sessions
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import ForwardInputs
 from megatron_router_replay.mcore.batches.queue import Microbatch
@@ -40,7 +38,10 @@ S = TypeVar("S", bound="MicrobatchSession")
 _WITHDRAWN = dict.fromkeys(
     ("routes", "stamped", "trust_layout", "filler", "missing", "layer_numbers", "split", "stale"),
     "make a trace with RoutingTrace.from_samples(tokens, routes, ...) and replay it: rows are found by tokens.",
-)
+) | {
+    "ahead": "queue each micro-batch before its forward, in the order of the forwards.",
+    "trained": "min_replayed= bounds the share of tokens without a route, and the report counts them.",
+}
 """Option of an earlier version -> its replacement."""
 
 
@@ -109,7 +110,6 @@ class MicrobatchSession(Session):
     def _start(self) -> Self:
         self._check_open()
         if not self._enabled:
-            open_sessions.append(weakref.ref(self))
             return self
         self._group_check = GroupCheck(self._group)
         try:
@@ -119,7 +119,6 @@ class MicrobatchSession(Session):
             raise
         for chunk in self._chunks:
             chunk.add_hooks()
-        open_sessions.append(weakref.ref(self))
         self._unregistered_forwards = hooks.unregistered_forwards
         return self
 
@@ -130,8 +129,6 @@ class MicrobatchSession(Session):
         *,
         token_ids: Tensor | Any = None,
         padding: Tensor | Any = None,
-        trained: Tensor | Any = None,
-        ahead: bool = True,
         **withdrawn: Any,
     ) -> None:
         """Queue the routes of the next forward of a model chunk. Call it once before each forward of each chunk.
@@ -139,7 +136,7 @@ class MicrobatchSession(Session):
         Inside a checkpointed function its recompute calls this again: that queues nothing.
 
         Args:
-            rows: `routing_rows`, integers of the shape of this rank's input_ids, [b, s] ([1, total] when packed): the
+            rows: integers of the shape of this rank's input_ids, [b, s] ([1, total] when packed): the
                 trace row of each position, -1 where there is none. Split over context-parallel ranks like input_ids, not
                 split over sequence-parallel ranks. On the CPU, no host sync is needed. A tensor or a numpy array.
             model: the chunk, as the schedule passes it to the forward step; None: there is only one.
@@ -148,13 +145,10 @@ class MicrobatchSession(Session):
                 input_ids are compared and stored.
             padding: bool, same shape, True: known to be padding. The live router decides it, and it is counted apart. Any
                 other position with row -1 is decided by the live router as well, and counted as live.
-            trained: same shape, non-zero: the position is trained on (a loss mask). Such a position without a route
-                raises; leave it out if the live router shall decide some of these positions.
-            ahead: False: raise if a micro-batch waits for its forward, which would get the routes of another.
 
         Raises:
             LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks.
-            ReplayStateError: the session is closed, or takes no micro-batches; or one waits.
+            ReplayStateError: the session is closed, or takes no micro-batches.
         """
         check_withdrawn("session.microbatch", withdrawn, _WITHDRAWN)
         self._check_open()
@@ -163,14 +157,7 @@ class MicrobatchSession(Session):
         hooks.check_installed()
         hooks.check_runs_python("a micro-batch that is queued")  # before CUDA refuses the memory that it takes
         chunk = self._find_chunk(model)
-        inputs = {"token_ids": token_ids, "padding": padding, "trained": trained}
-        if chunk is not None and chunk.queue.num_waiting and not ahead:
-            raise ReplayStateError(
-                f"MRR407: {chunk.queue.where}: {chunk.queue.num_waiting} micro-batches wait for their forwards already. "
-                "Queue each right before its forward, by session.microbatch or by the attached model, not both; or say "
-                "ahead=True."
-            )
-        row_inputs = RowInputs.checked(rows, **inputs)
+        row_inputs = RowInputs.checked(rows, token_ids=token_ids, padding=padding)
         if chunk is not None:
             self._queue(chunk, row_inputs)
 
@@ -254,10 +241,7 @@ class MicrobatchSession(Session):
             # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
             expected, rows = to_device(expected, tokens.device), microbatch.batch_rows
             rows = None if rows is None else to_device(rows, tokens.device)
-            why = (
-                "move tokens and routing_rows (or fed routes) by the same code, as collate_padded and collate_packed do, and "
-                "run micro-batches in the order in which they were queued."
-            )
+            why = "move tokens and rows by the same code, and run micro-batches in the order in which they were queued."
             count, tell = count_differing_tokens(tokens, expected, rows, why=why)
             where = f"micro-batch {microbatch.number} of chunk {chunk.index}"
             self._check(count, f"MRR203: {where}: {why}", lambda: f"MRR203: {where}: {tell()}")
@@ -273,7 +257,7 @@ class MicrobatchSession(Session):
         Raises:
             LayoutError: a row is below -1, or num_tokens or more.
         """
-        message = f"MRR202: routing_rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1."
+        message = f"MRR202: rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1."
         if not rows.numel():
             return False
         if rows.device.type != "cpu":
@@ -321,7 +305,6 @@ class MicrobatchSession(Session):
         super()._release()
         for chunk in self._chunks:
             chunk.remove_hooks()
-        open_sessions[:] = [each for each in open_sessions if each() not in (None, self)]
 
     def _tallies(self) -> list[Counts]:
         return [*super()._tallies(), self._failed, self._rows]

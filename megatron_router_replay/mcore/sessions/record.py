@@ -90,17 +90,12 @@ class RecordSession(MicrobatchSession):
         rows, lengths = number_tokens(self._reader, chunk.module, inputs, where, self._check)
         assert inputs.input_ids is not None, "checked"
         tokens = inputs.input_ids.to(torch.int64, copy=True)
-        self._record(chunk, RowInputs(rows=rows, token_ids=tokens, padding=rows < 0, trained=None), lengths)
+        self._record(chunk, RowInputs(rows=rows, token_ids=tokens, padding=rows < 0), lengths)
 
     def _record(self, chunk: Chunk, inputs: RowInputs, lengths: Tensor | None = None) -> None:
         """Queue a micro-batch that is recorded in these rows; with `lengths`, they count from 0 in each forward."""
         rows = inputs.rows
         check_padding(rows >= 0, inputs.padding, self._check)
-        if inputs.trained is not None:
-            self._check(
-                (inputs.trained & (rows < 0)).any(),
-                "MRR410: a trained position has row -1, so its route would not be recorded.",
-            )
         view = chunk.router_view(rows)
         self._may_be_unrouted(rows, _MAX_ROWS)  # last: rows that are refused shall not lengthen the trace
         if rows.numel() and lengths is None:

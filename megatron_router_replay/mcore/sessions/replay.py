@@ -25,7 +25,6 @@ from megatron_router_replay.mcore.batches.rows import (
     RankRoutes,
     RowInputs,
     check_padding,
-    check_trained,
     count_rows,
     is_known,
 )
@@ -162,7 +161,7 @@ class ReplaySession(MicrobatchSession):
         found = self._follower.find(chunk.module, inputs, kept, where)
         self._rows.add(rivals=found.rivals)
         tokens = None if found.tokens is None else found.tokens.to(found.rows.device, torch.int64)
-        rows = RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding, trained=None)
+        rows = RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding)
         self._queue(chunk, rows, is_followed=True)
 
     def _queue(self, chunk: Chunk, inputs: RowInputs, *, is_followed: bool = False) -> None:
@@ -181,9 +180,6 @@ class ReplaySession(MicrobatchSession):
         if unrouted or self._any_live:  # else every row has a route
             routed = _at_rows(trace.replay_mask, view)
             self._check_known(trace, view, routed)
-            if inputs.trained is not None:
-                without = chunk.router_view(inputs.trained) & ~routed
-                check_trained(without, self._check, order="as routers see them")
             live_mask = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
         topk_indices = take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
@@ -209,7 +205,7 @@ class ReplaySession(MicrobatchSession):
         if not self._warned and any(values.device.type != "cpu" for values in tensors.values()):
             self._warned = True
             _LOG.warning(
-                "the trace is on the CPU and routing_rows, or what is queued beside them, on a GPU: the host waits for the "
+                "the trace is on the CPU and rows, or what is queued with them, on a GPU: the host waits for the "
                 "GPU once in every micro-batch. Queue what the data loader gave, before it is moved; or replay "
                 "trace.to('cuda')."
             )
@@ -271,7 +267,7 @@ class ReplaySession(MicrobatchSession):
         first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if is_known(unknown) else ""
         self._check(
             unknown.any(),
-            f"MRR108: routing_rows name rows that the trace knows nothing of{first}: no route and no token id. Another "
+            f"MRR108: the batch has rows that the trace knows nothing of{first}: no route and no token id. Another "
             "rank routed them: join the parts with recording.gather() or merge_traces before micro-batches are regrouped.",
         )
 

@@ -275,13 +275,13 @@ def log_ended(report: SessionReport) -> None:
         warn(
             "share",
             f"only {100 * report.rows_replayed / expected:.1f} % of the tokens were replayed ({report.rows_replayed} of "
-            f"{expected}); the live router decided the others. Is the field dropped for some samples on the way? "
+            f"{expected}); the live router decided the others. Do some samples have no routes? "
             "replay(min_replayed=...) makes this an error",
         )
     if report.rows_repeated:
         warn(
             "rows named twice",
-            f"{report.rows_repeated} rows were named twice in a micro-batch: do routing_rows start anew in each sample? "
+            f"{report.rows_repeated} rows were named twice in a micro-batch: do rows start anew in each sample? "
             "Their tokens share routes",
         )
 

@@ -1,4 +1,4 @@
-"""Packed sequences from the collator, split over context-parallel ranks, trained with replay on: the same as unsplit."""
+"""Packed sequences with rows by hand, split over context-parallel ranks and replayed: the same as unsplit."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.layout import collate_packed, split_batch
+from megatron_router_replay.layout import number_rows, split_context_parallel
+from megatron_router_replay.layout.rows import pack_sequences
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import DRAWN, FULL, Case, random_routes, watched, wrong_replays
@@ -17,10 +18,10 @@ pytestmark = pytest.mark.version
 LENGTHS = (5, 16, 9)
 
 
-def samples() -> list[dict[str, torch.Tensor]]:
+def samples() -> list[torch.Tensor]:
+    """Return the tokens of each sample and one more, the label of its last."""
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randint(320, (length + 1,), generator=generator) for length in LENGTHS]
-    return [{"input_ids": each[:-1], "labels": each[1:], "loss_mask": torch.ones(len(each) - 1)} for each in drawn]
+    return [torch.randint(320, (length + 1,), generator=generator) for length in LENGTHS]
 
 
 def the_trace() -> mrr.RoutingTrace:
@@ -32,7 +33,7 @@ def the_trace() -> mrr.RoutingTrace:
         layer_numbers=range(1, 5),
         num_experts=8,
         replay_mask=has_route,
-        token_ids=torch.cat([sample["input_ids"] for sample in samples()]),
+        token_ids=torch.cat([sample[:-1] for sample in samples()]),
         sequence_lengths=LENGTHS,
     )
 
@@ -43,25 +44,32 @@ def train_packed(layout: ParallelSizes, rows_are_split: bool = True) -> dict[str
 
     layout.initialize()
     chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, core_attention="small")
-    whole = collate_packed(samples(), pad_token_id=0, sequence_multiple=8)
-    batch = split_batch(whole, cp_rank=parallel_state.get_context_parallel_rank(), cp_size=layout.cp_size)
-    if not rows_are_split:
-        start = parallel_state.get_context_parallel_rank() * batch["input_ids"].shape[1]
-        batch["routing_rows"] = whole["routing_rows"][:, start : start + batch["input_ids"].shape[1]]
-    bounds = whole["cu_seqlens_padded"]
-    longest = int(bounds.diff().max())
-    microbatch = {key: values for key, values in batch.items() if not key.startswith("cu_seqlens")} | {
-        "tokens": batch["input_ids"],
-        "labels": batch["labels"].clamp(min=0),
-        "packed_seq_params": PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
-        ),
+    fields = {
+        "tokens": ([sample[:-1] for sample in samples()], 0),
+        "labels": ([sample[1:] for sample in samples()], 0),
+        "loss_mask": ([torch.ones(length) for length in LENGTHS], 0),
+        "position_ids": ([torch.arange(length) for length in LENGTHS], 0),
+        "routing_rows": (number_rows(LENGTHS), -1),
     }
+    packed = {name: pack_sequences(values, fill=fill, sequence_multiple=8) for name, (values, fill) in fields.items()}
+    bounds = packed["tokens"].cu_seqlens_padded
+    cp_rank = parallel_state.get_context_parallel_rank()
+    microbatch: dict[str, Any] = {
+        name: split_context_parallel(each.values, cp_rank=cp_rank, cp_size=layout.cp_size, cu_seqlens_padded=bounds)
+        for name, each in packed.items()
+    }
+    if not rows_are_split:
+        length = microbatch["tokens"].shape[1]
+        microbatch["routing_rows"] = packed["routing_rows"].values[:, cp_rank * length : (cp_rank + 1) * length]
+    longest = int(bounds.diff().max())
+    microbatch["packed_seq_params"] = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
     trace = the_trace()
 
     def queue(microbatch: dict[str, Any], model: Any) -> None:
         rows = microbatch["routing_rows"]
-        # collate_packed fills what it pads with row -1, and every token of these samples has a row.
+        # Padding has row -1, and every token of these samples has a row.
         session.microbatch(rows, model, token_ids=microbatch["tokens"], padding=rows < 0)
 
     with watched(chunks) as seen, mrr.replay(chunks, trace, **DRAWN, verify=True) as session:
@@ -90,5 +98,5 @@ def test_packed_sequences_train_alike_with_replay_on(layout, on_ranks):
 
 
 def test_rows_that_were_not_split_like_the_tokens_are_caught_by_the_token_ids(on_ranks):
-    with pytest.raises(mrr.RouterReplayError, match="tokens and routing_rows were not moved by the same code"):
+    with pytest.raises(mrr.RouterReplayError, match="tokens and rows were not moved by the same code"):
         on_ranks(2, train_packed, ParallelSizes(cp_size=2), False)

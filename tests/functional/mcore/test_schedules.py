@@ -18,7 +18,6 @@ from tests.functional.mcore.cases import (
     model_inputs,
     random_trace,
     run,
-    same,
     set_in_configs,
     watched,
     wrong_replays,
@@ -52,34 +51,6 @@ def regrouped(case: Case) -> None:
 @pytest.mark.parametrize("layout", [ParallelSizes(tp_size=2), ParallelSizes(cp_size=2)], ids=["tp2-sp", "cp2"])
 def test_rows_that_another_rank_routed_raise_and_a_gathered_recording_replays(layout, on_ranks):
     on_ranks(2, regrouped, Case(layout=layout))
-
-
-def attached_schedule(case: Case) -> None:
-    """A schedule whose forward step knows of no session, on an attached model, beside one that queues by hand."""
-    _, chunks, microbatches = build(case)
-    trace = random_trace(case)
-    with mrr.replay(chunks, trace, **DRAWN) as session:
-        by_hand = run(chunks, case, microbatches, session)
-    mrr.attach(chunks)
-
-    def forward_step(data_iterator: Any, model: Any) -> Any:
-        batch = next(data_iterator)
-        output = model(**model_inputs(batch), routing_rows=batch["routing_rows"])
-        return output, partial(masked_mean_loss, batch["loss_mask"])
-
-    with mrr.replay(chunks, trace, **DRAWN, verify=True, min_replayed=1.0) as session:
-        attached = run(chunks, case, microbatches, forward_step=forward_step)
-    assert same(by_hand, attached)
-    assert not same(attached, run(chunks, case, microbatches, forward_step=forward_step))
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [ParallelSizes(pp_size=2, vp_size=2), ParallelSizes(tp_size=2), ParallelSizes(cp_size=2)],
-    ids=["pp2-vpp2", "tp2-sp", "cp2"],
-)
-def test_an_attached_model_in_a_schedule_is_exact(layout, on_ranks):
-    on_ranks(2, attached_schedule, Case(layout=layout, config=MOE))
 
 
 def trained_and_evaluated(follows: bool) -> None:

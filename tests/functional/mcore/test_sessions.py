@@ -180,7 +180,7 @@ def test_four_ranks_with_different_layers_raise_together(on_ranks):
     assert others == [first] * 3
 
 
-# ---- an attached model: the forward step is `output = model(**batch)`, replay on or off
+# ---- wrappers: the forward step is `output = model(**batch)`, replay on or off
 
 
 def bfloat16(model: Any, config: Any) -> Any:
@@ -203,34 +203,26 @@ def compiled(model: Any, config: Any) -> Any:
     return torch.compile(model, backend="eager")
 
 
-@pytest.mark.parametrize(
-    ("wrappers", "inside"),
-    [([bfloat16, data_parallel], True), ([bfloat16, data_parallel, compiled], False)],
-)
-def test_an_attached_model_is_called_through_any_wrapper(wrappers, inside, megatron):
-    """Attached inside of its wrappers or outside."""
+@pytest.mark.parametrize("wrappers", [[bfloat16, data_parallel], [bfloat16, data_parallel, compiled]])
+def test_rows_are_found_through_any_wrapper(wrappers, megatron):
     half = {"bf16": True, "params_dtype": torch.bfloat16}
     case = Case(config={"num_layers": 2, **FULL, **half}, num_microbatches=2)
     config, (inner,), microbatches = build(case)
     model = inner
-    if inside:
-        mrr.attach(inner)
     for wrap in wrappers:
         model = wrap(model, config)
-    if not inside:
-        mrr.attach(model)
 
     def step() -> list[float]:
         losses = []
         for microbatch in microbatches:
-            beside = {"routing_rows": microbatch["routing_rows"], "routing_padding": None}
-            loss = model(**model_inputs(microbatch), **beside, routing_trained=microbatch["loss_mask"]).float().mean()
+            loss = model(**model_inputs(microbatch)).float().mean()
             loss.backward()
             losses.append(float(loss.detach()))
         return losses
 
     off = step()
-    trace = random_trace(case, (1, 2))
+    tokens = torch.cat([microbatch["tokens"].reshape(-1) for microbatch in microbatches])
+    trace = random_trace(case, (1, 2), token_ids=tokens, sequence_lengths=[case.sequence_length] * 4)
     with watched([inner]) as seen, mrr.replay(model, trace, **DRAWN, verify=True, min_replayed=1.0) as session:
         on = step()
     assert wrong_replays(case, seen, trace, microbatches) == 0

@@ -140,12 +140,6 @@ def _queue_rows(session: Any, chunk: Chunk, number: int, **options: Any) -> None
     session.microbatch(ROWS[number], chunk, **options)
 
 
-def attached(chunk: Chunk) -> Iterator[Queue]:
-    mrr.attach(chunk)
-    with mrr.replay(chunk, TRACE):
-        yield lambda number: {"routing_rows": ROWS[number]}
-
-
 def other_stream(chunk: Chunk) -> Iterator[Queue]:
     """Queued under another current stream than the model's."""
     side = torch.cuda.Stream()
@@ -175,8 +169,8 @@ def _queue_all_on_the_gpu(session: Any, chunk: Chunk, number: int) -> None:
     """Queue rows of a trace on the host, all of it on the GPU: the host must read them."""
     with _unlogged():
         rows, ids = ROWS[number].to("cuda"), IDS[number].to("cuda")
-        padding, trained = torch.zeros_like(rows) > 0, torch.ones_like(rows)
-    session.microbatch(rows, chunk, token_ids=ids, padding=padding, trained=trained)
+        padding = torch.zeros_like(rows) > 0
+    session.microbatch(rows, chunk, token_ids=ids, padding=padding)
 
 
 LIVE = torch.arange(8 * NUM) % 8 == 5
@@ -201,7 +195,6 @@ MODES: dict[str, Mode] = {
     "record": recorded,
     "replay": in_session(lambda chunk: mrr.replay(chunk, TRACE), _queue_rows),
     "replay without agreement": in_session(lambda chunk: mrr.replay(chunk, TRACE, min_agreement=0), _queue_rows),
-    "attached": attached,
     "some live": in_session(_some_live, _queue_rows),
     "verify": in_session(lambda chunk: mrr.replay(chunk, TRACE, verify=True), _queue_rows),
     "trace on the GPU": in_session(_on_the_gpu, _queue_gpu_rows),

@@ -41,7 +41,7 @@ def test_a_row_outside_the_trace_raises_at_the_end_and_names_nothing_else(sessio
     rows[1, 2] = row
     for given in (rows, ROWS) if bad_first else (ROWS, rows):
         session._may_be_unrouted(on_a_gpu(given), 8)
-    message = r"^MRR202: routing_rows reach outside the trace's rows 0\.\.7; padding is -1\.$"
+    message = r"^MRR202: rows reach outside the trace's rows 0\.\.7; padding is -1\.$"
     with pytest.raises(LayoutError, match=message):
         session.close()
 

@@ -44,7 +44,6 @@ MOST = {
     # launches a micro-batch of 3 routers beyond BASE, by mode: (without recompute, with); a block of layers is widened once
     # a forward and once a recompute.
     "replay": (1 + COMPARED + ASKED, 2 + COMPARED + ASKED),
-    "attached": (1 + COMPARED + ASKED, 2 + COMPARED + ASKED),
     "another stream": (1 + COMPARED + ASKED, 2 + COMPARED + ASKED),
     "verify": (1 + COMPARED + ASKED + 3 * 5, 2 + COMPARED + ASKED + 6 * 5),
     "some live": (1 + COMPARED + ASKED + MASKED + 3 * 3, 1 + COMPARED + ASKED + MASKED + 3 * 5),

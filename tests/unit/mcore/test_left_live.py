@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.errors import ReplayStateError
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     ROWS,
@@ -66,15 +66,6 @@ def test_rows_left_live_are_routed_live_counted_by_reason_and_frozen(around):
     assert (report.rows_replayed, report.rows_live, report.rows_padding) == (4, 4, 0)
     assert report.replayed_share == 0.5
     assert (report.decisions["verified"], report.decisions["wrong"]) == (24 if around is plain else 48, 0)
-
-
-def test_a_trained_row_without_a_route_raises_whoever_took_it_away():
-    chunk, trace = Chunk(), chosen()
-    with mrr.replay(chunk, trace) as session:
-        session.microbatch(ROWS, trained=~torch.isin(ROWS, torch.tensor([*STALE, NOT_KEPT, NO_ROUTE])))
-        chunk(tokens())
-        with pytest.raises(LayoutError, match=r"a trained position has no route \(1 of them, the first is token 3 as"):
-            session.microbatch(ROWS, trained=ROWS == NOT_KEPT)
 
 
 def one_step(trace, ids=None, **options):

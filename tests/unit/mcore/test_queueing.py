@@ -1,7 +1,5 @@
 """What a trainer may queue for a session, and what the forward then gets: it works or raises, and never goes unnoticed."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -73,10 +71,10 @@ def test_a_packed_row_may_be_flat():
 @pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
 def test_rows_of_no_batch_and_values_of_another_shape_than_the_rows_are_refused(start):
     for rows in (ROWS.view(1, 2, 4), ROWS[0, 0]):
-        refused(start, rows, "routing_rows must have the shape of input_ids")
-    for values in ({"padding": ROWS[0] < 0}, {"trained": ROWS[:, :1] >= 0}, {"token_ids": IDS.t()}):
+        refused(start, rows, "rows must have the shape of input_ids")
+    for values in ({"padding": ROWS[0] < 0}, {"token_ids": IDS.t()}):
         (name,) = values
-        refused(start, ROWS, rf"routing_rows \[2, 4\] and {name} \[.*\] differ in shape", **values)
+        refused(start, ROWS, rf"rows \[2, 4\] and {name} \[.*\] differ in shape", **values)
 
 
 # ---- kinds of rows, and of what stands beside them
@@ -84,8 +82,8 @@ def test_rows_of_no_batch_and_values_of_another_shape_than_the_rows_are_refused(
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.uint32, np.int64])
 def test_rows_in_numpy_and_masks_of_any_kind(dtype):
-    trace, masks = random_trace(8), {"trained": np.ones((2, 4), np.uint16), "padding": torch.zeros(2, 4)}
-    seen, report = replayed(Chunk(), trace, ROWS.numpy().astype(dtype), **masks)
+    trace, padding = random_trace(8), np.zeros((2, 4), np.uint16)
+    seen, report = replayed(Chunk(), trace, ROWS.numpy().astype(dtype), padding=padding)
     assert wrong_replays(seen, trace, ROWS) == 0
     assert (report.rows_replayed, report.rows_padding) == (8, 0)
 
@@ -102,7 +100,7 @@ NESTED = torch.nested.nested_tensor([torch.arange(4), torch.arange(4)], layout=t
         (ROWS, {"token_ids": IDS + 0.5}, "token_ids must be integers"),
         *(
             (ROWS, {name: values}, f"{name} must be")
-            for name in ("token_ids", "padding", "trained")
+            for name in ("token_ids", "padding")
             for values in ("abc", [[1, 2], [3]])
         ),
     ],
@@ -139,20 +137,12 @@ def test_rows_lie_in_the_trace_to_the_last_or_below_two_to_the_31(kind, row, fit
         session.microbatch(rows)
         session.close(verify=False)
     else:
-        refused(QUEUED[kind], rows, r"routing_rows reach outside the trace's rows 0\.\.\d+; padding is -1")
+        refused(QUEUED[kind], rows, r"rows reach outside the trace's rows 0\.\.\d+; padding is -1")
 
 
-@pytest.mark.parametrize(("row", "position"), [(0, 0), (1, 2), (7, 7)])
-def test_each_single_row_of_another_rank_or_without_a_route_is_found(row, position):
+@pytest.mark.parametrize("row", [0, 1, 7])
+def test_each_single_row_of_another_rank_is_found(row):
     others = torch.arange(8) != row
-    without = random_trace(8, replay_mask=others)
-    refused(
-        lambda chunk: mrr.replay(chunk, without),
-        ROWS,
-        rf"no route \(1 of them, the first is token {position} ",
-        trained=torch.ones(2, 4),
-    )
-    replayed(Chunk(), without, trained=others.view(2, 4))
     ids = torch.where(others, IDS.reshape(-1), -1)
     ids[4] = 0  # token 0 is a token as any other
     trace = random_trace(8, replay_mask=others & (torch.arange(8) != 4), token_ids=ids)
@@ -161,16 +151,15 @@ def test_each_single_row_of_another_rank_or_without_a_route_is_found(row, positi
 
 @pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
 @pytest.mark.parametrize("position", [0, 3])
-def test_padding_that_has_a_row_and_trained_positions_without_one_raise(start, position):
+def test_padding_that_has_a_row_raises(start, position):
     padding = torch.zeros(2, 4, dtype=torch.bool)
     padding[0, position] = True
     rows = torch.where(padding, -1, ROWS)
     refused(start, ROWS, "says is padding has a routing row", padding=padding)
     refused(start, rows, "mask is inverted", padding=~padding)
-    refused(start, rows, "a trained position has", trained=padding)
     chunk = Chunk()
     with start(chunk) as session:
-        session.microbatch(rows, padding=padding, trained=(~padding).float())
+        session.microbatch(rows, padding=padding)
         chunk(IDS)
 
 
@@ -357,7 +346,7 @@ def test_an_empty_micro_batch_between_others(kind):
     assert session.report.microbatches == 3
 
 
-@pytest.mark.parametrize("start", [*STARTS.values(), mrr.attach], ids=[*STARTS, "attach"])
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_a_module_without_experts_and_a_part_of_a_virtual_pipeline_are_refused(start):
     with pytest.raises(LayoutError, match="Linear is no Megatron-Core model with experts"):
         start(torch.nn.Linear(2, 2))
@@ -405,66 +394,20 @@ def test_chunks_that_share_a_router_are_refused_where_micro_batches_are_queued()
     assert (len(seen[1, 3]), flips(seen)) == (2, 0)
 
 
-# ---- attach: a model that takes its rows beside its tokens
+# ---- withdrawn
 
 
-def test_an_attached_model_queues_its_rows_or_drops_them_without_a_session():
-    chunk, trace = Chunk(), random_trace(8, token_ids=IDS.reshape(-1))
-    attached = mrr.attach(chunk)
-    mrr.attach(chunk)  # anew, not twice
-    chunk.around = reentrant
-    with watched(chunk) as live:
-        chunk(input_ids=IDS, routing_rows=ROWS, routing_padding=None)
-    with watched(chunk) as seen, mrr.freeze_recompute(chunk), mrr.replay(chunk, trace) as session:
-        disturbed_backward(chunk, chunk(input_ids=IDS, routing_rows=ROWS).sum())
-    assert (wrong_replays(seen, trace, ROWS), flips(seen), session.report.microbatches) == (0, 0, 1)
-    assert not torch.equal(live[0, 1][0], seen[0, 1][0])
-    for beside, error, message in (
-        (
-            {"routing_rows": ROWS.flip(1)},
-            LayoutError,
-            r"input_ids\[0, 0\] .* routing row 3 was .* token \d+ \(8 of 8",
-        ),
-        ({"routing_rows": ROWS * 0 - 1, "routing_trained": torch.ones(2, 4)}, LayoutError, "trained position"),
-        (
-            {},
-            ReplayStateError,
-            r"a forward without routes; 0 micro-batches were queued. A trace of RoutingTrace.from_samples finds",
-        ),
-    ):
-        with pytest.raises(error, match=message), mrr.replay(chunk, trace):
-            chunk(input_ids=IDS, **beside)
-    attached.close()
-    mrr.attach(chunk).close()
-    with pytest.raises(TypeError, match="routing_rows"):
-        chunk(input_ids=IDS, routing_rows=ROWS)
-    with pytest.raises(ReplayStateError, match=r"Call mrr\.attach\(model_chunks\)"), mrr.replay(chunk, trace):
-        chunk(IDS, routing_rows=ROWS)
+@pytest.mark.parametrize("name", ["trained", "ahead", "routes"])
+def test_a_withdrawn_option_says_what_replaces_it(name):
+    message = rf"^MRR101: session\.microbatch\({name}=...\) is gone in 0\.3: "
+    refused(mrr.record, ROWS, message, TraceError, **{name: True})
 
 
-def test_a_copy_of_an_attached_model_is_attached_on_its_own():
-    chunk, trace = Chunk(), random_trace(8)
-    mrr.attach([chunk, Chunk(seed=1)])
-    twin = copy.deepcopy(chunk)
-    for again in (False, True):
-        if again:
-            mrr.attach(twin)
-        for model in (twin, chunk):
-            with watched(model) as seen, mrr.replay(model, trace) as session:
-                model(IDS, routing_rows=ROWS)
-            assert (wrong_replays(seen, trace, ROWS), session.report.microbatches) == (0, 1)
-            model(IDS, routing_rows=ROWS)  # without a session they are dropped
-
-
-def test_rows_that_are_queued_and_passed_as_well_raise_in_the_first_forward():
-    chunk = Chunk()
-    mrr.attach(chunk)
-    session = mrr.replay(chunk, random_trace(16))
-    session.microbatch(ROWS)
-    with watched(chunk) as seen, pytest.raises(ReplayStateError, match="not both"):
-        chunk(IDS, routing_rows=ROWS)
-    mrr.close_sessions(chunk)
-    assert not seen  # it is the first forward that raises, not the second, which would get the first one's routes
+@pytest.mark.parametrize("name", ["routing_rows", "routing_padding", "routing_trained"])
+def test_a_forward_with_a_withdrawn_keyword_says_what_replaces_it(name):
+    message = rf"^MRR101: Chunk\({name}=...\) is gone in 0\.3: the tokens of each forward find its rows"
+    with pytest.raises(TraceError, match=message), mrr.replay(Chunk(), random_trace(8)) as session:
+        session._modules[0](IDS, **{name: ROWS})
 
 
 class _Operations(TorchDispatchMode):
