@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron_router_replay.mcore.sessions import agreement
-from megatron_router_replay.mcore.sessions.agreement import SESSION_EVIDENCE, WINDOW_EVIDENCE, Agreement
+from megatron_router_replay.mcore.sessions.agreement import LEAST_ROWS, SESSION_EVIDENCE, WINDOW_EVIDENCE, Agreement
 
 VOCAB, WIDTH, LAYERS, LEAST = 256, 24, 2, 0.25
 SAMPLES, LENGTH, IN_MICROBATCH = 12, 2048, 4
@@ -236,18 +235,36 @@ def told(experts: int, microbatches: list[tuple[int, Tensor, Tensor]], layout: s
     return ranks
 
 
-def judged(ranks: list[Agreement], evidence: float = WINDOW_EVIDENCE) -> tuple[Any, bool]:
-    """Return the sums of a session's ranks, and whether it raises, if windows need this evidence."""
-    with mock.patch.object(agreement, "WINDOW_EVIDENCE", evidence):
-        for rank in ranks:
-            rank._read_last = None  # counted again
-        everyone = [rank.numbers() for rank in ranks]
-        (group,) = agreement._groups(everyone, LEAST)
-        return group, bool(agreement.problems(everyone, LEAST))
+def judged(ranks: list[Agreement]) -> tuple[Any, bool]:
+    """Return the sums of a session's ranks, and whether it raises."""
+    everyone = [rank.numbers() for rank in ranks]
+    (group,) = agreement._groups(everyone, LEAST)
+    return group, bool(agreement.problems(everyone, LEAST))
 
 
 TAIL = 20.0
 """Evidence from which on that of low windows is taken for exponential; its tail is lighter."""
+
+
+def low_evidence(ranks: list[Agreement]) -> list[float]:
+    """Return the evidence of each sample's low windows that have at least TAIL, in a session of one layer and micro-batch."""
+
+    def is_low(rows: Any, shared: Any, most: Any, evidence: Any) -> Any:
+        return (rows >= LEAST_ROWS) & (evidence >= TAIL) & (shared < LEAST * most)
+
+    total: Any = 0.0
+    whole_sums: Any = 0.0
+    for rank in ranks:
+        (call,) = rank._calls
+        rows, shared, missed, evidence = call.units.double().numpy().T
+        whole, sequence = call.whole.double().numpy(), call.sequence.numpy()
+        low = is_low(rows, shared, shared + missed, evidence) * evidence
+        total += np.minimum(np.bincount(sequence, low, len(whole)), whole)
+        sums = [np.bincount(sequence, each, len(whole)) for each in (rows, shared, shared + missed)]
+        whole_sums += np.stack([*sums, whole])
+    if len(ranks) > 1 and rows.max() < LEAST_ROWS:  # no window of a rank counts, but all parts of a sample together may
+        total = is_low(*whole_sums) * whole_sums[3]
+    return [float(value) for value in total]
 
 
 @dataclass
@@ -258,7 +275,7 @@ class Counted:
         layers: agreement of each layer.
         least: agreement of the window that agrees least.
         low, judged: samples in a layer with a low window, and with one that is judged.
-        evidence: in each micro-batch of IN_MICROBATCH samples, of low windows with that of TAIL.
+        evidence: of each sample in a layer, see `low_evidence`.
         raises: whether a session of all these rows does.
     """
 
@@ -281,14 +298,14 @@ def counted(experts: int, live: Tensor, used: Tensor, layout: str = "TP1") -> Co
             group, _ = judged(ranks)
             found.least = min(found.least, group.least[0])
             found.low, found.judged = found.low + int(group.low), found.judged + int(group.judged)
-            found.evidence.append(judged(ranks, TAIL)[0].evidence)
+            found.evidence += low_evidence(ranks)
     group, found.raises = judged(told(experts, everything, layout))
     found.layers = list(group.layers.values())
     return found
 
 
-def stops(evidence: list[float], microbatches: int = 16) -> float:
-    """Return which share of sessions with so many of these micro-batches, each compared in one layer, would raise wrongly.
+def stops(evidence: list[float], samples: int = 64) -> float:
+    """Return which share of sessions with so many of these samples, each compared in one layer, would raise wrongly.
 
     They raise if all that is low has the evidence for it together.
 
@@ -299,7 +316,7 @@ def stops(evidence: list[float], microbatches: int = 16) -> float:
     if not beyond:
         return 0.0
     scale = sum(beyond) / len(beyond)
-    expected = microbatches * len(beyond) / len(evidence) * math.exp(-(WINDOW_EVIDENCE - TAIL) / scale)
+    expected = samples * len(beyond) / len(evidence) * math.exp(-(WINDOW_EVIDENCE - TAIL) / scale)
     rate, number = 0.0, math.exp(-expected)
     for count in range(1, 40):
         # Sessions with so many low samples, each of which has WINDOW_EVIDENCE and an exponential excess.
@@ -410,9 +427,7 @@ def compare(model: Model, seed: int, network: Network, different: Network) -> No
 
 def main(steps: int = 100, names: Sequence[str] = ()) -> None:
     torch.set_num_threads(1)
-    print(
-        "| model | routes | ranks | least layer | most layer | least sample | low | evidence of what is low | | false stops |"
-    )
+    print("| model | routes | ranks | least layer | most layer | least window | low | evidence | | false stops |")
     print("|" + " --- |" * 10)
     live, used = real_rows()
     shown("vLLM, top-2 of 8", "bf16", "TP1", counted(8, live, used))
